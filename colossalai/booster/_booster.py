@@ -1,0 +1,238 @@
+"""Booster: give it model, optimizer, criterion, dataloader and scheduler, and train with what it returns."""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from colossalai import checkpoint_io
+from colossalai.amp import OptimizerWrapper
+from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
+from colossalai.booster.plugin import Plugin, TorchDDPPlugin
+from colossalai.context import ConfigException, global_context
+from colossalai.logging import get_dist_logger
+from colossalai.runtime import ModelWrapper, assemble
+
+Boosted = tuple[Any, Any, Any, Any, Any]
+
+
+class Booster:
+    """Builds the methods of a plugin into training components; several models and optimizers in one job work.
+
+    Args:
+        device: Where the models are put; default: the device of this rank.
+        mixed_precision: "fp16", "bf16", "fp32" or an object with options; default: as the model is.
+        plugin: The parallel methods; default: data parallelism over all ranks.
+
+    Raises:
+        RuntimeError: Nothing has been launched.
+        ValueError: An argument is not what it must be.
+    """
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        mixed_precision: MixedPrecision | str | None = None,
+        plugin: Plugin | None = None,
+    ) -> None:
+        if plugin is not None and not isinstance(plugin, Plugin):
+            raise ValueError(f"plugin is {plugin!r}; it must be an object such as TorchDDPPlugin()")
+        if not isinstance(mixed_precision, MixedPrecision | str | None):
+            raise ValueError(
+                f"mixed_precision is {mixed_precision!r}; it must be a name or a MixedPrecision object"
+            )
+        chosen = (
+            mixed_precision_factory(mixed_precision or "fp32")
+            if not isinstance(mixed_precision, MixedPrecision)
+            else mixed_precision
+        )
+        self.mesh = global_context.mesh
+        self.device = global_context.device if device is None else torch.device(device)
+        self.plugin = plugin or TorchDDPPlugin()
+        self.plan = self.plugin.plan(chosen.precision())
+        if global_context.pipeline_parallel_size > 1:
+            raise ConfigException(
+                "the job was launched with a pipeline, which no plugin runs yet: remove it from `parallel`"
+            )
+
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        criterion: Callable[..., torch.Tensor] | None = None,
+        dataloader: Iterable[Any] | None = None,
+        lr_scheduler: Any = None,
+    ) -> Boosted:
+        """Build the methods in; call it once for each model, before the first step of its optimizer.
+
+        Args:
+            model: The model; it is moved to the device and changed in place.
+            optimizer: Its optimizer.
+            criterion: The loss function; moved to the device if it is a module.
+            dataloader: Batches, from `plugin.prepare_dataloader`; returned as it is.
+            lr_scheduler: A scheduler of the optimizer; returned as it is.
+
+        Returns:
+            Model, optimizer, criterion, dataloader, scheduler; None for what was not given.
+
+        Raises:
+            ValueError: The components do not fit together.
+        """
+        boosted, wrapped = assemble(self.plan, model, optimizer, mesh=self.mesh, device=self.device)
+        if isinstance(criterion, nn.Module):
+            criterion.to(self.device)
+        if self.mesh.axis_size("dp") > 1 and type(dataloader) is DataLoader:
+            get_dist_logger().log_once(
+                "this dataloader gives every data-parallel rank the same samples unless its sampler divides them: "
+                "plugin.prepare_dataloader(dataset, batch_size) makes one that does",
+                ranks=[0],
+            )
+        return boosted, wrapped, criterion, dataloader, lr_scheduler
+
+    def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
+        """Run the backward of a loss; the loss scale, if any, is that of `optimizer`.
+
+        Raises:
+            ValueError: The optimizer has not been boosted.
+        """
+        _boosted_optimizer(optimizer).backward(loss)
+
+    def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
+        """Return a context in which forward and backward of `model` only add to this rank's gradients.
+
+        To accumulate N microbatches, run all but the last one in it, divide each loss by N, then step once.
+
+        Args:
+            model: A boosted model.
+            optimizer: Accepted for plugins whose optimizer synchronizes; checked to be boosted.
+
+        Raises:
+            ValueError: The model or the optimizer has not been boosted.
+        """
+        if optimizer is not None:
+            _boosted_optimizer(optimizer)
+        return _boosted_model(model).no_sync()
+
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = False,
+    ) -> None:
+        """Save the weights of a model; every rank calls it, rank 0 writes.
+
+        Args:
+            model: A model, boosted or not.
+            checkpoint: A file, or with `shard` a folder in the format of Hugging Face (index and shards).
+            shard: Whether to write a folder of shards.
+            gather_dtensor: Write whole tensors. Sharded ones cannot be written in slices yet.
+            prefix: Put before the names.
+            size_per_shard: Largest size of a shard in MB.
+            use_safetensors: Write safetensors instead of torch's format.
+
+        Raises:
+            ValueError: `gather_dtensor` is False for a model with sharded parameters.
+            OSError: The checkpoint cannot be written; nothing that was there before is lost.
+        """
+        raw = _raw_model(model)
+        if not gather_dtensor and isinstance(model, ModelWrapper) and model.data.shards_parameters:
+            raise ValueError(
+                "gather_dtensor=False is not there yet for sharded parameters: save whole tensors"
+            )
+        checkpoint_io.save_model(
+            raw,
+            checkpoint,
+            shard=shard,
+            prefix=prefix or None,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+        )
+
+    def load_model(self, model: nn.Module, checkpoint: str | Path, strict: bool = True) -> None:
+        """Load weights into a model, boosted or not, from whatever `save_model` can write.
+
+        Args:
+            model: The model.
+            checkpoint: A file or a folder; the format is detected.
+            strict: Whether missing and unexpected names are errors; otherwise they are logged.
+
+        Raises:
+            ValueError: Names or shapes do not fit; nothing has been overwritten.
+        """
+        checkpoint_io.load_model(_raw_model(model), checkpoint, strict=strict)
+
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        checkpoint: str | Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+    ) -> None:
+        """Save the state of a boosted optimizer by parameter name; every rank calls it, rank 0 writes.
+
+        Args:
+            optimizer: The optimizer.
+            checkpoint: A file, or with `shard` a folder of shards.
+            shard: Whether to write a folder of shards.
+            gather_dtensor: Write whole tensors. Sharded ones cannot be written in slices yet.
+            prefix: Put before the names.
+            size_per_shard: Largest size of a shard in MB.
+
+        Raises:
+            ValueError: The optimizer has not been boosted, or `gather_dtensor` is False.
+        """
+        wrapped = _boosted_optimizer(optimizer)
+        if not gather_dtensor:
+            raise ValueError("gather_dtensor=False is not there yet for optimizers: save whole tensors")
+        checkpoint_io.save_optimizer(
+            wrapped.unwrap(),
+            checkpoint,
+            param_names=wrapped.param_names,
+            shard=shard,
+            prefix=prefix or None,
+            size_per_shard=size_per_shard,
+        )
+
+    def load_optimizer(self, optimizer: Optimizer, checkpoint: str | Path) -> None:
+        """Load the state of a boosted optimizer, saved under any plugin and number of ranks.
+
+        Raises:
+            ValueError: The optimizer has not been boosted, or names or shapes do not fit.
+        """
+        wrapped = _boosted_optimizer(optimizer)
+        checkpoint_io.load_optimizer(wrapped.unwrap(), checkpoint, param_names=wrapped.param_names)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        """Save the state of a scheduler to a file; every rank calls it, rank 0 writes."""
+        checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        """Load the state of a scheduler."""
+        checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+
+
+def _raw_model(model: nn.Module) -> nn.Module:
+    return model.unwrap() if isinstance(model, ModelWrapper) else model
+
+
+def _boosted_model(model: nn.Module) -> ModelWrapper:
+    if not isinstance(model, ModelWrapper):
+        raise ValueError("this model has not been boosted: use the one that booster.boost returned")
+    return model
+
+
+def _boosted_optimizer(optimizer: Optimizer) -> OptimizerWrapper:
+    if not isinstance(optimizer, OptimizerWrapper):
+        raise ValueError("this optimizer has not been boosted: use the one that booster.boost returned")
+    return optimizer

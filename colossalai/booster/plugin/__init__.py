@@ -1,0 +1,5 @@
+"""Choices of parallel methods for Booster."""
+
+from colossalai.booster.plugin._plugin import Plugin as Plugin
+from colossalai.booster.plugin._torch_ddp import TorchDDPPlugin as TorchDDPPlugin
+from colossalai.booster.plugin._torch_fsdp import TorchFSDPPlugin as TorchFSDPPlugin

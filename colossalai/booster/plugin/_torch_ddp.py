@@ -1,0 +1,47 @@
+"""Data parallelism with a whole model on every rank."""
+
+from collections.abc import Sequence
+
+from colossalai.amp import Precision
+from colossalai.booster.plugin._plugin import Plugin
+from colossalai.nn.parallel import Replicated
+from colossalai.runtime import Plan
+
+
+class TorchDDPPlugin(Plugin):
+    """Averages gradients with torch's `DistributedDataParallel`.
+
+    Args:
+        broadcast_buffers: Give all ranks the buffers of the first one before every forward.
+        bucket_cap_mb: Size of a bucket of gradients in MB; None: torch's default.
+        find_unused_parameters: Look for parameters that the loss does not depend on.
+        check_reduction: Check that every gradient was reduced.
+        gradient_as_bucket_view: Let gradients be views of the buckets, which saves a copy of them.
+        static_graph: Promise that every iteration uses the same parameters.
+        recompute: Checkpoint activations: True for the model's blocks, or names of sub-modules.
+    """
+
+    def __init__(
+        self,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: int | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        *,
+        recompute: bool | Sequence[str] = False,
+    ) -> None:
+        self.recompute = recompute
+        self.method = Replicated(
+            broadcast_buffers=broadcast_buffers,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+        )
+
+    def plan(self, precision: Precision) -> Plan:
+        """See the base class."""
+        return Plan(data=self.method, precision=precision, recompute=self.recompute)

@@ -1,0 +1,47 @@
+"""Data parallelism with one model shared by all ranks."""
+
+from collections.abc import Sequence
+
+import torch
+
+from colossalai.amp import Precision
+from colossalai.booster.plugin._plugin import Plugin
+from colossalai.nn.parallel import FullySharded
+from colossalai.runtime import Plan
+
+
+class TorchFSDPPlugin(Plugin):
+    """Shards parameters, gradients and optimizer states with torch's FSDP2 (`fully_shard`).
+
+    The members of the model's block stacks are sharded one by one, so that one block at a time is whole.
+    Optimizers with several parameter groups work; boost an optimizer before its first step.
+
+    Args:
+        reshard_after_forward: Free a block's gathered parameters after its forward and gather them again in
+            the backward.
+        cpu_offload: Keep the slices in host memory.
+        param_dtype: Gather parameters and compute in this dtype; None: as they are.
+        reduce_dtype: Average gradients in this dtype; None: as they are.
+        recompute: Checkpoint activations: True for the model's blocks, or names of sub-modules.
+    """
+
+    def __init__(
+        self,
+        *,
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+        param_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        recompute: bool | Sequence[str] = False,
+    ) -> None:
+        self.recompute = recompute
+        self.method = FullySharded(
+            reshard_after_forward=reshard_after_forward,
+            cpu_offload=cpu_offload,
+            param_dtype=param_dtype,
+            reduce_dtype=reduce_dtype,
+        )
+
+    def plan(self, precision: Precision) -> Plan:
+        """See the base class."""
+        return Plan(data=self.method, precision=precision, recompute=self.recompute)

@@ -1,0 +1,29 @@
+"""The place of a job: its config, its mesh of ranks, its random states, and how processes meet."""
+
+from colossalai.context._config import Config as Config
+from colossalai.context._config import ConfigException as ConfigException
+from colossalai.context._group_initializer import INITIALIZER_MAPPING as INITIALIZER_MAPPING
+from colossalai.context._group_initializer import ProcessGroupInitializer as ProcessGroupInitializer
+from colossalai.context._launch import get_default_parser as get_default_parser
+from colossalai.context._launch import launch as launch
+from colossalai.context._launch import launch_from_openmpi as launch_from_openmpi
+from colossalai.context._launch import launch_from_slurm as launch_from_slurm
+from colossalai.context._launch import launch_from_torch as launch_from_torch
+from colossalai.context._mesh import Mesh as Mesh
+from colossalai.context._parallel_context import ParallelContext as ParallelContext
+from colossalai.context._parallel_context import global_context as global_context
+from colossalai.context._parallel_mode import ParallelMode as ParallelMode
+from colossalai.context._random import add_seed as add_seed
+from colossalai.context._random import get_current_mode as get_current_mode
+from colossalai.context._random import get_seeds as get_seeds
+from colossalai.context._random import get_states as get_states
+from colossalai.context._random import moe_set_seed as moe_set_seed
+from colossalai.context._random import random_state as random_state
+from colossalai.context._random import reset_seeds as reset_seeds
+from colossalai.context._random import seed as seed
+from colossalai.context._random import set_mode as set_mode
+from colossalai.context._random import set_random_state as set_random_state
+from colossalai.context._random import set_seed as set_seed
+from colossalai.context._random import set_seed_states as set_seed_states
+from colossalai.context._random import sync_states as sync_states
+from colossalai.context._random import with_seed as with_seed

@@ -1,0 +1,56 @@
+"""Checks of single config values; each raises a `ConfigException` that names the key, the value and what is allowed."""
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from colossalai.context._config import ConfigException
+
+
+def check_mapping(value: Any, key: str, *, example: str) -> None:
+    """Require a dict."""
+    if not isinstance(value, Mapping):
+        raise ConfigException(f"{key} is {value!r}; it must be a dict, such as {example}")
+
+
+def check_keys(value: Mapping[str, Any], known: Sequence[str], key: str) -> None:
+    """Require that every key is a known one; suggest the nearest where it is not."""
+    for name in value:
+        if name not in known:
+            raise ConfigException(
+                f"{key} has no key {name!r}{_suggestion(name, known)}; it knows {list(known)}"
+            )
+
+
+def check_positive(value: Any, key: str) -> int:
+    """Require an integer of at least 1 and return it."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigException(f"{key} is {value!r}; it must be an integer of at least 1")
+    return value
+
+
+def check_number(value: Any, key: str, *, least: float, positive: bool = False) -> float:
+    """Require a finite number of at least `least` (above it with `positive`) and return it."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or value < least or (positive and value == least):
+        bound = f"above {least:g}" if positive else f"of at least {least:g}"
+        raise ConfigException(f"{key} is {value!r}; it must be a number {bound}")
+    return float(value)
+
+
+def check_bool(value: Any, key: str) -> None:
+    """Require True or False."""
+    if not isinstance(value, bool):
+        raise ConfigException(f"{key} is {value!r}; it must be True or False")
+
+
+def nearest(name: Any, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known name that looks most like `name`, if any does."""
+    matches = difflib.get_close_matches(str(name), [*known], n=1, cutoff=cutoff)
+    return matches[0] if matches else None
+
+
+def _suggestion(name: Any, known: Iterable[str]) -> str:
+    match = nearest(name, known)
+    return f": did you mean {match!r}?" if match else ""

@@ -1,0 +1,143 @@
+"""The feature keys of a config: their names, their keys, and what their values must be.
+
+Everything that is not a feature key is a hyper-parameter of the user's and is left alone; a name that looks
+like a misspelt feature key gets a warning.
+"""
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+from colossalai.context._check import (
+    check_bool,
+    check_keys,
+    check_mapping,
+    check_number,
+    check_positive,
+    nearest,
+)
+from colossalai.context._config import Config, ConfigException
+from colossalai.context._layout import Layout, parse_layout
+from colossalai.logging import get_dist_logger
+
+_SCALER_KEYS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
+PRECISION_KEYS: Mapping[str, tuple[str, ...]] = {
+    "torch": _SCALER_KEYS,
+    "bf16": (),
+    "naive": (
+        *("log_num_zeros_in_grad", "initial_scale", "min_scale", "growth_factor", "backoff_factor"),
+        *("growth_interval", "hysteresis", "max_scale", "verbose"),
+    ),
+    "apex": (
+        *("enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32"),
+        *("master_weights", "loss_scale", "cast_model_outputs", "num_losses", "verbosity"),
+        *("min_loss_scale", "max_loss_scale"),
+    ),
+}
+"""The keys of `fp16=dict(mode=...)` beside `mode`, for every mode (the values of `colossalai.amp.AMP_TYPE`)."""
+
+
+def check_config(config: Config, world_size: int) -> Layout:
+    """Check every feature key of a config and return the layout of the mesh.
+
+    Raises:
+        ConfigException: A feature is not written as it must be.
+    """
+    for key, check in _FEATURES.items():
+        if config.get(key) is not None:
+            check(config[key])
+    if config.get("gradient_handler") is not None and config.get("gradient_handlers") is not None:
+        raise ConfigException(
+            "the config has both gradient_handler and gradient_handlers: keep one of the two spellings"
+        )
+    for key in config:
+        match = nearest(key, FEATURE_KEYS, cutoff=0.87)
+        if key not in FEATURE_KEYS and match is not None and str(key).isidentifier():
+            get_dist_logger().log_once(
+                f"config key {key!r} is not a feature; did you mean {match!r}?", ranks=[0]
+            )
+    return parse_layout(config.get("parallel"), world_size)
+
+
+def precision_mode(value: Any) -> str:
+    """Return the name of a precision mode that is written as a string or as an `AMP_TYPE`."""
+    name = value.value if isinstance(value, Enum) else value
+    if not isinstance(name, str) or name not in PRECISION_KEYS:
+        raise ConfigException(
+            f"fp16.mode is {value!r}; it must be one of AMP_TYPE.TORCH, AMP_TYPE.BF16, AMP_TYPE.NAIVE, AMP_TYPE.APEX "
+            f"(or {', '.join(map(repr, PRECISION_KEYS))})"
+        )
+    return name
+
+
+def _check_fp16(value: Any) -> None:
+    check_mapping(value, "fp16", example="fp16=dict(mode=AMP_TYPE.TORCH)")
+    if "mode" not in value:
+        raise ConfigException("fp16 has no mode: write fp16=dict(mode=AMP_TYPE.TORCH)")
+    mode = precision_mode(value["mode"])
+    check_keys(value, ("mode", *PRECISION_KEYS[mode]), f"fp16 (mode {mode!r})")
+    if mode == "torch":
+        _check_scaler(value)
+
+
+def _check_scaler(value: Mapping[str, Any]) -> None:
+    check_bool(value.get("enabled", True), "fp16.enabled")
+    check_number(value.get("init_scale", 2.0**16), "fp16.init_scale", least=0, positive=True)
+    check_number(value.get("growth_factor", 2.0), "fp16.growth_factor", least=1, positive=True)
+    backoff = check_number(value.get("backoff_factor", 0.5), "fp16.backoff_factor", least=0, positive=True)
+    if backoff >= 1:
+        raise ConfigException(f"fp16.backoff_factor is {backoff}; it must be below 1")
+    check_positive(value.get("growth_interval", 2000), "fp16.growth_interval")
+
+
+def _check_handlers(value: Any) -> None:
+    example = "gradient_handler=[dict(type='MyGradientHandler')]"
+    if not isinstance(value, list | tuple):
+        raise ConfigException(f"gradient_handler is {value!r}; it must be a list, such as {example}")
+    for handler in value:
+        if not isinstance(handler, Mapping) or not isinstance(handler.get("type"), str):
+            raise ConfigException(
+                f"gradient_handler holds {handler!r}; each entry is a dict with a type: {example}"
+            )
+
+
+def _check_zero(value: Any) -> None:
+    check_mapping(value, "zero", example="zero=dict(stage=1)")
+    check_keys(value, ("stage", "cpu_offload"), "zero")
+    stage = value.get("stage", 1)
+    if isinstance(stage, bool) or stage not in (1, 2, 3):
+        raise ConfigException(f"zero.stage is {stage!r}; it must be 1, 2 or 3")
+    check_bool(value.get("cpu_offload", False), "zero.cpu_offload")
+
+
+def _check_shape(value: Any) -> None:
+    if not isinstance(value, list | tuple) or not value:
+        raise ConfigException(
+            f"TENSOR_SHAPE is {value!r}; it must be a tuple of sizes, such as (4, 1024, 768)"
+        )
+    for size in value:
+        check_positive(size, "a size in TENSOR_SHAPE")
+
+
+def _check_recompute(value: Any) -> None:
+    names = value if isinstance(value, list | tuple) else [value]
+    if not isinstance(value, bool) and not all(isinstance(name, str) for name in names):
+        raise ConfigException(f"recompute is {value!r}; it must be True, False or a list of module names")
+
+
+_FEATURES: Mapping[str, Callable[[Any], Any]] = {
+    "parallel": lambda value: None,  # parse_layout checks it, against the number of processes
+    "fp16": _check_fp16,
+    "gradient_accumulation": lambda value: check_positive(value, "gradient_accumulation"),
+    "clip_grad_norm": lambda value: check_number(value, "clip_grad_norm", least=0),
+    "gradient_handler": _check_handlers,
+    "gradient_handlers": _check_handlers,
+    "recompute": _check_recompute,
+    "zero": _check_zero,
+    "NUM_MICRO_BATCHES": lambda value: check_positive(value, "NUM_MICRO_BATCHES"),
+    "NUM_CHUNKS": lambda value: check_positive(value, "NUM_CHUNKS"),
+    "TENSOR_SHAPE": _check_shape,
+}
+
+FEATURE_KEYS = tuple(_FEATURES)
+"""The names that the system reserves in a config."""

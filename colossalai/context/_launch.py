@@ -1,0 +1,275 @@
+"""Launch: from "who am I and where is rank 0" to a process group and a mesh, or to an error that says what is missing."""
+
+import argparse
+import itertools
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from colossalai.cluster._ports import port_holder
+from colossalai.context._parallel_context import global_context
+from colossalai.context._random import seed_all_modes
+from colossalai.logging import get_dist_logger
+
+ConfigLike = str | Path | Mapping[str, Any] | None
+
+DEFAULT_TIMEOUT = 120.0
+"""Seconds that a process waits for the others to arrive."""
+
+_launches = itertools.count()
+
+
+def launch(
+    config: ConfigLike,
+    rank: int,
+    world_size: int,
+    host: str,
+    port: int,
+    backend: str = "nccl",
+    local_rank: int | None = None,
+    seed: int = 1024,
+    verbose: bool = True,
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> None:
+    """Start this process's part of a job: check the config, meet the other processes, lay the mesh.
+
+    Args:
+        config: Path of a Python file, or a dict; hyper-parameters and feature keys side by side.
+        rank: Global rank of this process.
+        world_size: Number of processes.
+        host: Name or address of the machine of rank 0.
+        port: A free port on it.
+        backend: Communication library. "nccl" on a machine without it means "gloo".
+        local_rank: Rank among the processes of this machine; picks the device. Default: the environment's,
+            else `rank`.
+        seed: Seed of all random states; the same on every rank.
+        verbose: Whether rank 0 logs what was launched.
+        timeout: Seconds to wait for the other processes.
+
+    Raises:
+        ConfigException: The config is wrong; no process group has been made.
+        RuntimeError: This process has launched already.
+        ConnectionError: Rank 0 does not answer, or some ranks do not arrive, within `timeout`.
+    """
+    _check_arguments(rank, world_size, port, timeout)
+    if global_context.is_launched or dist.is_initialized():
+        raise RuntimeError(
+            "this process has launched already: call colossalai.core.global_context.destroy() before a second launch"
+        )
+    device = _device(_local_rank(rank) if local_rank is None else local_rank)
+    try:
+        global_context.load_config(config)
+        global_context.init_parallel_groups(rank=rank, world_size=world_size, device=device)
+        store = _meet(host, port, rank=rank, world_size=world_size, timeout=timeout)
+        chosen = _backend(backend, device, rank)
+        dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
+    except BaseException:
+        global_context.destroy()
+        raise
+    seed_all_modes(seed, global_context.mesh, global_context.tensor_axes)
+    if verbose:
+        mesh = global_context.mesh
+        get_dist_logger().info(f"launched {mesh} with {chosen} on {device.type}, seed {seed}", ranks=[0])
+
+
+def launch_from_torch(
+    config: ConfigLike = None,
+    backend: str = "nccl",
+    seed: int = 1024,
+    verbose: bool = True,
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> None:
+    """Launch a process that `colossalai run` or `torchrun` started; see `launch`."""
+    starter = "start the script with `colossalai run --nproc_per_node N script.py` or with torchrun"
+    launch(
+        config,
+        rank=_number("RANK", starter),
+        world_size=_number("WORLD_SIZE", starter),
+        host=_variable("MASTER_ADDR", starter),
+        port=_number("MASTER_PORT", starter),
+        backend=backend,
+        local_rank=_number("LOCAL_RANK", starter),
+        seed=seed,
+        verbose=verbose,
+        timeout=timeout,
+    )
+
+
+def launch_from_slurm(
+    config: ConfigLike,
+    host: str,
+    port: int,
+    backend: str = "nccl",
+    seed: int = 1024,
+    verbose: bool = True,
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> None:
+    """Launch a process that SLURM's `srun` started; `host` is the node of task 0. See `launch`."""
+    starter = "start the script with `srun python script.py`"
+    launch(
+        config,
+        rank=_number("SLURM_PROCID", starter),
+        world_size=_number("SLURM_NPROCS", starter),
+        host=host,
+        port=port,
+        backend=backend,
+        local_rank=_number("SLURM_LOCALID", starter),
+        seed=seed,
+        verbose=verbose,
+        timeout=timeout,
+    )
+
+
+def launch_from_openmpi(
+    config: ConfigLike,
+    host: str,
+    port: int,
+    backend: str = "nccl",
+    seed: int = 1024,
+    verbose: bool = True,
+    *,
+    timeout: float = DEFAULT_TIMEOUT,
+) -> None:
+    """Launch a process that OpenMPI's `mpirun` started; `host` is the node of rank 0. See `launch`."""
+    starter = "start the script with OpenMPI's `mpirun -np N python script.py`"
+    launch(
+        config,
+        rank=_number("OMPI_COMM_WORLD_RANK", starter),
+        world_size=_number("OMPI_COMM_WORLD_SIZE", starter),
+        host=host,
+        port=port,
+        backend=backend,
+        local_rank=_number("OMPI_COMM_WORLD_LOCAL_RANK", starter),
+        seed=seed,
+        verbose=verbose,
+        timeout=timeout,
+    )
+
+
+def get_default_parser() -> argparse.ArgumentParser:
+    """Return a parser with the arguments of `launch`; add your own to it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=str, help="path of the config file")
+    parser.add_argument("--host", type=str, help="name or address of the machine of rank 0")
+    parser.add_argument("--port", type=int, help="a free port on it")
+    parser.add_argument("--world_size", "--world-size", type=int, help="number of processes")
+    parser.add_argument("--rank", type=int, help="global rank of this process")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="rank of this process on its machine")
+    parser.add_argument(
+        "--backend", type=str, default="nccl", help="communication library (default: %(default)s)"
+    )
+    return parser
+
+
+def _check_arguments(rank: int, world_size: int, port: int, timeout: float) -> None:
+    if world_size < 1 or not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of world_size {world_size}: the rank must be from 0 to world_size - 1")
+    if not 0 < port < 65536:
+        raise ValueError(f"port {port} does not exist: choose one from 1024 to 65535")
+    if timeout <= 0:
+        raise ValueError(f"timeout is {timeout}; it must be a positive number of seconds")
+
+
+def _variable(name: str, starter: str) -> str:
+    if name not in os.environ:
+        raise ValueError(f"the environment variable {name} is not set: {starter}, which sets it")
+    return os.environ[name]
+
+
+def _number(name: str, starter: str) -> int:
+    value = _variable(name, starter)
+    if not value.isdecimal():
+        raise ValueError(
+            f"the environment variable {name} is {value!r}, not a number: {starter}, which sets it"
+        )
+    return int(value)
+
+
+def _local_rank(rank: int) -> int:
+    for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        if name in os.environ:
+            return int(os.environ[name])
+    return rank
+
+
+def _device(local_rank: int) -> torch.device:
+    """Return the device of a local rank and make it the current one; ranks share devices where there are too few."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    index = local_rank % torch.accelerator.device_count()
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator.type, index)
+
+
+def _backend(requested: str, device: torch.device, rank: int) -> str:
+    """Return the back end to use: one that is there, and that also carries tensors in host memory."""
+    if requested != "nccl":
+        return requested
+    if device.type == "cpu" or not dist.is_nccl_available():
+        if rank == 0:
+            get_dist_logger().log_once("no NCCL on this machine: communicating with gloo", level="INFO")
+        return "gloo"
+    return f"cpu:gloo,{device.type}:nccl"
+
+
+def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -> dist.Store:
+    """Open the store at rank 0 and wait until every rank has arrived at it.
+
+    Raises:
+        ConnectionError: The store cannot be opened or reached, or ranks are missing; all within `timeout`.
+    """
+    where, limit = f"{host}:{port}", timedelta(seconds=timeout)
+    try:
+        server = dist.TCPStore(
+            host,
+            port,
+            world_size,
+            is_master=rank == 0 and not _agent_serves(host, port),
+            timeout=limit,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except dist.DistError as error:
+        raise ConnectionError(_why_no_store(where, port, rank, timeout, str(error))) from error
+    # A store may outlive a launch, or a restart of the job: what an earlier one left in it must not be read.
+    store = dist.PrefixStore(
+        f"launch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_launches)}", server
+    )
+    store.set(f"arrived/{rank}", "1")
+    keys = [f"arrived/{other}" for other in range(world_size)]
+    try:
+        store.wait(keys, limit)
+    except dist.DistError as error:
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
+        raise ConnectionError(
+            f"waited {timeout:g} s at {where}: {world_size - len(missing)} of {world_size} processes arrived, "
+            f"missing are ranks {missing}; were they started, with the same host, port and world size?"
+        ) from error
+    return store
+
+
+def _agent_serves(host: str, port: int) -> bool:
+    """Whether the launcher's agent, not rank 0, listens at this address."""
+    address = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and address == (host, str(port))
+
+
+def _why_no_store(where: str, port: int, rank: int, timeout: float, error: str) -> str:
+    if rank == 0 and ("EADDRINUSE" in error or "already in use" in error):
+        holder = port_holder(port)
+        taker = holder.describe() if holder is not None else "a process that this user cannot see"
+        return f"rank 0 cannot listen at {where}: the port is held by {taker}; choose another port"
+    reason = error.strip().splitlines()[0]
+    return (
+        f"rank {rank} got no answer from rank 0 at {where} within {timeout:g} s: is rank 0 running there, is the name "
+        f"right, does a firewall stand between? ({reason})"
+    )

@@ -1,0 +1,166 @@
+"""From the `parallel` feature of a config to the layout of the mesh, or to an error that says what would be right."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from colossalai.context._check import check_keys, check_mapping, check_positive
+from colossalai.context._config import ConfigException
+from colossalai.context._group_initializer import INITIALIZER_MAPPING
+from colossalai.context._parallel_mode import TENSOR_LAYOUTS
+
+_PARALLEL_KEYS = ("data", "pipeline", "tensor", "moe")
+_TENSOR_KEYS = ("size", "mode", "depth")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The extents of a job's mesh.
+
+    Attributes:
+        data: Data-parallel size.
+        pipeline: Number of pipeline stages.
+        tensor: Tensor-parallel size.
+        mode: Tensor mode, a key of `TENSOR_LAYOUTS` or of `INITIALIZER_MAPPING`.
+        depth: Depth of the 2.5D layout.
+        expert: Expert-parallel size, a divisor of the data-parallel size.
+        arguments: Keyword arguments for the user's own group initializer.
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    mode: str | None = None
+    depth: int = 1
+    expert: int = 1
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def layout_mode(self) -> str | None:
+        """The row of `TENSOR_LAYOUTS` that arranges the tensor axes: none for a mode of the user's own."""
+        return self.mode if self.mode in TENSOR_LAYOUTS else None
+
+    def tensor_axes(self) -> dict[str, int]:
+        """Return the tensor axes with their extents, outermost first."""
+        axes = TENSOR_LAYOUTS[self.layout_mode].axes(self.tensor, self.depth)
+        assert axes is not None, "parse_layout has checked the size"
+        return dict(axes)
+
+    def axes(self) -> dict[str, int]:
+        """Return all mesh axes with their extents, outermost first; `dp` is the view of `edp` and `ep` as one."""
+        return {
+            "edp": self.data // self.expert,
+            "ep": self.expert,
+            "pp": self.pipeline,
+            **self.tensor_axes(),
+        }
+
+
+def parse_layout(parallel: Any, world_size: int) -> Layout:
+    """Check the `parallel` feature against the number of processes and return its layout.
+
+    Args:
+        parallel: The value of the feature: a dict with any of `data`, `pipeline`, `tensor`, `moe`, or None.
+        world_size: Number of processes.
+
+    Raises:
+        ConfigException: A key is unknown, a size is not a positive integer or does not fit its mode, or the
+            product of the sizes is not the number of processes.
+    """
+    parallel = {} if parallel is None else parallel
+    check_mapping(parallel, "parallel", example="parallel=dict(pipeline=2, tensor=dict(size=4, mode='2d'))")
+    check_keys(parallel, _PARALLEL_KEYS, "parallel")
+    pipeline = _size(parallel, "pipeline")
+    tensor = _tensor(parallel.get("tensor"))
+    inner = pipeline * tensor.tensor
+    data = _size(parallel, "data") if parallel.get("data") is not None else max(world_size // inner, 1)
+    if data * inner != world_size:
+        raise ConfigException(
+            f"{world_size} processes, but data {data} x pipeline {pipeline} x tensor {tensor.tensor} = {data * inner}: "
+            f"start {data * inner} processes or change a size in `parallel`"
+        )
+    expert = _size(parallel, "moe")
+    if data % expert:
+        raise ConfigException(f"moe size {expert} does not divide the data-parallel size {data}")
+    return Layout(
+        data=data,
+        pipeline=pipeline,
+        tensor=tensor.tensor,
+        mode=tensor.mode,
+        depth=tensor.depth,
+        expert=expert,
+        arguments=tensor.arguments,
+    )
+
+
+def _size(parallel: Mapping[str, Any], key: str) -> int:
+    """Read a size that is written as an int, as `dict(size=...)`, or not at all (then 1)."""
+    value = parallel.get(key)
+    if value is None:
+        return 1
+    if isinstance(value, Mapping):
+        check_keys(value, ("size",), f"parallel.{key}")
+        value = value.get("size", 1)
+    return check_positive(value, f"parallel.{key}")
+
+
+def _tensor(tensor: Any) -> Layout:
+    """Read the tensor part; the other fields of the layout stay at their defaults."""
+    if tensor is None:
+        return Layout()
+    if not isinstance(tensor, Mapping):
+        size = check_positive(tensor, "parallel.tensor")
+        if size == 1:
+            return Layout()
+        raise ConfigException(
+            f"parallel.tensor is {size}, a size without a mode: write tensor=dict(size={size}, mode='1d')"
+        )
+    mode = _mode(tensor.get("mode"))
+    own = mode in INITIALIZER_MAPPING
+    if not own:
+        check_keys(tensor, _TENSOR_KEYS, "parallel.tensor")
+    if "size" not in tensor and mode is not None:
+        raise ConfigException(f"parallel.tensor has mode {mode!r} but no size: add size=...")
+    size = check_positive(tensor.get("size", 1), "parallel.tensor.size")
+    if mode is None and size > 1:
+        raise ConfigException(
+            f"parallel.tensor has size {size} without a mode: add mode='1d' (or {_known_modes()})"
+        )
+    if own:
+        arguments = {key: value for key, value in tensor.items() if key not in ("size", "mode")}
+        return Layout(tensor=size, mode=mode, arguments=arguments)
+    return Layout(tensor=size, mode=mode, depth=_depth(tensor, mode, size))
+
+
+def _depth(tensor: Mapping[str, Any], mode: str | None, size: int) -> int:
+    """Read the depth and check that the size fits the mode."""
+    depth = check_positive(tensor["depth"], "parallel.tensor.depth") if tensor.get("depth") is not None else 1
+    if depth != 1 and mode != "2.5d":
+        raise ConfigException(
+            f"parallel.tensor.depth is {depth}, but only mode '2.5d' has a depth, not {mode!r}"
+        )
+    layout = TENSOR_LAYOUTS[mode]
+    if layout.axes(size, depth) is None:
+        suffix = f" {depth}*q*q" if mode == "2.5d" else ""
+        raise ConfigException(
+            f"parallel.tensor.size is {size}, but mode {mode!r} needs {layout.requirement}{suffix}: "
+            f"the nearest that fit are {_fitting_sizes(mode, size, depth)}"
+        )
+    return depth
+
+
+def _fitting_sizes(mode: str | None, size: int, depth: int) -> str:
+    fits = [n for n in range(1, 2 * size + 8 * depth) if TENSOR_LAYOUTS[mode].axes(n, depth) is not None]
+    nearest = sorted(sorted(fits, key=lambda n: abs(n - size))[:2])
+    return " and ".join(map(str, nearest))
+
+
+def _mode(mode: Any) -> str | None:
+    known = isinstance(mode, str | None) and (mode in TENSOR_LAYOUTS or mode in INITIALIZER_MAPPING)
+    if not known:
+        raise ConfigException(f"parallel.tensor.mode is {mode!r}; it must be one of {_known_modes()}")
+    return mode
+
+
+def _known_modes() -> str:
+    return ", ".join(repr(mode) for mode in [*TENSOR_LAYOUTS, *INITIALIZER_MAPPING] if mode is not None)

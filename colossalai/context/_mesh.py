@@ -1,0 +1,114 @@
+"""The ranks of a job as one named n-D grid; it owns every process group.
+
+A group is asked for by the axes it runs along and made when first asked for: by its members alone, so that
+a group which only some ranks use costs the others nothing and cannot make them wait.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+Axes = str | Sequence[str]
+
+
+class Mesh:
+    """A grid of ranks with named axes, outermost axis first.
+
+    Args:
+        axes: Axis names and extents, outermost first; the product is the world size. Neighbours along the
+            last axis have adjacent ranks.
+        rank: The global rank of this process.
+        device_type: Type of the devices that hold the tensors ("cpu", "cuda", ...).
+        views: Names for several adjacent axes taken as one, e.g. `{"dp": ("edp", "ep")}`.
+    """
+
+    def __init__(
+        self,
+        axes: Mapping[str, int],
+        *,
+        rank: int,
+        device_type: str = "cpu",
+        views: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> None:
+        self.axes = dict(axes)
+        self.rank = rank
+        self.world_size = math.prod(axes.values())
+        self.device_type = device_type
+        self._views = dict(views or {})
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
+
+    def __repr__(self) -> str:
+        extents = ", ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1)
+        return f"Mesh({extents or 'one rank'}; rank {self.rank} of {self.world_size})"
+
+    def axis_size(self, axes: Axes) -> int:
+        """Return the number of ranks along `axes` taken together."""
+        return math.prod(self.axes[axis] for axis in self._resolve(axes))
+
+    def axis_rank(self, axes: Axes) -> int:
+        """Return this rank's position along `axes` taken together (row-major, outermost first)."""
+        position = 0
+        for axis in self._resolve(axes):
+            position = position * self.axes[axis] + self.coordinate(self.rank)[axis]
+        return position
+
+    def coordinate(self, global_rank: int) -> dict[str, int]:
+        """Return the position of a rank along every axis."""
+        position = {}
+        for axis, size in reversed(self.axes.items()):
+            global_rank, position[axis] = divmod(global_rank, size)
+        return position
+
+    def ranks(self, axes: Axes) -> list[int]:
+        """Return the global ranks of this rank's group along `axes`, in the order of the grid."""
+        wanted = self._resolve(axes)
+        grid = torch.arange(self.world_size).reshape(tuple(self.axes.values()))
+        here = self.coordinate(self.rank)
+        index = tuple(slice(None) if axis in wanted else here[axis] for axis in self.axes)
+        return grid[index].flatten().tolist()
+
+    def group(self, axes: Axes) -> dist.ProcessGroup:
+        """Return the process group of this rank along `axes`; every member must ask for it."""
+        return self.group_of(self.ranks(axes))
+
+    def group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Return the process group of the given global ranks, of which this rank is one."""
+        key = tuple(ranks)
+        if key not in self._groups:
+            self._groups[key] = self._make_group(key)
+        return self._groups[key]
+
+    def device_mesh(self, axes: Axes) -> DeviceMesh:
+        """Return torch's `DeviceMesh` over `axes`, on the same groups as `group`."""
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        if names not in self._device_meshes:
+            groups = [self.group(name) for name in names]
+            if len(names) == 1:
+                made = DeviceMesh.from_group(groups[0], self.device_type, mesh_dim_names=names)
+            else:
+                grid = torch.tensor(self.ranks(names)).reshape(tuple(self.axis_size(name) for name in names))
+                made = DeviceMesh.from_group(groups, self.device_type, mesh=grid, mesh_dim_names=names)
+            self._device_meshes[names] = made
+        return self._device_meshes[names]
+
+    def _resolve(self, axes: Axes) -> tuple[str, ...]:
+        """Turn an axis, a view or a sequence of them into plain axes in the order of the grid."""
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        plain = {part for name in names for part in self._views.get(name, (name,))}
+        unknown = plain - set(self.axes)
+        if unknown:
+            raise ValueError(f"no mesh axis {sorted(unknown)}; this mesh has {[*self.axes, *self._views]}")
+        return tuple(axis for axis in self.axes if axis in plain)
+
+    def _make_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        if ranks == tuple(range(self.world_size)):
+            world = dist.group.WORLD
+            assert world is not None, "the default process group exists as long as the mesh does"
+            return world
+        group = dist.new_group(list(ranks), use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup), f"rank {self.rank} is not one of {ranks}"
+        return group

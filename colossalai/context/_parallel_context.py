@@ -1,0 +1,204 @@
+"""The global context of a job: its config, its mesh, and who is who in every parallel mode.
+
+There is one, `global_context`. Doors and users read it; below the doors meshes and options come as arguments.
+"""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from colossalai.context._config import Config, load_config
+from colossalai.context._features import check_config
+from colossalai.context._group_initializer import own_groups
+from colossalai.context._layout import Layout
+from colossalai.context._mesh import Mesh
+from colossalai.context._parallel_mode import ParallelMode, mode_axes
+from colossalai.context._random import reset_seeds
+
+
+class ParallelContext:
+    """What a process knows about the job it is part of; filled by launch, emptied by `destroy`."""
+
+    def __init__(self) -> None:
+        self._reset()
+
+    def _reset(self) -> None:
+        self._config = Config()
+        self._layout = Layout()
+        self._mesh: Mesh | None = None
+        self._device = torch.device("cpu")
+        self._axes: dict[Hashable, tuple[str, ...]] = {}
+        self._own_ranks: dict[Hashable, list[int]] = {}
+        self._cpu_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+
+    @property
+    def is_launched(self) -> bool:
+        """Whether there is a mesh."""
+        return self._mesh is not None
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the job.
+
+        Raises:
+            RuntimeError: Nothing has been launched.
+        """
+        if self._mesh is None:
+            raise RuntimeError(
+                "nothing has been launched: call colossalai.launch(...) or launch_from_torch(...), _slurm, _openmpi first"
+            )
+        return self._mesh
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self._device
+
+    @property
+    def config(self) -> Config:
+        """The config that the job was launched with."""
+        return self._config
+
+    def load_config(self, config: Any) -> None:
+        """Set the config from a path, a dict or None, unchecked."""
+        self._config = load_config(config)
+
+    def init_parallel_groups(self, *, rank: int, world_size: int, device: torch.device | None = None) -> None:
+        """Check the loaded config and lay the mesh over the ranks; needs no process group before a group is
+        asked for.
+
+        Raises:
+            ConfigException: The config does not fit the number of processes.
+        """
+        layout = check_config(self._config, world_size)
+        mesh = Mesh(
+            layout.axes(),
+            rank=rank,
+            device_type=(device or self._device).type,
+            views={"dp": ("edp", "ep")},
+        )
+        if layout.mode is not None and layout.layout_mode is None:
+            self._own_ranks = own_groups(
+                layout.mode,
+                arguments=layout.arguments,
+                rank=rank,
+                world_size=world_size,
+                config=self._config,
+                data_parallel_size=layout.data,
+                pipeline_parallel_size=layout.pipeline,
+                tensor_parallel_size=layout.tensor,
+            )
+        self._axes = mode_axes(layout.layout_mode, tuple(layout.tensor_axes()))
+        self._layout, self._mesh, self._device = layout, mesh, device or self._device
+
+    @property
+    def tensor_axes(self) -> tuple[str, ...]:
+        """The names of the tensor axes of the mesh, outermost first."""
+        return tuple(self._layout.tensor_axes())
+
+    @property
+    def tensor_mode(self) -> str | None:
+        """The tensor mode of the job ("1d", "2d", ...), None without one."""
+        return self._layout.mode
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of data-parallel replicas."""
+        return self._layout.data
+
+    @property
+    def pipeline_parallel_size(self) -> int:
+        """Number of pipeline stages."""
+        return self._layout.pipeline
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Number of ranks that share a layer."""
+        return self._layout.tensor
+
+    def is_initialized(self, mode: Hashable) -> bool:
+        """Whether the job has groups for this mode."""
+        return mode in self._axes or mode in self._own_ranks
+
+    def get_global_rank(self) -> int:
+        """Return the rank of this process among all."""
+        return self.mesh.rank
+
+    def get_ranks_in_group(self, mode: Hashable) -> list[int]:
+        """Return the global ranks of this rank's group in a mode.
+
+        Raises:
+            ValueError: The job has no such mode.
+        """
+        mesh = self.mesh
+        if mode in self._own_ranks:
+            return list(self._own_ranks[mode])
+        if mode not in self._axes:
+            known = [str(known) for known in [*self._axes, *self._own_ranks]]
+            raise ValueError(
+                f"{mode} is not part of this job (tensor mode {self.tensor_mode!r}); it has {known}"
+            )
+        return mesh.ranks(self._axes[mode])
+
+    def get_local_rank(self, mode: Hashable) -> int:
+        """Return this rank's position in its group of a mode."""
+        return self.get_ranks_in_group(mode).index(self.mesh.rank)
+
+    def get_world_size(self, mode: Hashable) -> int:
+        """Return the number of ranks in this rank's group of a mode."""
+        return len(self.get_ranks_in_group(mode))
+
+    def get_group(self, mode: Hashable) -> dist.ProcessGroup:
+        """Return the process group of a mode; it is made when its members first ask for it."""
+        return self.mesh.group_of(self.get_ranks_in_group(mode))
+
+    def get_cpu_group(self, mode: Hashable) -> dist.ProcessGroup:
+        """Return a group of the same ranks for tensors in host memory (gloo)."""
+        group = self.get_group(mode)
+        if "cpu:gloo" in dist.get_backend_config(group):
+            return group
+        ranks = tuple(self.get_ranks_in_group(mode))
+        if ranks not in self._cpu_groups:
+            self._cpu_groups[ranks] = dist.new_group(
+                list(ranks), backend="gloo", use_local_synchronization=True
+            )
+        return self._cpu_groups[ranks]
+
+    def is_first_rank(self, mode: Hashable) -> bool:
+        """Whether this rank is the first of its group."""
+        return self.get_local_rank(mode) == 0
+
+    def is_last_rank(self, mode: Hashable) -> bool:
+        """Whether this rank is the last of its group."""
+        return self.get_local_rank(mode) == self.get_world_size(mode) - 1
+
+    def is_pipeline_first_stage(self) -> bool:
+        """Whether this rank holds the first pipeline stage."""
+        return self.is_first_rank(ParallelMode.PIPELINE)
+
+    def is_pipeline_last_stage(self) -> bool:
+        """Whether this rank holds the last pipeline stage."""
+        return self.is_last_rank(ParallelMode.PIPELINE)
+
+    def get_next_global_rank(self, mode: Hashable) -> int:
+        """Return the global rank after this one in its group, the first after the last."""
+        ranks = self.get_ranks_in_group(mode)
+        return ranks[(ranks.index(self.mesh.rank) + 1) % len(ranks)]
+
+    def get_prev_global_rank(self, mode: Hashable) -> int:
+        """Return the global rank before this one in its group, the last before the first."""
+        ranks = self.get_ranks_in_group(mode)
+        return ranks[ranks.index(self.mesh.rank) - 1]
+
+    def destroy(self) -> None:
+        """End the job in this process: destroy all process groups, forget config and mesh; then launch works again."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        reset_seeds()
+        self._reset()
+
+
+global_context = ParallelContext()
+"""The context of this process."""

@@ -1,0 +1,126 @@
+"""The parallel modes and the table from a mode to the mesh axes that its groups run along.
+
+A mode is only a name for a set of mesh axes. Which modes exist depends on the tensor mode of the layout;
+each tensor mode is one row of `TENSOR_LAYOUTS`.
+"""
+
+import math
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class ParallelMode(Enum):
+    """Names of the groups of ranks that a parallel method communicates in.
+
+    A mode of the user's own needs no entry here: any hashable name (an own `Enum` member, a string) that an
+    own `ProcessGroupInitializer` returns works wherever a `ParallelMode` does.
+    """
+
+    GLOBAL = "global"
+    DATA = "data"
+    MODEL = "model"
+    PIPELINE = "pipe"
+    TENSOR = "tensor"
+    SEQUENCE = "sequence"
+    SEQUENCE_DP = "sequence_dp"
+    PARALLEL_1D = "1d"
+    PARALLEL_2D_ROW = "2d_row"
+    PARALLEL_2D_COL = "2d_col"
+    PARALLEL_2P5D_ROW = "2p5d_row"
+    PARALLEL_2P5D_COL = "2p5d_col"
+    PARALLEL_2P5D_DEP = "2p5d_dep"
+    PARALLEL_2P5D_XZ = "2p5d_xz"
+    PARALLEL_3D_INPUT = "3d_input"
+    PARALLEL_3D_WEIGHT = "3d_weight"
+    PARALLEL_3D_OUTPUT = "3d_output"
+    PARALLEL_3D_INPUT_X_WEIGHT = "3d_input_x_weight"
+    PARALLEL_3D_OUTPUT_X_WEIGHT = "3d_output_x_weight"
+    MOE_DATA = "moe_data"
+    MOE_MODEL = "moe_model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorLayout:
+    """How the ranks of one tensor-parallel group are arranged.
+
+    Attributes:
+        axes: From (size, depth) to the tensor axes with their extents, outermost first; None if the size does
+            not fit.
+        requirement: What a size must be, in words, for the error message.
+        modes: The modes that this layout adds, with the axes of each.
+    """
+
+    axes: Callable[[int, int], Mapping[str, int] | None]
+    requirement: str
+    modes: Mapping[ParallelMode, tuple[str, ...]]
+
+
+def _line(size: int, depth: int) -> Mapping[str, int] | None:
+    return {"tp": size}
+
+
+def _square(size: int, depth: int) -> Mapping[str, int] | None:
+    q = math.isqrt(size)
+    return {"col": q, "row": q} if q * q == size else None
+
+
+def _tesseract(size: int, depth: int) -> Mapping[str, int] | None:
+    q = math.isqrt(size // depth)
+    return {"dep": depth, "col": q, "row": q} if depth * q * q == size else None
+
+
+def _cube(size: int, depth: int) -> Mapping[str, int] | None:
+    q = round(size ** (1 / 3))
+    return {"out": q, "inp": q, "wgt": q} if q**3 == size else None
+
+
+TENSOR_LAYOUTS: Mapping[str | None, TensorLayout] = {
+    None: TensorLayout(axes=_line, requirement="any number", modes={}),
+    "1d": TensorLayout(axes=_line, requirement="any number", modes={ParallelMode.PARALLEL_1D: ("tp",)}),
+    "sequence": TensorLayout(
+        axes=_line,
+        requirement="any number",
+        modes={ParallelMode.SEQUENCE: ("tp",), ParallelMode.SEQUENCE_DP: ("dp", "tp")},
+    ),
+    "2d": TensorLayout(
+        axes=_square,
+        requirement="a square (1, 4, 9, 16, ...)",
+        modes={ParallelMode.PARALLEL_2D_ROW: ("row",), ParallelMode.PARALLEL_2D_COL: ("col",)},
+    ),
+    "2.5d": TensorLayout(
+        axes=_tesseract,
+        requirement="depth times a square",
+        modes={
+            ParallelMode.PARALLEL_2P5D_ROW: ("row",),
+            ParallelMode.PARALLEL_2P5D_COL: ("col",),
+            ParallelMode.PARALLEL_2P5D_DEP: ("dep",),
+            ParallelMode.PARALLEL_2P5D_XZ: ("dep", "col"),
+        },
+    ),
+    "3d": TensorLayout(
+        axes=_cube,
+        requirement="a cube (1, 8, 27, 64, ...)",
+        modes={
+            ParallelMode.PARALLEL_3D_INPUT: ("inp",),
+            ParallelMode.PARALLEL_3D_WEIGHT: ("wgt",),
+            ParallelMode.PARALLEL_3D_OUTPUT: ("out",),
+            ParallelMode.PARALLEL_3D_INPUT_X_WEIGHT: ("inp", "wgt"),
+            ParallelMode.PARALLEL_3D_OUTPUT_X_WEIGHT: ("out", "wgt"),
+        },
+    ),
+}
+
+
+def mode_axes(tensor_mode: str | None, tensor_axes: tuple[str, ...]) -> dict[Hashable, tuple[str, ...]]:
+    """Return the table from every mode of a layout to its mesh axes, outermost first."""
+    return {
+        ParallelMode.GLOBAL: ("dp", "pp", *tensor_axes),
+        ParallelMode.DATA: ("dp",),
+        ParallelMode.PIPELINE: ("pp",),
+        ParallelMode.TENSOR: tensor_axes,
+        ParallelMode.MODEL: ("pp", *tensor_axes),
+        ParallelMode.MOE_DATA: ("edp",),
+        ParallelMode.MOE_MODEL: ("ep",),
+        **TENSOR_LAYOUTS[tensor_mode].modes,
+    }

@@ -1,0 +1,236 @@
+"""Random states per parallel mode.
+
+Ranks that hold the same slice must draw the same numbers, ranks that hold different slices different ones.
+Each mode has
+a random state of its own on every rank:
+
+- GLOBAL: the same on all ranks; the state in force after launch, so that every rank builds the same model.
+- DATA: differs along the data and pipeline axes, agrees along the tensor axes: dropout on an activation that
+  the tensor-parallel ranks hold whole. In force once a model has been assembled.
+- TENSOR: differs on every rank: dropout on an activation that the tensor-parallel ranks hold in slices.
+"""
+
+import functools
+import hashlib
+import random
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+from colossalai.context._mesh import Mesh
+from colossalai.context._parallel_mode import ParallelMode
+
+P = ParamSpec("P")
+R = TypeVar("R")
+State = dict[str, torch.Tensor]
+
+
+class _Seeds:
+    """The random states of this process by mode; the state of the current mode lives in torch's default generators."""
+
+    def __init__(self) -> None:
+        self.seeds: dict[Hashable, int] = {}
+        self.states: dict[Hashable, State] = {}
+        self.current: Hashable | None = None
+        self.expert_rank = 0
+
+    def require(self, mode: Hashable) -> None:
+        if mode not in self.states:
+            known = ", ".join(map(str, self.states)) or "none: launch has not been called"
+            raise ValueError(
+                f"no random state for {mode}; there is {known}. Make one with add_seed(mode, seed)"
+            )
+
+
+_seeds = _Seeds()
+
+
+def seed_all_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> None:
+    """Make the random states of a freshly launched job and put GLOBAL in force."""
+    reset_seeds()
+    set_seed(seed)
+    slice_of_data = (mesh.axis_rank("dp"), mesh.axis_rank("pp"))
+    add_seed(ParallelMode.GLOBAL, seed)
+    add_seed(ParallelMode.DATA, _mix(seed, "data", *slice_of_data))
+    add_seed(ParallelMode.TENSOR, _mix(seed, "tensor", *slice_of_data, mesh.axis_rank(tensor_axes)))
+    _seeds.expert_rank = mesh.axis_rank("ep")
+    set_mode(ParallelMode.GLOBAL)
+
+
+def set_seed(seed: int) -> None:
+    """Seed Python's, numpy's and torch's generators."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def add_seed(mode: Hashable, seed: int, overwrite: bool = False) -> None:
+    """Give a mode a random state that starts from `seed`; the state in force is not touched.
+
+    Raises:
+        ValueError: The mode has one already and `overwrite` is False.
+    """
+    if mode in _seeds.states and not overwrite:
+        raise ValueError(f"{mode} has a random state already: pass overwrite=True to replace it")
+    kept = _generator_state()
+    torch.manual_seed(seed)
+    _seeds.seeds[mode] = seed
+    _seeds.states[mode] = _generator_state()
+    if mode != _seeds.current:
+        _set_generator_state(kept)
+
+
+def set_mode(mode: Hashable) -> None:
+    """Put the random state of a mode in force, after putting the present one aside."""
+    _seeds.require(mode)
+    if mode == _seeds.current:
+        return
+    sync_states()
+    _seeds.current = mode
+    _set_generator_state(_seeds.states[mode])
+
+
+def get_current_mode() -> Hashable | None:
+    """Return the mode whose random state is in force; None before launch."""
+    return _seeds.current
+
+
+@contextmanager
+def seed(mode: Hashable) -> Iterator[None]:
+    """Draw from the random state of a mode within the block: `with seed(ParallelMode.TENSOR): ...`."""
+    before = _seeds.current
+    set_mode(mode)
+    try:
+        yield
+    finally:
+        if before is not None:
+            set_mode(before)
+
+
+def with_seed(func: Callable[P, R], mode: Hashable) -> Callable[P, R]:
+    """Return `func` such that it draws from the random state of a mode."""
+
+    @functools.wraps(func)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        with seed(mode):
+            return func(*args, **kwargs)
+
+    return wrapper
+
+
+def get_seeds() -> dict[Hashable, int]:
+    """Return the seed that each mode started from."""
+    return dict(_seeds.seeds)
+
+
+def get_states() -> dict[Hashable, State]:
+    """Return the present random state of each mode, by device type ("cpu", and the accelerator's)."""
+    sync_states()
+    return {mode: dict(state) for mode, state in _seeds.states.items()}
+
+
+def set_seed_states(mode: Hashable, state: Mapping[str, torch.Tensor]) -> None:
+    """Replace the random state of a mode by one that `get_states` returned."""
+    _seeds.require(mode)
+    _seeds.states[mode] = dict(state)
+    if mode == _seeds.current:
+        _set_generator_state(_seeds.states[mode])
+
+
+def sync_states() -> None:
+    """Put what the generators have reached into the state of the current mode."""
+    if _seeds.current is not None:
+        _seeds.states[_seeds.current] = _generator_state()
+
+
+def reset_seeds() -> None:
+    """Forget all modes; the generators stay as they are."""
+    _seeds.seeds.clear()
+    _seeds.states.clear()
+    _seeds.current = None
+    _seeds.expert_rank = 0
+
+
+def moe_set_seed(seed: int) -> None:
+    """Make a random state that differs across the ranks of an expert-parallel group (mode MOE_MODEL)."""
+    add_seed(ParallelMode.MOE_MODEL, _mix(seed, "expert", _seeds.expert_rank), overwrite=True)
+
+
+@contextmanager
+def replay(mode: Hashable | None, states: Mapping[Hashable, State], generator: State) -> Iterator[None]:
+    """Draw within the block what was drawn from the state that `snapshot` returned; afterwards all is as before."""
+    kept = snapshot()
+    _restore(mode, states, generator)
+    try:
+        yield
+    finally:
+        _restore(*kept)
+
+
+def snapshot() -> tuple[Hashable | None, dict[Hashable, State], State]:
+    """Return the mode in force, the states of all modes and the state of the generators."""
+    return _seeds.current, get_states(), _generator_state()
+
+
+def _restore(mode: Hashable | None, states: Mapping[Hashable, State], generator: State) -> None:
+    _seeds.current, _seeds.states = mode, dict(states)
+    _set_generator_state(generator)
+
+
+def random_state() -> dict[str, Any]:
+    """Return every random state of this process (Python, numpy, torch, all modes), fit for `torch.save`."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    assert _seeds.current is None or isinstance(_seeds.current, ParallelMode | str)
+    return {
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
+        "torch": _generator_state(),
+        "modes": {_mode_name(mode): state for mode, state in get_states().items()},
+        "current": _mode_name(_seeds.current),
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Go back to what `random_state` returned; modes that are not there now are left out."""
+    random.setstate(_as_tuple(state["python"]))
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    by_name = {_mode_name(mode): mode for mode in _seeds.states}
+    for mode_name, mode_state in state["modes"].items():
+        if mode_name in by_name:
+            _seeds.states[by_name[mode_name]] = dict(mode_state)
+    if state["current"] in by_name:
+        _seeds.current = by_name[state["current"]]
+    _set_generator_state(state["torch"])
+
+
+def _mode_name(mode: Hashable | None) -> str | None:
+    return mode.value if isinstance(mode, ParallelMode) else None if mode is None else str(mode)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
+
+
+def _mix(seed: int, *parts: str | int) -> int:
+    """Derive a seed that is unrelated to that of any other parts."""
+    digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _generator_state() -> State:
+    state = {"cpu": torch.get_rng_state()}
+    device = torch.accelerator.current_accelerator()
+    if device is not None and torch.accelerator.is_available():
+        state[device.type] = torch.get_device_module(device).get_rng_state()
+    return state
+
+
+def _set_generator_state(state: Mapping[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    device = torch.accelerator.current_accelerator()
+    if device is not None and torch.accelerator.is_available() and device.type in state:
+        torch.get_device_module(device).set_rng_state(state[device.type])

@@ -1,0 +1,129 @@
+"""The Engine: one object for a model, its optimizer and its criterion, with the features of a config built in."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from colossalai.amp import OptimizerWrapper
+from colossalai.context import Mesh
+from colossalai.engine.gradient_handler import BaseGradientHandler
+from colossalai.engine.schedule import BaseSchedule
+from colossalai.runtime import ModelWrapper, TrainingStep
+
+Criterion = Callable[..., torch.Tensor]
+
+
+class Engine:
+    """What `colossalai.initialize` returns; it is used as model, optimizer and criterion are used in PyTorch.
+
+    Args:
+        training_step: The assembled model and optimizer with accumulation and clipping.
+        criterion: The loss function.
+        schedule: How `execute_schedule` runs a batch.
+        mesh: The ranks.
+        device: The device of this rank.
+        gradient_handlers: What makes gradients equal over the ranks, if not DDP.
+    """
+
+    def __init__(
+        self,
+        training_step: TrainingStep,
+        criterion: Criterion | None,
+        *,
+        schedule: BaseSchedule,
+        mesh: Mesh,
+        device: torch.device,
+        gradient_handlers: Sequence[BaseGradientHandler] = (),
+    ) -> None:
+        self.training_step = training_step
+        self.schedule = schedule
+        self.mesh = mesh
+        self.device = device
+        self.gradient_handlers = tuple(gradient_handlers)
+        self._criterion = criterion
+
+    @property
+    def model(self) -> ModelWrapper:
+        """The model; `engine.model.unwrap()` is the one that was given."""
+        return self.training_step.model
+
+    @property
+    def optimizer(self) -> OptimizerWrapper:
+        """The optimizer; `engine.optimizer.unwrap()` is the one that was given."""
+        return self.training_step.optimizer
+
+    @property
+    def criterion(self) -> Criterion:
+        """The loss function.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if self._criterion is None:
+            raise ValueError("there is no criterion: pass one to colossalai.initialize")
+        return self._criterion
+
+    @property
+    def accumulation_steps(self) -> int:
+        """Number of microbatches that make one optimizer step."""
+        return self.training_step.accumulation_steps
+
+    @property
+    def training(self) -> bool:
+        """Whether the model is in training mode."""
+        return self.model.training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        return self.training_step.forward(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the backward of a microbatch's mean loss; the division for accumulation happens here."""
+        self.training_step.backward(loss)
+
+    def step(self) -> bool:
+        """End a microbatch; at the end of an accumulation window synchronize, clip and update the parameters.
+
+        Returns:
+            Whether the parameters were updated: False within a window and after an overflow.
+        """
+        return self.training_step.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients; within an accumulation window they are kept."""
+        self.training_step.zero_grad()
+
+    def train(self) -> None:
+        """Put the model in training mode."""
+        self.model.train()
+
+    def eval(self) -> None:
+        """Put the model in evaluation mode."""
+        self.model.eval()
+
+    def execute_schedule(
+        self,
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> tuple[Any, Any, torch.Tensor | None]:
+        """Take the next batch and run forward and, unless `forward_only`, backward.
+
+        Args:
+            data_iter: Iterator of batches.
+            forward_only: Leave out the backward.
+            return_loss: Compute and return the loss; needed for a backward.
+            return_output_label: Return the output and the label; False frees them.
+
+        Returns:
+            Output, label and the mean loss of the batch (detached, not divided for accumulation); None for
+            what was not asked for.
+
+        Raises:
+            StopIteration: There are no more batches.
+        """
+        return self.schedule.forward_back_step(
+            self, data_iter, forward_only, return_loss, return_output_label
+        )

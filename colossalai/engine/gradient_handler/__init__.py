@@ -1,0 +1,7 @@
+"""Ways to make gradients equal over ranks, chosen in the config by their registered names."""
+
+from colossalai.engine.gradient_handler._base import BaseGradientHandler as BaseGradientHandler
+from colossalai.engine.gradient_handler._build import build_gradient_handler as build_gradient_handler
+from colossalai.engine.gradient_handler._data_parallel import (
+    DataParallelGradientHandler as DataParallelGradientHandler,
+)

@@ -1,0 +1,63 @@
+"""The interface of schedules, and how a batch becomes data and label."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from colossalai.engine._engine import Engine
+
+DataProcess = Callable[[Any], tuple[Any, Any]]
+
+
+class BaseSchedule(ABC):
+    """Runs forward and backward of a batch.
+
+    Args:
+        data_process_func: From a batch to (data, label); default: a pair is taken as (data, label), anything
+            else as data without a label.
+    """
+
+    def __init__(self, data_process_func: DataProcess | None = None) -> None:
+        self.data_process_func = data_process_func
+
+    @abstractmethod
+    def forward_back_step(
+        self,
+        engine: "Engine",
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> tuple[Any, Any, torch.Tensor | None]:
+        """Run the next batch of `data_iter`; return output, label and loss, None for what is not asked for."""
+
+    def load_batch(self, data_iter: Iterator[Any], device: torch.device) -> tuple[Any, Any]:
+        """Return data and label of the next batch, on `device`.
+
+        Raises:
+            StopIteration: There are no more batches.
+        """
+        batch = next(data_iter)
+        if self.data_process_func is not None:
+            data, label = self.data_process_func(batch)
+        elif isinstance(batch, tuple | list) and len(batch) == 2:
+            data, label = batch
+        else:
+            data, label = batch, None
+        return to_device(data, device), to_device(label, device)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return a nested batch with its tensors on a device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def call_with(function: Callable[..., Any], data: Any) -> Any:
+    """Call a model with a batch's data: a dict as keyword arguments, a tuple or list as positional ones."""
+    if isinstance(data, Mapping):
+        return function(**data)
+    return function(*data) if isinstance(data, tuple | list) else function(data)

@@ -1,0 +1,45 @@
+"""The schedule without a pipeline: the whole batch forward, then backward."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from colossalai.engine.schedule._base import BaseSchedule, call_with
+
+if TYPE_CHECKING:
+    from colossalai.engine._engine import Engine
+
+
+class NonPipelineSchedule(BaseSchedule):
+    """Runs a batch in one piece."""
+
+    def forward_back_step(
+        self,
+        engine: "Engine",
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> tuple[Any, Any, torch.Tensor | None]:
+        """See the base class.
+
+        Raises:
+            ValueError: A backward is asked for without a loss.
+            StopIteration: There are no more batches.
+        """
+        if not forward_only and not return_loss:
+            raise ValueError(
+                "return_loss=False leaves nothing to run the backward of: also pass forward_only=True"
+            )
+        data, label = self.load_batch(data_iter, engine.device)
+        with torch.set_grad_enabled(not forward_only and torch.is_grad_enabled()):
+            output = call_with(engine, data)
+            loss = None
+            if return_loss:
+                loss = engine.criterion(output) if label is None else engine.criterion(output, label)
+        if not forward_only:
+            assert loss is not None
+            engine.backward(loss)
+        kept = (output, label) if return_output_label else (None, None)
+        return (*kept, None if loss is None else loss.detach())

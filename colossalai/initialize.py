@@ -1,0 +1,98 @@
+"""The door for configs: `initialize` gives an Engine with the features that the launched config says."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.context import ConfigException, ParallelContext, global_context
+from colossalai.context import get_default_parser as get_default_parser
+from colossalai.context import launch as launch
+from colossalai.context import launch_from_openmpi as launch_from_openmpi
+from colossalai.context import launch_from_slurm as launch_from_slurm
+from colossalai.context import launch_from_torch as launch_from_torch
+from colossalai.engine import Engine
+from colossalai.engine.gradient_handler import build_gradient_handler
+from colossalai.engine.schedule import BaseSchedule, NonPipelineSchedule
+from colossalai.logging import get_dist_logger
+from colossalai.runtime import DataParallelLoader, EpochWatch, Plan, TrainingStep, WatchedLoader, assemble
+
+Loader = Iterable[Any] | None
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    criterion: Callable[..., torch.Tensor] | None = None,
+    train_dataloader: Loader = None,
+    test_dataloader: Loader = None,
+    lr_scheduler: Any = None,
+    verbose: bool = True,
+    *,
+    schedule: BaseSchedule | None = None,
+) -> tuple[Engine, Any, Any, Any]:
+    """Build the features of the launched config into training components.
+
+    Args:
+        model: The model; it is moved to the device of this rank and changed in place.
+        optimizer: Its optimizer; None for a model that is only run.
+        criterion: The loss function, called with the output and the label.
+        train_dataloader: Batches to train on. Iterate over the one that is returned: it tells the engine
+            where an epoch ends, so that the last, short accumulation window is not lost.
+        test_dataloader: Batches to evaluate on; returned as it is.
+        lr_scheduler: A scheduler of the optimizer; returned as it is.
+        verbose: Whether rank 0 logs the plan.
+        schedule: How `engine.execute_schedule` runs a batch.
+
+    Returns:
+        Engine, train dataloader, test dataloader, scheduler.
+
+    Raises:
+        RuntimeError: Nothing has been launched.
+        ConfigException: The config asks for a feature that has not landed yet.
+        ValueError: The components do not fit together.
+    """
+    mesh, device = global_context.mesh, global_context.device
+    _refuse_pipeline(global_context)
+    plan = Plan.from_config(global_context.config)
+    assembled, wrapped = assemble(plan, model, optimizer, mesh=mesh, device=device)
+    handlers = (
+        [build_gradient_handler(entry, model, wrapped) for entry in plan.gradient_handlers] if wrapped else []
+    )
+    step = TrainingStep(
+        assembled,
+        wrapped,
+        accumulation_steps=plan.accumulation_steps,
+        clip_grad_norm=plan.clip_grad_norm,
+        sync_grads=[handler.handle_gradient for handler in handlers],
+    )
+    if train_dataloader is not None and plan.accumulation_steps > 1:
+        train_dataloader = step.watch = _watched(train_dataloader)
+    engine = Engine(
+        step,
+        criterion.to(device) if isinstance(criterion, nn.Module) else criterion,
+        schedule=schedule or NonPipelineSchedule(),
+        mesh=mesh,
+        device=device,
+        gradient_handlers=handlers,
+    )
+    if verbose:
+        get_dist_logger().info(f"initialized {type(model).__name__} with {plan}", ranks=[0])
+    return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+def _watched(loader: Iterable[Any]) -> Any:
+    known: EpochWatch | WatchedLoader = (
+        loader if isinstance(loader, DataParallelLoader) else WatchedLoader(loader)
+    )
+    return known
+
+
+def _refuse_pipeline(context: ParallelContext) -> None:
+    if context.pipeline_parallel_size > 1:
+        raise ConfigException(
+            f"parallel.pipeline is {context.pipeline_parallel_size}: the groups are there, but no pipeline schedule yet; "
+            "remove it to train with data parallelism"
+        )

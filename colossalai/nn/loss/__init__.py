@@ -1,0 +1,3 @@
+"""Losses."""
+
+from colossalai.nn.loss._cross_entropy import CrossEntropyLoss as CrossEntropyLoss

@@ -1,0 +1,67 @@
+"""The checks at the door of the schedules."""
+
+from collections.abc import Sequence
+
+
+def check_total_steps(total_steps: int) -> int:
+    """Return `total_steps` if it is a positive integer.
+
+    Raises:
+        ValueError: It is not.
+    """
+    return check_count("total_steps", total_steps)
+
+
+def check_count(name: str, value: int) -> int:
+    """Return `value` if it is a positive integer.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{name}={value!r} is not a number of steps; give a positive integer")
+    return value
+
+
+def check_warmup_steps(warmup_steps: int, total_steps: int) -> int:
+    """Return `warmup_steps` if it is an integer from 0 to `total_steps`.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not isinstance(warmup_steps, int) or not 0 <= warmup_steps <= total_steps:
+        raise ValueError(
+            f"warmup_steps={warmup_steps!r} does not fit total_steps={total_steps}: "
+            f"give an integer from 0 to {total_steps}, or raise total_steps (it includes the warm-up)"
+        )
+    return warmup_steps
+
+
+def check_fraction(name: str, value: float) -> float:
+    """Return `value` as a float if it lies in [0, 1].
+
+    Raises:
+        ValueError: It does not.
+    """
+    if not 0.0 <= value <= 1.0:
+        raise ValueError(
+            f"{name}={value!r} is not a part of the schedule; give a number from 0 (none) to 1 (all)"
+        )
+    return float(value)
+
+
+def check_milestones(milestones: Sequence[int], warmup_steps: int) -> list[int]:
+    """Return the milestones as a list if they are integers in rising order, all after the warm-up.
+
+    Raises:
+        ValueError: They are not.
+    """
+    checked = list(milestones)
+    if any(not isinstance(milestone, int) for milestone in checked) or checked != sorted(checked):
+        raise ValueError(f"milestones={checked!r} must be integers in rising order")
+    if checked and checked[0] <= warmup_steps:
+        raise ValueError(
+            f"milestones={checked!r} start at step {checked[0]}, but they count from the first step of the "
+            f"training and warmup_steps={warmup_steps}; give milestones greater than {warmup_steps}"
+        )
+    return checked

@@ -1,0 +1,114 @@
+"""LARS: momentum SGD with one learning rate per layer. You et al. 2017, arXiv 1708.03888, algorithm 1.
+
+For a parameter w with gradient g and momentum buffer u
+
+    ratio = eeta * |w| / (|g| + weight_decay * |w| + epsilon)
+    u = momentum * u + lr * ratio * (g + weight_decay * w)
+    w = w - u
+
+with 2-norms of the whole tensors. Where |w| or |g| is 0 the ratio is 1. The learning rate stands inside the
+momentum, as in the paper and unlike in `torch.optim.SGD`: after a change of the rate the buffer still moves
+with the old one.
+"""
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from colossalai.nn.optimizer._check import check_decay_rates, check_not_negative
+from colossalai.nn.optimizer._whole_tensor import tensors_with_grad, whole_norms
+from colossalai.registry import OPTIMIZERS
+
+
+@OPTIMIZERS.register_module
+class Lars(Optimizer):
+    """Layer-wise adaptive rate scaling for large batches.
+
+    Args:
+        params: Parameters, or groups of them with their own options.
+        lr: Learning rate.
+        momentum: Rate of the momentum.
+        eeta: The trust coefficient: the relative change of a layer in one step at lr = 1.
+        weight_decay: Weight decay; it is part of the gradient that the ratio scales.
+        epsilon: Added to the denominator of the ratio.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    elementwise = False
+    """The update of an element needs norms of the whole tensor: a slice of the parameter is not enough."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        *,
+        momentum: float = 0.0,
+        eeta: float = 1e-3,
+        weight_decay: float = 0.0,
+        epsilon: float = 0.0,
+    ) -> None:
+        check_not_negative(lr=float(lr), eeta=eeta, weight_decay=weight_decay, epsilon=epsilon)
+        check_decay_rates(momentum=momentum)
+        options = {
+            "lr": lr,
+            "momentum": momentum,
+            "eeta": eeta,
+            "weight_decay": weight_decay,
+            "epsilon": epsilon,
+        }
+        super().__init__(params, options)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss and the gradients anew.
+
+        Returns:
+            What `closure` returns, None without one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for params in tensors_with_grad(group["params"]):
+                self._update(params, group)
+        return loss
+
+    def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
+        grads = [param.grad for param in params if param.grad is not None]
+        scales = list((group["lr"] * _trust_ratios(whole_norms(params), whole_norms(grads), group)).unbind())
+        updates = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+        torch._foreach_mul_(updates, scales)
+        if group["momentum"] != 0:
+            buffers = [self._momentum_of(param) for param in params]
+            torch._foreach_mul_(buffers, group["momentum"])
+            torch._foreach_add_(buffers, updates)
+            updates = buffers
+        torch._foreach_sub_(params, updates)
+
+    def _momentum_of(self, param: Tensor) -> Tensor:
+        state = self.state[param]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        return state["momentum_buffer"]
+
+
+def _trust_ratios(param_norms: Tensor, grad_norms: Tensor, group: dict[str, Any]) -> Tensor:
+    both = (param_norms > 0) & (grad_norms > 0)
+    denominators = grad_norms + group["weight_decay"] * param_norms + group["epsilon"]
+    return torch.where(both, group["eeta"] * param_norms / denominators, 1.0)

@@ -1,0 +1,51 @@
+"""What a way of data parallelism has to be: applied once, and told for every backward whether to synchronize."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from colossalai.context import Mesh
+
+
+class DataMethod(ABC):
+    """A way to keep the replicas along the mesh axis `dp` equal; a frozen dataclass of its options.
+
+    Attributes:
+        shards_parameters: Whether a rank holds only slices of the parameters.
+    """
+
+    shards_parameters: ClassVar[bool] = False
+
+    @abstractmethod
+    def apply(
+        self, module: nn.Module, *, blocks: list[nn.Module], mesh: Mesh, device: torch.device
+    ) -> nn.Module:
+        """Return a module that computes as `module` does and whose gradients are means over `dp` after a
+        backward.
+
+        Args:
+            module: The module, on `device`; it may be changed in place, its parameters may be replaced.
+            blocks: The repeated parts of it (transformer blocks, residual blocks).
+            mesh: The ranks.
+            device: The device of this rank.
+        """
+
+    @abstractmethod
+    def set_sync(self, module: nn.Module, enabled: bool) -> None:
+        """Say whether the next forward and its backward synchronize; `module` is what `apply` returned."""
+
+
+def broadcast_from_first(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Give all ranks of a group the parameters and buffers of its first rank."""
+    source = dist.get_global_rank(group, 0)
+    for tensor in _tensors(module):
+        dist.broadcast(tensor.detach(), src=source, group=group)
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()

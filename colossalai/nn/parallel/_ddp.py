@@ -1,0 +1,65 @@
+"""Replicated data parallelism: torch's `DistributedDataParallel`, or nothing but equal starting weights."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from colossalai.context import Mesh
+from colossalai.nn.parallel._data_method import DataMethod, broadcast_from_first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replicated(DataMethod):
+    """Every rank holds the whole model; gradients are averaged in buckets while the backward runs.
+
+    The fields are those of `torch.nn.parallel.DistributedDataParallel`. With one rank along `dp` the module
+    stays bare.
+    """
+
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int | None = None
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+
+    def apply(
+        self, module: nn.Module, *, blocks: list[nn.Module], mesh: Mesh, device: torch.device
+    ) -> nn.Module:
+        """See the base class."""
+        trainable = any(param.requires_grad for param in module.parameters())
+        if mesh.axis_size("dp") == 1 or not trainable:  # DDP refuses a module without trainable parameters
+            return module
+        return DistributedDataParallel(
+            module,
+            device_ids=None if device.type == "cpu" else [device],
+            process_group=mesh.group("dp"),
+            broadcast_buffers=self.broadcast_buffers,
+            bucket_cap_mb=self.bucket_cap_mb,
+            find_unused_parameters=self.find_unused_parameters,
+            check_reduction=self.check_reduction,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            static_graph=self.static_graph,
+        )
+
+    def set_sync(self, module: nn.Module, enabled: bool) -> None:
+        """See the base class."""
+        if isinstance(module, DistributedDataParallel):
+            module.require_backward_grad_sync = enabled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unsynchronized(DataMethod):
+    """Every rank holds the whole model; somebody else (a gradient handler) makes the gradients equal."""
+
+    def apply(
+        self, module: nn.Module, *, blocks: list[nn.Module], mesh: Mesh, device: torch.device
+    ) -> nn.Module:
+        """See the base class."""
+        broadcast_from_first(module, mesh.group("dp"))
+        return module
+
+    def set_sync(self, module: nn.Module, enabled: bool) -> None:
+        """Nothing to say: no backward synchronizes."""

@@ -1,0 +1,124 @@
+"""A registry: a table from names to classes or functions, filled by a decorator."""
+
+import difflib
+import importlib
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any, TypeVar
+
+Registered = TypeVar("Registered", bound=Callable[..., Any])
+
+
+class Registry:
+    """A table from names to classes or functions.
+
+    Example:
+        ```python
+        @MODELS.register_module
+        class Net(nn.Module): ...
+
+        MODELS.get_module("Net")  # the class
+        ```
+
+    Args:
+        name: What is registered here; it stands in the error messages.
+        third_party_library: Modules, or their names, that are searched in this order for what was not
+            registered. A name is imported when it is first needed; one that cannot be imported counts as
+            empty, and the error of a failed search says why.
+    """
+
+    def __init__(self, name: str, third_party_library: Sequence[ModuleType | str] | None = None) -> None:
+        self.name = name
+        self._modules: dict[str, Callable[..., Any]] = {}
+        self._libraries: list[ModuleType | str] = list(third_party_library or ())
+        self._broken_libraries: dict[str, str] = {}
+
+    def register_module(self, module_class: Registered) -> Registered:
+        """Register a class or function under its `__name__`; used as a decorator.
+
+        Raises:
+            ValueError: Another one has the name already.
+        """
+        module_name = module_class.__name__
+        present = self._modules.get(module_name)
+        if present is not None:
+            raise ValueError(
+                f"{module_name!r} is already in the registry {self.name!r} ({_origin(present)}); "
+                f"rename {_origin(module_class)}, or call remove_module({module_name!r}) first"
+            )
+        self._modules[module_name] = module_class
+        return module_class
+
+    def get_module(self, module_name: str) -> Any:
+        """Return what `module_name` stands for.
+
+        Raises:
+            ValueError: The name is neither registered nor found in the third-party libraries.
+        """
+        found = self._find(module_name)
+        if found is None:
+            raise ValueError(self._unknown(module_name))
+        return found
+
+    def has(self, module_name: str) -> bool:
+        """Say whether `get_module` would find the name."""
+        return self._find(module_name) is not None
+
+    def remove_module(self, module_name: str) -> None:
+        """Take a registered name out again.
+
+        Raises:
+            ValueError: The name was not registered; names of third-party libraries cannot be removed.
+        """
+        if module_name not in self._modules:
+            raise ValueError(self._unknown(module_name))
+        del self._modules[module_name]
+
+    def _find(self, module_name: str) -> Callable[..., Any] | None:
+        if module_name in self._modules:
+            return self._modules[module_name]
+        for library in self._imported_libraries():
+            found = getattr(library, module_name, None)
+            if callable(found) and not module_name.startswith("_"):
+                return found
+        return None
+
+    def _imported_libraries(self) -> list[ModuleType]:
+        for index, library in enumerate(self._libraries):
+            if isinstance(library, str) and library not in self._broken_libraries:
+                try:
+                    self._libraries[index] = importlib.import_module(library)
+                except (
+                    Exception
+                ) as error:  # an optional library may be broken in any way; `_unknown` says how
+                    self._broken_libraries[library] = f"{type(error).__name__}: {error}"
+        return [library for library in self._libraries if isinstance(library, ModuleType)]
+
+    def _unknown(self, module_name: str) -> str:
+        message = f"{module_name!r} is not in the registry {self.name!r}"
+        nearest = self._nearest(module_name)
+        if nearest is not None:
+            message += f"; did you mean {nearest!r}?"
+        elif self._modules:
+            message += f"; registered are {', '.join(sorted(self._modules))}"
+        else:
+            message += "; nothing is registered: import the file that holds its @register_module first"
+        for library, reason in self._broken_libraries.items():
+            message += f" ({library} was not searched, it does not import: {reason})"
+        return message
+
+    def _nearest(self, module_name: str) -> str | None:
+        known = list(self._modules)
+        for library in self._imported_libraries():
+            known += [
+                name for name in dir(library) if name[0] != "_" and callable(getattr(library, name, None))
+            ]
+        by_lower = {
+            name.lower(): name for name in reversed(known)
+        }  # what was registered wins over a library's
+        matches = difflib.get_close_matches(module_name.lower(), by_lower, n=1)
+        return by_lower[matches[0]] if matches else None
+
+
+def _origin(registered: Callable[..., Any]) -> str:
+    return f"{registered.__module__}.{registered.__qualname__}"

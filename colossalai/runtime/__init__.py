@@ -1,0 +1,14 @@
+"""The core that both doors stand on: a plan, its application to a model, and a training step."""
+
+from colossalai.runtime._assemble import assemble as assemble
+from colossalai.runtime._data import DataParallelLoader as DataParallelLoader
+from colossalai.runtime._data import DataParallelSampler as DataParallelSampler
+from colossalai.runtime._data import make_dataloader as make_dataloader
+from colossalai.runtime._epoch import EpochWatch as EpochWatch
+from colossalai.runtime._epoch import WatchedLoader as WatchedLoader
+from colossalai.runtime._plan import Plan as Plan
+from colossalai.runtime._recompute import apply_recompute as apply_recompute
+from colossalai.runtime._recompute import checkpoint as checkpoint
+from colossalai.runtime._recompute import find_blocks as find_blocks
+from colossalai.runtime._step import TrainingStep as TrainingStep
+from colossalai.runtime._wrapper import ModelWrapper as ModelWrapper

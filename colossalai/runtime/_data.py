@@ -1,0 +1,191 @@
+"""Data for data parallelism: each rank along `dp` reads its own part, in an order that the seed fixes.
+
+The position in an epoch is counted in batches that were handed out, not in samples that were prefetched, so
+that it can be saved at any moment and a resumed run sees exactly the batches that were left.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from colossalai.runtime._epoch import length_of, with_last
+
+
+class DataParallelSampler(Sampler[int]):
+    """The indices of one replica: a fixed or seeded order of the dataset, dealt out like cards.
+
+    Args:
+        dataset: A dataset with a length.
+        num_replicas: Number of replicas.
+        replica: Number of this one.
+        shuffle: Whether each epoch has its own order.
+        seed: Seed of the orders; the same on every replica.
+        drop_last: If the length is not a multiple of `num_replicas`: leave the rest out; otherwise the first
+            samples stand in for the missing ones, so that all replicas make the same number of steps.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        *,
+        num_replicas: int,
+        replica: int,
+        shuffle: bool = False,
+        seed: int = 1024,
+        drop_last: bool = False,
+    ) -> None:
+        if not 0 <= replica < num_replicas:
+            raise ValueError(f"replica {replica} of {num_replicas}: it must be from 0 to {num_replicas - 1}")
+        self.dataset = dataset
+        self.num_replicas = num_replicas
+        self.replica = replica
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.start = 0  # number of this replica's samples to leave out at the beginning of the next pass
+        total = len(dataset)  # type: ignore[arg-type]
+        self.num_samples = total // num_replicas if drop_last else -(-total // num_replicas)
+        if self.num_samples == 0:
+            raise ValueError(
+                f"the dataset has {total} samples, too few for {num_replicas} data-parallel ranks"
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next pass."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __iter__(self) -> Iterator[int]:
+        total = len(self.dataset)  # type: ignore[arg-type]
+        order = torch.arange(total)
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(total, generator=generator)
+        padded = order.repeat(-(-self.num_samples * self.num_replicas // total))
+        mine = padded[: self.num_samples * self.num_replicas][self.replica :: self.num_replicas]
+        return iter(mine[self.start :].tolist())
+
+
+class DataParallelLoader(DataLoader[Any]):
+    """A `DataLoader` that counts epochs and batches, and can be put back to where it was.
+
+    Every complete pass advances the epoch, and with it the order of a shuffling `DataParallelSampler`; a pass
+    that is left early starts again from its beginning.
+
+    Args:
+        dataset: The dataset.
+        seed: Seed of the workers' random states; every epoch has its own.
+        options: The arguments of `torch.utils.data.DataLoader`.
+
+    Attributes:
+        epoch: Number of the present pass.
+        batch: Number of batches of it that have been handed out.
+        at_last_batch: Whether the batch handed out last is the last one of the pass.
+    """
+
+    def __init__(self, dataset: Dataset[Any], *, seed: int, **options: Any) -> None:
+        super().__init__(dataset, generator=torch.Generator(), **options)
+        self.seed = seed
+        self.epoch = 0
+        self.batch = 0
+        self.at_last_batch = False
+        self._resume_at = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self.batch, self._resume_at = self._resume_at, 0
+        self._prepare_pass()
+        length = length_of(self)
+        for batch, self.at_last_batch in with_last(
+            super().__iter__(), None if length is None else length - self.batch
+        ):
+            self.batch += 1
+            yield batch
+        self.set_epoch(self.epoch + 1)
+
+    def _prepare_pass(self) -> None:
+        self.generator.manual_seed(self.seed + self.epoch)
+        if isinstance(self.sampler, DataParallelSampler):
+            self.sampler.set_epoch(self.epoch)
+            self.sampler.start = self.batch * (self.batch_size or 1)
+        elif self.batch > 0:
+            raise ValueError(
+                "an iterable dataset cannot go on in the middle of an epoch: it has no positions"
+            )
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the position: the pass, and how many of its batches have been handed out."""
+        if self.at_last_batch:  # the consumer has the last batch in hand: what comes next is the next pass
+            return {"epoch": self.epoch + 1, "batch": 0}
+        return {"epoch": self.epoch, "batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Let the next pass go on where `state_dict` was taken."""
+        self.set_epoch(state["epoch"])
+        self.batch = self._resume_at = state["batch"]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be the given one, from its beginning."""
+        self.epoch, self.batch, self.at_last_batch = epoch, 0, False
+
+
+def make_dataloader(
+    dataset: Dataset[Any],
+    *,
+    num_replicas: int,
+    replica: int,
+    batch_size: int = 1,
+    shuffle: bool = False,
+    seed: int = 1024,
+    add_sampler: bool = True,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+    num_workers: int = 0,
+    **kwargs: Any,
+) -> DataParallelLoader:
+    """Return a loader of one replica's part of a dataset.
+
+    Args:
+        dataset: Any torch dataset. An iterable one must divide its samples itself.
+        num_replicas: Number of replicas.
+        replica: Number of this one.
+        batch_size: Samples in a batch of one replica.
+        shuffle: Whether each epoch has its own order.
+        seed: Seed of the orders and of the workers' random states; the same on every replica.
+        add_sampler: Whether the replicas divide the dataset; False: every replica reads all of it.
+        drop_last: Leave out what does not fill a batch, or a sample for every replica.
+        pin_memory: Copy batches into pinned memory; no effect without an accelerator.
+        num_workers: Number of loading processes.
+        kwargs: Further arguments of `torch.utils.data.DataLoader`.
+
+    Raises:
+        ValueError: A sampler is given beside `add_sampler`, or the dataset is too small.
+    """
+    if "sampler" in kwargs or "batch_sampler" in kwargs:
+        raise ValueError(
+            "a sampler of your own cannot divide the data over the ranks: leave it out, or use torch's DataLoader"
+        )
+    if not isinstance(dataset, IterableDataset):
+        kwargs["sampler"] = DataParallelSampler(
+            dataset,
+            num_replicas=num_replicas if add_sampler else 1,
+            replica=replica if add_sampler else 0,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last and add_sampler,
+        )
+    elif shuffle:
+        raise ValueError("shuffle=True needs a dataset with a length: an iterable one has to shuffle itself")
+    return DataParallelLoader(
+        dataset,
+        seed=seed,
+        batch_size=batch_size,
+        drop_last=drop_last,
+        pin_memory=pin_memory and torch.accelerator.is_available(),
+        num_workers=num_workers,
+        **kwargs,
+    )

@@ -1,0 +1,64 @@
+"""A data loader that knows when it hands out the last batch of an epoch."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol
+
+_NOTHING = object()
+
+
+class EpochWatch(Protocol):
+    """A loader that says whether the batch it handed out last is the last one of the epoch."""
+
+    at_last_batch: bool
+
+
+class WatchedLoader:
+    """A loader that hands out what another one does and says which batch is the last; it has the other's
+    attributes.
+
+    Args:
+        loader: Any iterable of batches.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.at_last_batch = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # not set yet: pickle and copy ask before __init__ has run
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch, self.at_last_batch in with_last(self.loader, length_of(self.loader)):
+            yield batch
+        self.at_last_batch = False
+
+
+def with_last(batches: Iterable[Any], length: int | None) -> Iterator[tuple[Any, bool]]:
+    """Return each batch with whether it is the last one.
+
+    It reads one batch ahead only where the length is not known: what is read ahead would draw its random
+    numbers too early.
+    """
+    if length is not None:
+        for number, batch in enumerate(batches, start=1):
+            yield batch, number == length
+        return
+    following = iter(batches)
+    current = next(following, _NOTHING)
+    while current is not _NOTHING:
+        upcoming = next(following, _NOTHING)
+        yield current, upcoming is _NOTHING
+        current = upcoming
+
+
+def length_of(loader: Iterable[Any]) -> int | None:
+    """Return the number of batches of a loader, None where it does not know."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except TypeError:
+        return None

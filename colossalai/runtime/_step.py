@@ -1,0 +1,99 @@
+"""One optimizer step out of a window of microbatches.
+
+The loss of each microbatch is divided by the window's length once, here; only the last microbatch of a window
+communicates; then the gradients go through the handlers, are clipped, and the parameters are updated.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from colossalai.amp import OptimizerWrapper
+from colossalai.runtime._epoch import EpochWatch
+from colossalai.runtime._wrapper import ModelWrapper
+from colossalai.tensor import scale_grads
+
+
+class TrainingStep:
+    """Forward, backward and step of one model, with accumulation and clipping.
+
+    Args:
+        model: The assembled model.
+        optimizer: Its assembled optimizer; None for a model that is only run.
+        accumulation_steps: Length N of a window.
+        clip_grad_norm: Bound of the gradient norm; 0 for none.
+        sync_grads: What makes gradients equal over the ranks after the backward, in order.
+    """
+
+    def __init__(
+        self,
+        model: ModelWrapper,
+        optimizer: OptimizerWrapper | None,
+        *,
+        accumulation_steps: int = 1,
+        clip_grad_norm: float = 0.0,
+        sync_grads: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self.model = model
+        self.accumulation_steps = accumulation_steps
+        self.clip_grad_norm = clip_grad_norm
+        self.sync_grads = tuple(sync_grads)
+        self.watch: EpochWatch | None = None
+        self._optimizer = optimizer
+        self._done = 0  # microbatches of the present window that are complete
+
+    @property
+    def optimizer(self) -> OptimizerWrapper:
+        """The optimizer.
+
+        Raises:
+            ValueError: There is none.
+        """
+        if self._optimizer is None:
+            raise ValueError("there is no optimizer: pass one to colossalai.initialize to train")
+        return self._optimizer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on a microbatch."""
+        if self.accumulation_steps > 1 and torch.is_grad_enabled() and self.model.training:
+            self.model.set_sync(self._closes_window())
+        return self.model(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a microbatch's mean loss, as its part of the mean over the window."""
+        self.optimizer.backward(loss / self.accumulation_steps if self.accumulation_steps > 1 else loss)
+
+    def step(self) -> bool:
+        """End a microbatch; at the end of the window update the parameters.
+
+        Returns:
+            Whether the parameters were updated: False within a window and after an overflow.
+        """
+        closes = self._closes_window()
+        self._done += 1
+        if not closes:
+            return False
+        window, self._done = self._done, 0
+        for sync in self.sync_grads:
+            sync()
+        if (
+            window < self.accumulation_steps
+        ):  # the last window of an epoch: its losses were divided by too much
+            scale_grads(self._params(), self.accumulation_steps / window)
+        if self.clip_grad_norm > 0:
+            self.optimizer.clip_grad_by_norm(self.clip_grad_norm)
+        self.optimizer.step()
+        return self.optimizer.stepped
+
+    def zero_grad(self) -> None:
+        """Forget the gradients, unless a window is under way."""
+        if self._done == 0:
+            self.optimizer.zero_grad()
+
+    def _closes_window(self) -> bool:
+        at_end = self.watch is not None and self.watch.at_last_batch
+        return at_end or self._done + 1 == self.accumulation_steps
+
+    def _params(self) -> list[torch.nn.Parameter]:
+        return [param for group in self.optimizer.param_groups for param in group["params"]]

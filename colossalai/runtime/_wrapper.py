@@ -1,0 +1,75 @@
+"""What a door returns for a model: it computes through the methods, and looks like the model that was given."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from colossalai.nn.parallel import DataMethod
+
+
+class ModelWrapper(nn.Module):
+    """A model with the methods of a plan applied.
+
+    Forward goes through the methods. Names are those of the model that was given: `state_dict`,
+    `named_parameters` and attributes (`model.config`, `model.fc1`) reach it without a prefix.
+
+    Args:
+        raw: The model that was given.
+        applied: The same with the methods around it.
+        data: The data-parallel method, which is told when to synchronize.
+    """
+
+    def __init__(self, raw: nn.Module, applied: nn.Module, data: DataMethod) -> None:
+        super().__init__()
+        self.module = applied
+        self.data = data
+        # Not a sub-module: its parameters are already those of `module`.
+        object.__setattr__(self, "_raw", raw)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_raw" not in self.__dict__:
+                raise
+            return getattr(self._raw, name)
+
+    def unwrap(self) -> nn.Module:
+        """Return the model that was given."""
+        raw: nn.Module = self._raw
+        return raw
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        return self.module(*args, **kwargs)
+
+    def set_sync(self, enabled: bool) -> None:
+        """Say whether the next forward and its backward synchronize gradients."""
+        self.data.set_sync(self.module, enabled)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within the block, forward and backward add to the gradients of this rank without communication."""
+        self.set_sync(False)
+        try:
+            yield
+        finally:
+            self.set_sync(True)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the state of the model that was given, under its own names."""
+        return self.unwrap().state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state into the model that was given."""
+        return self.unwrap().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters under the names of the model that was given."""
+        return self.unwrap().named_parameters(prefix, recurse, remove_duplicate)

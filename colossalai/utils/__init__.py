@@ -1,0 +1,23 @@
+"""Small things that training scripts import; a facade: nothing inside the package imports it."""
+
+from colossalai.cluster._ports import free_port as free_port
+from colossalai.context import set_seed as set_seed
+from colossalai.runtime import checkpoint as checkpoint
+from colossalai.trainer._timer import MultiTimer as MultiTimer
+from colossalai.trainer._timer import Timer as Timer
+from colossalai.utils._checkpoint import load_checkpoint as load_checkpoint
+from colossalai.utils._checkpoint import save_checkpoint as save_checkpoint
+from colossalai.utils._dataloader import DataParallelSampler as DataParallelSampler
+from colossalai.utils._dataloader import get_dataloader as get_dataloader
+from colossalai.utils._device import empty_cache as empty_cache
+from colossalai.utils._device import get_current_device as get_current_device
+from colossalai.utils._device import synchronize as synchronize
+from colossalai.utils._parallel import clip_grad_norm_fp32 as clip_grad_norm_fp32
+from colossalai.utils._parallel import is_dp_rank_0 as is_dp_rank_0
+from colossalai.utils._parallel import is_no_pp_or_last_stage as is_no_pp_or_last_stage
+from colossalai.utils._parallel import is_tp_rank_0 as is_tp_rank_0
+from colossalai.utils._parallel import is_using_ddp as is_using_ddp
+from colossalai.utils._parallel import is_using_pp as is_using_pp
+from colossalai.utils._parallel import is_using_sequence as is_using_sequence
+from colossalai.utils._parallel import print_rank_0 as print_rank_0
+from colossalai.utils._parallel import sync_model_param as sync_model_param

@@ -1,0 +1,59 @@
+"""Checkpoints of the config door: one file for model, optimizer and scheduler."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai import checkpoint_io
+from colossalai.amp import OptimizerWrapper
+from colossalai.runtime import ModelWrapper
+
+
+def save_checkpoint(
+    file: str | Path,
+    epoch: int,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Any = None,
+) -> None:
+    """Save a model and what trains it to one file; every rank calls it, rank 0 writes.
+
+    Args:
+        file: The file.
+        epoch: Number of the epoch, returned by `load_checkpoint`.
+        model: The model, or the engine's.
+        optimizer: Its optimizer, or the engine's.
+        lr_scheduler: A scheduler.
+    """
+    checkpoint_io.save_checkpoint(file, epoch, _raw_model(model), _raw_optimizer(optimizer), lr_scheduler)
+
+
+def load_checkpoint(
+    file: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Any = None,
+    strict: bool = True,
+) -> int:
+    """Load what `save_checkpoint` saved and return the epoch; the parallel plan may be another one.
+
+    Args:
+        file: The file.
+        model: The model, or the engine's.
+        optimizer: Its optimizer, or the engine's.
+        lr_scheduler: A scheduler.
+        strict: Whether missing and unexpected names are errors.
+    """
+    return checkpoint_io.load_checkpoint(
+        file, _raw_model(model), _raw_optimizer(optimizer), lr_scheduler, strict=strict
+    )
+
+
+def _raw_model(model: nn.Module) -> nn.Module:
+    return model.unwrap() if isinstance(model, ModelWrapper) else model
+
+
+def _raw_optimizer(optimizer: Optimizer | None) -> Optimizer | None:
+    return optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer

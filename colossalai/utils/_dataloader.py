@@ -1,0 +1,81 @@
+"""Loaders and samplers for the launched job."""
+
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from colossalai import runtime
+from colossalai.context import global_context
+
+
+class DataParallelSampler(runtime.DataParallelSampler):
+    """The indices of this rank's part of a dataset.
+
+    Args:
+        dataset: A dataset with a length.
+        shuffle: Whether each epoch has its own order.
+        seed: Seed of the orders; the same on every rank.
+        drop_last: Leave out the rest that does not give every data-parallel rank a sample; otherwise the
+            first samples stand in for the missing ones.
+    """
+
+    def __init__(
+        self, dataset: Dataset[Any], shuffle: bool = False, seed: int = 1024, drop_last: bool = False
+    ) -> None:
+        mesh = global_context.mesh
+        super().__init__(
+            dataset,
+            num_replicas=mesh.axis_size("dp"),
+            replica=mesh.axis_rank("dp"),
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+        )
+
+
+def get_dataloader(
+    dataset: Dataset[Any],
+    shuffle: bool = False,
+    seed: int = 1024,
+    add_sampler: bool = True,
+    drop_last: bool = False,
+    pin_memory: bool = False,
+    num_workers: int = 0,
+    *,
+    batch_size: int = 1,
+    **kwargs: Any,
+) -> runtime.DataParallelLoader:
+    """Return a loader of this rank's part of a dataset.
+
+    The order depends on `seed` and the epoch alone. `state_dict()` and `load_state_dict()` save and restore
+    the position in an epoch; each complete pass advances the epoch.
+
+    Args:
+        dataset: Any torch dataset. An iterable one must divide its samples itself.
+        shuffle: Whether each epoch has its own order.
+        seed: Seed of the orders and of the workers' random states; the same on every rank.
+        add_sampler: Whether the data-parallel ranks divide the dataset; False: every rank reads all of it.
+        drop_last: Leave out what does not fill a batch, or a sample for every rank.
+        pin_memory: Copy batches into pinned memory; no effect without an accelerator.
+        num_workers: Number of loading processes.
+        batch_size: Samples in a batch of one rank.
+        kwargs: Further arguments of `torch.utils.data.DataLoader`.
+
+    Raises:
+        RuntimeError: Nothing has been launched.
+        ValueError: A sampler is given, or the dataset is too small.
+    """
+    mesh = global_context.mesh
+    return runtime.make_dataloader(
+        dataset,
+        num_replicas=mesh.axis_size("dp"),
+        replica=mesh.axis_rank("dp"),
+        batch_size=batch_size,
+        shuffle=shuffle,
+        seed=seed,
+        add_sampler=add_sampler,
+        drop_last=drop_last,
+        pin_memory=pin_memory,
+        num_workers=num_workers,
+        **kwargs,
+    )

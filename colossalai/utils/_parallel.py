@@ -1,0 +1,75 @@
+"""Short questions about the launched job, and helpers for code that is the same on all ranks."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from colossalai.context import ParallelMode, global_context
+from colossalai.logging import get_dist_logger
+from colossalai.nn.parallel import broadcast_from_first
+from colossalai.tensor import global_grad_norm, scale_grads
+
+
+def is_using_ddp() -> bool:
+    """Whether there is more than one data-parallel rank."""
+    return global_context.is_launched and global_context.data_parallel_size > 1
+
+
+def is_using_pp() -> bool:
+    """Whether there is more than one pipeline stage."""
+    return global_context.is_launched and global_context.pipeline_parallel_size > 1
+
+
+def is_using_sequence() -> bool:
+    """Whether the job was launched with tensor mode "sequence"."""
+    return global_context.is_launched and global_context.tensor_mode == "sequence"
+
+
+def is_dp_rank_0() -> bool:
+    """Whether this is the first data-parallel rank of its group."""
+    return not global_context.is_launched or global_context.is_first_rank(ParallelMode.DATA)
+
+
+def is_tp_rank_0() -> bool:
+    """Whether this is the first tensor-parallel rank of its group."""
+    return not global_context.is_launched or global_context.is_first_rank(ParallelMode.TENSOR)
+
+
+def is_no_pp_or_last_stage() -> bool:
+    """Whether this rank sees the output of the model."""
+    return not global_context.is_launched or global_context.is_pipeline_last_stage()
+
+
+def print_rank_0(message: str) -> None:
+    """Write a message on global rank 0 only, through the logger."""
+    get_dist_logger().info(message, ranks=[0])
+
+
+def sync_model_param(model: nn.Module, parallel_mode: ParallelMode = ParallelMode.DATA) -> None:
+    """Give all ranks of a mode the parameters and buffers of the first one."""
+    broadcast_from_first(model, global_context.get_group(parallel_mode))
+
+
+def clip_grad_norm_fp32(
+    parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Scale gradients down so that their norm over all ranks, taken in float32, is at most `max_norm`.
+
+    Args:
+        parameters: Parameters, whole or sharded; the same on all ranks.
+        max_norm: The bound, above 0.
+        norm_type: The p of the p-norm; infinity for the largest absolute value.
+
+    Returns:
+        The norm before clipping.
+
+    Raises:
+        ValueError: `max_norm` is not above 0.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}; it must be above 0")
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm = global_grad_norm(params, norm_type)
+    scale_grads(params, (max_norm / (norm + 1e-6)).clamp(max=1.0))
+    return norm
