@@ -26,6 +26,7 @@ _SUB_PACKAGES = (
     "model_zoo",
     "nn",
     "registry",
+    "testing",
     "trainer",
     "utils",
 )

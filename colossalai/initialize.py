@@ -93,6 +93,6 @@ def _watched(loader: Iterable[Any]) -> Any:
 def _refuse_pipeline(context: ParallelContext) -> None:
     if context.pipeline_parallel_size > 1:
         raise ConfigException(
-            f"parallel.pipeline is {context.pipeline_parallel_size}: the groups are there, but no pipeline schedule yet; "
-            "remove it to train with data parallelism"
+            f"parallel.pipeline is {context.pipeline_parallel_size}: the groups are there, but no pipeline "
+            "schedule yet; remove it to train with data parallelism"
         )

@@ -38,7 +38,8 @@ def precision_of(mode: AMP_TYPE | str, options: Mapping[str, Any] | None = None)
     amp_type = AMP_TYPE(mode)
     if amp_type not in _PRECISIONS:
         raise ValueError(
-            f"AMP_TYPE.{amp_type.name} is not there yet: use AMP_TYPE.TORCH (float16) or AMP_TYPE.BF16 (bfloat16)"
+            f"AMP_TYPE.{amp_type.name} is not there yet: use AMP_TYPE.TORCH (float16) "
+            "or AMP_TYPE.BF16 (bfloat16)"
         )
     try:
         return _PRECISIONS[amp_type](**(options or {}))

@@ -1,4 +1,4 @@
-"""An optimizer that scales the loss, unscales the gradients once, clips them, and steps only when all ranks may."""
+"""An optimizer that scales the loss, unscales gradients once, clips, and steps only when all ranks may."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -89,7 +89,7 @@ class OptimizerWrapper(Optimizer):
             for grad in local_grads(self._params()):
                 grad.clamp_(-clip_value, clip_value)
 
-    def step(self, closure: Callable[[], float] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters, unless a rank found an overflow; `stepped` says which.
 
         Raises:

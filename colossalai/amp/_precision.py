@@ -4,7 +4,6 @@ A `Precision` says what a precision is; it is frozen and can be shared. `make_sc
 state that goes with it.
 """
 
-from abc import ABC
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 from colossalai.amp._scaler import DynamicLossScaler, LossScaler
 
 
-class Precision(ABC):
-    """What a precision does around a step; the base class does nothing: everything stays as the model has it."""
+class Precision:
+    """What a precision does around a step; the base class leaves everything as the model has it."""
 
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
         """Return the context in which the forward runs."""
@@ -37,8 +36,7 @@ class FullPrecision(Precision):
 
 
 class _Autocast(Precision):
-    """Parameters stay as they are; torch picks the dtype of each operation in the forward, and with it in the
-    backward.
+    """Parameters stay as they are; torch picks the dtype of each operation.
 
     What the model returns is float32 again, so that the loss is computed in it.
     """

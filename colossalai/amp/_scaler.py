@@ -1,5 +1,4 @@
-"""Loss scaling: multiply the loss so that small gradients do not vanish in float16, divide the gradients
-before the step.
+"""Loss scaling: multiply the loss so that small gradients do not vanish in float16, divide before the step.
 
 [Note: one overflow decision]
 An inf or nan may stand in the gradients of one rank only (each rank of a sharded model sees its own slices).

@@ -88,8 +88,8 @@ class Booster:
             criterion.to(self.device)
         if self.mesh.axis_size("dp") > 1 and type(dataloader) is DataLoader:
             get_dist_logger().log_once(
-                "this dataloader gives every data-parallel rank the same samples unless its sampler divides them: "
-                "plugin.prepare_dataloader(dataset, batch_size) makes one that does",
+                "this dataloader gives every data-parallel rank the same samples, unless its sampler divides "
+                "them: plugin.prepare_dataloader(dataset, batch_size) makes one that does",
                 ranks=[0],
             )
         return boosted, wrapped, criterion, dataloader, lr_scheduler

@@ -1,4 +1,4 @@
-"""Checks of single config values; each raises a `ConfigException` that names the key, the value and what is allowed."""
+"""Checks of single config values; an error names the key, the value and what is allowed."""
 
 import difflib
 import math

@@ -34,7 +34,7 @@ PRECISION_KEYS: Mapping[str, tuple[str, ...]] = {
         *("min_loss_scale", "max_loss_scale"),
     ),
 }
-"""The keys of `fp16=dict(mode=...)` beside `mode`, for every mode (the values of `colossalai.amp.AMP_TYPE`)."""
+"""The keys of `fp16=dict(mode=...)` beside `mode`, for every mode (a value of `colossalai.amp.AMP_TYPE`)."""
 
 
 def check_config(config: Config, world_size: int) -> Layout:
@@ -64,8 +64,8 @@ def precision_mode(value: Any) -> str:
     name = value.value if isinstance(value, Enum) else value
     if not isinstance(name, str) or name not in PRECISION_KEYS:
         raise ConfigException(
-            f"fp16.mode is {value!r}; it must be one of AMP_TYPE.TORCH, AMP_TYPE.BF16, AMP_TYPE.NAIVE, AMP_TYPE.APEX "
-            f"(or {', '.join(map(repr, PRECISION_KEYS))})"
+            f"fp16.mode is {value!r}; it must be one of AMP_TYPE.TORCH, AMP_TYPE.BF16, AMP_TYPE.NAIVE, "
+            f"AMP_TYPE.APEX (or {', '.join(map(repr, PRECISION_KEYS))})"
         )
     return name
 

@@ -47,8 +47,7 @@ class ProcessGroupInitializer(ABC):
 
     @abstractmethod
     def init_parallel_groups(self) -> Mapping[Hashable, Partition]:
-        """Return, for every mode, all its groups: lists of global ranks in which each rank of the job stands
-        once.
+        """Return, for every mode, all its groups: lists of ranks in which each rank of the job stands once.
 
         The names of the modes are free: a `ParallelMode`, a member of an own `Enum`, a string. The same value
         must be returned on every rank; the process groups are made by the mesh when they are first asked for.

@@ -1,4 +1,4 @@
-"""Launch: from "who am I and where is rank 0" to a process group and a mesh, or to an error that says what is missing."""
+"""Launch: from "who am I, where is rank 0" to a process group and a mesh, or to an error that helps."""
 
 import argparse
 import itertools
@@ -60,7 +60,8 @@ def launch(
     _check_arguments(rank, world_size, port, timeout)
     if global_context.is_launched or dist.is_initialized():
         raise RuntimeError(
-            "this process has launched already: call colossalai.core.global_context.destroy() before a second launch"
+            "this process has launched already: call colossalai.core.global_context.destroy() before a "
+            "second launch"
         )
     device = _device(_local_rank(rank) if local_rank is None else local_rank)
     try:
@@ -201,7 +202,7 @@ def _local_rank(rank: int) -> int:
 
 
 def _device(local_rank: int) -> torch.device:
-    """Return the device of a local rank and make it the current one; ranks share devices where there are too few."""
+    """Return the device of a local rank and make it the current one; ranks share where there are too few."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.accelerator.is_available():
         return torch.device("cpu")
@@ -251,7 +252,7 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
     except dist.DistError as error:
         missing = [other for other, key in enumerate(keys) if not store.check([key])]
         raise ConnectionError(
-            f"waited {timeout:g} s at {where}: {world_size - len(missing)} of {world_size} processes arrived, "
+            f"waited {timeout:g} s at {where}: {world_size - len(missing)} of {world_size} ranks arrived; "
             f"missing are ranks {missing}; were they started, with the same host, port and world size?"
         ) from error
     return store
@@ -270,6 +271,6 @@ def _why_no_store(where: str, port: int, rank: int, timeout: float, error: str) 
         return f"rank 0 cannot listen at {where}: the port is held by {taker}; choose another port"
     reason = error.strip().splitlines()[0]
     return (
-        f"rank {rank} got no answer from rank 0 at {where} within {timeout:g} s: is rank 0 running there, is the name "
-        f"right, does a firewall stand between? ({reason})"
+        f"rank {rank} got no answer from rank 0 at {where} within {timeout:g} s: is rank 0 running there, is "
+        f"the name right, does a firewall stand between? ({reason})"
     )

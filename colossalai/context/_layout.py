@@ -1,4 +1,4 @@
-"""From the `parallel` feature of a config to the layout of the mesh, or to an error that says what would be right."""
+"""From the `parallel` feature of a config to the layout of the mesh, or to an error that helps."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ class Layout:
         return dict(axes)
 
     def axes(self) -> dict[str, int]:
-        """Return all mesh axes with their extents, outermost first; `dp` is the view of `edp` and `ep` as one."""
+        """Return all mesh axes and extents, outermost first; `dp` is the view of `edp` and `ep` as one."""
         return {
             "edp": self.data // self.expert,
             "ep": self.expert,
@@ -76,8 +76,8 @@ def parse_layout(parallel: Any, world_size: int) -> Layout:
     data = _size(parallel, "data") if parallel.get("data") is not None else max(world_size // inner, 1)
     if data * inner != world_size:
         raise ConfigException(
-            f"{world_size} processes, but data {data} x pipeline {pipeline} x tensor {tensor.tensor} = {data * inner}: "
-            f"start {data * inner} processes or change a size in `parallel`"
+            f"{world_size} processes, but data {data} x pipeline {pipeline} x tensor {tensor.tensor} = "
+            f"{data * inner}: start {data * inner} processes or change a size in `parallel`"
         )
     expert = _size(parallel, "moe")
     if data % expert:

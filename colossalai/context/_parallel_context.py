@@ -47,7 +47,8 @@ class ParallelContext:
         """
         if self._mesh is None:
             raise RuntimeError(
-                "nothing has been launched: call colossalai.launch(...) or launch_from_torch(...), _slurm, _openmpi first"
+                "nothing has been launched: call colossalai.launch(...), or launch_from_torch, _slurm or "
+                "_openmpi, first"
             )
         return self._mesh
 
@@ -66,8 +67,7 @@ class ParallelContext:
         self._config = load_config(config)
 
     def init_parallel_groups(self, *, rank: int, world_size: int, device: torch.device | None = None) -> None:
-        """Check the loaded config and lay the mesh over the ranks; needs no process group before a group is
-        asked for.
+        """Check the loaded config and lay the mesh over the ranks; no process group is needed for that.
 
         Raises:
             ConfigException: The config does not fit the number of processes.
@@ -193,7 +193,7 @@ class ParallelContext:
         return ranks[ranks.index(self.mesh.rank) - 1]
 
     def destroy(self) -> None:
-        """End the job in this process: destroy all process groups, forget config and mesh; then launch works again."""
+        """End the job here: destroy all groups, forget config and mesh; launch works again then."""
         if dist.is_initialized():
             dist.destroy_process_group()
         reset_seeds()

@@ -53,7 +53,7 @@ class TensorLayout:
 
     axes: Callable[[int, int], Mapping[str, int] | None]
     requirement: str
-    modes: Mapping[ParallelMode, tuple[str, ...]]
+    modes: Mapping[Hashable, tuple[str, ...]]
 
 
 def _line(size: int, depth: int) -> Mapping[str, int] | None:

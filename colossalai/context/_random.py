@@ -15,7 +15,7 @@ import hashlib
 import random
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ State = dict[str, torch.Tensor]
 
 
 class _Seeds:
-    """The random states of this process by mode; the state of the current mode lives in torch's default generators."""
+    """The random states of this process by mode; that of the current mode lives in torch's generators."""
 
     def __init__(self) -> None:
         self.seeds: dict[Hashable, int] = {}
@@ -100,7 +100,7 @@ def get_current_mode() -> Hashable | None:
 
 @contextmanager
 def seed(mode: Hashable) -> Iterator[None]:
-    """Draw from the random state of a mode within the block: `with seed(ParallelMode.TENSOR): ...`."""
+    """Draw from the random state of a mode within a `with` block."""
     before = _seeds.current
     set_mode(mode)
     try:
@@ -161,7 +161,7 @@ def moe_set_seed(seed: int) -> None:
 
 @contextmanager
 def replay(mode: Hashable | None, states: Mapping[Hashable, State], generator: State) -> Iterator[None]:
-    """Draw within the block what was drawn from the state that `snapshot` returned; afterwards all is as before."""
+    """Draw within the block what was drawn from the state of a `snapshot`; afterwards all is as before."""
     kept = snapshot()
     _restore(mode, states, generator)
     try:
@@ -182,7 +182,7 @@ def _restore(mode: Hashable | None, states: Mapping[Hashable, State], generator:
 
 def random_state() -> dict[str, Any]:
     """Return every random state of this process (Python, numpy, torch, all modes), fit for `torch.save`."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+    name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     assert _seeds.current is None or isinstance(_seeds.current, ParallelMode | str)
     return {
         "python": random.getstate(),

@@ -1,4 +1,4 @@
-"""The Engine: one object for a model, its optimizer and its criterion, with the features of a config built in."""
+"""The Engine: one object for a model, its optimizer and its criterion, with a config's features built in."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

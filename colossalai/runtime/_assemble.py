@@ -71,8 +71,8 @@ def _follow_replaced_params(optimizer: Optimizer, model: nn.Module, names: dict[
         changed = any(new is not old for new, old in zip(replaced, group["params"], strict=True))
         if changed and optimizer.state:
             raise ValueError(
-                "the optimizer has made steps already, but this plan replaces the parameters: assemble first, then load "
-                "the state of the optimizer"
+                "the optimizer has made steps already, but this plan replaces parameters: assemble first, "
+                "then load the state of the optimizer"
             )
         group["params"] = replaced
 
@@ -82,7 +82,7 @@ def _successor(
 ) -> nn.Parameter:
     if id(param) not in names:
         raise ValueError(
-            f"group {group} of the optimizer holds a parameter of shape {tuple(param.shape)} that the model does not have: "
-            "build the optimizer from the parameters of the model that you pass with it"
+            f"group {group} of the optimizer holds a parameter of shape {tuple(param.shape)} that the model "
+            "does not have: build the optimizer from the parameters of the model that you pass with it"
         )
     return now[names[id(param)]]

@@ -100,10 +100,10 @@ class DataParallelLoader(DataLoader[Any]):
         self.batch, self._resume_at = self._resume_at, 0
         self._prepare_pass()
         length = length_of(self)
-        for batch, self.at_last_batch in with_last(
-            super().__iter__(), None if length is None else length - self.batch
-        ):
+        remaining = None if length is None else length - self.batch
+        for batch, is_last in with_last(super().__iter__(), remaining):
             self.batch += 1
+            self.at_last_batch = is_last
             yield batch
         self.set_epoch(self.epoch + 1)
 
@@ -167,7 +167,7 @@ def make_dataloader(
     """
     if "sampler" in kwargs or "batch_sampler" in kwargs:
         raise ValueError(
-            "a sampler of your own cannot divide the data over the ranks: leave it out, or use torch's DataLoader"
+            "a sampler of your own cannot divide the data over the ranks: leave it out, or use a DataLoader"
         )
     if not isinstance(dataset, IterableDataset):
         kwargs["sampler"] = DataParallelSampler(

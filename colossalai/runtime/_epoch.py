@@ -13,8 +13,7 @@ class EpochWatch(Protocol):
 
 
 class WatchedLoader:
-    """A loader that hands out what another one does and says which batch is the last; it has the other's
-    attributes.
+    """A loader with the batches and attributes of another one that says which batch is the last.
 
     Args:
         loader: Any iterable of batches.
@@ -33,7 +32,8 @@ class WatchedLoader:
         return len(self.loader)  # type: ignore[arg-type]
 
     def __iter__(self) -> Iterator[Any]:
-        for batch, self.at_last_batch in with_last(self.loader, length_of(self.loader)):
+        for batch, is_last in with_last(self.loader, length_of(self.loader)):
+            self.at_last_batch = is_last
             yield batch
         self.at_last_batch = False
 

@@ -1,5 +1,4 @@
-"""Activation checkpointing (1604.06174): keep a block's input, run its forward again when the backward needs
-it.
+"""Activation checkpointing (1604.06174): keep a block's input, run its forward again for the backward.
 
 [Note: random states in recomputation]
 The second forward must draw the same random numbers as the first, from the state of every parallel mode, and
@@ -59,17 +58,17 @@ def apply_recompute(module: nn.Module, select: bool | Sequence[str]) -> nn.Modul
         chosen = find_blocks(module)
         if not chosen:
             raise ValueError(
-                "recompute=True finds no stack of blocks (an nn.ModuleList or nn.Sequential): name sub-modules"
+                "recompute=True finds no stack of blocks (nn.ModuleList or nn.Sequential): name sub-modules"
             )
     else:
         chosen = [_submodule(module, name) for name in select]
     for part in chosen:
-        part.forward = partial(checkpoint, part.forward, False)  # type: ignore[method-assign]
+        part.forward = partial(checkpoint, part.forward, False)
     return module
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the repeated parts of a model: the members of its outermost stacks of two or more modules of one class."""
+    """Return the repeated parts of a model: members of its outermost stacks of modules of one class."""
     members = list(dict.fromkeys(module.children()))
     is_stack = isinstance(module, nn.ModuleList | nn.Sequential) and len(members) > 1
     if is_stack and len({type(member) for member in members}) == 1 and _has_params(members[0]):

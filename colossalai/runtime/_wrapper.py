@@ -1,4 +1,4 @@
-"""What a door returns for a model: it computes through the methods, and looks like the model that was given."""
+"""What a door returns for a model: it computes through the methods and looks like the model given."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -58,7 +58,7 @@ class ModelWrapper(nn.Module):
         finally:
             self.set_sync(True)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the model that was given, under its own names."""
         return self.unwrap().state_dict(*args, **kwargs)
 

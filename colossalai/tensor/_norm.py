@@ -85,6 +85,6 @@ def _power_sum(params: list[torch.Tensor], norm_type: float, groups: Groups) -> 
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor; as long as nobody has imported the module (it takes 0.3 s) there is none."""
+    """Whether a tensor is a DTensor; while nobody has imported the module (0.3 s) there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

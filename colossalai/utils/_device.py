@@ -6,7 +6,7 @@ from colossalai.context import global_context
 
 
 def get_current_device() -> torch.device:
-    """Return the device of this rank; before launch the current accelerator, or the CPU where there is none."""
+    """Return the device of this rank; before launch the current accelerator, else the CPU."""
     if global_context.is_launched:
         return global_context.device
     accelerator = torch.accelerator.current_accelerator()

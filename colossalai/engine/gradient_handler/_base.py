@@ -7,8 +7,7 @@ from torch.optim import Optimizer
 
 
 class BaseGradientHandler(ABC):
-    """Makes the gradients equal over ranks, after the last backward of an accumulation window and before
-    clipping.
+    """Makes the gradients equal over ranks: after the last backward of a window, before clipping.
 
     Args:
         model: The model.

@@ -33,7 +33,7 @@ class BaseSchedule(ABC):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[Any, Any, torch.Tensor | None]:
-        """Run the next batch of `data_iter`; return output, label and loss, None for what is not asked for."""
+        """Run the next batch; return output, label and loss, None for what is not asked for."""
 
     def load_batch(self, data_iter: Iterator[Any], device: torch.device) -> tuple[Any, Any]:
         """Return data and label of the next batch, on `device`.

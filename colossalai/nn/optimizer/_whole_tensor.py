@@ -27,7 +27,7 @@ def tensors_with_grad(params: Iterable[Tensor]) -> list[list[Tensor]]:
         if param.grad.is_sparse:
             raise ValueError(
                 f"the gradient of a parameter of shape {tuple(param.shape)} is sparse, but this optimizer "
-                f"needs dense ones: build the embedding with sparse=False, or use torch.optim.SparseAdam for it"
+                f"needs dense ones: build the embedding with sparse=False, or use torch.optim.SparseAdam"
             )
         mesh = param.device_mesh if isinstance(param, DTensor) else None
         lists.setdefault((param.device, param.dtype, mesh), []).append(param)

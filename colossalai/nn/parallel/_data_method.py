@@ -1,4 +1,4 @@
-"""What a way of data parallelism has to be: applied once, and told for every backward whether to synchronize."""
+"""What a way of data parallelism is: applied once, and told for every backward whether to synchronize."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -24,8 +24,7 @@ class DataMethod(ABC):
     def apply(
         self, module: nn.Module, *, blocks: list[nn.Module], mesh: Mesh, device: torch.device
     ) -> nn.Module:
-        """Return a module that computes as `module` does and whose gradients are means over `dp` after a
-        backward.
+        """Return a module that computes as `module` does and averages its gradients over `dp`.
 
         Args:
             module: The module, on `device`; it may be changed in place, its parameters may be replaced.

@@ -48,7 +48,7 @@ class FullySharded(DataMethod):
         return cast(nn.Module, fully_shard(module, **options))
 
     def set_sync(self, module: nn.Module, enabled: bool) -> None:
-        """See the base class; without synchronization a rank holds the whole gradient until the next one with it."""
+        """See the base class; without synchronization a rank holds the whole gradient until the next one."""
         from torch.distributed.fsdp import FSDPModule
 
         cast(FSDPModule, module).set_requires_gradient_sync(enabled)

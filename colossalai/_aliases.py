@@ -1,0 +1,91 @@
+"""Other documented spellings of modules: one table, one import finder, no shim files.
+
+`import colossalai.context.config` gives the module `colossalai.context._config` itself, the same object under
+a second name in `sys.modules`; so its classes exist once, and `isinstance` and pickle never see the
+difference. What lies below an alias follows: `colossalai.mixed_precision.x` is
+`colossalai.booster.mixed_precision.x`.
+"""
+
+import importlib
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+ALIASES: Mapping[str, str] = {
+    "colossalai.cluster.dist_coordinator": "colossalai.cluster._dist_coordinator",
+    "colossalai.constants": "colossalai.context._group_initializer",
+    "colossalai.context.config": "colossalai.context._config",
+    "colossalai.context.dist_group_initializer": "colossalai.context._group_initializer",
+    "colossalai.context.parallel_context": "colossalai.context._parallel_context",
+    "colossalai.context.parallel_mode": "colossalai.context._parallel_mode",
+    "colossalai.context.process_group_initializer": "colossalai.context._group_initializer",
+    "colossalai.context.random": "colossalai.context._random",
+    "colossalai.mixed_precision": "colossalai.booster.mixed_precision",
+    "colossalai.utils.activation_checkpoint": "colossalai.runtime._recompute",
+    "colossalai.utils.cuda": "colossalai.utils._device",
+    "colossalai.utils.data_sampler": "colossalai.utils._dataloader",
+    "colossalai.utils.timer": "colossalai.trainer._timer",
+}
+"""From a documented module to the module that is its home."""
+
+
+class AliasFinder(MetaPathFinder):
+    """Find the modules of a table under their other names.
+
+    Args:
+        aliases: From alias to home.
+    """
+
+    def __init__(self, aliases: Mapping[str, str]) -> None:
+        self.aliases = aliases
+        self._packages = tuple({f"{alias.partition('.')[0]}." for alias in aliases})
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return a spec whose loader hands out the home module, None for a name that is not an alias."""
+        if not fullname.startswith(self._packages):  # asked about every import of the process: be quick
+            return None
+        home = self._home(fullname)
+        return None if home is None else ModuleSpec(fullname, _HomeLoader(home))
+
+    def _home(self, name: str) -> str | None:
+        """Look up a module, or the nearest package above it, in the table."""
+        above, below = name, ""
+        while above:
+            if above in self.aliases:
+                return self.aliases[above] + below
+            above, dot, last = above.rpartition(".")
+            below = dot + last + below
+        return None
+
+
+class _HomeLoader(Loader):
+    """Load an alias: import the home and give that very module."""
+
+    def __init__(self, home: str) -> None:
+        self._home = home
+        self._home_spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._home)
+        self._home_spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        # The home has run already. But between create_module and here the import machinery wrote the alias's
+        # spec into it; with that one importlib.reload and the submodule lookup would take the alias for the
+        # module.
+        module.__spec__ = self._home_spec
+
+
+def _install(finder: AliasFinder) -> None:
+    """Put the finder before those that look for files; once, even if this module is reloaded."""
+    key = (AliasFinder.__module__, AliasFinder.__qualname__)
+    sys.meta_path[:] = [f for f in sys.meta_path if (type(f).__module__, type(f).__qualname__) != key]
+    sys.meta_path.insert(0, finder)
+
+
+_install(AliasFinder(ALIASES))

@@ -1,0 +1,19 @@
+"""Checkpoints: full tensors by name, saved under any plan, loaded under any other, never half written."""
+
+from colossalai.checkpoint_io._atomic import atomic_file as atomic_file
+from colossalai.checkpoint_io._atomic import atomic_folder as atomic_folder
+from colossalai.checkpoint_io._legacy import load_checkpoint as load_checkpoint
+from colossalai.checkpoint_io._legacy import save_checkpoint as save_checkpoint
+from colossalai.checkpoint_io._lr_scheduler import Stateful as Stateful
+from colossalai.checkpoint_io._lr_scheduler import load_lr_scheduler as load_lr_scheduler
+from colossalai.checkpoint_io._lr_scheduler import save_lr_scheduler as save_lr_scheduler
+from colossalai.checkpoint_io._model import load_model as load_model
+from colossalai.checkpoint_io._model import save_model as save_model
+from colossalai.checkpoint_io._names import LoadReport as LoadReport
+from colossalai.checkpoint_io._optimizer import load_optimizer as load_optimizer
+from colossalai.checkpoint_io._optimizer import save_optimizer as save_optimizer
+from colossalai.checkpoint_io._optimizer_store import parameter_names as parameter_names
+from colossalai.checkpoint_io._training_state import TrainingState as TrainingState
+from colossalai.checkpoint_io._training_state import latest_training_state as latest_training_state
+from colossalai.checkpoint_io._training_state import load_training_state as load_training_state
+from colossalai.checkpoint_io._training_state import save_training_state as save_training_state

@@ -1,0 +1,141 @@
+"""All ranks succeed or all ranks raise.
+
+Files are written by one rank while the others wait, and read by every rank on its own. An error on one rank
+alone would leave the others waiting in their next collective until it times out. So every step that can fail
+on some ranks only ends with an exchange of the outcome, and a failure anywhere is an exception everywhere.
+
+In a process without a process group these functions just call their argument.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+Write = Callable[[Callable[[Path], None]], None]
+"""Has an action done by the writer, on the path that is being written; raises on all ranks if it fails."""
+
+_KINDS = (OSError, ValueError, RuntimeError)
+Failure = tuple[type[Exception], str]
+
+
+def global_rank() -> int:
+    """Return the rank in the default process group, 0 without one."""
+    return dist.get_rank() if _is_distributed() else 0
+
+
+def num_ranks() -> int:
+    """Return the size of the default process group, 1 without one."""
+    return dist.get_world_size() if _is_distributed() else 1
+
+
+def is_writer() -> bool:
+    """Return whether this rank is the one that writes: global rank 0."""
+    return global_rank() == 0
+
+
+def on_writer(action: Callable[[], T]) -> T | None:
+    """Run `action` on the writer while the others wait.
+
+    Returns:
+        What `action` returned on the writer, None on the other ranks.
+
+    Raises:
+        Exception: What `action` raised on the writer; on the others an error of the same kind with its
+            message.
+    """
+    result, error = _attempt(action) if is_writer() else (None, None)
+    outcome: list[Failure | None] = [_failure(error)]
+    if _is_distributed():
+        dist.broadcast_object_list(outcome, src=0)
+    _raise_first({0: outcome[0]}, error)
+    return result
+
+
+def on_every_rank(action: Callable[[], T]) -> T:
+    """Run `action`, which takes no part in collectives, on every rank.
+
+    Returns:
+        What `action` returned on this rank.
+
+    Raises:
+        Exception: What `action` raised on this rank; where it did not, an error that tells what the first
+            rank that failed raised.
+    """
+    result, error = _attempt(action)
+    outcomes: list[Failure | None] = [None] * num_ranks()
+    outcomes[global_rank()] = _failure(error)
+    if _is_distributed():
+        dist.all_gather_object(outcomes, _failure(error))
+    _raise_first(dict(enumerate(outcomes)), error)
+    return result  # type: ignore[return-value]
+
+
+@contextmanager
+def staged(open_target: Callable[[], AbstractContextManager[Path]]) -> Iterator[Write]:
+    """Open something to write to, such as `atomic_folder(path)`, on the writer; close it there at the end.
+
+    The body runs on every rank. It may use collectives, and hands what is to be written to the `write` it is
+    given.
+    """
+    with ExitStack() as stack:
+        path = on_writer(lambda: stack.enter_context(open_target()))
+        yield lambda action: _forget(on_writer(lambda: action(_present(path))))
+        on_writer(stack.close)
+
+
+def broadcast_from_writer(value: T) -> T:
+    """Return the writer's value on every rank."""
+    box = [value]
+    if _is_distributed():
+        dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def gather_on_writer(value: T) -> list[T]:
+    """Return all ranks' values, by global rank, on the writer; an empty list elsewhere."""
+    if not _is_distributed():
+        return [value]
+    values: list[T] | None = [value] * num_ranks() if is_writer() else None
+    dist.gather_object(value, values, dst=0)
+    return values or []
+
+
+def _is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return action(), None
+    except Exception as error:  # raised again by _raise_first, after the other ranks know
+        return None, error
+
+
+def _failure(error: Exception | None) -> Failure | None:
+    """Return what other ranks need to raise the same: a built-in kind of error, and the text."""
+    if error is None:
+        return None
+    kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
+    return kind, str(error) or repr(error)
+
+
+def _raise_first(outcomes: dict[int, Failure | None], own: Exception | None) -> None:
+    if own is not None:
+        raise own
+    for rank, failure in outcomes.items():
+        if failure is not None:
+            kind, text = failure
+            raise kind(f"rank {rank}: {text}")
+
+
+def _present(path: Path | None) -> Path:
+    assert path is not None, "only the writer has a path"
+    return path
+
+
+def _forget(value: object) -> None:
+    """Drop a result: on the writer there is one, elsewhere there is not."""

@@ -1,0 +1,113 @@
+"""One file for everything: the checkpoint of the Engine door.
+
+A torch file of a dictionary: `epoch`, `model` (a state dict), and if they were given `optimizer` (by
+parameter name) and `lr_scheduler`.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.checkpoint_io._agreement import on_every_rank, staged
+from colossalai.checkpoint_io._atomic import atomic_file
+from colossalai.checkpoint_io._lr_scheduler import Stateful, read_small
+from colossalai.checkpoint_io._model_loading import ModelLoading, plan_model_loading
+from colossalai.checkpoint_io._model_store import MODEL, model_store
+from colossalai.checkpoint_io._names import listed
+from colossalai.checkpoint_io._optimizer_loading import OptimizerLoading, plan_optimizer_loading
+from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, optimizer_store, parameter_names
+from colossalai.checkpoint_io._store import Store
+from colossalai.checkpoint_io._store_writing import total_bytes
+from colossalai.checkpoint_io._tensors import gather_on_writer
+from colossalai.checkpoint_io._tree import plain
+from colossalai.checkpoint_io._weight_file import write_torch
+
+
+def save_checkpoint(
+    file: str | Path,
+    epoch: int,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Stateful | None = None,
+) -> None:
+    """Save a model, and what trains it, in one file; collective: every rank calls it, global rank 0 writes.
+
+    Args:
+        file: The file.
+        epoch: The epoch that is finished.
+        model: The model.
+        optimizer: An optimizer of parameters of the model.
+        lr_scheduler: The scheduler of its learning rate.
+
+    Raises:
+        ValueError: The optimizer holds parameters that are not the model's, or a state is not plain.
+        OSError: The file cannot be written; on all ranks. What was there before is still there.
+    """
+    stores = {"model": (model_store(model), MODEL)}
+    if optimizer is not None:
+        stores["optimizer"] = (optimizer_store(optimizer, parameter_names(model)), OPTIMIZER)
+    content: dict[str, Any] = {"epoch": int(epoch)}
+    if lr_scheduler is not None:
+        content["lr_scheduler"] = plain(lr_scheduler.state_dict(), at="lr_scheduler")
+    num_bytes = sum(total_bytes(store) for store, _ in stores.values())
+    with staged(lambda: atomic_file(file, num_bytes=num_bytes)) as write:
+        full = {
+            part: Store(gather_on_writer(store.tensors), store.tree) for part, (store, _) in stores.items()
+        }
+        write(
+            lambda path: write_torch(
+                path, content | {part: kind.join(full[part]) for part, (_, kind) in stores.items()}
+            )
+        )
+
+
+def load_checkpoint(
+    file: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Stateful | None = None,
+    strict: bool = True,
+) -> int:
+    """Load what `save_checkpoint` wrote; collective: every rank calls it and copies its own slices.
+
+    Args:
+        file: The file.
+        model: The model to overwrite.
+        optimizer: The optimizer to overwrite, if wanted.
+        lr_scheduler: The scheduler to overwrite, if wanted.
+        strict: Raise if the model and its weights do not fit; else load what fits and warn.
+
+    Returns:
+        The epoch that was saved.
+
+    Raises:
+        ValueError: The file is damaged, lacks something wanted, or does not fit; nothing was overwritten.
+        OSError: It cannot be read.
+    """
+    path = Path(file)
+
+    def plan() -> tuple[dict[str, Any], ModelLoading, OptimizerLoading | None]:
+        content = read_small(path, dict)
+        wanted = {"epoch": True, "model": True, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        missing = [part for part, want in wanted.items() if want is not None and part not in content]
+        if missing:
+            raise ValueError(f"{path} holds no {listed(missing)}; there is {listed(map(str, content))}")
+        weights = plan_model_loading(model, MODEL.split(content["model"]), source=str(path), strict=strict)
+        if optimizer is None:
+            return content, weights, None
+        store = OPTIMIZER.split(content["optimizer"])
+        return (
+            content,
+            weights,
+            plan_optimizer_loading(optimizer, store, parameter_names(model), source=str(path)),
+        )
+
+    content, weights, updates = on_every_rank(plan)
+    weights.apply()
+    if updates is not None:
+        updates.apply()
+    if lr_scheduler is not None:
+        lr_scheduler.load_state_dict(content["lr_scheduler"])
+    return content["epoch"]

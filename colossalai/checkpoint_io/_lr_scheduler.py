@@ -1,0 +1,56 @@
+"""The state of a learning-rate scheduler in one torch file; the same serves any small plain state."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from colossalai.checkpoint_io._agreement import on_every_rank, staged
+from colossalai.checkpoint_io._atomic import atomic_file
+from colossalai.checkpoint_io._tree import plain
+from colossalai.checkpoint_io._weight_file import read_torch, verify, write_torch
+
+
+class Stateful(Protocol):
+    """An object that hands out and takes back its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Go back to a state."""
+        ...
+
+
+def save_lr_scheduler(lr_scheduler: Stateful, checkpoint: str | Path) -> None:
+    """Save a learning-rate scheduler in a file; collective: every rank calls it, global rank 0 writes.
+
+    Raises:
+        ValueError: Its state holds something that is not plain.
+        OSError: The file cannot be written; on all ranks. What was there before is still there.
+    """
+    state = plain(lr_scheduler.state_dict(), at="lr_scheduler")
+    with staged(lambda: atomic_file(checkpoint)) as write:
+        write(lambda path: write_torch(path, state))
+
+
+def load_lr_scheduler(lr_scheduler: Stateful, checkpoint: str | Path) -> None:
+    """Load a learning-rate scheduler from a file that `save_lr_scheduler` wrote; collective.
+
+    Raises:
+        ValueError: The file is damaged or holds something else.
+        OSError: It cannot be read.
+    """
+    lr_scheduler.load_state_dict(on_every_rank(lambda: read_small(Path(checkpoint), dict)))
+
+
+def read_small(path: Path, kind: type) -> Any:
+    """Read a small torch file of plain values into memory, its checksums compared.
+
+    Raises:
+        ValueError: It is damaged, or holds no `kind`.
+    """
+    verify(path)
+    content = read_torch(path)
+    if not isinstance(content, kind):
+        raise ValueError(f"{path} holds a {type(content).__name__} where a {kind.__name__} is expected")
+    return content

@@ -1,0 +1,130 @@
+"""A checkpoint compared with a model: everything is accounted for before the first value is overwritten."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossalai.checkpoint_io._model_store import stored_values
+from colossalai.checkpoint_io._names import LoadReport, common_prefix, listed
+from colossalai.checkpoint_io._store import Store, names_by_tensor
+from colossalai.checkpoint_io._tensors import copy_into, cut_like
+from colossalai.logging import get_dist_logger
+
+
+@dataclass(frozen=True)
+class ModelLoading:
+    """A checkpoint that was compared with a model, ready to be copied.
+
+    Attributes:
+        module: The model.
+        copies: Its own tensors that will be overwritten, each with its new full value.
+        computed: Values that only the module itself can take in: extra state, and what its hooks made up.
+        report: What did not fit.
+    """
+
+    module: nn.Module
+    copies: list[tuple[torch.Tensor, torch.Tensor]]
+    computed: dict[str, Any]
+    report: LoadReport
+
+    def apply(self) -> None:
+        """Overwrite the model; no communication."""
+        for target, full in self.copies:
+            copy_into(target, full)
+        if self.computed:
+            self.module.load_state_dict(self.computed, strict=False)
+        if not self.report.is_clean:
+            get_dist_logger().warning(
+                f"the checkpoint did not fit in full:\n{self.report.describe()}", ranks=[0]
+            )
+
+
+def plan_model_loading(module: nn.Module, store: Store, *, source: str, strict: bool) -> ModelLoading:
+    """Compare a checkpoint with a model and overwrite nothing.
+
+    Raises:
+        ValueError: Something does not fit and `strict` is set; all of it is named.
+    """
+    state = module.state_dict(keep_vars=True)
+    _refuse_meta(state)
+    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    targets = {name: value for name, value in state.items() if id(value) in own}
+    groups = names_by_tensor(targets)
+    stored = _without_prefix(stored_values(store), state, groups)
+
+    common = [name for name in state if name in stored]
+    wrong_shape = {name for name in common if _shape(state[name]) != _shape(stored[name])}
+    wrong_dtype = {name for name in common if _dtype(state[name]) != _dtype(stored[name])}
+    covered = {name for names in groups.values() for name in names if not stored.keys().isdisjoint(names)}
+    mismatched = [
+        f"{name}: {_kind(stored[name])} in the checkpoint, {_kind(state[name])} in the model"
+        for name in common
+        if name in wrong_shape | wrong_dtype
+    ]
+    report = LoadReport(
+        missing=tuple(name for name in state if name not in stored and name not in covered),
+        unexpected=tuple(name for name in stored if name not in state),
+        mismatched=(*mismatched, *_torn(groups, stored)),
+    )
+    if strict and not report.is_clean:
+        raise ValueError(f"{source} does not fit the model; nothing was loaded.\n{report.describe()}")
+
+    fitting = [name for name in common if name not in wrong_shape]
+    return ModelLoading(
+        module=module,
+        copies=[(targets[name], stored[name]) for name in fitting if name in targets],
+        computed={name: _cut(stored[name], state[name]) for name in fitting if name not in targets},
+        report=report,
+    )
+
+
+def _without_prefix(
+    stored: dict[str, Any], state: Mapping[str, Any], groups: Mapping[str, list[str]]
+) -> dict[str, Any]:
+    """Return the stored values by the model's names, a prefix that all of them carry left out."""
+    further_names = {name for names in groups.values() for name in names[1:]}
+    prefix = common_prefix(stored, state) or common_prefix(stored, state.keys() - further_names)
+    return {name.removeprefix(prefix): value for name, value in stored.items()}
+
+
+def _shape(value: Any) -> torch.Size | None:
+    return value.shape if isinstance(value, torch.Tensor) else None
+
+
+def _dtype(value: Any) -> torch.dtype | None:
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _kind(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else "no tensor"
+
+
+def _torn(groups: Mapping[str, list[str]], stored: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the tensors that are one in the model and several, with different values, in the checkpoint."""
+    for names in groups.values():
+        first, *others = [name for name in names if name in stored] or [""]
+        for name in others:
+            if not _is_same(stored[first], stored[name]):
+                yield f"{first} and {name}: two different tensors in the checkpoint, one in the model"
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    if first is second or _shape(first) is None or _shape(second) is None:
+        return first is second
+    return first.data_ptr() == second.data_ptr() or torch.equal(first, second)
+
+
+def _cut(stored: Any, here: Any) -> Any:
+    return cut_like(stored, here) if isinstance(here, torch.Tensor) else stored
+
+
+def _refuse_meta(state: Mapping[str, Any]) -> None:
+    empty = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if empty:
+        raise ValueError(
+            f"{len(empty)} tensors of the model are on the device 'meta', without memory: {listed(empty)}. "
+            f"Give it memory first, with module.to_empty(device=...)"
+        )

@@ -1,0 +1,43 @@
+"""The state dict of a model as a store, and back."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossalai.checkpoint_io._index import Stems
+from colossalai.checkpoint_io._store import Kind, Store
+from colossalai.checkpoint_io._tree import pack, unpack
+
+
+def model_store(module: nn.Module, *, prefix: str = "") -> Store:
+    """Return what is to be saved of a model: its own tensors, and whatever else its state dict holds."""
+    # keep_vars: the parameters themselves, by whose identity tied ones are known.
+    state = module.state_dict(keep_vars=True)
+    return _as_store({prefix + name: value for name, value in state.items()})
+
+
+def stored_values(store: Store) -> dict[str, Any]:
+    """Return the values of the state dict that a store was made of."""
+    others = unpack(store.tree, store.tensors) if store.tree is not None else {}
+    inner = {id(tensor) for tensor in pack(others)[1].values()}
+    return {name: tensor for name, tensor in store.tensors.items() if id(tensor) not in inner} | others
+
+
+def _as_store(values: Mapping[str, Any]) -> Store:
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    others = {name: value for name, value in values.items() if name not in tensors}
+    tree, inner = pack(others, at="extra state")
+    return Store(tensors | inner, tree if others else None)
+
+
+def _split(content: Any) -> Store:
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ValueError(f"there are no weights by name in it, but a {type(content).__name__}")
+    if {"epoch", "model"} <= content.keys():
+        raise ValueError("it was written by save_checkpoint: read it with load_checkpoint")
+    return _as_store(content)
+
+
+MODEL = Kind(Stems(torch="pytorch_model", safetensors="model"), join=stored_values, split=_split)

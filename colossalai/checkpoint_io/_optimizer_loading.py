@@ -1,0 +1,138 @@
+"""A checkpoint compared with an optimizer: everything is accounted for before anything is overwritten."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.checkpoint_io._names import common_prefix, listed
+from colossalai.checkpoint_io._optimizer_store import (
+    ParamNames,
+    hyper_parameters,
+    named_parameters,
+    stored_content,
+)
+from colossalai.checkpoint_io._store import Store
+from colossalai.checkpoint_io._tensors import new_like, new_replicated
+from colossalai.checkpoint_io._tree import pack, unpack
+from colossalai.logging import get_dist_logger
+
+
+@dataclass(frozen=True)
+class OptimizerLoading:
+    """A checkpoint that was compared with an optimizer, ready to be copied.
+
+    Attributes:
+        optimizer: The optimizer.
+        states: The new state of each parameter that has one, in full tensors.
+        groups: The new hyper-parameters of each of its groups.
+        other_state: The new state that belongs to no parameter.
+        saved_class: The name of the class that was saved.
+    """
+
+    optimizer: Optimizer
+    states: dict[nn.Parameter, dict[str, Any]]
+    groups: list[dict[str, Any]]
+    other_state: dict[Any, Any]
+    saved_class: str
+
+    def apply(self) -> None:
+        """Overwrite the optimizer; no communication."""
+        if self.saved_class != type(self.optimizer).__name__:
+            get_dist_logger().warning(
+                f"a state of {self.saved_class} is loaded into {type(self.optimizer).__name__}", ranks=[0]
+            )
+        self.optimizer.state.clear()
+        self.optimizer.state.update(_copied(self.other_state))
+        for group, hyper in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group.update(_copied(hyper))
+            for parameter in group["params"]:
+                if parameter in self.states:
+                    self.optimizer.state[parameter] = _placed(self.states[parameter], parameter, group)
+
+
+def plan_optimizer_loading(
+    optimizer: Optimizer, store: Store, param_names: ParamNames, *, source: str
+) -> OptimizerLoading:
+    """Compare a checkpoint with an optimizer and overwrite nothing.
+
+    Raises:
+        ValueError: Something does not fit; all of it is named.
+    """
+    content = stored_content(store)
+    named = named_parameters(optimizer, param_names)
+    prefix = common_prefix(content["shapes"], named)
+    shapes = {name.removeprefix(prefix): tuple(shape) for name, shape in content["shapes"].items()}
+    saved_groups = [
+        (frozenset(name.removeprefix(prefix) for name in group["params"]), hyper_parameters(group))
+        for group in content["param_groups"]
+    ]
+    names = {parameter: name for name, parameter in named.items()}
+    groups = [
+        frozenset(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups
+    ]
+    misfits = [
+        *_name_misfits(shapes, named),
+        *_group_misfits([members for members, _ in saved_groups], groups),
+    ]
+    if misfits:
+        raise ValueError("\n".join([f"{source} does not fit the optimizer; nothing was loaded.", *misfits]))
+    hyper_of = dict(saved_groups)
+    return OptimizerLoading(
+        optimizer=optimizer,
+        states={named[name.removeprefix(prefix)]: state for name, state in content["state"].items()},
+        groups=[hyper_of[members] for members in groups],
+        other_state=content["other_state"],
+        saved_class=content["optimizer"],
+    )
+
+
+def _name_misfits(saved: Mapping[str, tuple[int, ...]], named: Mapping[str, nn.Parameter]) -> Iterator[str]:
+    missing = [name for name in named if name not in saved]
+    if missing:
+        yield f"{len(missing)} missing in the checkpoint: {listed(missing, shown=50)}"
+    unexpected = [name for name in saved if name not in named]
+    if unexpected:
+        yield f"{len(unexpected)} unexpected in the checkpoint: {listed(unexpected, shown=50)}"
+    wrong = [
+        f"{name}: {saved[name]} in the checkpoint, {tuple(parameter.shape)} in the optimizer"
+        for name, parameter in named.items()
+        if name in saved and saved[name] != tuple(parameter.shape)
+    ]
+    if wrong:
+        yield f"{len(wrong)} of another shape: {listed(wrong, shown=50)}"
+
+
+def _group_misfits(saved: list[frozenset[str]], present: list[frozenset[str]]) -> Iterator[str]:
+    """Yield the groups whose hyper-parameters would have no home."""
+    for members in saved:
+        if members not in present:
+            yield f"a group in the checkpoint is none of the optimizer's: {listed(sorted(members))}"
+    for members in present:
+        if members not in saved:
+            yield f"a group of the optimizer is none of the checkpoint's: {listed(sorted(members))}"
+
+
+def _placed(state: Mapping[str, Any], parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state with tensors cut and placed where the optimizer expects them."""
+    tree, tensors = pack(state)
+    return unpack(tree, {key: _place(key, full, parameter, group) for key, full in tensors.items()})
+
+
+def _place(key: str, full: torch.Tensor, parameter: nn.Parameter, group: Mapping[str, Any]) -> torch.Tensor:
+    if key == "step":
+        # torch's optimizers count on the host unless the whole update runs on the device.
+        on_device = group.get("capturable") or group.get("fused")
+        return full.to(parameter.device if on_device else "cpu", copy=True)
+    if full.shape == parameter.shape:
+        return new_like(full, parameter)
+    return new_replicated(full, parameter)
+
+
+def _copied(values: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return values whose tensors are no longer views of a file."""
+    tree, tensors = pack(values)
+    return unpack(tree, {key: tensor.clone() for key, tensor in tensors.items()})

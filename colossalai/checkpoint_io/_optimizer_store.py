@@ -1,0 +1,130 @@
+"""The state of an optimizer as a store, and back.
+
+The content, which is also what a single torch file holds:
+
+    state         {parameter name: {key: tensor or scalar}}
+    param_groups  [{"params": [parameter names], "lr": ..., ...}]
+    shapes        {parameter name: [extents of the full parameter]}
+    other_state   state that belongs to no parameter, by the optimizer's own keys
+    optimizer     the name of the class
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.checkpoint_io._index import Stems
+from colossalai.checkpoint_io._names import listed
+from colossalai.checkpoint_io._store import Kind, Store
+from colossalai.checkpoint_io._tree import pack, unpack
+
+ParamNames = Mapping[nn.Parameter, str]
+
+_PARTS = {"state", "param_groups", "shapes", "other_state", "optimizer"}
+# Not hyper-parameters: these, the second being torch's own, name the parameters at hand.
+_NAMES_IN_GROUP = ("params", "param_names")
+
+
+def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the names of a module's parameters, by the parameter: those that its state dict uses.
+
+    A tied parameter has the first of its names.
+    """
+    # Not named_parameters() alone: under FSDP it may show gathered parameters, which the optimizer does not
+    # know, where state_dict() first puts the slices back.
+    names: dict[nn.Parameter, str] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter):
+            names.setdefault(value, name)
+    for name, parameter in module.named_parameters():
+        names.setdefault(parameter, name)
+    return names
+
+
+def named_parameters(optimizer: Optimizer, param_names: ParamNames) -> dict[str, nn.Parameter]:
+    """Return the parameters of an optimizer by name.
+
+    Raises:
+        ValueError: A parameter has no name, or two have the same.
+    """
+    named: dict[str, nn.Parameter] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            name = param_names.get(parameter)
+            if name is None:
+                raise ValueError(
+                    f"parameter {place} of group {number} (of shape {tuple(parameter.shape)}) has no name in "
+                    f"param_names: give those of every model whose parameters the optimizer holds"
+                )
+            if name in named:
+                raise ValueError(f"two parameters of the optimizer are called {name!r} in param_names")
+            named[name] = parameter
+    return named
+
+
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a parameter group holds beside its parameters."""
+    return {key: value for key, value in group.items() if key not in _NAMES_IN_GROUP}
+
+
+def optimizer_store(optimizer: Optimizer, param_names: ParamNames, *, prefix: str = "") -> Store:
+    """Return what is to be saved of an optimizer.
+
+    Raises:
+        ValueError: A parameter has no name, or the state holds something that is not plain.
+    """
+    surplus = optimizer.state_dict().keys() - {"state", "param_groups"}
+    if surplus:
+        raise ValueError(
+            f"{type(optimizer).__name__}.state_dict() holds {listed(map(repr, surplus))} beside 'state' and "
+            f"'param_groups': what belongs to no parameter and no group cannot be saved by parameter name"
+        )
+    named = {prefix + name: param for name, param in named_parameters(optimizer, param_names).items()}
+    names = {parameter: name for name, parameter in named.items()}
+    state = optimizer.state
+    return _as_store(
+        {
+            "state": {name: dict(state[param]) for name, param in named.items() if param in state},
+            "param_groups": [
+                {"params": [names[parameter] for parameter in group["params"]], **hyper_parameters(group)}
+                for group in optimizer.param_groups
+            ],
+            "shapes": {name: list(parameter.shape) for name, parameter in named.items()},
+            "other_state": {key: item for key, item in state.items() if not isinstance(key, torch.Tensor)},
+            "optimizer": type(optimizer).__name__,
+        }
+    )
+
+
+def stored_content(store: Store) -> dict[str, Any]:
+    """Return the content that a store was made of.
+
+    Raises:
+        ValueError: It holds no optimizer.
+    """
+    content = unpack(store.tree, store.tensors)
+    if not isinstance(content, dict) or not content.keys() >= _PARTS:
+        raise ValueError("there is no optimizer in it that save_optimizer wrote")
+    return content
+
+
+def _as_store(content: Mapping[str, Any]) -> Store:
+    tree, tensors = pack(content)
+    return Store(tensors, tree)
+
+
+def _split(content: Any) -> Store:
+    if isinstance(content, dict) and content.keys() >= _PARTS:
+        return _as_store(content)
+    if isinstance(content, dict) and content.keys() >= {"state", "param_groups"}:
+        raise ValueError(
+            "it is torch's own optimizer.state_dict(), which numbers the parameters: load that one with "
+            "optimizer.load_state_dict, and save with save_optimizer"
+        )
+    raise ValueError("there is no optimizer in it")
+
+
+OPTIMIZER = Kind(Stems(torch="pytorch_optim", safetensors="optim"), join=stored_content, split=_split)

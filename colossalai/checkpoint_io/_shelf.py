@@ -1,0 +1,66 @@
+"""A folder of training states: which is the newest complete one, and which go.
+
+Order is the order of saving, kept as a serial number in each manifest. Steps would not do: a run that goes
+back to an earlier step saves smaller ones, and clocks of different machines disagree.
+"""
+
+import re
+import shutil
+from pathlib import Path
+
+from colossalai.checkpoint_io._manifest import MANIFEST, Manifest, read_manifest, verify_files
+from colossalai.logging import get_dist_logger
+
+_OURS = re.compile(r"step-\d{8,}")
+_LEFTOVER = re.compile(r"\.step-\d{8,}\.(new|old)-[0-9a-f]+")
+
+
+def step_folder(step: int) -> str:
+    """Return the name of the training state of a step."""
+    return f"step-{step:08d}"
+
+
+def next_serial(folder: Path) -> int:
+    """Return a serial number above those of all training states in a folder."""
+    return 1 + max((manifest.serial for _, manifest in _manifests(folder)), default=0)
+
+
+def newest_complete(folder: Path) -> Path | None:
+    """Return the newest training state in a folder whose files are all as its manifest says."""
+    for path, manifest in _manifests(folder):
+        try:
+            verify_files(path, manifest)
+        except (ValueError, OSError) as error:
+            get_dist_logger().warning(f"passing over the training state {path}: {error}")
+            continue
+        return path
+    return None
+
+
+def prune(folder: Path, *, keep_last: int) -> None:
+    """Remove all but the newest training states, and what killed writers left."""
+    ours = [path for path, _ in _manifests(folder) if _OURS.fullmatch(path.name)]
+    kept = {path.name for path in ours[:keep_last]}
+    for entry in folder.iterdir():
+        is_old = _OURS.fullmatch(entry.name) and entry.name not in kept
+        if is_old or _LEFTOVER.fullmatch(entry.name):
+            # First what makes it complete: whoever looks while it goes does not take it for one.
+            (entry / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(entry)
+
+
+def _manifests(folder: Path) -> list[tuple[Path, Manifest]]:
+    """Return what has an intact manifest, the newest first.
+
+    Hidden folders come last. One is complete if its writer was killed just before it renamed it, but it may
+    also be that its writer is about to do so.
+    """
+    found = []
+    for path in folder.iterdir() if folder.is_dir() else []:
+        if not (path / MANIFEST).is_file():
+            continue
+        try:
+            found.append((path, read_manifest(path)))
+        except (ValueError, OSError) as error:
+            get_dist_logger().warning(f"passing over {path}: {error}")
+    return sorted(found, key=lambda item: (not item[0].name.startswith("."), item[1].serial), reverse=True)

@@ -1,0 +1,69 @@
+"""What a checkpoint is before it is bytes: tensors by name, and a tree of plain values.
+
+What is saved (a model, an optimizer) comes as a flat dictionary of tensors, which may be DTensors, and a JSON
+tree (see `_tree`). A `Kind` says what its files are called and how the two parts look inside a single torch
+file, where users expect the shape that `torch.save` of a state dict would give. A `Layout` says which files
+there shall be.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from colossalai.checkpoint_io._index import Stems
+from colossalai.checkpoint_io._tree import Json
+
+TREE_KEY = "colossalai"  # under it the tree stands in a safetensors header and in an index file
+
+
+@dataclass(frozen=True)
+class Store:
+    """The content of a checkpoint.
+
+    Attributes:
+        tensors: By name. Full or DTensors when they are to be saved, views of the files when they were read.
+        tree: The plain values, as `pack` makes them.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    tree: Json
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of checkpoint.
+
+    Attributes:
+        stems: The file names in a folder.
+        join: Makes the content of a single torch file out of a store.
+        split: Takes that content apart again; raises a ValueError that says what it is instead.
+    """
+
+    stems: Stems
+    join: Callable[[Store], Any]
+    split: Callable[[Any], Store]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How to lay a checkpoint out.
+
+    Attributes:
+        shard: A folder of shards rather than one file.
+        size_per_shard: The most that a shard holds, in MB of 1024 * 1024 bytes.
+        use_safetensors: In that format rather than torch's.
+    """
+
+    shard: bool = False
+    size_per_shard: float = 1024
+    use_safetensors: bool = False
+
+
+def names_by_tensor(tensors: dict[str, torch.Tensor]) -> dict[str, list[str]]:
+    """Return the names of each tensor (a tied one has several), under the first of them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return {group[0]: group for group in names.values()}

@@ -1,0 +1,74 @@
+"""A file or a folder becomes a store; the format is seen from the content.
+
+Everything is read memory-mapped. Before a tensor is given out, the files are read once from end to end and
+compared with their checksums; the ranks share that work.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colossalai.checkpoint_io._agreement import global_rank, num_ranks, on_every_rank
+from colossalai.checkpoint_io._index import find_weights, read_index
+from colossalai.checkpoint_io._names import listed
+from colossalai.checkpoint_io._store import TREE_KEY, Kind, Store
+from colossalai.checkpoint_io._weight_file import Format, detect_format, read_safetensors, read_torch, verify
+
+
+def load_store(path: str | Path, kind: Kind) -> Store:
+    """Read a checkpoint; collective: an error on one rank is raised on all.
+
+    Args:
+        path: A file of torch or safetensors, an index file, or a folder that holds one of these.
+        kind: What it is.
+
+    Raises:
+        ValueError: It is damaged, incomplete, or something else; the message names the file.
+        OSError: It cannot be read.
+    """
+    return on_every_rank(lambda: read_store(Path(path), kind, is_verified=False))
+
+
+def read_store(path: Path, kind: Kind, *, is_verified: bool) -> Store:
+    """Read a checkpoint on this rank; unless `is_verified`, compare its part of the files with checksums."""
+    if path.is_dir():
+        path = find_weights(path, kind.stems)
+    if not path.name.endswith(".json"):
+        _verify_part([path], is_verified=is_verified)
+        return _read_file(path, kind)
+    index = read_index(path)
+    _verify_part([path.parent / name for name in index.files], is_verified=is_verified)
+    tensors: dict[str, torch.Tensor] = {}
+    for name in index.files:
+        shard = _read_shard(path.parent / name)
+        lost = [key for key, home in index.weight_map.items() if home == name and key not in shard]
+        if lost:
+            raise ValueError(f"{path} says that {name} holds {listed(lost)}, which it does not")
+        tensors |= shard
+    return Store(tensors, index.metadata.get(TREE_KEY))
+
+
+def _verify_part(files: list[Path], *, is_verified: bool) -> None:
+    for file in [] if is_verified else files[global_rank() :: num_ranks()]:
+        verify(file)
+
+
+def _read_file(path: Path, kind: Kind) -> Store:
+    if detect_format(path) is not Format.SAFETENSORS:
+        try:
+            return kind.split(read_torch(path))
+        except ValueError as error:
+            raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+    tensors, header = read_safetensors(path)
+    return Store(tensors, json.loads(header.get(TREE_KEY, "null")))
+
+
+def _read_shard(path: Path) -> dict[str, torch.Tensor]:
+    if detect_format(path) is Format.SAFETENSORS:
+        return read_safetensors(path)[0]
+    content: Any = read_torch(path)
+    if not isinstance(content, dict) or not all(isinstance(item, torch.Tensor) for item in content.values()):
+        raise ValueError(f"{path} is not a shard: it holds more than tensors by name")
+    return content

@@ -1,0 +1,227 @@
+"""Everything that a run needs to go on as if it had never stopped, in a folder per saved step.
+
+    step-00000120/
+        model/  optimizer/            shards and index
+        parts.pt                      lr_scheduler, dataloader, scaler, the caller's own values
+        random/00000-of-00002.pt      the random states of each rank
+        manifest.json                 sizes and checksums of all of these
+
+A folder is written beside, synced and renamed into place, so a process that is killed at any moment leaves
+the previous training state or the new one. Which one is the newest complete one is found by content.
+"""
+
+import platform
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai._version import __version__
+from colossalai.checkpoint_io._agreement import (
+    broadcast_from_writer,
+    gather_on_writer,
+    global_rank,
+    num_ranks,
+    on_every_rank,
+    on_writer,
+    staged,
+)
+from colossalai.checkpoint_io._atomic import atomic_folder
+from colossalai.checkpoint_io._lr_scheduler import Stateful, read_small
+from colossalai.checkpoint_io._manifest import Manifest, read_manifest, verify_files, write_manifest
+from colossalai.checkpoint_io._model_loading import ModelLoading, plan_model_loading
+from colossalai.checkpoint_io._model_store import MODEL, model_store
+from colossalai.checkpoint_io._names import listed
+from colossalai.checkpoint_io._optimizer_loading import OptimizerLoading, plan_optimizer_loading
+from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, ParamNames, optimizer_store, parameter_names
+from colossalai.checkpoint_io._shelf import newest_complete, next_serial, prune, step_folder
+from colossalai.checkpoint_io._store import Kind, Layout, Store
+from colossalai.checkpoint_io._store_reading import read_store
+from colossalai.checkpoint_io._store_writing import total_bytes, write_folder
+from colossalai.checkpoint_io._tree import plain
+from colossalai.checkpoint_io._weight_file import write_torch
+from colossalai.context import random_state, set_random_state
+from colossalai.logging import get_dist_logger
+
+_PARTS_FILE = "parts.pt"
+
+
+@dataclass(kw_only=True)
+class TrainingState:
+    """The parts of a run that are saved together. What is None is neither saved nor loaded.
+
+    Attributes:
+        model: The raw module, which may be sharded.
+        optimizer: The raw optimizer.
+        param_names: The names of its parameters; those of `model` if not given.
+        lr_scheduler: The scheduler.
+        dataloader: The position in the data. The state of rank 0 is saved and given to all ranks.
+        scaler: The loss scale of mixed precision.
+        extra: Plain values of the caller's own: epoch, best loss, ...
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None = None
+    param_names: ParamNames | None = None
+    lr_scheduler: Stateful | None = None
+    dataloader: Stateful | None = None
+    scaler: Stateful | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def small_parts(self) -> dict[str, Stateful]:
+        """The parts, beside model and optimizer, that have a state."""
+        parts = {"lr_scheduler": self.lr_scheduler, "dataloader": self.dataloader, "scaler": self.scaler}
+        return {name: part for name, part in parts.items() if part is not None}
+
+
+def save_training_state(folder: str | Path, state: TrainingState, *, step: int, keep_last: int = 2) -> Path:
+    """Save a training state as `folder/step-<step>` and remove older ones; collective: global rank 0 writes.
+
+    When the call returns, everything is on disk. A state that was saved at the same step before is replaced.
+
+    Args:
+        folder: The folder of a run's training states; made if it is not there.
+        state: What to save, along with the random states of every rank.
+        step: The number of steps done.
+        keep_last: How many training states, counted in the order of saving, stay in `folder`.
+
+    Returns:
+        The path of the training state.
+
+    Raises:
+        ValueError: Something in it cannot be saved.
+        OSError: It cannot be written; on all ranks. The earlier ones stay.
+    """
+    if step < 0 or keep_last < 1:
+        raise ValueError(f"step={step} must be at least 0 and keep_last={keep_last} at least 1")
+    folder = Path(folder)
+    path = folder / step_folder(step)
+    stores = _stores(state)
+    parts = {name: part.state_dict() for name, part in state.small_parts.items()}
+    content = plain({**parts, "extra": state.extra}, at="training state")
+    random_states = gather_on_writer(random_state())
+    num_bytes = sum(total_bytes(store) for store, _ in stores.values())
+    with staged(lambda: atomic_folder(path, num_bytes=num_bytes)) as write:
+        for name, (store, kind) in stores.items():
+            write_folder(write, store, kind, Layout(shard=True), subfolder=name)
+        write(lambda target: _write_small_files(target, content, random_states))
+        write(
+            lambda target: write_manifest(
+                target, serial=next_serial(folder), step=step, num_ranks=num_ranks(), versions=_versions()
+            )
+        )
+    on_writer(lambda: prune(folder, keep_last=keep_last))
+    return path
+
+
+def latest_training_state(folder: str | Path) -> Path | None:
+    """Return the newest complete training state in a folder, None if there is none; collective.
+
+    Complete is one whose files are all as its manifest says; the newest is the one that was saved last. A
+    damaged one is named in a warning and passed over.
+    """
+    return broadcast_from_writer(on_writer(lambda: newest_complete(Path(folder))))
+
+
+def load_training_state(path: str | Path, state: TrainingState) -> dict[str, Any]:
+    """Load a training state into the objects of `state`; collective.
+
+    The number of ranks and the way the model is cut may be others than when it was saved. Random states are
+    restored if the number of ranks is the same.
+
+    Args:
+        path: What `save_training_state` or `latest_training_state` returned.
+        state: What to load into. Parts that are None are left out, `extra` is not looked at.
+
+    Returns:
+        The `extra` values that were saved, and "step".
+
+    Raises:
+        ValueError: The training state is damaged, lacks a part, or does not fit; nothing was overwritten.
+        OSError: It cannot be read.
+    """
+    path = Path(path)
+    loading = on_every_rank(lambda: _plan(path, state))
+    for name, part in state.small_parts.items():
+        part.load_state_dict(loading.content[name])
+    loading.weights.apply()
+    if loading.updates is not None:
+        loading.updates.apply()
+    if loading.random is not None:
+        set_random_state(loading.random)
+    else:
+        get_dist_logger().warning(
+            f"{path} was saved on {loading.manifest.num_ranks} ranks, this job has {num_ranks()}: "
+            f"the random states are not restored",
+            ranks=[0],
+        )
+    return {**loading.content["extra"], "step": loading.manifest.step}
+
+
+def _stores(state: TrainingState) -> dict[str, tuple[Store, Kind]]:
+    """Return the large parts by the name of their folder."""
+    stores = {"model": (model_store(state.model), MODEL)}
+    if state.optimizer is not None:
+        stores["optimizer"] = (optimizer_store(state.optimizer, _names(state)), OPTIMIZER)
+    return stores
+
+
+def _names(state: TrainingState) -> ParamNames:
+    return parameter_names(state.model) if state.param_names is None else state.param_names
+
+
+def _write_small_files(target: Path, content: dict[str, Any], random_states: list[dict[str, Any]]) -> None:
+    write_torch(target / _PARTS_FILE, content)
+    (target / "random").mkdir()
+    for rank, own in enumerate(random_states):
+        write_torch(target / _random_file(rank, len(random_states)), plain(own, at="random state"))
+
+
+def _random_file(rank: int, count: int) -> str:
+    return f"random/{rank:05d}-of-{count:05d}.pt"
+
+
+def _versions() -> dict[str, str]:
+    return {"colossalai": __version__, "torch": torch.__version__, "python": platform.python_version()}
+
+
+@dataclass(frozen=True)
+class _Loading:
+    """A training state that was compared with the objects to load it into."""
+
+    manifest: Manifest
+    content: dict[str, Any]
+    weights: ModelLoading
+    updates: OptimizerLoading | None
+    random: dict[str, Any] | None
+
+
+def _plan(path: Path, state: TrainingState) -> _Loading:
+    """Read and compare everything on this rank, and overwrite nothing."""
+    manifest = read_manifest(path)
+    verify_files(path, manifest, part=global_rank(), num_parts=num_ranks())
+    content = read_small(path / _PARTS_FILE, dict)
+    missing = [name for name in state.small_parts if name not in content]
+    if state.optimizer is not None and not (path / "optimizer").is_dir():
+        missing.append("optimizer")
+    if missing:
+        raise ValueError(
+            f"{path} holds no {listed(missing)}: leave it out of the TrainingState to load the rest"
+        )
+    model = read_store(path / "model", MODEL, is_verified=True)
+    updates = None
+    if state.optimizer is not None:
+        optimizer = read_store(path / "optimizer", OPTIMIZER, is_verified=True)
+        updates = plan_optimizer_loading(state.optimizer, optimizer, _names(state), source=str(path))
+    same_ranks = manifest.num_ranks == num_ranks()
+    return _Loading(
+        manifest=manifest,
+        content=content,
+        weights=plan_model_loading(state.model, model, source=str(path), strict=True),
+        updates=updates,
+        random=read_small(path / _random_file(global_rank(), num_ranks()), dict) if same_ranks else None,
+    )

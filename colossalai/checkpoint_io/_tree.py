@@ -1,0 +1,107 @@
+"""Nested plain values with tensors in them, taken apart into a JSON tree and a flat dictionary of tensors.
+
+Optimizer states, scheduler states and the like are such values. The two halves fit every file format: JSON
+text goes into a safetensors header or an index file, a flat dictionary of tensors into shards. Values come
+back as they were, bit for bit. What is not plain is refused by name, so everything that was saved can be
+loaded with `weights_only=True`.
+
+    scalar (None, bool, int, float, str)   itself
+    list                                   a list
+    tuple, tensor                          {"tuple": [...]}, {"tensor": name}
+    dict, Counter                          {"dict": [[key, value], ...]}, {"counter": [[key, value], ...]}
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+Json = Any
+# A subclass (an enum, say) could not be loaded again: it is stored as its base.
+_SCALARS: dict[type, Callable[[Any], Any]] = {bool: bool, int: int, float: float, str: str.__str__}
+
+
+def pack(value: Any, *, at: str = "") -> tuple[Json, dict[str, torch.Tensor]]:
+    """Take a nested value apart.
+
+    Args:
+        value: Scalars, lists, tuples, dicts and tensors, nested at will. Numpy's scalars become Python's.
+        at: A name for the whole; tensors are named after their place below it.
+
+    Returns:
+        The tree, which `json` can write, and the tensors (the same objects) by name.
+
+    Raises:
+        ValueError: There is something else in it; the message says where.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return _pack(value, at, tensors), tensors
+
+
+def unpack(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Put together what `pack` took apart.
+
+    Raises:
+        ValueError: A tensor is missing, or the tree is not one of ours.
+    """
+    if isinstance(tree, list):
+        return [unpack(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    match list(tree.items()):
+        case [("tensor", str(name))] if name in tensors:
+            return tensors[name]
+        case [("tuple", list(items))]:
+            return tuple(unpack(item, tensors) for item in items)
+        case [("dict", list(pairs))]:
+            return {unpack(key, tensors): unpack(item, tensors) for key, item in pairs}
+        case [("counter", list(pairs))]:
+            return Counter({unpack(key, tensors): unpack(item, tensors) for key, item in pairs})
+    raise ValueError(f"damaged checkpoint: there is nothing for the entry {str(tree)[:100]}")
+
+
+def plain(value: Any, *, at: str) -> Any:
+    """Return a nested value with nothing in it that `torch.load(weights_only=True)` would refuse.
+
+    Raises:
+        ValueError: There is something in it that cannot be expressed so; the message says where.
+    """
+    return unpack(*pack(value, at=at))
+
+
+def _pack(value: Any, at: str, tensors: dict[str, torch.Tensor]) -> Json:
+    if isinstance(value, torch.Tensor):
+        name = _unused(at, tensors)
+        tensors[name] = value
+        return {"tensor": name}
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None:
+        return None
+    for kind, as_base in _SCALARS.items():
+        if isinstance(value, kind):
+            return as_base(value)
+    if isinstance(value, list | tuple):
+        items = [_pack(item, _below(at, number), tensors) for number, item in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    if isinstance(value, Mapping):
+        pairs = [
+            [_pack(key, at, tensors), _pack(item, _below(at, key), tensors)] for key, item in value.items()
+        ]
+        return {"counter" if isinstance(value, Counter) else "dict": pairs}
+    raise ValueError(
+        f"{at or 'the value'} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
+        f"cannot hold: it holds numbers, text, None, tensors, and lists, tuples and dicts of them"
+    )
+
+
+def _below(at: str, key: object) -> str:
+    return f"{at}/{key}" if at else str(key)
+
+
+def _unused(name: str, taken: Mapping[str, torch.Tensor]) -> str:
+    while name in taken:
+        name += "'"
+    return name

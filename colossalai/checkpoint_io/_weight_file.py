@@ -1,0 +1,184 @@
+"""One file of tensors: torch's zip format or safetensors, told apart by their first bytes.
+
+Both are read memory-mapped: what comes back is a view of the file, and only what is copied out of it costs
+memory. Both carry checksums: torch's zip archive by its nature, our safetensors files as CRC-32 of each
+tensor in the header. Nothing in a file is ever executed.
+"""
+
+import enum
+import json
+import pickle
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+_CHECKSUMS = "crc32"
+_TORCH_ZIP = b"PK\x03\x04"
+_TORCH_LEGACY = b"\x80\x02"  # a pickle of protocol 2: torch before 1.6
+
+
+class Format(enum.Enum):
+    """What a file holds, as seen from its content."""
+
+    TORCH_ZIP = enum.auto()
+    TORCH_LEGACY = enum.auto()
+    SAFETENSORS = enum.auto()
+
+
+def detect_format(path: Path) -> Format:
+    """Tell a file's format by its first bytes.
+
+    Raises:
+        ValueError: It is none of them.
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as file:
+        start = file.read(9)
+    if start.startswith(_TORCH_ZIP):
+        return Format.TORCH_ZIP
+    if start.startswith(_TORCH_LEGACY):
+        return Format.TORCH_LEGACY
+    if start[8:] == b"{" and int.from_bytes(start[:8], "little") <= path.stat().st_size - 8:
+        return Format.SAFETENSORS
+    raise ValueError(
+        f"{path} is neither a torch file nor a safetensors file, or is damaged: {path.stat().st_size} bytes "
+        f"that begin with {start!r}"
+    )
+
+
+def write_torch(path: Path, content: Any) -> None:
+    """Write plain values and tensors with `torch.save`."""
+    try:
+        with path.open("wb") as file:
+            torch.save(content, file)
+    except RuntimeError as error:
+        # torch's writer notices the short file and hides why it is short.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def read_torch(path: Path) -> Any:
+    """Read a torch file of plain values and tensors, memory-mapped.
+
+    Raises:
+        ValueError: The file is damaged, or holds objects that only code from the file could restore.
+    """
+    try:
+        is_zip = detect_format(path) is Format.TORCH_ZIP
+        if is_zip:
+            zipfile.ZipFile(path).close()  # finds a truncated file, and says so better than torch
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        raise ValueError(_refusal(path)) from error
+    except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
+        raise ValueError(f"{path} is damaged or incomplete: {error}") from error
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], *, header: Mapping[str, str]) -> None:
+    """Write tensors, which lie in host memory, contiguous.
+
+    Args:
+        path: The file.
+        tensors: By name. Those that share memory are stored once each.
+        header: Additional text for the header.
+
+    Raises:
+        ValueError: The format has no place for one of the tensors.
+    """
+    separate = _separate(tensors)
+    checksums = {name: _checksum(name, tensor) for name, tensor in separate.items()}
+    metadata = {"format": "pt", _CHECKSUMS: json.dumps(checksums), **header}
+    try:
+        safetensors.torch.save_file(separate, path, metadata)
+    except KeyError as error:
+        raise ValueError(f"safetensors has no {error}: use use_safetensors=False") from error
+    except safetensors.SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Read a safetensors file, memory-mapped: the tensors by name, and the text in its header.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+        return safetensors.torch.load_file(path), header
+    except safetensors.SafetensorError as error:
+        raise ValueError(f"{path} is damaged or incomplete: {error}") from error
+
+
+def verify(path: Path) -> None:
+    """Read a file from end to end and compare it with the checksums in it, if it has any.
+
+    Raises:
+        ValueError: Something differs; the message names the file and the entry.
+    """
+    match detect_format(path):
+        case Format.TORCH_ZIP:
+            damaged = _first_damaged_record(path)
+        case Format.SAFETENSORS:
+            damaged = _first_damaged_tensor(path)
+        case Format.TORCH_LEGACY:
+            damaged = None
+    if damaged is not None:
+        raise ValueError(f"{path} is damaged: the checksum of {damaged!r} does not match its content")
+
+
+def _first_damaged_record(path: Path) -> str | None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return archive.testzip()
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"{path} is damaged or incomplete: {error}") from error
+
+
+def _first_damaged_tensor(path: Path) -> str | None:
+    tensors, header = read_safetensors(path)
+    checksums = json.loads(header.get(_CHECKSUMS, "{}"))
+    for name, tensor in tensors.items():
+        if name in checksums and checksums[name] != _checksum(name, tensor):
+            return name
+    return None
+
+
+def _checksum(name: str, tensor: torch.Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        raise ValueError(
+            f"{name} is {tensor.layout}, safetensors holds dense tensors only: use use_safetensors=False"
+        )
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy the tensors that share memory with an earlier one."""
+    seen: set[int] = set()
+    separate = {}
+    for name, tensor in tensors.items():
+        start = (
+            tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0
+        )
+        separate[name] = tensor.clone() if start in seen else tensor
+        seen |= {start} - {0}
+    return separate
+
+
+def _refusal(path: Path) -> str:
+    """Say why torch would not unpickle a file: code in it, or damage."""
+    is_zip = detect_format(path) is Format.TORCH_ZIP
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
+    if not unsafe:
+        return f"{path} is damaged, or needs code to be restored, which is refused"
+    return (
+        f"{path} holds objects that only running code could restore, and is refused: {', '.join(unsafe)}. "
+        f"If you trust it, load it with torch.load(weights_only=False) and save the tensors alone"
+    )

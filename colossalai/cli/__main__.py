@@ -1,0 +1,5 @@
+"""`python -m colossalai.cli` is the command `colossalai`."""
+
+from colossalai.cli import main
+
+main(prog_name="colossalai")

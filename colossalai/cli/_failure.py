@@ -1,0 +1,129 @@
+"""Which rank failed first, and how to say it.
+
+[Note: the first failure]
+When one rank ends, its peers fail soon after with "connection closed" and the like. Who is to blame?
+- A rank that was killed by a signal. We have sent none at this point, so somebody else has: it is the cause.
+- SIGABRT is the exception: compiled code aborts itself, mostly because a peer is gone.
+- Else the rank whose error is the oldest. A rank writes down the time of its error when it is raised, which
+  may be long before the rank ends.
+"""
+
+import json
+import math
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankError:
+    """The error that a rank wrote down when nobody caught it (see `_worker.ErrorHook`)."""
+
+    message: str  # one line: "ValueError: ..."
+    traceback: str  # empty for a sys.exit
+    time: float  # seconds since the epoch
+    exit_code: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankState:
+    """A rank as the launcher sees it at one moment."""
+
+    global_rank: int
+    pid: int
+    exit_code: int | None  # -N for death by signal N, None while it runs
+    error: RankError | None
+
+    @property
+    def has_failed(self) -> bool:
+        """It ended badly, or is about to."""
+        return self.exit_code not in (None, 0) or (self.exit_code is None and self.error is not None)
+
+    @property
+    def was_killed(self) -> bool:
+        """It was ended by a signal, and not by its own error."""
+        return self._signal > 0 and self.error is None
+
+    @property
+    def shell_code(self) -> int:
+        """The exit code of a failed rank as a shell would give it."""
+        if self.exit_code is not None and self.exit_code > 0:
+            return self.exit_code
+        return 128 + self._signal if self.error is None else self.error.exit_code
+
+    @property
+    def _signal(self) -> int:
+        """The signal that ended it, or 0."""
+        return max(0, -(self.exit_code or 0))
+
+    def describe(self) -> str:
+        """Say in one line how it ended."""
+        name = f"rank {self.global_rank} (pid {self.pid})"
+        if self.was_killed:
+            return f"{name} was killed by {_signal_name(self._signal)}"
+        if self.error is None:
+            return f"{name} ended with exit code {self.exit_code} and left no Python error"
+        return f"{name} failed with exit code {self.shell_code}: {self.error.message}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFailure:
+    """The first rank that failed, and those that failed after it."""
+
+    first: RankState
+    later: tuple[RankState, ...]
+
+    def describe(self) -> str:
+        """Say which rank failed first and why, with its traceback; and one line for each of the others."""
+        lines = [self.first.describe()]
+        if self.first.was_killed and self.first.exit_code == -signal.SIGKILL:
+            lines[0] += " (if nobody sent it, the machine ran out of memory)"
+        if self.first.error is not None and self.first.error.traceback:
+            lines += ["", self.first.error.traceback.rstrip()]
+        if self.later:
+            lines += ["", "after it:", *(f"  {rank.describe()}" for rank in self.later)]
+        return "\n".join(lines)
+
+
+def find_failure(ranks: list[RankState], *, now: float, patience_s: float) -> JobFailure | None:
+    """Return the failure of the job, or None if all ranks are well.
+
+    Args:
+        ranks: All ranks; none of them has been sent a signal by us.
+        now: Seconds since the epoch.
+        patience_s: How long a rank with an error may take to end by itself: to close files, to write logs.
+    """
+    failed = sorted((rank for rank in ranks if rank.has_failed), key=_order_of_blame)
+    is_certain = any(
+        rank.exit_code is not None or (rank.error is not None and now - rank.error.time > patience_s)
+        for rank in failed
+    )
+    return JobFailure(first=failed[0], later=tuple(failed[1:])) if is_certain else None
+
+
+def read_error(path: Path) -> RankError | None:
+    """Read what a rank has written down, or return None if it has not."""
+    try:
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None  # no error; or torch's own `record`, which a script may use, is just writing it
+    extra = message["extraInfo"]
+    return RankError(
+        message=message["message"],
+        traceback=extra["py_callstack"],
+        time=float(extra.get("time", extra["timestamp"])),  # `record` has whole seconds only
+        exit_code=extra.get("exit_code", 1),
+    )
+
+
+def _order_of_blame(rank: RankState) -> tuple[bool, float]:
+    """See [Note: the first failure]."""
+    is_the_cause = rank.was_killed and rank.exit_code != -signal.SIGABRT
+    return (not is_the_cause, math.inf if rank.error is None else rank.error.time)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"  # a real-time signal has no name

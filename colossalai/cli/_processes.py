@@ -1,0 +1,66 @@
+"""The tree of processes below the launcher: see how one ended, and end them all."""
+
+import ctypes
+import os
+import signal
+import time
+
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S = 0.02
+_KILL_S = 5.0  # a killed process that lives longer is stuck in the kernel, where nothing reaches it
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends, so that none gets out of sight."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def exit_code_of(pid: int) -> int | None:
+    """Return how a child of this process ended, -N for death by signal N, or None while it runs.
+
+    It is only looked at: whoever started the child can still ask for its exit code. For a child whose good
+    end somebody has already asked for, it is 0.
+    """
+    try:
+        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return 0
+    if end is None:
+        return None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+
+def end_descendants(first_signal: signal.Signals, *, grace_s: float) -> None:
+    """End all descendants of this process: ask with `first_signal`, and kill what is left after `grace_s`."""
+    try:
+        for process in _living_descendants():
+            _send(process, first_signal)
+        deadline = time.monotonic() + grace_s
+        while _living_descendants() and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+    finally:  # a second Ctrl-C interrupts the wait, and means: now
+        deadline = time.monotonic() + _KILL_S
+        while (living := _living_descendants()) and time.monotonic() < deadline:
+            for process in living:
+                _send(process, signal.SIGKILL)
+            time.sleep(_POLL_S)
+
+
+def _living_descendants() -> list[psutil.Process]:
+    return [process for process in psutil.Process().children(recursive=True) if _lives(process)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return  # it has just ended, which is what we want of it

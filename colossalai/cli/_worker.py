@@ -1,0 +1,117 @@
+"""What a rank of `colossalai run` does before the user's script starts.
+
+    python _worker.py LAUNCHER_PID (script | module) TARGET ARGS...
+
+It is started by its path and imports nothing but the standard library, so the script finds the interpreter
+as `python TARGET ARGS...` leaves it: torch not imported yet, its own `sys.argv` and `sys.path[0]`. Two things
+are added: the process dies with its launcher; and an error that nobody catches goes into the file
+TORCHELASTIC_ERROR_FILE, for the launcher to show once, not to the screen, where the ranks' errors would mix.
+"""
+
+import ctypes
+import faulthandler
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from types import TracebackType
+
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Prepare the process, then be the user's script."""
+    launcher_pid, kind, target, *args = sys.argv[1:]
+    die_with(int(launcher_pid))
+    faulthandler.enable()  # a crash in compiled code shows where Python was
+    hook = sys.excepthook = ErrorHook(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    if hasattr(sys.stdout, "reconfigure"):
+        # Whole lines, at once: the ranks' lines do not mix in a pipe, and a killed rank's output is complete.
+        sys.stdout.reconfigure(line_buffering=True)
+    sys.argv = [target, *args]
+    _replace_first_path(kind, target)
+    try:
+        if kind == "module":
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
+    except SystemExit as error:
+        hook.record_exit(error)
+        raise
+
+
+class ErrorHook:
+    """A `sys.excepthook` that writes the error to a file, in the format of torch's elastic launcher.
+
+    Args:
+        error_file: The file; without one, errors are printed as always.
+    """
+
+    def __init__(self, error_file: str) -> None:
+        self.error_file = error_file
+        self.pid = os.getpid()
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Write the error, or print it where that is not possible."""
+        if issubclass(kind, KeyboardInterrupt):
+            return  # the user knows; and every rank would say it
+        text = "".join(traceback.format_exception(kind, error, _frames_of_the_user(trace)))
+        message = traceback.format_exception_only(kind, error)[-1].strip()
+        # A child that the script forked has inherited this hook; it is not the rank.
+        if not (self.error_file and self.pid == os.getpid() and self._write(message, text, exit_code=1)):
+            sys.stderr.write(text)
+
+    def record_exit(self, error: SystemExit) -> None:
+        """Note the time of a `sys.exit` with an error, so that the launcher knows which rank was first."""
+        exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if self.error_file and exit_code != 0:
+            self._write(f"sys.exit({error.code!r})", "", exit_code=exit_code)
+
+    def _write(self, message: str, text: str, *, exit_code: int) -> bool:
+        """Say whether it could be written."""
+        now = time.time()
+        extra = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "exit_code": exit_code}
+        try:
+            with open(f"{self.error_file}.part", "w", encoding="utf-8") as file:
+                json.dump({"message": {"message": message, "extraInfo": extra}}, file)
+            os.replace(file.name, self.error_file)  # the launcher never sees half a file
+        except OSError:
+            return False  # the caller prints it instead
+        return True
+
+
+def die_with(launcher_pid: int) -> None:
+    """Have the kernel kill this process when the launcher ends, whatever ends it."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher_pid:  # it ended before the line above
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _replace_first_path(kind: str, target: str) -> None:
+    """Put in `sys.path[0]`, where the folder of this file is, what Python would put there for the script."""
+    if sys.flags.safe_path:
+        return
+    if kind == "module":
+        sys.path[0] = os.getcwd()
+    elif os.path.isfile(target):
+        sys.path[0] = os.path.dirname(os.path.realpath(target))
+    else:
+        del sys.path[0]  # a folder with a __main__.py: runpy adds it
+
+
+def _frames_of_the_user(trace: TracebackType | None) -> TracebackType | None:
+    """Skip the frames that lead from here to the script."""
+    while trace is not None and trace.tb_frame.f_code.co_filename in (
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+    ):
+        trace = trace.tb_next
+    return trace
+
+
+if __name__ == "__main__":
+    main()

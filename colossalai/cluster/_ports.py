@@ -1,0 +1,94 @@
+"""TCP ports of this machine: a free one, whether a given one is free, and which process holds it.
+
+A port that is free now may be taken a moment later. So the answers here are for choosing and for explaining;
+who needs certainty binds the port and handles the refusal.
+"""
+
+import datetime
+import errno
+import socket
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PortHolder:
+    """The process that holds a port."""
+
+    port: int
+    pid: int
+    name: str
+    cmdline: str
+    user: str
+    since: datetime.datetime  # when the process started
+
+    def describe(self) -> str:
+        """Say in one sentence who holds the port."""
+        return (
+            f"port {self.port} is held by {self.name} (pid {self.pid}, user {self.user}, "
+            f"running since {self.since:%Y-%m-%d %H:%M:%S}): {self.cmdline}"
+        )
+
+
+def free_port() -> int:
+    """Return a TCP port that nothing on this machine uses at the moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def port_is_free(port: int, host: str = "") -> bool:
+    """Say whether a server could listen on `port` now.
+
+    Args:
+        port: From 1 to 65535.
+        host: The address to listen on; all addresses of the machine if not given.
+
+    Raises:
+        ValueError: The port is out of range, or the host is not an address of this machine.
+        PermissionError: The system lets only privileged users listen on this port.
+    """
+    if not 1 <= port <= 65535:
+        raise ValueError(f"port={port} is not a TCP port; use a number from 1 to 65535")
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        # As servers do: the connections of one that has just ended do not block its port.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((host, port))
+            listener.listen(1)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            if isinstance(error, PermissionError):
+                raise
+            raise ValueError(f"host={host!r} is not an IPv4 address of this machine: {error}") from error
+    return True
+
+
+def port_holder(port: int) -> PortHolder | None:
+    """Return the process that holds `port`, or None where none does or the system does not tell.
+
+    The system tells about the processes of the same user only, and everything to a privileged one.
+    """
+    import psutil
+
+    try:
+        connections = psutil.net_connections(kind="tcp")
+    except psutil.AccessDenied:
+        return None
+    holders = [c for c in connections if c.pid is not None and c.laddr and c.laddr.port == port]
+    # A listener is the likely one; but the near end of an open connection blocks its port, too.
+    for connection in sorted(holders, key=lambda c: c.status != psutil.CONN_LISTEN):
+        try:
+            process = psutil.Process(connection.pid)
+            with process.oneshot():
+                return PortHolder(
+                    port=port,
+                    pid=process.pid,
+                    name=process.name(),
+                    cmdline=" ".join(process.cmdline()),
+                    user=process.username(),
+                    since=datetime.datetime.fromtimestamp(process.create_time()),
+                )
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # it ended in this moment, or is not ours to look at
+    return None

@@ -1,0 +1,16 @@
+"""For tests of parallel code, the project's own and its users': ranks, retries, comparisons, parity."""
+
+from colossalai.cluster._ports import free_port as free_port
+from colossalai.testing._comparison import assert_close as assert_close
+from colossalai.testing._comparison import assert_close_loose as assert_close_loose
+from colossalai.testing._comparison import assert_equal as assert_equal
+from colossalai.testing._comparison import assert_not_equal as assert_not_equal
+from colossalai.testing._parameterize import parameterize as parameterize
+from colossalai.testing._parity import ParityCase as ParityCase
+from colossalai.testing._parity import Subject as Subject
+from colossalai.testing._parity import check_parity as check_parity
+from colossalai.testing._parity import full_gradients as full_gradients
+from colossalai.testing._parity import full_parameters as full_parameters
+from colossalai.testing._rerun import rerun_if_address_is_in_use as rerun_if_address_is_in_use
+from colossalai.testing._rerun import rerun_on_exception as rerun_on_exception
+from colossalai.testing._spawn import spawn as spawn

@@ -1,0 +1,223 @@
+"""Parity: a parallel method trains a model exactly as one process does.
+
+The skeleton is the same for every method. A model is built in float64 from a seed; its deep copy, the twin,
+is trained by the plainest loop there is, on the global batch. The method trains the model, each rank on its
+slice of that batch. After every step the loss, each gradient and each updated parameter must agree to 1e-10:
+float64 leaves room for another order of summation, and for nothing else.
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Batch = tuple[Tensor, ...]
+
+_WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityCase:
+    """A training run to be reproduced.
+
+    Attributes:
+        build_model: Returns the model; it is called with a seeded random state and its result converted to
+            `dtype`.
+        build_optimizer: Returns the twin's optimizer of the given parameters.
+        compute_loss: The mean loss of a model over a batch.
+        batches: One global batch per step: tuples of tensors whose dim 0 is the batch; floating ones become
+            `dtype`.
+        max_norm: Where given, gradients are clipped to this norm before the update, and compared after
+            clipping.
+        seed: The seed of the model.
+        dtype: The type of parameters and inputs.
+        device: Where the twin is trained.
+        tolerance: The greatest allowed difference, absolute for values below 1, relative above. Another dtype
+            needs another one; say where it is set why it is enough.
+    """
+
+    build_model: Callable[[], nn.Module]
+    build_optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    compute_loss: Callable[[nn.Module, Batch], Tensor]
+    batches: Sequence[Batch]
+    max_norm: float | None = None
+    seed: int = 1024
+    dtype: torch.dtype = torch.float64
+    device: str | torch.device = "cpu"
+    tolerance: float = 1e-10
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model under a parallel method, as the parity check sees it.
+
+    Attributes:
+        step: Trains on this rank's slice of a batch (forward, backward, update) and returns the mean loss
+            over the slice, or None on a rank that does not know it. Ranks that know it must stand for equally
+            large parts of the batch. The gradients stay where `gradients` finds them.
+        gradients: Returns the full, averaged gradients by the twin's parameter names. A rank may return those
+            that it holds only; all ranks together must return all. Called by all ranks at the same time.
+        parameters: The same for the updated parameters.
+    """
+
+    step: Callable[[Batch], Tensor | float | None]
+    gradients: Callable[[], Mapping[str, Tensor]]
+    parameters: Callable[[], Mapping[str, Tensor]]
+
+
+def check_parity(
+    case: ParityCase,
+    apply: Callable[[nn.Module], Subject],
+    *,
+    slice_index: int | None = None,
+    num_slices: int | None = None,
+) -> list[float]:
+    """Train a model under a method and its twin in this process, and assert that they agree after every step.
+
+    Every rank of the default process group calls this; each trains its own twin. Without a process group it
+    checks a method on one process.
+
+    Args:
+        case: The training run.
+        apply: Applies the method to a model; on every rank the model has the same values.
+        slice_index: Which slice of each batch this rank trains on: its data-parallel rank. Default: its
+            global rank.
+        num_slices: Number of slices of equal size: the data-parallel size. Default: the world size.
+
+    Returns:
+        The loss of every step under the method, over the global batch.
+
+    Raises:
+        AssertionError: Something differs; the message names the step, the tensor and the difference.
+        ValueError: A batch cannot be cut into `num_slices` equal slices.
+    """
+    num_slices = _world_size() if num_slices is None else num_slices
+    slice_index = (dist.get_rank() if dist.is_initialized() else 0) if slice_index is None else slice_index
+    model = _build(case)
+    twin = copy.deepcopy(model)
+    optimizer = case.build_optimizer(twin.parameters())
+    subject = apply(model)
+    losses = []
+    for index, raw_batch in enumerate(case.batches):
+        batch = _convert(raw_batch, case)
+        loss = _mean_over_ranks(subject.step(_slice(batch, slice_index, num_slices)), case.device)
+        twin_loss = _train_twin(case, twin, optimizer, batch)
+        where = f"step {index}"
+        _compare(f"{where}: the loss", torch.tensor(loss), torch.tensor(twin_loss), case.tolerance)
+        _compare_all(f"{where}: the gradient", subject.gradients(), full_gradients(twin), case.tolerance)
+        _compare_all(f"{where}: the parameter", subject.parameters(), full_parameters(twin), case.tolerance)
+        losses.append(loss)
+    return losses
+
+
+def full_gradients(module: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of a module by the names of its parameters, sharded ones (`DTensor`) made full.
+
+    Names are those of the bare model: what DDP, `torch.compile` and checkpoint wrappers put before them is
+    removed. Parameters without a gradient are left out. All ranks of a sharded module call this together.
+    """
+    return {
+        _bare_name(name): _full(param.grad)
+        for name, param in module.named_parameters()
+        if param.grad is not None
+    }
+
+
+def full_parameters(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters of a module by name, as `full_gradients` does."""
+    return {_bare_name(name): _full(param) for name, param in module.named_parameters()}
+
+
+def _build(case: ParityCase) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):  # it is built on the CPU, whatever the device
+        torch.manual_seed(case.seed)
+        model = case.build_model()
+    return model.to(device=case.device, dtype=case.dtype)
+
+
+def _train_twin(case: ParityCase, twin: nn.Module, optimizer: Optimizer, batch: Batch) -> float:
+    optimizer.zero_grad()
+    loss = case.compute_loss(twin, batch)
+    loss.backward()
+    if case.max_norm is not None:
+        nn.utils.clip_grad_norm_(twin.parameters(), case.max_norm)
+    optimizer.step()
+    return loss.item()
+
+
+def _convert(batch: Batch, case: ParityCase) -> Batch:
+    return tuple(
+        tensor.to(case.device, case.dtype if tensor.is_floating_point() else tensor.dtype) for tensor in batch
+    )
+
+
+def _slice(batch: Batch, index: int, num_slices: int) -> Batch:
+    sizes = {tensor.shape[0] for tensor in batch}
+    if len(sizes) != 1 or sizes.pop() % num_slices:
+        shapes = [tuple(tensor.shape) for tensor in batch]
+        raise ValueError(
+            f"a batch of shapes {shapes} cannot be cut into {num_slices} equal slices along dim 0"
+        )
+    return tuple(tensor.chunk(num_slices)[index] for tensor in batch)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _mean_over_ranks(loss: Tensor | float | None, device: str | torch.device) -> float:
+    """Average the losses of the ranks that know one."""
+    known = [] if loss is None else [float(loss.detach() if isinstance(loss, Tensor) else loss)]
+    total = torch.tensor([sum(known), len(known)], dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    if total[1] == 0:
+        raise AssertionError("no rank knows the loss: Subject.step must return it on at least one")
+    return (total[0] / total[1]).item()
+
+
+def _compare_all(
+    what: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float
+) -> None:
+    """Compare by name what this rank holds, and see that all ranks together hold everything."""
+    held = [sorted(actual)]
+    if dist.is_initialized():
+        held = [[] for _ in range(_world_size())]
+        dist.all_gather_object(held, sorted(actual))
+    everywhere = {name for names in held for name in names}
+    if everywhere != set(expected):
+        raise AssertionError(
+            f"{what}s: missing on all ranks {sorted(set(expected) - everywhere)}, "
+            f"unknown to the twin {sorted(everywhere - set(expected))}"
+        )
+    for name, value in actual.items():
+        _compare(f"{what} of {name}", value, expected[name], tolerance)
+
+
+def _compare(what: str, actual: Tensor, expected: Tensor, tolerance: float) -> None:
+    if actual.shape != expected.shape:
+        raise AssertionError(f"{what} has shape {tuple(actual.shape)}, the twin's {tuple(expected.shape)}")
+    actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
+    error = (actual - expected).abs() / expected.abs().clamp(min=1.0)
+    wrong = ~(error <= tolerance)  # so, and not with >, a NaN on either side is wrong, too
+    if wrong.any():
+        raise AssertionError(
+            f"{what} differs by {error.max().item():.3g} (allowed {tolerance:g}), "
+            f"at {int(wrong.sum())} of {error.numel()} places"
+        )
+
+
+def _bare_name(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    """Return a copy of the whole tensor, so that a later step does not change it."""
+    from torch.distributed.tensor import DTensor
+
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().clone()

@@ -1,0 +1,115 @@
+"""Metrics of a phase, reduced over the data-parallel ranks.
+
+[Note: ratios of sums] Every metric is a ratio of two sums, over batches and over data-parallel ranks: the
+loss is sum(loss * samples) / sum(samples), the accuracy sum(correct) / sum(predictions). So a short last
+batch, or a rank with fewer samples, has its right weight, and the figure is the one that a single process
+would compute.
+
+[Note: one reduction] All metrics of a step or of an epoch travel in one all-reduce of one small vector. It
+is issued by every rank: at the end of an epoch by the Trainer, for a step by the first hook that asks, and
+hooks are the same on every rank. What is asked again comes from memory.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from colossalai.context import Mesh
+
+
+class MetricTable:
+    """The metrics of training or of testing.
+
+    Args:
+        mesh: The ranks; the sums run over its `dp` axis.
+        device: Where the sums are kept, so that adding does not wait for the device.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self._mesh = mesh
+        self._step = _Sums(device)
+        self._epoch = _Sums(device)
+        self._step_values: dict[str, float] | None = None
+        self._epoch_values: dict[str, float] = {}
+
+    @property
+    def epoch_values(self) -> dict[str, float]:
+        """The metrics of the last complete epoch, the same on all data-parallel ranks."""
+        return dict(self._epoch_values)
+
+    def declare(self, name: str) -> None:
+        """Make room for a metric; hooks do so when they are attached, on every rank in the same order."""
+        self._step.declare(name)
+        self._epoch.declare(name)
+
+    def add(self, name: str, numerator: Tensor | float, denominator: float) -> None:
+        """Add to both sums of a declared metric."""
+        for sums in (self._step, self._epoch):
+            sums.add(name, numerator, denominator)
+        self._step_values = None
+
+    def step_values(self) -> dict[str, float]:
+        """Return the metrics of the present step.
+
+        The first call of a step is a collective: all data-parallel ranks must make it.
+
+        Returns:
+            The metrics by name; one that no rank added anything to is left out.
+        """
+        if self._step_values is None:
+            self._step_values = self._reduce(self._step)
+        return dict(self._step_values)
+
+    def start_step(self) -> None:
+        """Begin a step."""
+        self._step.clear()
+        self._step_values = None
+
+    def start_epoch(self) -> None:
+        """Begin an epoch."""
+        self.start_step()
+        self._epoch.clear()
+
+    def end_epoch(self) -> None:
+        """Reduce the metrics of the epoch. A collective over the data-parallel ranks."""
+        self._epoch_values = self._reduce(self._epoch)
+
+    def _reduce(self, sums: "_Sums") -> dict[str, float]:
+        vector = sums.as_vector()  # (2 * metrics,): the numerators, then the denominators
+        if self._mesh.axis_size("dp") > 1 and len(vector) > 0:
+            dist.all_reduce(vector, group=self._mesh.group("dp"))
+        numerators, denominators = vector.view(2, -1).tolist()
+        rows = zip(sums.names, numerators, denominators, strict=True)
+        return {name: numerator / denominator for name, numerator, denominator in rows if denominator > 0}
+
+
+class _Sums:
+    """Numerators (tensors on the device) and denominators (numbers) by name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # MPS has no float64; everywhere else sums over an epoch shall not lose the small terms.
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+        self._numerators: dict[str, Tensor] = {}
+        self._denominators: dict[str, float] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._denominators)
+
+    def declare(self, name: str) -> None:
+        self._numerators[name] = torch.zeros((), dtype=self._dtype, device=self._device)
+        self._denominators[name] = 0.0
+
+    def add(self, name: str, numerator: Tensor | float, denominator: float) -> None:
+        self._numerators[name] += numerator
+        self._denominators[name] += denominator
+
+    def clear(self) -> None:
+        for name in self.names:
+            self.declare(name)
+
+    def as_vector(self) -> Tensor:
+        numerators = [*self._numerators.values()]
+        denominators = torch.tensor([*self._denominators.values()], dtype=self._dtype, device=self._device)
+        return torch.cat([torch.stack(numerators), denominators]) if numerators else denominators

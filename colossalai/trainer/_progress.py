@@ -1,0 +1,99 @@
+"""How far an epoch is: a bar on a terminal, a line now and then in a log file."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from colossalai.logging import DistributedLogger
+
+Advance = Callable[[str], None]
+BAR_INTERVAL_S = 0.1
+LINE_INTERVAL_S = 10.0
+
+
+@contextmanager
+def show_progress(
+    description: str, total: int | None, *, logger: DistributedLogger, shown: bool
+) -> Iterator[Advance]:
+    """Show the progress of a loop while the context is open.
+
+    An exception ends the display as well, Ctrl-C included, so that the terminal has its cursor back.
+
+    Args:
+        description: What is going on.
+        total: Number of steps, None if it is not known.
+        logger: Writes the lines where stderr is not a terminal.
+        shown: Whether to show anything on this rank.
+
+    Yields:
+        A function to call after each step, with the text to show beside the count.
+    """
+    if not shown:
+        yield lambda text: None
+    elif sys.stderr.isatty():
+        with _bar(description, total) as advance:
+            yield advance
+    else:
+        with _lines(description, total, logger) as advance:
+            yield advance
+
+
+@contextmanager
+def _bar(description: str, total: int | None) -> Iterator[Advance]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+    )
+    # No refreshing thread: loader workers are forked while the bar is shown, and a fork must not meet a
+    # held lock.
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
+        task = progress.add_task(description, total=total, text="")
+        is_due = _Pace(BAR_INTERVAL_S)
+
+        def advance(text: str) -> None:
+            progress.update(task, advance=1, text=text)
+            if is_due():
+                progress.refresh()
+
+        yield advance
+
+
+@contextmanager
+def _lines(description: str, total: int | None, logger: DistributedLogger) -> Iterator[Advance]:
+    is_due = _Pace(LINE_INTERVAL_S)
+    done = 0
+    last_text = ""
+
+    def advance(text: str) -> None:
+        nonlocal done, last_text
+        done, last_text = done + 1, text
+        if is_due():
+            write()
+
+    def write() -> None:
+        logger.info(f"{description} {done}/{'?' if total is None else total} {last_text}".rstrip(), ranks=[0])
+
+    yield advance
+    write()
+
+
+class _Pace:
+    """Says yes at most once in so many seconds."""
+
+    def __init__(self, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._last = time.monotonic()
+
+    def __call__(self) -> bool:
+        now = time.monotonic()
+        if now - self._last < self._interval_s:
+            return False
+        self._last = now
+        return True

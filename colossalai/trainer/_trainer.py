@@ -1,0 +1,277 @@
+"""The Trainer: the training loop over an Engine, with hooks at every turn.
+
+A training iteration is zero_grad, execute_schedule, step; everything else (metrics, schedules, checkpoints,
+logs) is a hook. The loop asks nothing of a hook and knows none by name.
+"""
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from colossalai.engine import Engine
+from colossalai.engine.schedule import BaseSchedule
+from colossalai.logging import DistributedLogger, get_dist_logger
+from colossalai.trainer._batch import num_samples
+from colossalai.trainer._metric import MetricTable
+from colossalai.trainer._progress import Advance, show_progress
+from colossalai.trainer._timer import MultiTimer
+from colossalai.trainer.hooks._base import BaseHook
+
+
+class Trainer:
+    """Trains, tests and runs the model of an engine.
+
+    Args:
+        engine: What `colossalai.initialize` returned.
+        schedule: How a batch is run; the engine's own if not given.
+        timer: Measures "Train-step", "Train-epoch", "Test-step" and "Test-epoch", the steps anew in every
+            epoch. Measuring waits for the accelerator after every step; without a timer nothing waits.
+        logger: Writes the progress where there is no terminal.
+
+    Attributes:
+        engine: The engine.
+        timer: The timer, one that is off if none was given.
+        states: Whatever hooks want to leave for others: "lr" and "step_metrics" (the text beside the
+            progress bar).
+        metrics: The metrics of "train" and of "test", filled by hooks.
+        hooks: The attached hooks in the order in which they run: by priority, those of the same one as given.
+        cur_epoch: Number of complete training epochs. Set it (and `cur_step`) to go on with an earlier run.
+        cur_step: Number of complete training iterations.
+        max_epochs: Number of epochs after which `fit` ends, None before it.
+        max_steps: Number of iterations after which `fit` ends, None without a limit.
+        steps_per_epoch: Number of batches of the training loader, None if it does not know.
+        batch_samples: Number of samples in the batch of this rank that is being run.
+        optimizer_stepped: Whether the last iteration updated the parameters: not so within a window of
+            gradient accumulation and after an overflow.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        schedule: BaseSchedule | None = None,
+        timer: MultiTimer | None = None,
+        logger: DistributedLogger | None = None,
+    ) -> None:
+        self.engine = engine
+        if schedule is not None:
+            engine.schedule = schedule
+        self.timer = MultiTimer(on=False) if timer is None else timer
+        self.states: dict[str, Any] = {}
+        self.metrics = {phase: MetricTable(engine.mesh, engine.device) for phase in ("train", "test")}
+        self.hooks: list[BaseHook] = []
+        self.cur_epoch = 0
+        self.cur_step = 0
+        self.max_epochs: int | None = None
+        self.max_steps: int | None = None
+        self.steps_per_epoch: int | None = None
+        self.batch_samples = 0
+        self.optimizer_stepped = False
+        self._logger = get_dist_logger() if logger is None else logger
+
+    def fit(
+        self,
+        train_dataloader: Iterable[Any],
+        epochs: int,
+        *,
+        max_steps: int | None = None,
+        test_dataloader: Iterable[Any] | None = None,
+        test_interval: int = 1,
+        hooks: Sequence[BaseHook] | None = None,
+        display_progress: bool = False,
+        return_output_label: bool = True,
+    ) -> None:
+        """Train until `epochs` epochs or `max_steps` iterations are complete in all, earlier calls included.
+
+        Args:
+            train_dataloader: Batches of an epoch; read anew for every epoch.
+            epochs: Number of epochs.
+            max_steps: Number of iterations, if that is less. It ends an epoch early; what gradient
+                accumulation has gathered since the last update is then lost.
+            test_dataloader: Batches to test on.
+            test_interval: Number of epochs from one test to the next.
+            hooks: The hooks, the same on every rank; those of an earlier call if not given.
+            display_progress: Whether rank 0 shows how far it is.
+            return_output_label: Whether hooks get outputs and labels; False frees their memory.
+
+        Raises:
+            ValueError: A number is not positive, a hook is none, or the loader is empty.
+        """
+        _check_positive(epochs=epochs, test_interval=test_interval)
+        if max_steps is not None:
+            _check_positive(max_steps=max_steps)
+        self.max_epochs, self.max_steps = epochs, max_steps
+        self.steps_per_epoch = _length_of(train_dataloader)
+        self._attach(hooks)
+        if self._is_complete():
+            self._logger.warning(
+                f"nothing to train: {self.cur_epoch} epochs and {self.cur_step} steps are complete already",
+                ranks=[0],
+            )
+        self._call_hooks("before_train")
+        while not self._is_complete():
+            self._train_epoch(train_dataloader, display_progress, return_output_label)
+            if test_dataloader is not None and self.cur_epoch % test_interval == 0:
+                self._test(test_dataloader, display_progress, return_output_label)
+        self._call_hooks("after_train")
+
+    def evaluate(
+        self,
+        test_dataloader: Iterable[Any],
+        *,
+        hooks: Sequence[BaseHook] | None = None,
+        display_progress: bool = False,
+        return_output_label: bool = True,
+    ) -> dict[str, float]:
+        """Run the model over the test data, without gradients.
+
+        Args:
+            test_dataloader: Batches to test on.
+            hooks: The hooks, the same on every rank; those of an earlier call if not given.
+            display_progress: Whether rank 0 shows how far it is.
+            return_output_label: Whether hooks get outputs and labels.
+
+        Returns:
+            The metrics that hooks gathered, e.g. `{"Loss": 0.1}` with a `LossHook`.
+
+        Raises:
+            ValueError: A hook is none, or the loader is empty.
+        """
+        self._attach(hooks)
+        self._test(test_dataloader, display_progress, return_output_label)
+        return self.metrics["test"].epoch_values
+
+    def predict(self, data: Any) -> Any:
+        """Run the model on one input in evaluation mode, without gradients, and go back to the mode before.
+
+        Args:
+            data: The input: a tensor, a list or tuple for several arguments, a dict for keyword arguments.
+                If the schedule has its own `data_process_func`, a batch as that function takes it.
+
+        Returns:
+            The output of the model.
+        """
+        batch = data if self.engine.schedule.data_process_func is not None else (data, None)
+        was_training = self.engine.training
+        self.engine.eval()
+        with torch.no_grad():
+            output, _, _ = self.engine.execute_schedule(iter((batch,)), forward_only=True, return_loss=False)
+        if was_training:
+            self.engine.train()
+        return output
+
+    def _train_epoch(
+        self, dataloader: Iterable[Any], display_progress: bool, return_output_label: bool
+    ) -> None:
+        first_step = self.cur_step
+        self.engine.train()
+        self.timer.reset("Train-step")
+        self.metrics["train"].start_epoch()
+        self._call_hooks("before_train_epoch")
+        self.timer.start("Train-epoch")
+        title = f"Epoch {self.cur_epoch + 1}/{self.max_epochs} train"
+        with self._progress(title, self.steps_per_epoch, display_progress) as advance:
+            for batch in dataloader:
+                self._train_iter(batch, return_output_label)
+                advance(self.states.get("step_metrics", ""))
+                if self.cur_step == self.max_steps:
+                    break
+        self.timer.stop("Train-epoch", keep_in_history=True)
+        if self.cur_step == first_step:
+            raise ValueError(_empty("train_dataloader"))
+        self.cur_epoch += 1
+        self.metrics["train"].end_epoch()
+        self._call_hooks("after_train_epoch")
+
+    def _train_iter(self, batch: Any, return_output_label: bool) -> None:
+        self.batch_samples = num_samples(batch)
+        self.metrics["train"].start_step()
+        self._call_hooks("before_train_iter")
+        self.timer.start("Train-step")
+        self.engine.zero_grad()
+        results = self.engine.execute_schedule(iter((batch,)), return_output_label=return_output_label)
+        self.optimizer_stepped = self.engine.step()
+        self.timer.stop("Train-step", keep_in_history=True)
+        self.cur_step += 1
+        self._call_hooks("after_train_iter", *results)
+
+    def _test(self, dataloader: Iterable[Any], display_progress: bool, return_output_label: bool) -> None:
+        is_empty = True
+        self.engine.eval()
+        self.timer.reset("Test-step")
+        self.metrics["test"].start_epoch()
+        self._call_hooks("before_test")
+        self._call_hooks("before_test_epoch")
+        self.timer.start("Test-epoch")
+        title = f"Epoch {self.cur_epoch} test"
+        with (
+            torch.no_grad(),
+            self._progress(title, _length_of(dataloader), display_progress) as advance,
+        ):
+            for batch in dataloader:
+                is_empty = False
+                self._test_iter(batch, return_output_label)
+                advance(self.states.get("step_metrics", ""))
+        self.timer.stop("Test-epoch", keep_in_history=True)
+        if is_empty:
+            raise ValueError(_empty("test_dataloader"))
+        self.metrics["test"].end_epoch()
+        self._call_hooks("after_test_epoch")
+        self._call_hooks("after_test")
+
+    def _test_iter(self, batch: Any, return_output_label: bool) -> None:
+        self.batch_samples = num_samples(batch)
+        self.metrics["test"].start_step()
+        self._call_hooks("before_test_iter")
+        self.timer.start("Test-step")
+        results = self.engine.execute_schedule(
+            iter((batch,)), forward_only=True, return_output_label=return_output_label
+        )
+        self.timer.stop("Test-step", keep_in_history=True)
+        self._call_hooks("after_test_iter", *results)
+
+    def _attach(self, hooks: Sequence[BaseHook] | None) -> None:
+        """Take over the hooks of a call, in the order of their priorities."""
+        if hooks is None:
+            return
+        for hook in hooks:
+            if not isinstance(hook, BaseHook):
+                raise ValueError(
+                    f"{hook!r} is not a hook; give instances of subclasses of trainer.hooks.BaseHook"
+                )
+        self.hooks = sorted(hooks, key=lambda hook: hook.priority)
+        self._call_hooks("after_hook_is_attached")
+
+    def _call_hooks(self, moment: str, *results: Any) -> None:
+        for hook in self.hooks:
+            getattr(hook, moment)(self, *results)
+
+    def _is_complete(self) -> bool:
+        assert self.max_epochs is not None, "fit has set it"
+        return self.cur_epoch >= self.max_epochs or (
+            self.max_steps is not None and self.cur_step >= self.max_steps
+        )
+
+    def _progress(
+        self, title: str, total: int | None, display_progress: bool
+    ) -> AbstractContextManager[Advance]:
+        shown = display_progress and self.engine.mesh.rank == 0
+        return show_progress(title, total, logger=self._logger, shown=shown)
+
+
+def _length_of(dataloader: Iterable[Any]) -> int | None:
+    try:
+        return len(dataloader)  # type: ignore[arg-type]
+    except TypeError:  # an iterable dataset has no length
+        return None
+
+
+def _check_positive(**values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or value <= 0:
+            raise ValueError(f"{name}={value!r} is out of range; give a positive integer")
+
+
+def _empty(name: str) -> str:
+    return f"{name} gave no batch; give a loader with data that can be read once per epoch, not an iterator"

@@ -1,0 +1,1 @@
+"""The tests mirror the package; plus parity, surface and layers."""

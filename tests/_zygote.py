@@ -1,0 +1,314 @@
+"""The process from which the ranks of `dist` tests are forked, and the keeper of those ranks.
+
+It is a fresh interpreter, not a fork of pytest: it has imported everything heavy and has run nothing, so
+no OpenMP, autograd or gloo thread exists in it, and a rank that is forked from it is as good as new, in
+0.05 s and not in 3 s. It forks the ranks of one job, watches them, and answers with one `Report` per rank.
+The door to it is tests/ranks.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
+from typing import NoReturn
+
+import numpy
+import torch
+
+HEAVY_MODULES = (
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.nn.parallel",
+    "torch.testing._internal.distributed.fake_pg",
+    "torch.utils.checkpoint",
+    "torch.utils.data",
+)
+PACKAGE_MODULES = (
+    "colossalai",
+    "colossalai.core",
+    "colossalai.booster.plugin",
+    "colossalai.initialize",
+    "colossalai.trainer.hooks",
+    "colossalai.testing",
+)
+
+GRACE_S = 1.0  # how long the others may still report after the first failure
+STACK_DUMP_S = 0.7  # how long a hanging rank has for writing its stacks
+POLL_S = 0.02
+PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the test process asks for."""
+
+    call: bytes  # the pickled (fn, args); by reference, so that only the rank imports the test's module
+    world_size: int
+    timeout: float
+    env: dict[str, str]
+    cwd: str
+    sys_path: list[str]
+    output_dir: str
+
+
+class Outcome(enum.Enum):
+    """How a rank ended."""
+
+    OK = "returned"
+    ERROR = "raised"
+    DIED = "died"
+    HUNG = "timed out"
+    STOPPED = "was stopped because another rank had failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """How one rank ended: `payload` is the pickled result, the traceback, or the reason of death."""
+
+    rank: int
+    outcome: Outcome
+    payload: bytes
+    order: int  # 0 for the rank that ended first
+
+
+@dataclass
+class _Rank:
+    rank: int
+    pid: int
+    connection: Connection
+    outcome: Outcome | None = None
+    payload: bytes = b""
+    order: int = -1
+    reaped: bool = False
+
+
+@dataclass
+class _Watch:
+    ranks: list[_Rank]
+    deadline: float
+    num_ended: int = 0
+    first_failure: float | None = field(default=None)
+
+    @property
+    def running(self) -> list[_Rank]:
+        return [rank for rank in self.ranks if rank.outcome is None]
+
+    def end(self, rank: _Rank, outcome: Outcome, payload: bytes = b"") -> None:
+        rank.outcome, rank.payload, rank.order = outcome, payload, self.num_ended
+        self.num_ended += 1
+        if outcome is not Outcome.OK and self.first_failure is None:
+            self.first_failure = time.monotonic()
+
+    @property
+    def is_over(self) -> bool:
+        grace_is_over = self.first_failure is not None and time.monotonic() > self.first_failure + GRACE_S
+        return not self.running or grace_is_over
+
+
+def output_path(output_dir: str, rank: int) -> Path:
+    """Return the file that takes stdout and stderr of a rank."""
+    return Path(output_dir) / f"rank{rank}.txt"
+
+
+def serve(control_fd: int) -> None:
+    """Fork and watch the ranks of one job after the other until the test process closes its end."""
+    control = Connection(control_fd)
+    _import_all(HEAVY_MODULES)
+    _import_all(PACKAGE_MODULES)
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # the collector of a rank must not touch, and so copy, the pages that all ranks share
+    while True:
+        try:
+            job = pickle.loads(control.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            return
+        reports = _run(job, control)
+        if reports is None:
+            return
+        control.send_bytes(pickle.dumps(reports))
+
+
+def _import_all(names: Iterable[str]) -> None:
+    """Import what ranks will need; what does not import here fails again in the rank that needs it."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except Exception:
+            traceback.print_exc()
+
+
+def _run(job: Job, control: Connection) -> list[Report] | None:
+    """Run one job to its end; None if the test process went away in the meantime."""
+    port = _free_port()
+    ranks: list[_Rank] = []
+    try:
+        for rank in range(job.world_size):
+            ranks.append(_fork_rank(job, rank, port, inherited=[control, *(r.connection for r in ranks)]))
+        watch = _Watch(ranks, deadline=time.monotonic() + job.timeout)
+        while not watch.is_over:
+            ready = wait([control, *(rank.connection for rank in watch.running)], timeout=POLL_S)
+            if control in ready:  # nothing is sent during a job: this is the end of the test process
+                return None
+            _collect(watch)
+            if time.monotonic() > watch.deadline:
+                _dump_stacks(watch.running)
+                for rank in watch.running:
+                    watch.end(rank, Outcome.HUNG)
+        for rank in watch.running:
+            watch.end(rank, Outcome.STOPPED)
+    finally:
+        _end_all(ranks)
+    return [
+        Report(rank=r.rank, outcome=r.outcome or Outcome.DIED, payload=r.payload, order=r.order)
+        for r in ranks
+    ]
+
+
+def _collect(watch: _Watch) -> None:
+    """Note which ranks have answered or died."""
+    for rank in watch.running:
+        died_of = _reap(rank)  # before the read: what a dead rank had sent before is still in the pipe
+        try:
+            message = rank.connection.recv_bytes() if rank.connection.poll() else None
+        except (EOFError, ConnectionResetError):
+            message = None
+        if message is not None:
+            watch.end(rank, Outcome.OK if message[:1] == b"+" else Outcome.ERROR, message[1:])
+        elif died_of is not None:
+            watch.end(rank, Outcome.DIED, died_of.encode())
+
+
+def _reap(rank: _Rank) -> str | None:
+    """Return why the process of a rank has ended, None while it lives."""
+    pid, status = os.waitpid(rank.pid, os.WNOHANG)
+    if pid == 0:
+        return None
+    rank.reaped = True
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exited with code {code} before it returned"
+
+
+def _dump_stacks(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGUSR1)
+    time.sleep(STACK_DUMP_S)
+
+
+def _end_all(ranks: list[_Rank]) -> None:
+    """Let the ranks that wait at the gate leave, and end the rest with all their children."""
+    for rank in ranks:
+        if rank.outcome is Outcome.OK:
+            rank.connection.close()
+    leaving_until = time.monotonic() + GRACE_S
+    for rank in ranks:
+        while rank.outcome is Outcome.OK and not rank.reaped and time.monotonic() < leaving_until:
+            if _reap(rank) is None:
+                time.sleep(0.002)
+    for rank in ranks:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(rank.pid, signal.SIGKILL)  # a rank leads its own process group
+        if not rank.reaped:
+            os.waitpid(rank.pid, 0)
+        rank.connection.close()
+
+
+def _fork_rank(job: Job, rank: int, port: int, *, inherited: list[Connection]) -> _Rank:
+    ours, theirs = Pipe()
+    zygote_pid = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _be_rank(job, rank, port, theirs, [*inherited, ours], zygote_pid)
+    os.setpgid(pid, pid)  # done on both sides of the fork: neither has to wait for the other
+    theirs.close()
+    return _Rank(rank, pid, ours)
+
+
+def _be_rank(
+    job: Job, rank: int, port: int, connection: Connection, inherited: list[Connection], zygote_pid: int
+) -> NoReturn:
+    try:
+        _prepare(job, rank, port, inherited, zygote_pid)
+        fn, args = pickle.loads(job.call)
+        message = b"+" + pickle.dumps(fn(*args))
+    except BaseException:
+        message = b"-" + traceback.format_exc().encode()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    connection.send_bytes(message)
+    if message[:1] == b"+":
+        # The gate: no rank leaves before all have returned. Rank 0 hosts the store, and a peer that is still
+        # in its last collective would take a closed connection for a failure.
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            connection.recv_bytes()
+    os._exit(0)
+
+
+def _prepare(job: Job, rank: int, port: int, inherited: list[Connection], zygote_pid: int) -> None:
+    """Make the fork a rank: its process group, files, environment, random state."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != zygote_pid:  # it ended before the line above took effect
+        os._exit(1)
+    for connection in inherited:
+        connection.close()
+    fd = os.open(output_path(job.output_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    os.chdir(job.cwd)
+    sys.path[:] = job.sys_path
+    os.environ.clear()
+    os.environ.update(job.env, **_rank_env(job, rank, port))
+    random.seed(rank)
+    numpy.random.seed(rank)
+
+
+def _rank_env(job: Job, rank: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(job.world_size),
+        "LOCAL_WORLD_SIZE": str(job.world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _free_port() -> int:
+    """Return a free port below the range that the kernel hands out: no outgoing connection takes it first."""
+    source = random.SystemRandom()
+    while True:
+        port = source.randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port

@@ -1,0 +1,134 @@
+"""Loss scaling and autocast in one process."""
+
+import pytest
+import torch
+from torch import nn
+
+from colossalai.amp import (
+    AMP_TYPE,
+    BF16Autocast,
+    DynamicLossScaler,
+    FP16Autocast,
+    FullPrecision,
+    LossScaler,
+    OptimizerWrapper,
+    apply_precision,
+    convert_to_amp,
+    precision_of,
+)
+
+pytestmark = pytest.mark.unit
+
+
+def make_scaler(**options):
+    defaults = {"init_scale": 8.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2}
+    return DynamicLossScaler(**{**defaults, **options})
+
+
+def test_the_scale_follows_the_steps():
+    scaler = make_scaler()
+    scales = []
+    for stepped in [True, True, False, True, False, True, True]:
+        scaler.update(stepped=stepped)
+        scales.append(scaler.scale)
+    assert scales == [8, 16, 8, 8, 4, 4, 8]
+    twin = make_scaler()
+    twin.load_state_dict(scaler.state_dict())
+    assert (twin.scale, twin.good_steps) == (scaler.scale, scaler.good_steps)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan"), -float("inf")])
+def test_an_overflow_skips_the_step(bad):
+    param = nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = OptimizerWrapper(torch.optim.SGD([param], lr=1.0), scaler=make_scaler())
+    optimizer.backward((param * torch.tensor([1.0, bad])).sum())
+    assert optimizer.clip_grad_by_norm(1.0) == float("inf")
+    optimizer.step()
+    assert not optimizer.stepped
+    assert param.tolist() == [1.0, 2.0]
+    assert optimizer.scaler.scale == 4.0
+    optimizer.zero_grad()
+    optimizer.backward(param.sum())
+    optimizer.step()
+    assert optimizer.stepped
+    assert param.tolist() == [0.0, 1.0]  # the gradient was unscaled
+
+
+@pytest.mark.parametrize("scaler", [None, make_scaler()])
+def test_clipping_sees_true_gradients_and_happens_once(scaler):
+    param = nn.Parameter(torch.tensor([3.0, 4.0]))
+    optimizer = OptimizerWrapper(torch.optim.SGD([param], lr=1.0), scaler=scaler)
+    optimizer.backward((param**2).sum() / 2)
+    assert optimizer.clip_grad_by_norm(1.0) == pytest.approx(5.0)
+    assert param.grad.tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
+    optimizer.clip_grad_by_value(0.7)
+    assert param.grad.tolist() == pytest.approx([0.6, 0.7], rel=1e-5)
+    optimizer.step()
+    assert param.tolist() == pytest.approx([2.4, 3.3], rel=1e-5)
+    for clip in (optimizer.clip_grad_by_norm, optimizer.clip_grad_by_value):
+        with pytest.raises(ValueError, match="must be above 0"):
+            clip(0.0)
+
+
+def test_a_closure_works_where_nothing_is_scaled():
+    param = nn.Parameter(torch.tensor([1.0]))
+    optimizer = OptimizerWrapper(torch.optim.LBFGS([param], lr=0.1))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (param**2).sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert abs(param.item()) < 1.0
+    with pytest.raises(ValueError, match="a closure computes gradients that are not scaled"):
+        OptimizerWrapper(torch.optim.SGD([param], lr=1), scaler=make_scaler()).step(closure)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [(BF16Autocast(), torch.bfloat16), (FP16Autocast(), torch.float16)])
+def test_autocast_computes_low_and_returns_float32(precision, dtype):
+    seen = []
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    wrapped = apply_precision(model, precision, "cpu")
+    output = wrapped(torch.randn(2, 4))
+    assert seen == [dtype]
+    assert output.dtype == torch.float32
+    assert model[0].weight.dtype == torch.float32
+
+
+def test_full_precision_changes_nothing():
+    model = nn.Linear(2, 2)
+    assert apply_precision(model, FullPrecision(), "cpu") is model
+    assert type(FullPrecision().make_scaler()) is LossScaler
+    assert type(FP16Autocast(enabled=False).make_scaler()) is LossScaler
+
+
+@pytest.mark.parametrize("mode", [AMP_TYPE.TORCH, AMP_TYPE.BF16])
+def test_convert_to_amp_trains(mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+    x = torch.randn(64, 8)
+    y = x.sum(1, keepdim=True)
+    model, optimizer, criterion = convert_to_amp(
+        model, torch.optim.Adam(model.parameters(), lr=1e-2), nn.MSELoss(), mode
+    )
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = criterion(model(x), y)
+        optimizer.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 * losses[0]
+
+
+def test_what_is_not_there_is_said():
+    for mode in (AMP_TYPE.NAIVE, AMP_TYPE.APEX):
+        with pytest.raises(ValueError, match=f"AMP_TYPE.{mode.name} is not there yet"):
+            convert_to_amp(nn.Linear(1, 1), None, None, mode)
+    with pytest.raises(ValueError, match="do not fit AMP_TYPE.TORCH"):
+        precision_of(AMP_TYPE.TORCH, {"initial_scale": 1})
+    with pytest.raises(ValueError, match="the scale must be above 0"):
+        make_scaler(backoff_factor=1.5)

@@ -1,0 +1,270 @@
+"""The plugin door: several models in one job, checkpoints across plugins, precisions by name."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import colossalai
+from colossalai.booster import Booster
+from colossalai.booster.mixed_precision import FP16TorchMixedPrecision, mixed_precision_factory
+from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
+from colossalai.core import global_context as gpc
+from colossalai.nn import Lamb, Lars
+from colossalai.testing import assert_close, full_gradients, full_parameters
+from tests.ranks import run_ranks
+
+PLUGINS = {"ddp": TorchDDPPlugin, "fsdp": TorchFSDPPlugin}
+
+
+def make_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def make_batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(8, 3, generator=generator, dtype=torch.float64)
+
+
+def my_slice(x):
+    return x.chunk(gpc.data_parallel_size)[gpc.get_global_rank()]
+
+
+def distill(method):
+    """A student learns from a teacher that has stopped learning; each model is boosted on its own."""
+    colossalai.launch_from_torch(config={}, verbose=False)
+    booster = Booster(plugin=PLUGINS[method]())
+    teacher = make_model(1).requires_grad_(False)
+    student = make_model(2)
+    teacher, *_ = booster.boost(teacher)
+    student, optimizer, *_ = booster.boost(student, torch.optim.SGD(student.parameters(), lr=0.1))
+    for step in range(3):
+        x = my_slice(make_batch(step))
+        optimizer.zero_grad()
+        booster.backward(nn.functional.mse_loss(student(x), teacher(x)), optimizer)
+        optimizer.step()
+    return full_parameters(student)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("method", ["ddp", "fsdp"])
+def test_teacher_and_student(method):
+    teacher, student = make_model(1), make_model(2)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    for step in range(3):
+        x = make_batch(step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(student(x), teacher(x).detach()).backward()
+        optimizer.step()
+    for params in run_ranks(distill, 2, method):
+        for name, value in params.items():
+            assert_close(value, student.get_parameter(name), rtol=1e-10, atol=1e-10)
+
+
+def play(generator, critic, g_optimizer, c_optimizer, backward, share):
+    """Two steps of a GAN: each player's backward runs through both models."""
+    for step in range(2):
+        noise, real = share(make_batch(step)), share(make_batch(step + 10))[:, :2]
+        c_optimizer.zero_grad()
+        backward(critic(generator(noise).detach()).mean() - critic(real).mean(), c_optimizer)
+        c_optimizer.step()
+        g_optimizer.zero_grad()
+        backward(-critic(generator(noise)).mean(), g_optimizer)
+        g_optimizer.step()
+
+
+def make_critic():
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+def gan():
+    colossalai.launch_from_torch(config={}, verbose=False)
+    booster = Booster(plugin=TorchDDPPlugin())
+    generator, critic = make_model(), make_critic()
+    generator, g_optimizer, *_ = booster.boost(generator, torch.optim.Adam(generator.parameters(), lr=0.01))
+    critic, c_optimizer, *_ = booster.boost(critic, torch.optim.Adam(critic.parameters(), lr=0.01))
+    play(generator, critic, g_optimizer, c_optimizer, booster.backward, my_slice)
+    return full_parameters(generator), full_parameters(critic)
+
+
+@pytest.mark.dist
+def test_two_models_and_two_optimizers():
+    models = generator, critic = make_model(), make_critic()
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.01) for model in models]
+    play(generator, critic, *optimizers, lambda loss, optimizer: loss.backward(), lambda x: x)
+    for found in run_ranks(gan, 2):
+        for params, model in zip(found, models, strict=True):
+            for name, value in params.items():
+                assert_close(value, model.get_parameter(name), rtol=1e-10, atol=1e-10)
+
+
+def train_two_steps(booster, model, optimizer, scheduler):
+    for step in range(2):
+        optimizer.zero_grad()
+        booster.backward(model(my_slice(make_batch(step))).square().mean(), optimizer)
+        optimizer.step()
+        scheduler.step()
+
+
+def build(method):
+    booster = Booster(plugin=PLUGINS[method]())
+    model = make_model()
+    groups = [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters()}]
+    optimizer = torch.optim.AdamW(groups, lr=0.02)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, _, _, scheduler = booster.boost(model, optimizer, lr_scheduler=scheduler)
+    return booster, model, optimizer, scheduler
+
+
+def save_everything(method, folder, shard, use_safetensors):
+    colossalai.launch_from_torch(config={}, verbose=False)
+    booster, model, optimizer, scheduler = build(method)
+    train_two_steps(booster, model, optimizer, scheduler)
+    booster.save_model(model, f"{folder}/model", shard, True, "", 10, use_safetensors=use_safetensors)
+    booster.save_optimizer(optimizer, f"{folder}/optimizer", shard=shard)
+    booster.save_lr_scheduler(scheduler, f"{folder}/scheduler")
+    train_two_steps(booster, model, optimizer, scheduler)
+    return full_parameters(model)
+
+
+def load_everything(method, folder):
+    colossalai.launch_from_torch(config={}, verbose=False)
+    booster, model, optimizer, scheduler = build(method)
+    booster.load_model(model, f"{folder}/model")
+    booster.load_optimizer(optimizer, f"{folder}/optimizer")
+    booster.load_lr_scheduler(scheduler, f"{folder}/scheduler")
+    train_two_steps(booster, model, optimizer, scheduler)
+    return full_parameters(model)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("save", "load", "shard", "use_safetensors"),
+    [(("ddp", 2), ("fsdp", 2), False, False), (("fsdp", 2), ("ddp", 1), True, True),
+     (("fsdp", 2), ("fsdp", 4), True, False), (("ddp", 1), ("fsdp", 2), False, True)],
+)  # fmt: skip
+def test_training_goes_on_under_another_plugin(tmp_path, save, load, shard, use_safetensors):
+    expected = run_ranks(save_everything, save[1], save[0], str(tmp_path), shard, use_safetensors)[0]
+    for params in run_ranks(load_everything, load[1], load[0], str(tmp_path)):
+        for name, value in params.items():
+            assert_close(value, expected[name], rtol=1e-10, atol=1e-10)
+
+
+def whole_tensor_optimizer(optimizer_class, method):
+    colossalai.launch_from_torch(config={}, verbose=False)
+    booster = Booster(plugin=PLUGINS[method]())
+    model = make_model()
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    for step in range(3):
+        optimizer.zero_grad()
+        booster.backward(model(my_slice(make_batch(step))).square().mean(), optimizer)
+        optimizer.step()
+    return full_parameters(model)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("method", ["ddp", "fsdp"])
+@pytest.mark.parametrize("optimizer_class", [Lamb, Lars])
+def test_optimizers_that_need_whole_tensors(optimizer_class, method):
+    model = make_model()
+    optimizer = optimizer_class(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(make_batch(step)).square().mean().backward()
+        optimizer.step()
+    for params in run_ranks(whole_tensor_optimizer, 2, optimizer_class, method):
+        for name, value in params.items():
+            assert_close(value, model.get_parameter(name), rtol=1e-10, atol=1e-10)
+
+
+class Blocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def gradients_with(method, options, precision):
+    colossalai.launch_from_torch(config={}, verbose=False)
+    booster = Booster(mixed_precision=precision, plugin=PLUGINS[method](**options))
+    torch.manual_seed(0)
+    model = Blocks()
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    booster.backward(model(my_slice(make_batch(0).float())).square().mean(), optimizer)
+    optimizer.clip_grad_by_norm(1e9)  # unscales
+    return full_gradients(model)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("method", "options", "precision", "tolerance"),
+    [
+        ("ddp", {"recompute": True}, None, 1e-6),
+        ("fsdp", {"recompute": True}, None, 1e-6),
+        ("fsdp", {"reshard_after_forward": False}, "fp32", 1e-6),
+        ("fsdp", {"cpu_offload": True}, None, 1e-6),
+        ("ddp", {"find_unused_parameters": True, "gradient_as_bucket_view": True}, None, 1e-6),
+        ("fsdp", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, None, 2e-2),  # 8 bits of mantissa
+        ("fsdp", {"recompute": ["blocks.1"]}, "bf16", 2e-2),
+        ("ddp", {}, "fp16", 5e-3),  # 11 bits of mantissa
+    ],
+)
+def test_options_of_the_plugins(method, options, precision, tolerance):
+    torch.manual_seed(0)
+    model = Blocks()
+    model(make_batch(0).float()).square().mean().backward()
+    for grads in run_ranks(gradients_with, 2, method, options, precision):
+        for name, grad in grads.items():
+            assert_close(grad, model.get_parameter(name).grad, rtol=tolerance, atol=tolerance)
+
+
+def same_samples_everywhere():
+    colossalai.launch_from_torch(config={}, verbose=False)
+    booster = Booster()
+    dataset = TensorDataset(torch.arange(8))
+    booster.boost(nn.Linear(1, 1), dataloader=DataLoader(dataset))
+    loader = booster.plugin.prepare_dataloader(dataset, batch_size=2)
+    return [batch[0].tolist() for batch in loader]
+
+
+@pytest.mark.dist
+def test_the_prepared_loader_divides_the_data():
+    assert run_ranks(same_samples_everywhere, 2) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+
+
+def errors():
+    colossalai.launch_from_torch(config={}, verbose=False)
+    booster = Booster(plugin=TorchFSDPPlugin())
+    model = make_model()
+    with pytest.raises(ValueError, match="has not been boosted"):
+        booster.backward(torch.ones(()), torch.optim.SGD(model.parameters(), lr=1))
+    with pytest.raises(ValueError, match="has not been boosted"):
+        booster.no_sync(model)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1))
+    with pytest.raises(ValueError, match="gather_dtensor=False"):
+        booster.save_model(boosted, "x", gather_dtensor=False)
+    with pytest.raises(ValueError, match="gather_dtensor=False"):
+        booster.save_optimizer(optimizer, "x", gather_dtensor=False)
+    for wrong in ({"plugin": TorchDDPPlugin}, {"mixed_precision": 16}, {"mixed_precision": "fp8"}):
+        with pytest.raises(ValueError, match="it must be"):
+            Booster(**wrong)
+
+
+@pytest.mark.dist
+def test_errors():
+    run_ranks(errors, 1)
+
+
+@pytest.mark.unit
+def test_precisions_by_name():
+    assert mixed_precision_factory("fp16") == FP16TorchMixedPrecision()
+    assert mixed_precision_factory("bf16").precision().dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="nothing has been launched"):
+        Booster()

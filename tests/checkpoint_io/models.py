@@ -1,0 +1,71 @@
+"""Small models, trained for a step or two, that the tests save and load."""
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also the last layer's; a buffer; odd sizes, which two ranks cut unevenly."""
+
+    def __init__(self, width: int = 7) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, width)
+        self.hidden = nn.Linear(width, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.back = nn.Linear(5, width)
+        self.head = nn.Linear(width, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.back(self.norm(self.hidden(self.embed(tokens))).relu()))
+
+
+class Counting(nn.Module):
+    """A module with extra state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.calls: dict[str, object] = {"count": 0, "sizes": (1, 2)}
+
+    def get_extra_state(self) -> dict[str, object]:
+        return self.calls
+
+    def set_extra_state(self, state: dict[str, object]) -> None:
+        self.calls = state
+
+
+def tied(seed: int = 0, dtype: torch.dtype = torch.float64) -> Tied:
+    torch.manual_seed(seed)
+    return Tied().to(dtype)
+
+
+def batch(step: int, rank: int = 0, size: int = 8) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randint(11, (size,), generator=generator)
+
+
+def train(model: nn.Module, optimizer: Optimizer, *, steps: range) -> list[float]:
+    """Take steps on batches that are the same on every rank; return the losses."""
+    losses = []
+    for step in steps:
+        tokens = batch(step)
+        loss = nn.functional.cross_entropy(model(tokens), tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_same_state(one: nn.Module, other: nn.Module) -> None:
+    """Compare two models bit for bit."""
+    left, right = one.state_dict(), other.state_dict()
+    assert left.keys() == right.keys()
+    for name, value in left.items():
+        if isinstance(value, torch.Tensor):
+            assert value.dtype == right[name].dtype
+            assert torch.equal(value, right[name]), name
+        else:
+            assert value == right[name]

@@ -1,0 +1,168 @@
+"""Files and folders are replaced as a whole or not at all."""
+
+import errno
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from colossalai.checkpoint_io import _atomic, atomic_file, atomic_folder
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """Let no file grow above 4 KB, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def entries(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def test_a_file_appears_when_it_is_complete(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "file.txt"
+    with atomic_file(path) as temporary:
+        temporary.write_text("new")
+        assert not path.exists()
+        assert temporary.parent == path.parent
+    assert path.read_text() == "new"
+    assert entries(path.parent) == ["file.txt"]
+
+
+def test_an_error_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    path.write_text("old")
+    with pytest.raises(KeyError), atomic_file(path) as temporary:
+        temporary.write_text("half")
+        raise KeyError
+    assert path.read_text() == "old"
+    assert entries(tmp_path) == ["file.txt"]
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "target").write_text("old")
+    (tmp_path / "link").symlink_to("target")
+    with atomic_file(tmp_path / "link") as temporary:
+        temporary.write_text("new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "target").read_text() == "new"
+
+
+def test_a_folder_is_swapped(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    for text in ("first", "second"):
+        with atomic_folder(path) as temporary:
+            assert entries(temporary) == []
+            (temporary / text).write_text(text)
+    assert entries(path) == ["second"]
+    assert entries(tmp_path) == ["folder"]
+
+
+def test_an_error_leaves_the_old_folder(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    path.mkdir()
+    (path / "old").touch()
+    with pytest.raises(KeyError), atomic_folder(path) as temporary:
+        (temporary / "half").touch()
+        raise KeyError
+    assert entries(path) == ["old"]
+    assert entries(tmp_path) == ["folder"]
+
+
+def test_a_folder_keeps_what_it_is_told_to(tmp_path: Path) -> None:
+    path = tmp_path / "folder"
+    (path / "logs").mkdir(parents=True)
+    (path / "logs" / "today").write_text("log")
+    (path / "link").symlink_to("logs/today")
+    (path / "gone").touch()
+    (path / "both").write_text("old")
+    with atomic_folder(path, keep=lambda name: name != "gone") as temporary:
+        (temporary / "both").write_text("new")
+    assert entries(path) == ["both", "link", "logs"]
+    assert (path / "link").read_text() == "log"
+    assert (path / "both").read_text() == "new"
+
+
+@pytest.mark.parametrize("ability", ["exchange", "link"])
+def test_a_file_system_without(ability: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_link(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, "no hard links here")
+
+    if ability == "exchange":
+        monkeypatch.setattr(_atomic, "_exchange", lambda first, second: False)
+    else:
+        monkeypatch.setattr(os, "link", no_link)
+    path = tmp_path / "folder"
+    path.mkdir()
+    (path / "kept").write_text("kept")
+    with atomic_folder(path, keep=lambda name: True) as temporary:
+        (temporary / "new").touch()
+    assert entries(path) == ["kept", "new"]
+    assert (path / "kept").read_text() == "kept"
+    assert entries(tmp_path) == ["folder"]
+
+
+def test_a_folder_moved_aside_by_a_killed_writer_is_put_back(tmp_path: Path) -> None:
+    aside = tmp_path / ".folder.old-0a1b"
+    aside.mkdir()
+    (aside / "old").touch()
+    with pytest.raises(KeyError), atomic_folder(tmp_path / "folder"):
+        raise KeyError
+    assert entries(tmp_path / "folder") == ["old"]
+
+
+def test_leftovers_of_a_killed_writer_go(tmp_path: Path) -> None:
+    (tmp_path / ".a[1].new-0a1b").mkdir()
+    (tmp_path / ".a1.new-0a1b").touch()
+    (tmp_path / ".other.new-0a1b").touch()
+    with atomic_file(tmp_path / "a[1]") as temporary:
+        temporary.touch()
+    assert entries(tmp_path) == [".a1.new-0a1b", ".other.new-0a1b", "a[1]"]
+
+
+def test_a_place_below_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for manager in (atomic_file, atomic_folder):
+        with pytest.raises(OSError, match=r"cannot write .*/file/below.* 12 bytes needed, \d+ bytes free"):
+            with manager(tmp_path / "file" / "below", num_bytes=12):
+                pass
+
+
+@pytest.mark.usefixtures("small_files")
+def test_a_disk_that_fills_up_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(OSError, match="cannot write .*/file: .*9000 bytes needed"):
+        with atomic_file(path, num_bytes=9000) as temporary:
+            temporary.write_bytes(bytes(9000))
+    assert path.read_text() == "old"
+    assert entries(tmp_path) == ["file"]
+
+
+def test_too_small_a_disk_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 3, 7))
+    with pytest.raises(OSError, match="8 bytes needed, 7 bytes free") as caught:
+        with atomic_file(tmp_path / "file", num_bytes=8):
+            pytest.fail("the block ran")
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_kinds_are_not_mixed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"is a folder.*shard=True"), atomic_file(tmp_path):
+        pass
+    with pytest.raises(ValueError, match=r"is a file.*shard=False"), atomic_folder(tmp_path / "file"):
+        pass
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="current folder"), atomic_folder("."):
+        pass

@@ -1,0 +1,282 @@
+"""`colossalai run`, for real: what the ranks see, and how a job ends when something goes wrong.
+
+A job costs two seconds, most of them for importing torch. So one job answers several questions, and those that
+need nobody to interfere run side by side.
+"""
+
+import json
+import os
+import pty
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from colossalai.cluster import free_port
+from tests.cli.command import Command, is_gone, start, wait_until
+
+pytestmark = pytest.mark.dist
+
+START_JOB = ("run", "--nproc_per_node", "2")
+SEES = """
+import json, os, sys
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"]
+with open("rank_" + os.environ["RANK"], "w") as file:
+    json.dump(
+        {
+            "env": {name: os.environ[name] for name in names},
+            "argv": sys.argv,
+            "path": sys.path[0],
+            "name": __name__,
+            "torch": "torch" in sys.modules,
+            "tty": sys.stdout.isatty(),
+        },
+        file,
+    )
+"""
+
+EXITS = """
+import os, sys, time
+print("rank", os.environ["RANK"], "of", __name__, sys.argv[1:])
+if os.environ["RANK"] == "1":
+    sys.exit(3)
+time.sleep(60)
+"""
+
+# Rank 0 and its child, which is in a session of its own, do not end when asked.
+RAISES = """
+import os, signal, subprocess, sys, time
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+if os.environ["RANK"] == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE, start_new_session=True)
+    child.stdout.readline()
+    print(os.getpid(), child.pid)
+    open("stubborn", "w").close()
+    time.sleep(60)
+while not os.path.exists("stubborn"):
+    time.sleep(0.01)
+def train():
+    raise ValueError("a loss of NaN")
+train()
+"""
+
+# Its main thread fails, another one keeps the process alive.
+HANGS = """
+import os, threading, time
+if os.environ["RANK"] == "1":
+    threading.Thread(target=time.sleep, args=(60,)).start()
+    print(os.getpid())
+    raise ValueError("never ends")
+time.sleep(60)
+"""
+
+BARRIER = """
+import os, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+print(f"{dist.get_rank()}:{os.getpid()}")
+if dist.get_rank() == 1:
+    time.sleep(60)
+dist.barrier()
+"""
+
+SLEEPS = """
+import os, signal, sys, time
+def save(number, frame):
+    print("saved")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print(os.getpid())
+time.sleep(60)
+"""
+
+DEAF = """
+import os, signal, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print(os.getpid())
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    """Start commands that are ended with the test."""
+    commands: list[Command] = []
+
+    def start_one(script: str, *args: str) -> Command:
+        commands.append(start(tmp_path, *(args or (*START_JOB, "job.py")), script=script))
+        return commands[-1]
+
+    yield start_one
+    for command in commands:
+        command.end()
+
+
+@pytest.fixture(scope="module")
+def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Command]]:
+    """The jobs that end by themselves."""
+    folder = tmp_path_factory.mktemp("jobs")
+    ours, theirs = pty.openpty()
+    port = str(free_port())
+    commands = {
+        "sees": start(
+            folder / "sees",
+            *(
+                "run",
+                "--nproc-per-node",
+                "2",
+                "--master_port",
+                port,
+                "job.py",
+                "--flag",
+                "$HOME ${local_rank} $$",
+            ),
+            script=SEES,
+            stdout=theirs,
+        ),
+        "exits": start(folder / "exits", *START_JOB, "-m", "job", "-h", script=EXITS),
+        "raises": start(folder / "raises", *START_JOB, "job.py", script=RAISES),
+        "hangs": start(folder / "hangs", *START_JOB, "job.py", script=HANGS),
+    }
+    os.close(theirs)
+    (folder / "sees" / "port").write_text(port)
+    yield commands
+    for command in commands.values():
+        command.end()
+    os.close(ours)
+
+
+def test_what_a_rank_sees(side_by_side: dict[str, Command]):
+    command = side_by_side["sees"]
+    assert command.wait() == 0, command.err
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    for rank in ("0", "1"):
+        assert json.loads((command.folder / f"rank_{rank}").read_text()) == {
+            "env": {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": "2",
+                "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": (command.folder / "port").read_text(),
+                "OMP_NUM_THREADS": threads,
+            },
+            "argv": ["job.py", "--flag", "$HOME ${local_rank} $$"],
+            "path": str(command.folder),
+            "name": "__main__",
+            "torch": False,
+            "tty": True,  # so a progress bar is drawn
+        }
+    assert command.err == ""
+
+
+def test_a_module_that_exits(side_by_side: dict[str, Command]):
+    command = side_by_side["exits"]
+    assert command.wait() == 3
+    assert sorted(command.out.splitlines()) == [f"rank {rank} of __main__ ['-h']" for rank in (0, 1)]
+    assert re.fullmatch(
+        r"colossalai run: rank 1 \(pid \d+\) failed with exit code 3: sys\.exit\(3\)", command.err.strip()
+    )
+
+
+def test_the_traceback_of_the_first_failure_is_shown_once(side_by_side: dict[str, Command]):
+    command = side_by_side["raises"]
+    assert command.wait() == 1
+    assert re.search(
+        r"colossalai run: rank 1 \(pid \d+\) failed with exit code 1: ValueError: a loss of NaN", command.err
+    )
+    assert command.err.count("Traceback (most recent call last)") == 1
+    assert command.err.count('in train\n    raise ValueError("a loss of NaN")') == 1
+    assert "_worker.py" not in command.err  # the frames before the script are ours
+    assert "rank 0" not in command.err  # we ended it; it is not a failure
+
+
+def test_nothing_is_left_of_a_stubborn_job(side_by_side: dict[str, Command]):
+    command = side_by_side["raises"]
+    command.wait()
+    rank, grandchild = (int(pid) for pid in command.out.split())
+    assert is_gone(rank)
+    assert is_gone(grandchild)
+
+
+def test_a_rank_that_has_failed_and_does_not_end_is_ended(side_by_side: dict[str, Command]):
+    command = side_by_side["hangs"]
+    assert command.wait() == 1
+    assert "rank 1" in command.err
+    assert "ValueError: never ends" in command.err
+    assert is_gone(int(command.out))
+
+
+def test_a_killed_rank_is_named_though_its_peers_fail_loudly(begin: Callable[..., Command]):
+    command = begin(BARRIER)
+    pids = dict(word.split(":") for word in command.wait_for_words(2))
+    killed = time.monotonic()
+    os.kill(int(pids["1"]), signal.SIGKILL)
+    assert command.wait(10) == 128 + signal.SIGKILL
+    assert time.monotonic() - killed < 10
+    assert f"colossalai run: rank 1 (pid {pids['1']}) was killed by SIGKILL" in command.err
+    assert command.err.count("Traceback") == 0
+    assert all(is_gone(int(pid)) for pid in pids.values())
+
+
+def test_ctrl_c_ends_ranks_that_ignore_it(begin: Callable[..., Command]):
+    command = begin(DEAF)
+    pids = command.wait_for_words(2)
+    stopped = time.monotonic()
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait(10) == 130
+    assert time.monotonic() - stopped < 8
+    assert command.err.strip() == "colossalai run: stopped by SIGINT; its processes are ended"
+    assert all(is_gone(int(pid)) for pid in pids)
+
+
+def test_a_second_ctrl_c_does_not_wait(begin: Callable[..., Command]):
+    command = begin(DEAF)
+    pids = command.wait_for_words(2)
+    command.process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    stopped = time.monotonic()
+    command.process.send_signal(signal.SIGINT)
+    assert command.wait(10) == 130
+    assert time.monotonic() - stopped < 2
+    assert all(is_gone(int(pid)) for pid in pids)
+
+
+def test_ranks_may_save_when_the_job_is_terminated(begin: Callable[..., Command]):
+    command = begin(SLEEPS)
+    pids = command.wait_for_words(2)
+    command.process.send_signal(signal.SIGTERM)
+    assert command.wait(10) == 128 + signal.SIGTERM
+    assert command.out.count("saved") == 2
+    assert "stopped by SIGTERM" in command.err
+    assert all(is_gone(int(pid)) for pid in pids)
+
+
+def test_the_ranks_die_with_the_launcher(begin: Callable[..., Command]):
+    command = begin(DEAF)
+    pids = command.wait_for_words(2)
+    command.process.kill()
+    command.wait(5)
+    wait_until(lambda: all(is_gone(int(pid)) for pid in pids), 5)
+
+
+def test_a_taken_port_names_its_holder_and_starts_nothing(begin: Callable[..., Command]):
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        command = begin(
+            "open('started', 'w')", "run", "--nproc_per_node", "1", "--master_port", str(port), "job.py"
+        )
+        assert command.wait() == 2
+    assert f"port {port} is held by" in command.err
+    assert f"(pid {os.getpid()}, user" in command.err
+    assert "running since" in command.err
+    assert not (command.folder / "started").exists()

@@ -1,0 +1,102 @@
+"""What holds for every test: no leaks, the ranks' zygote, `gpu` tests only where there is an accelerator."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import start_zygote, stop_zygote
+
+THREAD_END_S = 2.0  # a thread that was told to end has this long for it
+# Threads that a library starts once and keeps.
+KEPT_THREADS = ("TMonitor", "tqdm_monitor", "execnet", "pydevd")
+# Variables that pytest, torch and scikit-learn set when they are first used.
+CHANGING_VARIABLES = {
+    "PYTEST_CURRENT_TEST",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "KMP_DUPLICATE_LIB_OK",
+    "KMP_INIT_AT_FORK",
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)  # results do not depend on the machine, and the ranks have the cores
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.accelerator.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs an accelerator: torch.accelerator.is_available() is False")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the zygote if a test will need it; it imports while the first tests run."""
+    needs_ranks = any(item.get_closest_marker("dist") for item in session.items)
+    is_controller = session.config.getoption("numprocesses", None) and not hasattr(
+        session.config, "workerinput"
+    )
+    if needs_ranks and not is_controller and not session.config.option.collectonly:
+        start_zygote()
+
+
+def pytest_sessionfinish() -> None:
+    stop_zygote()
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fail a test that leaves an environment variable, a process group or a thread; and clean up after it."""
+    env = _environment()
+    had_group = dist.is_initialized()
+    threads = set(threading.enumerate())
+    yield
+    leaks = _env_leaks(env)
+    if dist.is_initialized() and not had_group:
+        leaks.append("a process group: call torch.distributed.destroy_process_group() or gpc.destroy()")
+        dist.destroy_process_group()
+    leaks += [f"a thread: {thread!r}" for thread in _new_threads(threads)]
+    if leaks:
+        pytest.fail("the test leaks " + "; ".join(leaks), pytrace=False)
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in CHANGING_VARIABLES}
+
+
+def _env_leaks(before: dict[str, str]) -> list[str]:
+    """Name the variables that differ from `before`, and set them back."""
+    after = _environment()
+    changed = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    leaks = [
+        f"environment variable {name}: was {before.get(name)!r}, is {after.get(name)!r}" for name in changed
+    ]
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    return leaks
+
+
+def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+    """Return the threads that a test started and that do not end by themselves."""
+    end = time.monotonic() + THREAD_END_S
+    new = [thread for thread in threading.enumerate() if thread not in before and not _is_kept(thread)]
+    for thread in new:
+        thread.join(max(0.0, end - time.monotonic()))
+    return [thread for thread in new if thread.is_alive()]
+
+
+def _is_kept(thread: threading.Thread) -> bool:
+    is_known = type(thread).__name__ in KEPT_THREADS or thread.name.startswith(KEPT_THREADS)
+    return thread.daemon and is_known

@@ -1,0 +1,139 @@
+"""The groups of every parallel mode, against their closed forms, on meshes of up to 64 ranks."""
+
+import math
+
+import pytest
+
+from colossalai.context import Config, Mesh, ParallelContext, ParallelMode
+
+pytestmark = pytest.mark.unit
+
+M = ParallelMode
+
+
+def context_of(rank, world_size, parallel):
+    context = ParallelContext()
+    context.load_config(Config(parallel=parallel))
+    context.init_parallel_groups(rank=rank, world_size=world_size)
+    return context
+
+
+def line(start, step, count):
+    return [start + step * i for i in range(count)]
+
+
+def expected_common(rank, world, pp, tp):
+    """Ranks count tensor neighbours first, then stages, then replicas."""
+    inner = pp * tp
+    return {
+        M.GLOBAL: line(0, 1, world),
+        M.DATA: line(rank % inner, inner, world // inner),
+        M.PIPELINE: line(rank - rank % inner + rank % tp, tp, pp),
+        M.TENSOR: line(rank - rank % tp, 1, tp),
+        M.MODEL: line(rank - rank % inner, 1, inner),
+    }
+
+
+def expected_tensor(rank, mode, tp, depth):
+    base, local = rank - rank % tp, rank % tp
+    if mode == "1d":
+        return {M.PARALLEL_1D: line(base, 1, tp)}
+    if mode == "sequence":
+        return {M.SEQUENCE: line(base, 1, tp)}
+    if mode == "2d":
+        q = math.isqrt(tp)
+        return {
+            M.PARALLEL_2D_ROW: line(base + local // q * q, 1, q),
+            M.PARALLEL_2D_COL: line(base + local % q, q, q),
+        }
+    if mode == "2.5d":
+        q = math.isqrt(tp // depth)
+        layer = base + local // (q * q) * q * q
+        return {
+            M.PARALLEL_2P5D_ROW: line(layer + local % (q * q) // q * q, 1, q),
+            M.PARALLEL_2P5D_COL: line(layer + local % q, q, q),
+            M.PARALLEL_2P5D_DEP: line(base + local % (q * q), q * q, depth),
+            M.PARALLEL_2P5D_XZ: line(base + local % q, q, depth * q),
+        }
+    q = round(tp ** (1 / 3))
+    out, inp, wgt = local // (q * q), local // q % q, local % q
+    return {
+        M.PARALLEL_3D_INPUT: line(base + out * q * q + wgt, q, q),
+        M.PARALLEL_3D_WEIGHT: line(base + out * q * q + inp * q, 1, q),
+        M.PARALLEL_3D_OUTPUT: line(base + inp * q + wgt, q * q, q),
+        M.PARALLEL_3D_INPUT_X_WEIGHT: line(base + out * q * q, 1, q * q),
+        M.PARALLEL_3D_OUTPUT_X_WEIGHT: [base + o * q * q + inp * q + w for o in range(q) for w in range(q)],
+    }
+
+
+@pytest.mark.parametrize(
+    ("mode", "world", "pp", "tp", "depth"),
+    [
+        ("1d", 16, 2, 4, 1),
+        ("sequence", 12, 1, 3, 1),
+        ("2d", 36, 2, 9, 1),
+        ("2d", 16, 2, 4, 1),
+        ("2.5d", 32, 2, 8, 2),
+        ("2.5d", 36, 1, 12, 3),
+        ("3d", 32, 2, 8, 1),
+        ("3d", 54, 1, 27, 1),
+    ],
+)
+def test_groups_of_every_mode(mode, world, pp, tp, depth):
+    tensor = {"size": tp, "mode": mode} | ({"depth": depth} if mode == "2.5d" else {})
+    for rank in range(world):
+        context = context_of(rank, world, {"pipeline": pp, "tensor": tensor})
+        expected = expected_common(rank, world, pp, tp) | expected_tensor(rank, mode, tp, depth)
+        for parallel_mode, ranks in expected.items():
+            assert context.is_initialized(parallel_mode)
+            assert context.get_ranks_in_group(parallel_mode) == ranks, parallel_mode
+            assert context.get_world_size(parallel_mode) == len(ranks)
+            assert context.get_local_rank(parallel_mode) == ranks.index(rank)
+            assert context.is_first_rank(parallel_mode) == (rank == ranks[0])
+            assert context.is_last_rank(parallel_mode) == (rank == ranks[-1])
+            following = ranks[(ranks.index(rank) + 1) % len(ranks)]
+            assert context.get_next_global_rank(parallel_mode) == following
+            assert ranks[(ranks.index(context.get_prev_global_rank(parallel_mode)) + 1) % len(ranks)] == rank
+        assert (context.data_parallel_size, context.pipeline_parallel_size) == (world // pp // tp, pp)
+        assert context.tensor_parallel_size == tp
+
+
+def test_sequence_dp_joins_data_and_sequence():
+    context = context_of(3, 8, {"pipeline": 2, "tensor": {"size": 2, "mode": "sequence"}})
+    assert context.get_ranks_in_group(M.SEQUENCE_DP) == [2, 3, 6, 7]
+
+
+def test_experts_are_a_second_view_of_the_data_axis():
+    context = context_of(5, 16, {"tensor": {"size": 2, "mode": "1d"}, "moe": {"size": 4}})
+    assert context.get_ranks_in_group(M.DATA) == [1, 3, 5, 7, 9, 11, 13, 15]
+    assert context.get_ranks_in_group(M.MOE_MODEL) == [1, 3, 5, 7]
+    assert context.get_ranks_in_group(M.MOE_DATA) == [5, 13]
+
+
+def test_stages():
+    first, last = (context_of(rank, 4, {"pipeline": 4}) for rank in (0, 3))
+    assert first.is_pipeline_first_stage()
+    assert not first.is_pipeline_last_stage()
+    assert last.is_pipeline_last_stage()
+    assert not last.is_pipeline_first_stage()
+
+
+def test_a_mode_that_the_job_has_not_is_named():
+    context = context_of(0, 4, {"tensor": {"size": 4, "mode": "2d"}})
+    assert not context.is_initialized(M.PARALLEL_1D)
+    with pytest.raises(ValueError, match="PARALLEL_1D is not part of this job"):
+        context.get_ranks_in_group(M.PARALLEL_1D)
+
+
+def test_nothing_launched_is_said():
+    with pytest.raises(RuntimeError, match="nothing has been launched"):
+        ParallelContext().get_global_rank()
+
+
+def test_axes_are_taken_in_grid_order_whatever_the_order_asked():
+    mesh = Mesh({"dp": 2, "pp": 2, "tp": 2}, rank=5)
+    assert mesh.ranks(("tp", "dp")) == mesh.ranks(("dp", "tp")) == [0, 1, 4, 5]
+    assert mesh.axis_rank(("dp", "tp")) == 3
+    assert mesh.axis_size(("dp", "tp")) == 4
+    with pytest.raises(ValueError, match="no mesh axis"):
+        mesh.ranks("rows")

@@ -1,0 +1,120 @@
+"""Random states per mode: kept apart, saved and restored bit for bit."""
+
+import io
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from colossalai.context import (
+    Mesh,
+    ParallelMode,
+    add_seed,
+    get_current_mode,
+    get_seeds,
+    get_states,
+    moe_set_seed,
+    random_state,
+    reset_seeds,
+    seed,
+    set_mode,
+    set_random_state,
+    set_seed_states,
+    with_seed,
+)
+from colossalai.context._random import seed_all_modes
+
+pytestmark = pytest.mark.unit
+M = ParallelMode
+
+
+@pytest.fixture(autouse=True)
+def launched():
+    kept = random_state()
+    seed_all_modes(
+        1024, Mesh({"edp": 2, "ep": 2, "pp": 1, "tp": 1}, rank=1, views={"dp": ("edp", "ep")}), ("tp",)
+    )
+    yield
+    reset_seeds()
+    set_random_state(kept)
+
+
+def test_a_mode_goes_on_where_it_was_left():
+    with seed(M.TENSOR):
+        first = torch.rand(2)
+    inside = torch.rand(2)
+    with seed(M.TENSOR):
+        second = torch.rand(2)
+    set_mode(M.TENSOR)
+    reset_seeds()
+    torch.manual_seed(0)
+    seed_all_modes(
+        1024, Mesh({"edp": 2, "ep": 2, "pp": 1, "tp": 1}, rank=1, views={"dp": ("edp", "ep")}), ("tp",)
+    )
+    assert torch.equal(torch.rand(2), inside)
+    with seed(M.TENSOR):
+        assert torch.equal(torch.rand(4), torch.cat([first, second]))
+
+
+def test_the_mode_is_put_back_also_after_an_error():
+    with pytest.raises(KeyError), seed(M.TENSOR):
+        assert get_current_mode() == M.TENSOR
+        raise KeyError
+    assert get_current_mode() == M.GLOBAL
+    assert with_seed(get_current_mode, M.DATA)() == M.DATA
+
+
+def test_states_come_back():
+    set_mode(M.DATA)
+    states = get_states()
+    drawn = torch.rand(3)
+    set_seed_states(M.DATA, states[M.DATA])
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_everything_survives_a_file():
+    set_mode(M.DATA)
+    torch.rand(5)
+    file = io.BytesIO()
+    torch.save(random_state(), file)
+    file.seek(0)
+
+    def draw():
+        with seed(M.TENSOR):
+            of_tensor = torch.rand(2).tolist()
+        return torch.rand(2).tolist(), of_tensor, random.random(), np.random.rand(), get_current_mode()
+
+    drawn = draw()
+    set_mode(M.GLOBAL)
+    draw()
+    set_random_state(torch.load(file, weights_only=True))
+    assert draw() == drawn
+
+
+def test_seeds_are_kept_and_not_replaced_by_accident():
+    with pytest.raises(ValueError, match="overwrite=True"):
+        add_seed(M.DATA, 3)
+    add_seed("mine", 3)
+    assert get_seeds()["mine"] == 3
+    with pytest.raises(ValueError, match="no random state for yours"):
+        set_mode("yours")
+
+
+def test_adding_a_seed_draws_nothing():
+    expected = with_seed(lambda: torch.rand(2), M.DATA)()
+    set_seed_states(M.DATA, get_states()[M.DATA])
+    kept = get_states()[M.GLOBAL]
+    add_seed("other", 5)
+    assert torch.equal(get_states()[M.GLOBAL]["cpu"], kept["cpu"])
+    assert expected.shape == (2,)
+
+
+def test_experts_differ():
+    moe_set_seed(42)
+    here = get_seeds()[M.MOE_MODEL]
+    seed_all_modes(
+        1024, Mesh({"edp": 2, "ep": 2, "pp": 1, "tp": 1}, rank=0, views={"dp": ("edp", "ep")}), ("tp",)
+    )
+    moe_set_seed(42)
+    assert get_seeds()[M.MOE_MODEL] != here

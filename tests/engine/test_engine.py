@@ -1,0 +1,208 @@
+"""The config door: accumulation windows, gradient handlers, schedules."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import colossalai
+from colossalai.core import global_context as gpc
+from colossalai.engine import BaseGradientHandler, Engine
+from colossalai.engine.schedule import NonPipelineSchedule
+from colossalai.registry import GRADIENT_HANDLER
+from colossalai.testing import assert_close, full_parameters
+from colossalai.utils import get_dataloader
+from tests.ranks import run_ranks
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def make_data(size=20):
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size, 3, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, (x[:, 0] > 0).long())
+
+
+def reference(batch_sizes, num_epochs, max_norm=None):
+    """One process, one update for each of the given slices of the data."""
+    model, (x, y) = make_model(), make_data().tensors
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for _ in range(num_epochs):
+        for part in torch.arange(len(x)).split(batch_sizes):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x[part]), y[part]).backward()
+            if max_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+    return full_parameters(model)
+
+
+def accumulate(loader_kind, world_batch, num_epochs, config):
+    colossalai.launch_from_torch(config=config, verbose=False)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch_size = world_batch // gpc.data_parallel_size
+    if loader_kind == "ours":
+        loader = get_dataloader(make_data(), batch_size=batch_size)
+    else:
+        loader = DataLoader(make_data(), batch_size=batch_size)
+        if loader_kind == "generator":
+            loader = Unsized(loader)
+    engine, loader, *_ = colossalai.initialize(
+        model, optimizer, nn.CrossEntropyLoss(), loader, verbose=False
+    )
+    updates = []
+    for _ in range(num_epochs):
+        for x, y in loader:
+            engine.zero_grad()
+            engine.backward(engine.criterion(engine(x), y))
+            updates.append(engine.step())
+    return full_parameters(engine.model), updates
+
+
+class Unsized:
+    """A loader without a length."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("loader_kind", ["ours", "torch", "generator"])
+def test_the_last_short_window_is_not_lost(loader_kind):
+    # 5 microbatches of 4 in windows of 2: updates over 8, 8 and 4 samples
+    ((params, updates),) = run_ranks(accumulate, 1, loader_kind, 4, 2, {"gradient_accumulation": 2})
+    assert updates == [False, True, False, True, True] * 2
+    expected = reference([8, 8, 4], 2)
+    for name, value in params.items():
+        assert_close(value, expected[name], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("extra", [{}, {"clip_grad_norm": 0.2}, {"zero": {"stage": 3}, "clip_grad_norm": 0.2},
+                                   {"gradient_handler": [{"type": "DataParallelGradientHandler"}]}])  # fmt: skip
+def test_windows_over_two_ranks(extra):
+    config = {"gradient_accumulation": 2, **extra}
+    found = run_ranks(accumulate, 2, "ours", 4, 2, config)
+    expected = reference([8, 8, 4], 2, extra.get("clip_grad_norm"))
+    for params, updates in found:
+        assert updates == [False, True, False, True, True] * 2
+        for name, value in params.items():
+            assert_close(value, expected[name], rtol=1e-10, atol=1e-10)
+
+
+def own_handler():
+    @GRADIENT_HANDLER.register_module
+    class Halving(BaseGradientHandler):
+        def handle_gradient(self):
+            for param in self._model.parameters():
+                param.grad.mul_(0.5)
+
+    config = {"gradient_handlers": [{"type": "Halving"}, {"type": "DataParallelGradientHandler"}]}
+    colossalai.launch_from_torch(config=config, verbose=False)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, gpc.get_global_rank())  # made equal when the engine is built
+    engine, *_ = colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), verbose=False)
+    start = model.weight.item()
+    engine.backward(engine(torch.full((1, 1), float(gpc.get_global_rank() + 1))).sum())
+    local = model.weight.grad.item()
+    engine.step()
+    wrapped_in_ddp = any(type(module).__name__ == "DistributedDataParallel" for module in engine.model.modules())
+    return start, local, model.weight.item(), wrapped_in_ddp
+
+
+@pytest.mark.dist
+def test_gradient_handlers_take_the_place_of_ddp():
+    # gradients 1 and 2: halved, then averaged to 0.75
+    assert run_ranks(own_handler, 2) == [(0.0, 1.0, -0.75, False), (0.0, 2.0, -0.75, False)]
+
+
+def schedules():
+    colossalai.launch_from_torch(config={}, verbose=False)
+    model = make_model()
+    engine, *_ = colossalai.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), verbose=False
+    )
+    assert isinstance(engine, Engine)
+    x, y = make_data().tensors
+    data = iter([(x, y), (x, y), [x, y], {"input": x}])
+    engine.train()
+    engine.zero_grad()
+    output, label, loss = engine.execute_schedule(data)
+    assert output.shape == (20, 2)
+    assert torch.equal(label, y)
+    assert not loss.requires_grad
+    assert engine.step()
+    output, label, lower = engine.execute_schedule(data, return_output_label=False)
+    assert output is None
+    assert label is None
+    assert lower < loss
+    engine.eval()
+    engine.zero_grad()
+    output, _, loss = engine.execute_schedule(data, forward_only=True)
+    assert not output.requires_grad
+    assert model[0].weight.grad is None
+    output, label, loss = engine.execute_schedule(data, forward_only=True, return_loss=False)
+    assert (output.shape, label, loss) == ((20, 2), None, None)
+    with pytest.raises(StopIteration):
+        engine.execute_schedule(data)
+    with pytest.raises(ValueError, match="return_loss=False"):
+        engine.execute_schedule(iter([(x, y)]), return_loss=False)
+
+
+@pytest.mark.dist
+def test_execute_schedule():
+    run_ranks(schedules, 1)
+
+
+def data_process_func():
+    colossalai.launch_from_torch(config={}, verbose=False)
+    model = make_model()
+    engine, *_ = colossalai.initialize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        nn.CrossEntropyLoss(),
+        verbose=False,
+        schedule=NonPipelineSchedule(lambda batch: (batch["pixels"], batch["digit"])),
+    )
+    x, y = make_data().tensors
+    _, label, _ = engine.execute_schedule(iter([{"pixels": x, "digit": y}]))
+    return torch.equal(label, y)
+
+
+@pytest.mark.dist
+def test_data_process_func():
+    assert run_ranks(data_process_func, 1) == [True]
+
+
+def errors():
+    colossalai.launch_from_torch(config={"gradient_handler": [{"type": "DataParalelGradientHandler"}]}, verbose=False)
+    model = make_model()
+    with pytest.raises(ValueError, match="DataParallelGradientHandler"):
+        colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbose=False)
+    engine, *_ = colossalai.initialize(make_model(), verbose=False)
+    with pytest.raises(ValueError, match="there is no optimizer"):
+        engine.step()
+    with pytest.raises(ValueError, match="there is no criterion"):
+        _ = engine.criterion
+    gpc.destroy()
+    colossalai.launch_from_torch(config={"parallel": {"pipeline": 2}}, verbose=False)
+    with pytest.raises(ValueError, match="no pipeline schedule yet"):
+        colossalai.initialize(make_model(), verbose=False)
+
+
+@pytest.mark.dist
+def test_errors_say_what_is_missing():
+    run_ranks(errors, 2)
+
+
+@pytest.mark.unit
+def test_initialize_before_launch():
+    with pytest.raises(RuntimeError, match="nothing has been launched"):
+        colossalai.initialize(nn.Linear(1, 1))

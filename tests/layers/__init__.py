@@ -1,0 +1,1 @@
+"""The rules of the house (ARCHITECTURE.md): which module may import which, and what may stand where."""

@@ -1,0 +1,1 @@
+"""Tests of losses, metrics, optimizers and schedules."""

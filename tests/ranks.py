@@ -1,0 +1,171 @@
+"""`run_ranks`: run a function on several fresh ranks, in a twentieth of a second.
+
+The ranks are forked from a zygote (tests/_zygote.py), a process that has imported torch and the package
+and has run nothing. It is started once per test session, in the background, and lives as long as the tests.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Pipe
+from pathlib import Path
+from typing import Any
+
+from tests._zygote import GRACE_S, STACK_DUMP_S, Job, Outcome, Report, output_path
+
+ROOT = Path(__file__).resolve().parent.parent
+START_S = 120.0  # for importing torch on a busy machine
+OUTPUT_LIMIT = 20_000  # characters of a rank's output that an error shows
+
+
+class RanksError(AssertionError):
+    """A rank raised, died or hung; the message tells the first failing rank's story first."""
+
+
+class RanksTimeoutError(RanksError):
+    """A rank did not return in time; the message holds the Python stacks of those that hung."""
+
+
+class Zygote:
+    """The handle of the zygote process."""
+
+    def __init__(self) -> None:
+        self.connection, theirs = Pipe()
+        # No pipe for its output: nobody would read it, and a full pipe blocks. The file is read if it dies.
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in close()
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", f"from tests._zygote import serve; serve({theirs.fileno()})"],
+                cwd=ROOT,
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C is for pytest, which then closes our end
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs and can take a job."""
+        return not self.connection.closed and self.process.poll() is None
+
+    def ask(self, job: Job) -> list[Report]:
+        """Have a job done."""
+        try:
+            self.connection.send_bytes(pickle.dumps(job))
+            if not self.connection.poll(job.timeout + START_S + STACK_DUMP_S + 3 * GRACE_S):
+                raise RanksError(f"the zygote does not answer\n{self.log()}")
+            return pickle.loads(self.connection.recv_bytes())
+        except (EOFError, ConnectionResetError, BrokenPipeError):
+            raise RanksError(f"the zygote died\n{self.log()}") from None
+
+    def log(self) -> str:
+        """Return what the process has written."""
+        self._log.seek(0)
+        return self._log.read()[-OUTPUT_LIMIT:]
+
+    def close(self) -> None:
+        """End the process and whatever it has forked."""
+        self.connection.close()  # the zygote sees the end of file and ends its ranks, then itself
+        try:
+            self.process.wait(timeout=5.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._log.close()
+
+
+_zygotes: list[Zygote] = []
+
+
+def start_zygote() -> Zygote:
+    """Return the session's zygote, started if there is none; the imports go on in the background."""
+    if _zygotes and not _zygotes[0].is_alive:
+        stop_zygote()
+    if not _zygotes:
+        _zygotes.append(Zygote())
+    return _zygotes[0]
+
+
+@atexit.register
+def stop_zygote() -> None:
+    """End the session's zygote, if there is one."""
+    while _zygotes:
+        _zygotes.pop().close()
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+    """Run `fn(*args)` on `world_size` fresh ranks of this machine and return what they return, by rank.
+
+    Each rank has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT in its
+    environment (the rest is this process's), the working directory and `sys.path` of this process, and one
+    thread. No process group exists yet. What the ranks print is printed here, rank by rank, once they ended.
+
+    Args:
+        fn: a function of a module (it is pickled by reference).
+        world_size: number of ranks.
+        *args: picklable arguments, the same for every rank.
+        timeout: seconds after which a rank that has not returned is a failure.
+
+    Returns:
+        The (picklable) results, by rank.
+
+    Raises:
+        RanksError: a rank raised or died. The others have a second for their own errors, then they are ended.
+        RanksTimeoutError: a rank did not return in time.
+    """
+    __tracebackhide__ = True
+    zygote = start_zygote()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as output_dir:
+        job = Job(
+            call=pickle.dumps((fn, args)),
+            world_size=world_size,
+            timeout=timeout,
+            env=dict(os.environ),
+            cwd=os.getcwd(),
+            sys_path=list(sys.path),
+            output_dir=output_dir,
+        )
+        try:
+            reports = zygote.ask(job)
+        except BaseException:  # Ctrl-C, a test's own timeout: the job must not outlive the call
+            stop_zygote()
+            raise
+        outputs = [_output(output_dir, rank) for rank in range(world_size)]
+    if all(report.outcome is Outcome.OK for report in reports):
+        print("".join(outputs), end="")
+        return [pickle.loads(report.payload) for report in reports]
+    hung = any(report.outcome is Outcome.HUNG for report in reports)
+    error = RanksTimeoutError if hung else RanksError
+    raise error(_story(fn, reports, outputs, timeout))
+
+
+def _output(output_dir: str, rank: int) -> str:
+    path = output_path(output_dir, rank)
+    return path.read_text(errors="replace")[-OUTPUT_LIMIT:] if path.exists() else ""
+
+
+def _story(fn: Callable[..., Any], reports: list[Report], outputs: list[str], timeout: float) -> str:
+    """Tell how the ranks ended: the first failing one first, those that returned last."""
+    lines = [f"{fn.__module__}.{fn.__qualname__} on {len(reports)} ranks"]
+    for report in sorted(reports, key=_by_blame):
+        text = report.payload.decode() if report.outcome in (Outcome.ERROR, Outcome.DIED) else ""
+        after = f" after {timeout:g} s" if report.outcome is Outcome.HUNG else ""
+        lines.append(
+            f"rank {report.rank}: {report.outcome.value}{after}{': ' if text else ''}{text.rstrip()}"
+        )
+        if outputs[report.rank]:
+            lines.append(f"rank {report.rank} wrote:\n{outputs[report.rank].rstrip()}")
+    return "\n".join(lines)
+
+
+def _by_blame(report: Report) -> tuple[int, int]:
+    blame = {Outcome.OK: 2, Outcome.STOPPED: 1}
+    return blame.get(report.outcome, 0), report.order

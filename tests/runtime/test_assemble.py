@@ -1,0 +1,85 @@
+"""Assembling: what a door returns looks like what it was given; what does not fit is said."""
+
+import pytest
+import torch
+from torch import nn
+
+from colossalai.context import Config, ConfigException, Mesh
+from colossalai.nn.parallel import FullySharded, Replicated, Unsynchronized
+from colossalai.runtime import Plan, assemble
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield Mesh({"dp": 1}, rank=0)
+    torch.distributed.destroy_process_group()
+
+
+def run(plan, mesh, model, optimizer=None):
+    return assemble(plan, model, optimizer, mesh=mesh, device=torch.device("cpu"))
+
+
+def test_the_wrapper_looks_like_the_model(mesh):
+    model = nn.Sequential(nn.Linear(2, 3))
+    model.config = {"hidden": 3}
+    wrapped, optimizer = run(Plan(), mesh, model, torch.optim.SGD(model.parameters(), lr=0.5))
+    assert list(wrapped.state_dict()) == ["0.weight", "0.bias"]
+    assert [name for name, _ in wrapped.named_parameters()] == ["0.weight", "0.bias"]
+    assert wrapped.config == {"hidden": 3}
+    assert wrapped.unwrap() is model
+    wrapped.load_state_dict({name: torch.zeros_like(value) for name, value in model.state_dict().items()})
+    assert model[0].weight.abs().sum() == 0
+    with pytest.raises(AttributeError, match="absent"):
+        _ = wrapped.absent
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.1)  # takes the wrapper
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.unwrap().param_groups[0]["lr"] == pytest.approx(0.05)
+    wrapped.eval()
+    assert not model.training
+
+
+def test_what_does_not_fit_is_said(mesh):
+    model, other = nn.Linear(2, 2), nn.Linear(3, 3)
+    with pytest.raises(ValueError, match="a parameter of shape \\(3, 3\\) that the model does not have"):
+        run(Plan(), mesh, model, torch.optim.SGD(other.parameters(), lr=1))
+    wrapped, optimizer = run(Plan(), mesh, model, torch.optim.SGD(model.parameters(), lr=1))
+    with pytest.raises(ValueError, match="through a door already"):
+        run(Plan(), mesh, wrapped)
+    with pytest.raises(ValueError, match="through a door already"):
+        run(Plan(), mesh, model, optimizer)
+    with pytest.raises(ValueError, match="the model is a int"):
+        run(Plan(), mesh, 3)
+    with pytest.raises(ValueError, match="the optimizer is a float"):
+        run(Plan(), mesh, model, 0.1)
+
+
+def test_fsdp_after_a_step_is_refused(mesh):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="made steps already"):
+        run(Plan(data=FullySharded()), mesh, model, optimizer)
+
+
+def test_plans_from_configs():
+    assert Plan.from_config(Config()) == Plan()
+    plan = Plan.from_config(Config(gradient_accumulation=4, clip_grad_norm=1, zero={"stage": 3}))
+    assert (plan.accumulation_steps, plan.clip_grad_norm, plan.data) == (4, 1, FullySharded())
+    assert isinstance(Plan.from_config(Config(gradient_handler=[{"type": "X"}])).data, Unsynchronized)
+    assert isinstance(Plan.from_config(Config(gradient_handlers=[])).data, Replicated)
+    with pytest.raises(ConfigException, match="zero stage 1 is not there yet"):
+        Plan.from_config(Config(zero={"stage": 1}))
+    with pytest.raises(ConfigException, match="AMP_TYPE.NAIVE is not there yet"):
+        Plan.from_config(Config(fp16={"mode": "naive"}))
+
+
+def test_a_key_without_effect_is_said_once(capfd):
+    for _ in range(2):
+        Plan.from_config(Config(NUM_MICRO_BATCHES=4))
+    assert capfd.readouterr().err.count("NUM_MICRO_BATCHES has no effect") == 1

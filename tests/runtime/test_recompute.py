@@ -1,0 +1,115 @@
+"""Recomputation: the same gradients, dropout masks included, for fewer saved activations."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from colossalai.context import Mesh, ParallelMode, random_state, reset_seeds, seed, set_random_state
+from colossalai.context._random import seed_all_modes
+from colossalai.runtime import apply_recompute, checkpoint, find_blocks
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(autouse=True)
+def launched():
+    kept = random_state()
+    seed_all_modes(3, Mesh({"edp": 1, "ep": 1, "pp": 1, "tp": 1}, rank=0, views={"dp": ("edp", "ep")}), ("tp",))
+    yield
+    reset_seeds()
+    set_random_state(kept)
+
+
+class Block(nn.Module):
+    """Draws from two random states."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(6, 6)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        with seed(ParallelMode.TENSOR):
+            x = nn.functional.dropout(x)
+        return nn.functional.dropout(torch.tanh(self.fc(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def gradients(model, x):
+    kept = random_state()
+    model.zero_grad()
+    model(x).sum().backward()
+    found = [param.grad.clone() for param in model.parameters()]
+    after = torch.rand(2)
+    set_random_state(kept)
+    return found, after
+
+
+@pytest.mark.parametrize("select", [True, ["blocks.0", "blocks.2"]])
+def test_gradients_and_later_random_numbers_are_the_same(select):
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = Net()
+        twin = copy.deepcopy(model)
+        apply_recompute(model, select)
+        x = torch.randn(4, 6)
+        (found, after), (expected, after_twin) = gradients(model, x), gradients(twin, x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert torch.equal(after, after_twin)
+    chosen = 3 if select is True else 2
+    assert sum(block.calls for block in model.blocks) == 3 + chosen  # forward, and again for the backward
+    assert list(dict(model.named_parameters())) == list(dict(twin.named_parameters()))
+
+
+def test_fewer_activations_are_saved():
+    def saved_bytes(model):
+        total = 0
+
+        def pack(tensor):
+            nonlocal total
+            total += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(torch.randn(64, 6, requires_grad=True))
+        return total
+
+    assert saved_bytes(apply_recompute(Net(), True)) < 0.5 * saved_bytes(Net())
+
+
+def test_checkpoint_as_documented():
+    block, x = Block().eval(), torch.randn(2, 6, requires_grad=True)
+    for offload in (False, True):
+        checkpoint(block, offload, x).sum().backward()
+        assert x.grad is not None
+        x.grad = None
+
+
+def test_blocks_are_found():
+    model = Net()
+    assert find_blocks(model) == list(model.blocks)
+    assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
+    assert len(find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))) == 2
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="no stack of blocks"):
+        apply_recompute(nn.Linear(2, 2), True)
+    with pytest.raises(ValueError, match="'block.0', which is not a sub-module; there are \\['blocks'"):
+        apply_recompute(Net(), ["block.0"])

@@ -1,0 +1,1 @@
+"""The documented names import, and importing the package is cheap."""

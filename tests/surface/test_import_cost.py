@@ -1,0 +1,91 @@
+"""`import colossalai` is cheap: what is heavy, or optional, is imported by the function that needs it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.unit
+
+MOST_S = 0.3  # on top of `import torch`
+NUM_RUNS = 7
+
+# These come with a user's first call that needs them, unless torch itself imports them.
+HEAVY = (
+    "IPython",
+    "click",
+    "hypothesis",
+    "matplotlib",
+    "pandas",
+    "psutil",
+    "pytest",
+    "rich",
+    "scipy",
+    "sklearn",
+    "tensorboard",
+    "timm",
+    "tokenizers",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.checkpoint",
+    "torch.distributed.elastic",
+    "torch.distributed.fsdp",
+    "torch.distributed.run",
+    "torch.distributed.tensor",
+    "torch.testing",
+    "torch.utils.tensorboard",
+    "torchvision",
+    "transformers",
+    "triton",
+)
+
+# One process imports torch; each of its forks imports the package once, times that and lists what came with
+# it.
+MEASURE = """
+import gc, json, os, sys, time
+import torch
+gc.collect(); gc.freeze()
+before = set(sys.modules)
+runs = []
+for _ in range(int(sys.argv[1])):
+    ours, theirs = os.pipe()
+    if os.fork() == 0:
+        start = time.perf_counter()
+        import colossalai
+        seconds = time.perf_counter() - start
+        with os.fdopen(theirs, "w") as pipe:
+            json.dump([seconds, sorted(set(sys.modules) - before)], pipe)
+        os._exit(0)
+    os.close(theirs)
+    with os.fdopen(ours) as pipe:
+        runs.append(json.load(pipe))
+    os.wait()
+print(json.dumps(runs))
+"""
+
+
+@pytest.fixture(scope="module")
+def runs() -> list[tuple[float, list[str]]]:
+    command = [sys.executable, "-c", MEASURE, str(NUM_RUNS)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+def test_import_is_cheap(runs: list[tuple[float, list[str]]]) -> None:
+    """The quickest run counts: other work on the machine can only make one slower."""
+    assert min(seconds for seconds, _ in runs) < MOST_S
+
+
+def test_nothing_heavy_is_imported(runs: list[tuple[float, list[str]]]) -> None:
+    _, modules = runs[0]
+    assert "colossalai.context" in modules
+    heavy = [name for name in modules if f"{name}.".startswith(tuple(f"{heavy}." for heavy in HEAVY))]
+    assert heavy == []
+
+
+def test_sub_packages_that_are_not_needed_are_not_imported(runs: list[tuple[float, list[str]]]) -> None:
+    _, modules = runs[0]
+    facades = ("colossalai.utils", "colossalai.testing", "colossalai.cli", "colossalai.trainer")
+    assert [name for name in modules if name.startswith(facades)] == []

@@ -1,0 +1,225 @@
+"""The test infrastructure itself: what `run_ranks` returns, and how it tells of failing and hanging ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import ROOT, RanksError, RanksTimeoutError, run_ranks, start_zygote, stop_zygote
+
+pytestmark = pytest.mark.dist
+
+
+def _describe(word: str) -> tuple[int, str, str, int]:
+    names = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")
+    values = "/".join(os.environ[name] for name in names)
+    return int(os.environ["RANK"]), word, values, torch.get_num_threads()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_results_come_by_rank(world_size: int) -> None:
+    results = run_ranks(_describe, world_size, "hello")
+    assert results == [
+        (rank, "hello", f"{rank}/{world_size}/{world_size}/127.0.0.1/1", 1) for rank in range(world_size)
+    ]
+
+
+def _reduce() -> torch.Tensor:
+    dist.init_process_group("gloo")
+    value = torch.full((2,), float(dist.get_rank() + 1), dtype=torch.float64)
+    dist.all_reduce(value)
+    return value  # the process group is left as it is: a rank ends without ceremony
+
+
+def test_collectives_work() -> None:
+    for value in run_ranks(_reduce, 4):
+        torch.testing.assert_close(value, torch.full((2,), 10.0, dtype=torch.float64))
+
+
+def _threads() -> tuple[int, int]:
+    return threading.active_count(), len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_ranks_start_without_threads() -> None:
+    assert run_ranks(_threads, 2) == [(1, 1)] * 2
+
+
+def _pid_and_environment() -> tuple[int, str, str]:
+    return os.getpid(), os.environ.get("RANKS_TEST", ""), os.getcwd()
+
+
+def test_ranks_are_fresh_and_see_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = {pid for pid, _, _ in run_ranks(_pid_and_environment, 2)}
+    monkeypatch.setenv("RANKS_TEST", "here")
+    monkeypatch.chdir(tmp_path)
+    after = run_ranks(_pid_and_environment, 2)
+    assert before.isdisjoint(pid for pid, _, _ in after)
+    assert [rest for _, *rest in after] == [["here", str(tmp_path)]] * 2
+
+
+def _big() -> bytes:
+    return b"x" * 5_000_000
+
+
+def test_a_large_result_is_no_deadlock() -> None:
+    assert [len(result) for result in run_ranks(_big, 2)] == [5_000_000] * 2
+
+
+def _fail_on_rank_1() -> None:
+    print("about to work")
+    if os.environ["RANK"] == "1":
+        raise KeyError("the missing piece")
+    time.sleep(30)
+
+
+def test_first_failing_rank_is_shown_with_its_traceback() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksError) as caught:
+        run_ranks(_fail_on_rank_1, 3)
+    message = str(caught.value)
+    assert time.monotonic() - start < 10
+    assert message.splitlines()[1].startswith("rank 1: raised: Traceback")
+    assert "in _fail_on_rank_1" in message
+    assert "KeyError: 'the missing piece'" in message
+    assert "rank 1 wrote:\nabout to work" in message
+    assert "rank 0: was stopped because another rank had failed" in message
+
+
+def _fail_everywhere() -> None:
+    rank = int(os.environ["RANK"])
+    time.sleep(0.3 * (2 - rank))
+    raise ValueError(f"from {rank}")
+
+
+def test_the_others_may_tell_their_errors_too() -> None:
+    with pytest.raises(RanksError) as caught:
+        run_ranks(_fail_everywhere, 3)
+    message = str(caught.value)
+    places = [message.index(f"ValueError: from {rank}") for rank in (2, 1, 0)]
+    assert places == sorted(places)
+
+
+def _hang_on_rank_0() -> None:
+    if os.environ["RANK"] == "0":
+        _wait_for_nothing()
+
+
+def _wait_for_nothing() -> None:
+    threading.Event().wait()
+
+
+def test_a_hang_is_timed_out_with_stacks() -> None:
+    start = time.monotonic()
+    with pytest.raises(RanksTimeoutError) as caught:
+        run_ranks(_hang_on_rank_0, 2, timeout=1.0)
+    assert time.monotonic() - start < 10
+    message = str(caught.value)
+    assert message.splitlines()[1].startswith("rank 0: timed out after 1 s")
+    assert "in _wait_for_nothing" in message
+    assert "rank 1: returned" in message
+
+
+def _be_killed() -> None:
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(30)
+
+
+def _exit_early() -> None:
+    os._exit(3)
+
+
+def test_a_killed_rank_is_reported() -> None:
+    with pytest.raises(RanksError, match="rank 1: died: killed by SIGKILL"):
+        run_ranks(_be_killed, 2)
+
+
+def test_a_rank_that_exits_is_reported() -> None:
+    with pytest.raises(RanksError, match="rank 0: died: exited with code 3 before it returned"):
+        run_ranks(_exit_early, 1)
+
+
+def _return_a_lambda() -> object:
+    return lambda: None
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error_of_the_rank() -> None:
+    with pytest.raises(RanksError, match="rank 0: raised"):
+        run_ranks(_return_a_lambda, 1)
+
+
+def _start_child() -> int:
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(60)
+    return pid
+
+
+def test_children_of_a_rank_end_with_it() -> None:
+    [pid] = run_ranks(_start_child, 1)
+    assert not _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process runs; it is not our child, so it may be a zombie for a moment."""
+    end = time.monotonic() + 3
+    while time.monotonic() < end:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.05)
+    return True
+
+
+PARENT = """
+import sys
+from tests.ranks import run_ranks
+from tests.test_ranks import _report_and_hang
+run_ranks(_report_and_hang, 2, sys.argv[1], timeout=100.0)
+"""
+
+
+def _report_and_hang(folder: str) -> None:
+    (Path(folder) / os.environ["RANK"]).write_text(f"{os.getpid()} {os.getppid()}")
+    time.sleep(100)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+def test_nothing_outlives_the_test_process(how: signal.Signals, tmp_path: Path) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+    try:
+        end = time.monotonic() + 60
+        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.05)
+        time.sleep(0.1)
+        pids = {int(pid) for path in tmp_path.iterdir() for pid in path.read_text().split()}
+        assert len(pids) == 3  # two ranks and their zygote
+        parent.send_signal(how)
+        parent.wait(timeout=20)
+    finally:
+        parent.kill()
+        parent.wait()
+    assert not [pid for pid in pids if _is_running(pid)]
+
+
+def test_a_dead_zygote_is_replaced() -> None:
+    zygote = start_zygote()
+    zygote.process.kill()
+    zygote.process.wait()
+    assert [rank for rank, *_ in run_ranks(_describe, 2, "again")] == [0, 1]
+    stop_zygote()
+    assert [rank for rank, *_ in run_ranks(_describe, 2, "again")] == [0, 1]
