@@ -45,6 +45,17 @@ def test_collectives_work() -> None:
         torch.testing.assert_close(value, torch.full((2,), 10.0, dtype=torch.float64))
 
 
+def _use_the_store_of_a_rank_that_has_returned() -> None:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        time.sleep(0.5)
+        dist.distributed_c10d._get_default_store().set("late", "1")
+
+
+def test_no_rank_leaves_before_all_have_returned() -> None:
+    run_ranks(_use_the_store_of_a_rank_that_has_returned, 2)
+
+
 def _threads() -> tuple[int, int]:
     return threading.active_count(), len(list(Path("/proc/self/task").iterdir()))
 

@@ -7,17 +7,12 @@ on some ranks only ends with an exchange of the outcome, and a failure anywhere 
 In a process without a process group these functions just call their argument.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
 
 T = TypeVar("T")
-Write = Callable[[Callable[[Path], None]], None]
-"""Has an action done by the writer, on the path that is being written; raises on all ranks if it fails."""
-
 _KINDS = (OSError, ValueError, RuntimeError)
 Failure = tuple[type[Exception], str]
 
@@ -74,19 +69,6 @@ def on_every_rank(action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-@contextmanager
-def staged(open_target: Callable[[], AbstractContextManager[Path]]) -> Iterator[Write]:
-    """Open something to write to, such as `atomic_folder(path)`, on the writer; close it there at the end.
-
-    The body runs on every rank. It may use collectives, and hands what is to be written to the `write` it is
-    given.
-    """
-    with ExitStack() as stack:
-        path = on_writer(lambda: stack.enter_context(open_target()))
-        yield lambda action: _forget(on_writer(lambda: action(_present(path))))
-        on_writer(stack.close)
-
-
 def broadcast_from_writer(value: T) -> T:
     """Return the writer's value on every rank."""
     box = [value]
@@ -130,12 +112,3 @@ def _raise_first(outcomes: dict[int, Failure | None], own: Exception | None) -> 
         if failure is not None:
             kind, text = failure
             raise kind(f"rank {rank}: {text}")
-
-
-def _present(path: Path | None) -> Path:
-    assert path is not None, "only the writer has a path"
-    return path
-
-
-def _forget(value: object) -> None:
-    """Drop a result: on the writer there is one, elsewhere there is not."""

@@ -38,7 +38,7 @@ def atomic_file(path: str | Path, *, num_bytes: int = 0) -> Iterator[Path]:
     path = Path(path).resolve()
     if path.is_dir():
         raise ValueError(f"{path} is a folder, a file is to be written: give a file name (or shard=True)")
-    with _clear_os_errors(path, num_bytes):
+    with clear_os_errors(path, num_bytes):
         temporary = _prepare(path, num_bytes)
         try:
             yield temporary
@@ -76,7 +76,7 @@ def atomic_folder(
         raise ValueError(
             f"{path} is the current folder or above it and cannot be replaced: give a sub-folder"
         )
-    with _clear_os_errors(path, num_bytes):
+    with clear_os_errors(path, num_bytes):
         _put_back(path)
         temporary = _prepare(path, num_bytes)
         try:
@@ -110,7 +110,10 @@ def sync_tree(folder: Path) -> None:
 
 def _prepare(path: Path, num_bytes: int) -> Path:
     """Make room for new content: parent folder there, leftovers gone, disk large enough; return its name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent)) from error
     for leftover in path.parent.glob(f".{_escaped(path.name)}.new-*"):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
     if num_bytes > shutil.disk_usage(path.parent).free:
@@ -178,16 +181,19 @@ def _link(source: str | Path, target: str | Path) -> None:
 
 
 @contextmanager
-def _clear_os_errors(path: Path, num_bytes: int) -> Iterator[None]:
+def clear_os_errors(path: Path, num_bytes: int) -> Iterator[None]:
     """Let an OSError say what was to be written, how large it is, and how much room there is."""
+    begin = f"cannot write {path}: "
     try:
         yield
     except OSError as error:
+        if str(error.strerror).startswith(begin):
+            raise
         number = error.errno or errno.EIO
         where = f" ({error.filename})" if error.filename else ""
         raise OSError(
             number,
-            f"cannot write {path}: {error.strerror or error}{where}; "
+            f"{begin}{error.strerror or error}{where}; "
             f"{num_bytes} bytes needed, {_free_bytes(path)} bytes free",
         ) from error
 

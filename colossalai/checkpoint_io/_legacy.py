@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.checkpoint_io._agreement import on_every_rank, staged
+from colossalai.checkpoint_io._agreement import on_every_rank
 from colossalai.checkpoint_io._atomic import atomic_file
 from colossalai.checkpoint_io._lr_scheduler import Stateful, read_small
 from colossalai.checkpoint_io._model_loading import ModelLoading, plan_model_loading
@@ -18,6 +18,7 @@ from colossalai.checkpoint_io._model_store import MODEL, model_store
 from colossalai.checkpoint_io._names import listed
 from colossalai.checkpoint_io._optimizer_loading import OptimizerLoading, plan_optimizer_loading
 from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, optimizer_store, parameter_names
+from colossalai.checkpoint_io._staging import staged
 from colossalai.checkpoint_io._store import Store
 from colossalai.checkpoint_io._store_writing import total_bytes
 from colossalai.checkpoint_io._tensors import gather_on_writer
@@ -52,7 +53,7 @@ def save_checkpoint(
     if lr_scheduler is not None:
         content["lr_scheduler"] = plain(lr_scheduler.state_dict(), at="lr_scheduler")
     num_bytes = sum(total_bytes(store) for store, _ in stores.values())
-    with staged(lambda: atomic_file(file, num_bytes=num_bytes)) as write:
+    with staged(atomic_file, file, num_bytes=num_bytes) as write:
         full = {
             part: Store(gather_on_writer(store.tensors), store.tree) for part, (store, _) in stores.items()
         }

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any, Protocol
 
-from colossalai.checkpoint_io._agreement import on_every_rank, staged
+from colossalai.checkpoint_io._agreement import on_every_rank
 from colossalai.checkpoint_io._atomic import atomic_file
+from colossalai.checkpoint_io._staging import staged
 from colossalai.checkpoint_io._tree import plain
 from colossalai.checkpoint_io._weight_file import read_torch, verify, write_torch
 
@@ -29,7 +30,7 @@ def save_lr_scheduler(lr_scheduler: Stateful, checkpoint: str | Path) -> None:
         OSError: The file cannot be written; on all ranks. What was there before is still there.
     """
     state = plain(lr_scheduler.state_dict(), at="lr_scheduler")
-    with staged(lambda: atomic_file(checkpoint)) as write:
+    with staged(atomic_file, checkpoint) as write:
         write(lambda path: write_torch(path, state))
 
 

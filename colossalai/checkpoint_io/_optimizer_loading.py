@@ -63,6 +63,8 @@ def plan_optimizer_loading(
         ValueError: Something does not fit; all of it is named.
     """
     content = stored_content(store)
+    if not content:
+        raise ValueError(f"{source}: there is no optimizer in it that save_optimizer wrote")
     named = named_parameters(optimizer, param_names)
     prefix = common_prefix(content["shapes"], named)
     shapes = {name.removeprefix(prefix): tuple(shape) for name, shape in content["shapes"].items()}

@@ -100,15 +100,13 @@ def optimizer_store(optimizer: Optimizer, param_names: ParamNames, *, prefix: st
 
 
 def stored_content(store: Store) -> dict[str, Any]:
-    """Return the content that a store was made of.
-
-    Raises:
-        ValueError: It holds no optimizer.
-    """
+    """Return the content that a store was made of; an empty one if there is no optimizer in it."""
     content = unpack(store.tree, store.tensors)
-    if not isinstance(content, dict) or not content.keys() >= _PARTS:
-        raise ValueError("there is no optimizer in it that save_optimizer wrote")
-    return content
+    return content if _is_ours(content) else {}
+
+
+def _is_ours(content: Any) -> bool:
+    return isinstance(content, dict) and content.keys() >= _PARTS
 
 
 def _as_store(content: Mapping[str, Any]) -> Store:
@@ -117,7 +115,7 @@ def _as_store(content: Mapping[str, Any]) -> Store:
 
 
 def _split(content: Any) -> Store:
-    if isinstance(content, dict) and content.keys() >= _PARTS:
+    if _is_ours(content):
         return _as_store(content)
     if isinstance(content, dict) and content.keys() >= {"state", "param_groups"}:
         raise ValueError(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from colossalai.checkpoint_io._agreement import Write, staged
 from colossalai.checkpoint_io._atomic import atomic_file, atomic_folder
 from colossalai.checkpoint_io._index import Index, index_text, plan_shards
+from colossalai.checkpoint_io._staging import Write, staged
 from colossalai.checkpoint_io._store import TREE_KEY, Kind, Layout, Store, names_by_tensor
 from colossalai.checkpoint_io._tensors import gather_on_writer, nbytes
 from colossalai.checkpoint_io._weight_file import write_safetensors, write_torch
@@ -35,7 +35,7 @@ def save_store(
     """
     if not layout.shard:
         use_safetensors = layout.use_safetensors or Path(path).suffix == ".safetensors"
-        with staged(lambda: atomic_file(path, num_bytes=total_bytes(store))) as write:
+        with staged(atomic_file, path, num_bytes=total_bytes(store)) as write:
             write_file(write, store, kind, use_safetensors=use_safetensors)
         return
     texts = texts or {}
@@ -43,7 +43,7 @@ def save_store(
     def keep(name: str) -> bool:
         return not kind.stems.owns(name) and name not in texts
 
-    with staged(lambda: atomic_folder(path, num_bytes=total_bytes(store), keep=keep)) as write:
+    with staged(partial(atomic_folder, keep=keep), path, num_bytes=total_bytes(store)) as write:
         write_folder(write, store, kind, layout)
         for name, text in texts.items():
             write(partial(_write_text, name=name, text=text))

@@ -27,7 +27,6 @@ from colossalai.checkpoint_io._agreement import (
     num_ranks,
     on_every_rank,
     on_writer,
-    staged,
 )
 from colossalai.checkpoint_io._atomic import atomic_folder
 from colossalai.checkpoint_io._lr_scheduler import Stateful, read_small
@@ -38,6 +37,7 @@ from colossalai.checkpoint_io._names import listed
 from colossalai.checkpoint_io._optimizer_loading import OptimizerLoading, plan_optimizer_loading
 from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, ParamNames, optimizer_store, parameter_names
 from colossalai.checkpoint_io._shelf import newest_complete, next_serial, prune, step_folder
+from colossalai.checkpoint_io._staging import staged
 from colossalai.checkpoint_io._store import Kind, Layout, Store
 from colossalai.checkpoint_io._store_reading import read_store
 from colossalai.checkpoint_io._store_writing import total_bytes, write_folder
@@ -105,7 +105,7 @@ def save_training_state(folder: str | Path, state: TrainingState, *, step: int, 
     content = plain({**parts, "extra": state.extra}, at="training state")
     random_states = gather_on_writer(random_state())
     num_bytes = sum(total_bytes(store) for store, _ in stores.values())
-    with staged(lambda: atomic_folder(path, num_bytes=num_bytes)) as write:
+    with staged(atomic_folder, path, num_bytes=num_bytes) as write:
         for name, (store, kind) in stores.items():
             write_folder(write, store, kind, Layout(shard=True), subfolder=name)
         write(lambda target: _write_small_files(target, content, random_states))

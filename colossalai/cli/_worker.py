@@ -8,15 +8,20 @@ are added: the process dies with its launcher; and an error that nobody catches 
 TORCHELASTIC_ERROR_FILE, for the launcher to show once, not to the screen, where the ranks' errors would mix.
 """
 
+import builtins
 import ctypes
 import faulthandler
+import importlib.machinery
+import io
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import sys
 import time
 import traceback
+import types
 from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1
@@ -32,12 +37,16 @@ def main() -> None:
         # Whole lines, at once: the ranks' lines do not mix in a pipe, and a killed rank's output is complete.
         sys.stdout.reconfigure(line_buffering=True)
     sys.argv = [target, *args]
-    _replace_first_path(kind, target)
     try:
         if kind == "module":
+            _put_first_on_path(os.getcwd())
             runpy.run_module(target, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(target, run_name="__main__")
+        elif pkgutil.get_importer(target) is None:
+            _put_first_on_path(os.path.dirname(os.path.realpath(target)))
+            _run_file(os.path.abspath(target))
+        else:  # a folder or an archive with a __main__.py, which runpy itself puts on the path
+            _put_first_on_path(None)
+            runpy.run_path(os.path.abspath(target), run_name="__main__")
     except SystemExit as error:
         hook.record_exit(error)
         raise
@@ -90,16 +99,22 @@ def die_with(launcher_pid: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _replace_first_path(kind: str, target: str) -> None:
-    """Put in `sys.path[0]`, where the folder of this file is, what Python would put there for the script."""
-    if sys.flags.safe_path:
-        return
-    if kind == "module":
-        sys.path[0] = os.getcwd()
-    elif os.path.isfile(target):
-        sys.path[0] = os.path.dirname(os.path.realpath(target))
-    else:
-        del sys.path[0]  # a folder with a __main__.py: runpy adds it
+def _run_file(path: str) -> None:
+    """Run a source file as Python does; `runpy.run_path` would make `__file__` and `sys.argv[0]` the same."""
+    main_module = types.ModuleType("__main__")
+    main_module.__file__ = path
+    main_module.__loader__ = importlib.machinery.SourceFileLoader("__main__", path)
+    main_module.__dict__.update(__builtins__=builtins, __cached__=None, __annotations__={})
+    sys.modules["__main__"] = main_module
+    with io.open_code(path) as file:
+        code = compile(file.read(), path, "exec")
+    exec(code, main_module.__dict__)
+
+
+def _put_first_on_path(folder: str | None) -> None:
+    """Replace the folder of this file, which Python has put first on `sys.path`, by the script's."""
+    if not sys.flags.safe_path:
+        sys.path[:1] = [] if folder is None else [folder]
 
 
 def _frames_of_the_user(trace: TracebackType | None) -> TracebackType | None:

@@ -27,8 +27,8 @@ _BACKENDS = ("gloo", "nccl", "xccl", "ucc", "mpi")
 _LIBRARIES = (
     ("transformers", "transformers", "models of Hugging Face"),
     ("tokenizers", "tokenizers", "text of one's own"),
-    ("safetensors", "safetensors.torch", "checkpoints"),
-    ("tensorboard", "torch.utils.tensorboard", "curves while training"),
+    ("safetensors", "safetensors", "checkpoints"),
+    ("tensorboard", "tensorboard.summary.writer.event_file_writer", "curves while training"),
     ("scikit-learn", "sklearn.datasets", "the images of the examples"),
     ("matplotlib", "matplotlib.pyplot", "plots"),
     ("torchvision", "torchvision", "image models and data"),

@@ -1,7 +1,7 @@
 """Checks of single config values; an error names the key, the value and what is allowed."""
 
 import difflib
-import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -32,7 +32,10 @@ def check_positive(value: Any, key: str) -> int:
 
 def check_number(value: Any, key: str, *, least: float, positive: bool = False) -> float:
     """Require a finite number of at least `least` (above it with `positive`) and return it."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = (
+        is_number and -sys.float_info.max <= value <= sys.float_info.max
+    )  # neither inf, nan nor a huge int
     if not is_number or value < least or (positive and value == least):
         bound = f"above {least:g}" if positive else f"of at least {least:g}"
         raise ConfigException(f"{key} is {value!r}; it must be a number {bound}")

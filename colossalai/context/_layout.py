@@ -42,9 +42,8 @@ class Layout:
 
     def tensor_axes(self) -> dict[str, int]:
         """Return the tensor axes with their extents, outermost first."""
-        axes = TENSOR_LAYOUTS[self.layout_mode].axes(self.tensor, self.depth)
-        assert axes is not None, "parse_layout has checked the size"
-        return dict(axes)
+        layout = TENSOR_LAYOUTS[self.layout_mode]
+        return dict(layout.extents(layout.largest_edge(self.tensor, self.depth), self.depth))
 
     def axes(self) -> dict[str, int]:
         """Return all mesh axes and extents, outermost first; `dp` is the view of `edp` and `ep` as one."""
@@ -140,19 +139,15 @@ def _depth(tensor: Mapping[str, Any], mode: str | None, size: int) -> int:
             f"parallel.tensor.depth is {depth}, but only mode '2.5d' has a depth, not {mode!r}"
         )
     layout = TENSOR_LAYOUTS[mode]
-    if layout.axes(size, depth) is None:
+    edge = layout.largest_edge(size, depth)
+    if edge == 0 or layout.size(edge, depth) != size:
+        fitting = [layout.size(q, depth) for q in (edge, edge + 1) if q > 0]
         suffix = f" {depth}*q*q" if mode == "2.5d" else ""
         raise ConfigException(
             f"parallel.tensor.size is {size}, but mode {mode!r} needs {layout.requirement}{suffix}: "
-            f"the nearest that fit are {_fitting_sizes(mode, size, depth)}"
+            f"the nearest that fit: {' and '.join(map(str, fitting))}"
         )
     return depth
-
-
-def _fitting_sizes(mode: str | None, size: int, depth: int) -> str:
-    fits = [n for n in range(1, 2 * size + 8 * depth) if TENSOR_LAYOUTS[mode].axes(n, depth) is not None]
-    nearest = sorted(sorted(fits, key=lambda n: abs(n - size))[:2])
-    return " and ".join(map(str, nearest))
 
 
 def _mode(mode: Any) -> str | None:

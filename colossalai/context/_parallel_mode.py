@@ -45,51 +45,59 @@ class TensorLayout:
     """How the ranks of one tensor-parallel group are arranged.
 
     Attributes:
-        axes: From (size, depth) to the tensor axes with their extents, outermost first; None if the size does
-            not fit.
+        extents: From (edge length q, depth) to the tensor axes with their extents, outermost first.
         requirement: What a size must be, in words, for the error message.
         modes: The modes that this layout adds, with the axes of each.
     """
 
-    axes: Callable[[int, int], Mapping[str, int] | None]
+    extents: Callable[[int, int], Mapping[str, int]]
     requirement: str
     modes: Mapping[Hashable, tuple[str, ...]]
 
+    def size(self, edge: int, depth: int) -> int:
+        """Return the number of ranks of the arrangement with this edge length."""
+        return math.prod(self.extents(edge, depth).values())
 
-def _line(size: int, depth: int) -> Mapping[str, int] | None:
-    return {"tp": size}
-
-
-def _square(size: int, depth: int) -> Mapping[str, int] | None:
-    q = math.isqrt(size)
-    return {"col": q, "row": q} if q * q == size else None
-
-
-def _tesseract(size: int, depth: int) -> Mapping[str, int] | None:
-    q = math.isqrt(size // depth)
-    return {"dep": depth, "col": q, "row": q} if depth * q * q == size else None
+    def largest_edge(self, size: int, depth: int) -> int:
+        """Return the edge length of the largest arrangement of at most `size` ranks; 0 if there is none."""
+        low, high = 0, size + 1
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.size(middle, depth) <= size else (low, middle)
+        return low
 
 
-def _cube(size: int, depth: int) -> Mapping[str, int] | None:
-    q = round(size ** (1 / 3))
-    return {"out": q, "inp": q, "wgt": q} if q**3 == size else None
+def _line(q: int, depth: int) -> Mapping[str, int]:
+    return {"tp": q}
+
+
+def _square(q: int, depth: int) -> Mapping[str, int]:
+    return {"col": q, "row": q}
+
+
+def _block(q: int, depth: int) -> Mapping[str, int]:
+    return {"dep": depth, "col": q, "row": q}
+
+
+def _cube(q: int, depth: int) -> Mapping[str, int]:
+    return {"out": q, "inp": q, "wgt": q}
 
 
 TENSOR_LAYOUTS: Mapping[str | None, TensorLayout] = {
-    None: TensorLayout(axes=_line, requirement="any number", modes={}),
-    "1d": TensorLayout(axes=_line, requirement="any number", modes={ParallelMode.PARALLEL_1D: ("tp",)}),
+    None: TensorLayout(extents=_line, requirement="any number", modes={}),
+    "1d": TensorLayout(extents=_line, requirement="any number", modes={ParallelMode.PARALLEL_1D: ("tp",)}),
     "sequence": TensorLayout(
-        axes=_line,
+        extents=_line,
         requirement="any number",
         modes={ParallelMode.SEQUENCE: ("tp",), ParallelMode.SEQUENCE_DP: ("dp", "tp")},
     ),
     "2d": TensorLayout(
-        axes=_square,
+        extents=_square,
         requirement="a square (1, 4, 9, 16, ...)",
         modes={ParallelMode.PARALLEL_2D_ROW: ("row",), ParallelMode.PARALLEL_2D_COL: ("col",)},
     ),
     "2.5d": TensorLayout(
-        axes=_tesseract,
+        extents=_block,
         requirement="depth times a square",
         modes={
             ParallelMode.PARALLEL_2P5D_ROW: ("row",),
@@ -99,7 +107,7 @@ TENSOR_LAYOUTS: Mapping[str | None, TensorLayout] = {
         },
     ),
     "3d": TensorLayout(
-        axes=_cube,
+        extents=_cube,
         requirement="a cube (1, 8, 27, 64, ...)",
         modes={
             ParallelMode.PARALLEL_3D_INPUT: ("inp",),

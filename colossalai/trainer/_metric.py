@@ -84,13 +84,13 @@ class MetricTable:
 
 
 class _Sums:
-    """Numerators (tensors on the device) and denominators (numbers) by name."""
+    """Numerators (tensors on the device once something is added, until then 0) and denominators by name."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # MPS has no float64; everywhere else sums over an epoch shall not lose the small terms.
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
-        self._numerators: dict[str, Tensor] = {}
+        self._numerators: dict[str, Tensor | float] = {}
         self._denominators: dict[str, float] = {}
 
     @property
@@ -98,11 +98,13 @@ class _Sums:
         return list(self._denominators)
 
     def declare(self, name: str) -> None:
-        self._numerators[name] = torch.zeros((), dtype=self._dtype, device=self._device)
+        self._numerators[name] = 0.0
         self._denominators[name] = 0.0
 
     def add(self, name: str, numerator: Tensor | float, denominator: float) -> None:
-        self._numerators[name] += numerator
+        if isinstance(numerator, Tensor):
+            numerator = numerator.to(self._dtype)
+        self._numerators[name] = self._numerators[name] + numerator
         self._denominators[name] += denominator
 
     def clear(self) -> None:
@@ -110,6 +112,6 @@ class _Sums:
             self.declare(name)
 
     def as_vector(self) -> Tensor:
-        numerators = [*self._numerators.values()]
-        denominators = torch.tensor([*self._denominators.values()], dtype=self._dtype, device=self._device)
-        return torch.cat([torch.stack(numerators), denominators]) if numerators else denominators
+        sums = [*self._numerators.values(), *self._denominators.values()]
+        scalars = [torch.as_tensor(value, dtype=self._dtype, device=self._device) for value in sums]
+        return torch.stack(scalars) if scalars else torch.empty(0)

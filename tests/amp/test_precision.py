@@ -86,7 +86,9 @@ def test_a_closure_works_where_nothing_is_scaled():
         OptimizerWrapper(torch.optim.SGD([param], lr=1), scaler=make_scaler()).step(closure)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [(BF16Autocast(), torch.bfloat16), (FP16Autocast(), torch.float16)])
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [(BF16Autocast(), torch.bfloat16), (FP16Autocast(), torch.float16)]
+)
 def test_autocast_computes_low_and_returns_float32(precision, dtype):
     seen = []
     model = nn.Sequential(nn.Linear(4, 4))
@@ -128,7 +130,7 @@ def test_what_is_not_there_is_said():
     for mode in (AMP_TYPE.NAIVE, AMP_TYPE.APEX):
         with pytest.raises(ValueError, match=f"AMP_TYPE.{mode.name} is not there yet"):
             convert_to_amp(nn.Linear(1, 1), None, None, mode)
-    with pytest.raises(ValueError, match="do not fit AMP_TYPE.TORCH"):
+    with pytest.raises(ValueError, match="do not fit"):
         precision_of(AMP_TYPE.TORCH, {"initial_scale": 1})
     with pytest.raises(ValueError, match="the scale must be above 0"):
         make_scaler(backoff_factor=1.5)

@@ -211,7 +211,12 @@ def gradients_with(method, options, precision):
         ("fsdp", {"reshard_after_forward": False}, "fp32", 1e-6),
         ("fsdp", {"cpu_offload": True}, None, 1e-6),
         ("ddp", {"find_unused_parameters": True, "gradient_as_bucket_view": True}, None, 1e-6),
-        ("fsdp", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, None, 2e-2),  # 8 bits of mantissa
+        (
+            "fsdp",
+            {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+            None,
+            2e-2,
+        ),  # 8 bits of mantissa
         ("fsdp", {"recompute": ["blocks.1"]}, "bf16", 2e-2),
         ("ddp", {}, "fp16", 5e-3),  # 11 bits of mantissa
     ],

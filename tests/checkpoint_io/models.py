@@ -6,7 +6,7 @@ from torch.optim import Optimizer
 
 
 class Tied(nn.Module):
-    """An embedding whose weight is also the last layer's; a buffer; odd sizes, which two ranks cut unevenly."""
+    """An embedding whose weight is also the last layer's, buffers, odd sizes that two ranks cut unevenly."""
 
     def __init__(self, width: int = 7) -> None:
         super().__init__()

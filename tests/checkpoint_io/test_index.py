@@ -1,6 +1,7 @@
 """Shards, indexes and names."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ def test_shards_hold_everything_in_order_and_are_full(sizes: list[int], size_per
     assert [name for shard in shards for name in shard] == list(by_name)
     for shard in shards:
         assert len(shard) == 1 or sum(by_name[name] for name in shard) <= size_per_shard * MB
-    for shard, following in zip(shards, shards[1:], strict=False):
+    for shard, following in pairwise(shards):
         assert sum(by_name[name] for name in [*shard, following[0]]) > size_per_shard * MB
 
 
@@ -38,7 +39,9 @@ def test_names_of_files() -> None:
     ours = ["pytorch_model.bin", "model.safetensors", "model.safetensors.index.json"]
     ours += ["pytorch_model-00002-of-00013.bin", "pytorch_model.bin.index.json"]
     assert all(map(STEMS.owns, ours))
-    assert not any(map(STEMS.owns, ["config.json", "model.py", "model.fp16.safetensors", "pytorch_optim.bin"]))
+    assert not any(
+        map(STEMS.owns, ["config.json", "model.py", "model.fp16.safetensors", "pytorch_optim.bin"])
+    )
 
 
 def test_an_index_round_trips(tmp_path: Path) -> None:

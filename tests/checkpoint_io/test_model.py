@@ -80,7 +80,6 @@ def test_the_folder_has_the_layout_of_hugging_face(tmp_path: Path) -> None:
     files = sorted(path.name for path in tmp_path.glob("*.bin"))
     assert files == [f"pytorch_model-{n:05d}-of-{len(files):05d}.bin" for n in range(1, len(files) + 1)]
     assert len(files) > 2
-    assert list(index["weight_map"]) == [name for name in index["weight_map"] if name in model.state_dict()]
     assert index["weight_map"].keys() == model.state_dict().keys()
     unique = {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in unique.values())
@@ -144,7 +143,7 @@ def saved_with_misfits(path: Path) -> None:
 def test_all_misfits_are_named_and_nothing_is_overwritten(tmp_path: Path) -> None:
     model = tied(seed=1)
     saved_with_misfits(tmp_path / "x.pt")
-    with pytest.raises(ValueError, match="nothing was loaded") as caught:
+    with pytest.raises(ValueError, match=r"nothing was loaded") as caught:
         load_model(model, tmp_path / "x.pt")
     text = str(caught.value)
     assert "2 missing in the checkpoint: hidden.weight, norm.running_var" in text
@@ -178,7 +177,7 @@ def test_untied_weights_do_not_load_into_tied_ones(tmp_path: Path) -> None:
     load_model(tied(seed=1), tmp_path / "equal.pt")
     state["head.weight"] += 1
     torch.save(state, tmp_path / "torn.pt")
-    with pytest.raises(ValueError, match="embed.weight and head.weight: two different tensors"):
+    with pytest.raises(ValueError, match=r"embed.weight and head.weight: two different tensors"):
         load_model(tied(), tmp_path / "torn.pt")
 
 
@@ -186,7 +185,7 @@ def test_tied_weights_in_safetensors_are_missing_for_an_untied_model(tmp_path: P
     save_model(tied(), tmp_path / "x.safetensors")
     untied = Tied().double()
     untied.head = nn.Linear(7, 11, bias=False).double()
-    with pytest.raises(ValueError, match="1 missing in the checkpoint: head.weight$"):
+    with pytest.raises(ValueError, match=r"1 missing in the checkpoint: head.weight$"):
         load_model(untied, tmp_path / "x.safetensors")
 
 
@@ -208,7 +207,7 @@ def test_damage_is_found_before_anything_is_overwritten(options: dict[str, Any],
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     save_model(tied(), tmp_path, shard=True, size_per_shard=SMALL)
     next(tmp_path.glob("*-00002-of-*")).unlink()
-    with pytest.raises(ValueError, match="names files that are not there: pytorch_model-00002-of"):
+    with pytest.raises(ValueError, match=r"names files that are not there: pytorch_model-00002-of"):
         load_model(tied(), tmp_path)
 
 
@@ -230,7 +229,7 @@ def test_wrong_sorts_of_content_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"list.pt: there are no weights by name in it, but a list"):
         load_model(tied(), tmp_path / "list.pt")
     torch.save({"epoch": 1, "model": {}}, tmp_path / "legacy.pt")
-    with pytest.raises(ValueError, match="load_checkpoint"):
+    with pytest.raises(ValueError, match=r"load_checkpoint"):
         load_model(tied(), tmp_path / "legacy.pt")
 
 

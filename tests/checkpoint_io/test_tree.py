@@ -63,7 +63,7 @@ def test_values_that_json_has_no_word_for() -> None:
 
 
 def test_subclasses_become_their_base() -> None:
-    class Mode(str, enum.Enum):
+    class Mode(enum.StrEnum):
         FAST = "fast"
 
     back = plain({"lr": np.float64(0.1), "n": np.int64(3), "mode": Mode.FAST, "flag": np.True_}, at="x")

@@ -80,7 +80,9 @@ def test_the_old_torch_format_is_read(tmp_path: Path) -> None:
     assert read_torch(path)["w"].tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("write", [write_torch, lambda path, tensors: write_safetensors(path, tensors, header={})])
+@pytest.mark.parametrize(
+    "write", [write_torch, lambda path, tensors: write_safetensors(path, tensors, header={})]
+)
 class TestDamage:
     def test_a_flipped_bit(self, write: object, tmp_path: Path) -> None:
         path = tmp_path / "a"
@@ -105,9 +107,9 @@ class TestDamage:
 def test_code_is_not_executed(tmp_path: Path) -> None:
     for name, use_zip in (("a", True), ("b", False)):
         torch.save({"w": Evil()}, tmp_path / name, _use_new_zipfile_serialization=use_zip)
-        with pytest.raises(ValueError, match="refused"):
+        with pytest.raises(ValueError, match=r"refused"):
             read_torch(tmp_path / name)
-    with pytest.raises(ValueError, match="builtins.eval"):
+    with pytest.raises(ValueError, match=r"builtins.eval"):
         read_torch(tmp_path / "a")
 
 
@@ -119,7 +121,7 @@ def test_something_else_is_named(tmp_path: Path) -> None:
 
 
 def test_what_safetensors_cannot_hold_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="complex128.*use_safetensors=False"):
+    with pytest.raises(ValueError, match=r"complex128.*use_safetensors=False"):
         write_safetensors(tmp_path / "a", {"w": torch.zeros(2, dtype=torch.complex128)}, header={})
-    with pytest.raises(ValueError, match="w is torch.sparse_coo.*use_safetensors=False"):
+    with pytest.raises(ValueError, match=r"w is torch.sparse_coo.*use_safetensors=False"):
         write_safetensors(tmp_path / "a", {"w": torch.zeros(2).to_sparse()}, header={})

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 60.0  # for importing torch on a busy machine
+START_S = 120.0  # for importing torch on a busy machine
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,9 @@ class Command:
 
     def wait_for_words(self, count: int) -> list[str]:
         """Wait until the ranks have written `count` words, and return them in sorted order."""
-        wait_until(lambda: len(self.out.split()) >= count or self.process.poll() is not None, START_S)
+        deadline = time.monotonic() + START_S
+        while len(self.out.split()) < count and self.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
         words = sorted(self.out.split())
         assert len(words) == count, f"{self.out}\n{self.err}"
         return words

@@ -1,7 +1,7 @@
 """`colossalai run`, for real: what the ranks see, and how a job ends when something goes wrong.
 
-A job costs two seconds, most of them for importing torch. So one job answers several questions, and those that
-need nobody to interfere run side by side.
+A job costs two seconds, most of them for importing torch. So one job answers several questions, and those
+that need nobody to interfere run side by side.
 """
 
 import json
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.dist
 START_JOB = ("run", "--nproc_per_node", "2")
 SEES = """
 import json, os, sys
-names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"]
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"]
 with open("rank_" + os.environ["RANK"], "w") as file:
     json.dump(
         {
@@ -50,7 +50,12 @@ time.sleep(60)
 # Rank 0 and its child, which is in a session of its own, do not end when asked.
 RAISES = """
 import os, signal, subprocess, sys, time
-stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(60)"
+stubborn = '''
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("deaf", flush=True)
+time.sleep(60)
+'''
 if os.environ["RANK"] == "0":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", stubborn], stdout=subprocess.PIPE, start_new_session=True)
@@ -76,7 +81,8 @@ time.sleep(60)
 """
 
 BARRIER = """
-import os, time
+import faulthandler, os, time
+faulthandler.dump_traceback_later(90)
 import torch.distributed as dist
 dist.init_process_group("gloo")
 dist.barrier()
@@ -163,7 +169,6 @@ def test_what_a_rank_sees(side_by_side: dict[str, Command]):
                 "RANK": rank,
                 "LOCAL_RANK": rank,
                 "WORLD_SIZE": "2",
-                "LOCAL_WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": (command.folder / "port").read_text(),
                 "OMP_NUM_THREADS": threads,

@@ -5,8 +5,13 @@ import enum
 import pytest
 
 from colossalai.amp import AMP_TYPE
-from colossalai.context import INITIALIZER_MAPPING, Config, ConfigException, ParallelContext
-from colossalai.context import ProcessGroupInitializer
+from colossalai.context import (
+    INITIALIZER_MAPPING,
+    Config,
+    ConfigException,
+    ParallelContext,
+    ProcessGroupInitializer,
+)
 from colossalai.context._features import check_config
 from colossalai.registry import DIST_GROUP_INITIALIZER
 

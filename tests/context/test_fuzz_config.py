@@ -116,7 +116,7 @@ def jobs(draw: st.DrawFn) -> tuple[Any, int, int]:
     parallel, world_size = draw(meshes())
     # A copy: what is damaged below must not be the element that hypothesis draws again.
     config: dict[str, Any] = copy.deepcopy({**draw(features), "parallel": parallel})
-    for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2]))):
+    for _ in range(draw(st.sampled_from([0, 1, 1, 2, 3]))):
         damage = draw(st.sampled_from(["replace", "replace", "add", "remove", "world"]))
         place, key = draw(st.sampled_from(_places(config) or [(config, "parallel")]))
         if damage == "replace":

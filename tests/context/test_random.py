@@ -58,9 +58,12 @@ def test_a_mode_goes_on_where_it_was_left():
 
 
 def test_the_mode_is_put_back_also_after_an_error():
-    with pytest.raises(KeyError), seed(M.TENSOR):
-        assert get_current_mode() == M.TENSOR
-        raise KeyError
+    def fail():
+        with seed(M.TENSOR):
+            raise KeyError(get_current_mode())
+
+    with pytest.raises(KeyError, match="TENSOR"):
+        fail()
     assert get_current_mode() == M.GLOBAL
     assert with_seed(get_current_mode, M.DATA)() == M.DATA
 

@@ -51,9 +51,7 @@ def accumulate(loader_kind, world_batch, num_epochs, config):
         loader = DataLoader(make_data(), batch_size=batch_size)
         if loader_kind == "generator":
             loader = Unsized(loader)
-    engine, loader, *_ = colossalai.initialize(
-        model, optimizer, nn.CrossEntropyLoss(), loader, verbose=False
-    )
+    engine, loader, *_ = colossalai.initialize(model, optimizer, nn.CrossEntropyLoss(), loader, verbose=False)
     updates = []
     for _ in range(num_epochs):
         for x, y in loader:
@@ -85,8 +83,15 @@ def test_the_last_short_window_is_not_lost(loader_kind):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("extra", [{}, {"clip_grad_norm": 0.2}, {"zero": {"stage": 3}, "clip_grad_norm": 0.2},
-                                   {"gradient_handler": [{"type": "DataParallelGradientHandler"}]}])  # fmt: skip
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"clip_grad_norm": 0.2},
+        {"zero": {"stage": 3}, "clip_grad_norm": 0.2},
+        {"gradient_handler": [{"type": "DataParallelGradientHandler"}]},
+    ],
+)
 def test_windows_over_two_ranks(extra):
     config = {"gradient_accumulation": 2, **extra}
     found = run_ranks(accumulate, 2, "ours", 4, 2, config)
@@ -113,7 +118,9 @@ def own_handler():
     engine.backward(engine(torch.full((1, 1), float(gpc.get_global_rank() + 1))).sum())
     local = model.weight.grad.item()
     engine.step()
-    wrapped_in_ddp = any(type(module).__name__ == "DistributedDataParallel" for module in engine.model.modules())
+    wrapped_in_ddp = any(
+        type(module).__name__ == "DistributedDataParallel" for module in engine.model.modules()
+    )
     return start, local, model.weight.item(), wrapped_in_ddp
 
 
@@ -182,7 +189,9 @@ def test_data_process_func():
 
 
 def errors():
-    colossalai.launch_from_torch(config={"gradient_handler": [{"type": "DataParalelGradientHandler"}]}, verbose=False)
+    colossalai.launch_from_torch(
+        config={"gradient_handler": [{"type": "DataParalelGradientHandler"}]}, verbose=False
+    )
     model = make_model()
     with pytest.raises(ValueError, match="DataParallelGradientHandler"):
         colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbose=False)

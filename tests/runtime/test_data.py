@@ -25,17 +25,19 @@ def batches_of(loader):
 
 
 @settings(max_examples=60, deadline=None)
-@given(size=st.integers(1, 40), num_replicas=st.integers(1, 7), shuffle=st.booleans(), drop_last=st.booleans())
+@given(
+    size=st.integers(1, 40), num_replicas=st.integers(1, 7), shuffle=st.booleans(), drop_last=st.booleans()
+)
 def test_replicas_divide_the_dataset(size, num_replicas, shuffle, drop_last):
     if drop_last and size < num_replicas:
         with pytest.raises(ValueError, match="too few"):
             DataParallelSampler(dataset_of(size), num_replicas=num_replicas, replica=0, drop_last=True)
         return
+    options = {"num_replicas": num_replicas, "shuffle": shuffle, "drop_last": drop_last}
     parts = [
-        list(DataParallelSampler(dataset_of(size), num_replicas=num_replicas, replica=replica, shuffle=shuffle,
-                                 drop_last=drop_last))
+        list(DataParallelSampler(dataset_of(size), replica=replica, **options))
         for replica in range(num_replicas)
-    ]  # fmt: skip
+    ]
     assert len({len(part) for part in parts}) == 1  # all ranks make the same number of steps
     seen = [index for part in parts for index in part]
     if drop_last:

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.unit
 @pytest.fixture(autouse=True)
 def launched():
     kept = random_state()
-    seed_all_modes(3, Mesh({"edp": 1, "ep": 1, "pp": 1, "tp": 1}, rank=0, views={"dp": ("edp", "ep")}), ("tp",))
+    seed_all_modes(
+        3, Mesh({"edp": 1, "ep": 1, "pp": 1, "tp": 1}, rank=0, views={"dp": ("edp", "ep")}), ("tp",)
+    )
     yield
     reset_seeds()
     set_random_state(kept)
@@ -111,5 +113,5 @@ def test_blocks_are_found():
 def test_refusals():
     with pytest.raises(ValueError, match="no stack of blocks"):
         apply_recompute(nn.Linear(2, 2), True)
-    with pytest.raises(ValueError, match="'block.0', which is not a sub-module; there are \\['blocks'"):
+    with pytest.raises(ValueError, match=r"'block\.0', which is not a sub-module; there are \['blocks'"):
         apply_recompute(Net(), ["block.0"])

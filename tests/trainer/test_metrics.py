@@ -36,6 +36,13 @@ def test_loss_is_the_mean_over_samples_also_with_a_short_last_batch(return_outpu
     assert values == {"Loss": pytest.approx(wanted, rel=1e-12)}
 
 
+def test_a_loss_in_half_precision_is_not_rounded_again() -> None:
+    """70000 is more than float16 can hold: 70 samples with a loss of 1000."""
+    engine, loss = FakeEngine(), torch.tensor(1000.0, dtype=torch.float16)
+    engine.execute_schedule = lambda *_, **__: (None, None, loss)
+    assert Trainer(engine).evaluate(make_batches((70, 1)), hooks=[LossHook()]) == {"Loss": 1000.0}
+
+
 def test_accuracy_is_correct_over_all_predictions() -> None:
     engine = FakeEngine()
     data, labels = whole(make_batches())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -167,6 +169,20 @@ def _fit_quietly() -> int:
 
 def test_without_a_reader_of_steps_there_is_one_reduction_per_epoch() -> None:
     assert run_ranks(_fit_quietly, 2) == [2, 2]
+
+
+def _throughput() -> dict[str, float]:
+    """A look at the clock takes 1 s on rank 0 and 2 s on rank 1."""
+    trainer, train, _ = make_trainer({}, part_of(make_batches((6, 6)), _rank(), 2))
+    looks = itertools.count(step=_rank() + 1.0)
+    with patch("time.perf_counter", lambda: next(looks)):
+        trainer.fit(train, epochs=1, hooks=[hooks.ThroughputHook(tflop_per_step=3.0)])
+    return trainer.metrics["train"].epoch_values
+
+
+def test_throughput_is_of_all_ranks_together_and_work_of_one() -> None:
+    """12 samples in 2 steps, which took 2 s on one rank and 4 s on the other: 3 s in the mean."""
+    assert run_ranks(_throughput, 2) == [{"Throughput": 4.0, "TFLOPS": 2.0}] * 2
 
 
 def _rates_with_accumulation() -> tuple[list[float], float]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from colossalai.logging import get_dist_logger
+
 
 def check_total_steps(total_steps: int) -> int:
     """Return `total_steps` if it is a positive integer.
@@ -24,15 +26,23 @@ def check_count(name: str, value: int) -> int:
 
 
 def check_warmup_steps(warmup_steps: int, total_steps: int) -> int:
-    """Return `warmup_steps` if it is an integer from 0 to `total_steps`.
+    """Return `warmup_steps` if it is an integer that is not negative.
+
+    One greater than `total_steps` is warned about, not refused: short trial runs of a long recipe (the
+    documentation's warm up for 50 of 2 epochs) are to run.
 
     Raises:
         ValueError: It is not.
     """
-    if not isinstance(warmup_steps, int) or not 0 <= warmup_steps <= total_steps:
+    if not isinstance(warmup_steps, int) or warmup_steps < 0:
         raise ValueError(
-            f"warmup_steps={warmup_steps!r} does not fit total_steps={total_steps}: "
-            f"give an integer from 0 to {total_steps}, or raise total_steps (it includes the warm-up)"
+            f"warmup_steps={warmup_steps!r} is out of range; give an integer from 0 to total_steps"
+        )
+    if warmup_steps > total_steps:
+        get_dist_logger().log_once(
+            f"warmup_steps={warmup_steps} exceeds total_steps={total_steps}, which includes the warm-up: "
+            f"the learning rate ends at {total_steps + 1}/{warmup_steps + 1} of its base value",
+            ranks=[0],
         )
     return warmup_steps
 

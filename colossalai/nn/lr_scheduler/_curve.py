@@ -31,8 +31,7 @@ class CurveLR(LRScheduler, ABC):
         last_epoch: The step that was made last when a run goes on without a saved state, -1 for a new run.
 
     Raises:
-        ValueError: `total_steps` is not a positive integer, or the warm-up is negative or longer than the
-            schedule.
+        ValueError: `total_steps` is not a positive integer, or `warmup_steps` is negative.
     """
 
     def __init__(

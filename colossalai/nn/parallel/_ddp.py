@@ -1,6 +1,6 @@
 """Replicated data parallelism: torch's `DistributedDataParallel`, or nothing but equal starting weights."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import nn
@@ -32,17 +32,10 @@ class Replicated(DataMethod):
         trainable = any(param.requires_grad for param in module.parameters())
         if mesh.axis_size("dp") == 1 or not trainable:  # DDP refuses a module without trainable parameters
             return module
-        return DistributedDataParallel(
-            module,
-            device_ids=None if device.type == "cpu" else [device],
-            process_group=mesh.group("dp"),
-            broadcast_buffers=self.broadcast_buffers,
-            bucket_cap_mb=self.bucket_cap_mb,
-            find_unused_parameters=self.find_unused_parameters,
-            check_reduction=self.check_reduction,
-            gradient_as_bucket_view=self.gradient_as_bucket_view,
-            static_graph=self.static_graph,
-        )
+        # Only what was chosen is passed: torch warns of some of these names even at their default value.
+        chosen = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        device_ids = None if device.type == "cpu" else [device]
+        return DistributedDataParallel(module, device_ids, process_group=mesh.group("dp"), **chosen)
 
     def set_sync(self, module: nn.Module, enabled: bool) -> None:
         """See the base class."""

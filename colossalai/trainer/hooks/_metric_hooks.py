@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from colossalai.registry import HOOKS
@@ -61,7 +62,8 @@ class LossHook(MetricHook):
         """Add the loss of the batch, weighted by its samples; nothing on a rank that has no loss."""
         loss = results[2]
         if loss is not None:
-            table.add("Loss", loss * trainer.batch_samples, trainer.batch_samples)
+            wide_enough = torch.promote_types(loss.dtype, torch.float32)
+            table.add("Loss", loss.to(wide_enough) * trainer.batch_samples, trainer.batch_samples)
 
 
 @HOOKS.register_module

@@ -216,11 +216,25 @@ def test_total_steps_must_be_a_positive_integer(name: str, total_steps: object) 
 
 
 @pytest.mark.parametrize("name", [name for name in SCHEDULES if "Warmup" in name])
-def test_a_warmup_must_fit_the_schedule(name: str) -> None:
-    wrong: dict[str, object] = {"milestones": [40]} if "Multi" in name else {}
-    for warmup_steps in (-1, TOTAL + 1, 1.5):
-        with pytest.raises(ValueError, match=r"warmup_steps=.* total_steps=20.* from 0 to 20"):
-            make(name, make_optimizer(), warmup_steps=warmup_steps, **wrong)
+def test_a_warmup_must_be_a_number_of_steps(name: str) -> None:
+    for warmup_steps in (-1, 1.5):
+        with pytest.raises(ValueError, match=r"warmup_steps=.* is out of range.* from 0 to total_steps"):
+            make(name, make_optimizer(), warmup_steps=warmup_steps)
+
+
+@pytest.mark.parametrize("name", [name for name in SCHEDULES if "Warmup" in name])
+def test_a_warmup_longer_than_the_schedule_is_warned_about(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The documentation's mixed-precision tutorial warms up for 50 of 2 epochs."""
+    optimizer = make_optimizer()
+    more = {"milestones": [80]} if "Multi" in name else {}
+    warmup_steps = 40 + len(name)  # a message of its own for each: it is logged once
+    scheduler = make(name, optimizer, warmup_steps=warmup_steps, **more)
+    assert f"ends at 21/{warmup_steps + 1} of its base" in capsys.readouterr().err
+    seen = [first for first, _ in rates(optimizer, scheduler, TOTAL + 3)]
+    wanted = [0.4 * (min(t, TOTAL) + 1) / (warmup_steps + 1) for t in range(TOTAL + 3)]
+    assert seen == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize("pct_start", [-0.1, 1.01, float("nan")])

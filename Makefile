@@ -1,0 +1,75 @@
+# Everything goes through these targets; `make` lists them.
+#   PYTHON=python3.12       the interpreter that makes .venv (3.11 or newer)
+#   TORCH_INDEX=URL         where to take torch from. PyPI's torch for Linux brings several GB of CUDA along; without a
+#                           GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu is a tenth of that.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup train test check format gpu clean
+
+PYTHON ?= python3
+NPROC ?= 2
+DATA ?=
+FRESH ?=
+ARGS ?=
+TORCH_INDEX ?=
+
+BIN := .venv/bin
+READY := .venv/.ready
+TORCH_PIN := $(shell grep '^torch==' requirements-dev.txt)
+TRAIN_ARGS = $(if $(DATA),--data "$(DATA)") $(if $(filter-out 0,$(FRESH)),--fresh) $(ARGS)
+
+help:
+	@echo "make train   train a small GPT on text with NPROC=2 processes; run again to resume."
+	@echo "             FRESH=1 starts over, DATA=PATH takes your .txt/.jsonl files, ARGS= goes to the script"
+	@echo "make test    check, then the whole test suite"
+	@echo "make check   format, lint, types, layers, surface"
+	@echo "make format  format the code and mend what the linter can mend"
+	@echo "make gpu     the tests that need an accelerator, then the benchmarks into benchmarks/results/"
+	@echo "make setup   the environment in .venv; the other targets call it"
+	@echo "make clean   remove caches and build outputs; .venv and runs/ stay"
+
+setup: $(READY)
+
+$(READY): requirements-dev.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try make PYTHON=python3.12 ..."; \
+		exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet $(TORCH_PIN) --index-url $(TORCH_INDEX))
+	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet -e . --no-deps
+	@touch $@
+
+train: setup
+	$(BIN)/colossalai run --nproc_per_node $(NPROC) examples/gpt/train.py --config examples/gpt/config.py $(TRAIN_ARGS)
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest --durations=0 tests/layers tests/surface
+
+test: check
+	$(BIN)/python -m pytest
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Without an accelerator the tests skip themselves and say why. One process for each accelerator runs the benchmarks.
+gpu: setup
+	$(BIN)/python -m pytest -m gpu -rs
+	@mkdir -p benchmarks/results
+	@devices=$$($(BIN)/python -c 'import torch; print(torch.accelerator.device_count())'); \
+	if [ "$$devices" = 0 ]; then \
+		echo "benchmarks skipped: torch.accelerator.device_count() is 0"; \
+	else \
+		for script in benchmarks/*.py; do \
+			$(BIN)/colossalai run --nproc_per_node $$devices $$script --json benchmarks/results/$$(basename $$script .py).json; \
+		done; \
+	fi
+
+clean:
+	rm -rf build dist .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,107 @@
+"""Compare step times of several variants in one run on a noisy machine, and report them.
+
+Every round runs one step of each variant, in an order that rotates. What disturbs the machine for longer than
+a step then disturbs all variants alike, and the ratio of two steps of the same round is nearly free of it;
+the median of those ratios over the rounds is the figure.
+"""
+
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def time_rounds(
+    variants: Mapping[str, Callable[[], Any]], *, rounds: int, warmup: int
+) -> dict[str, list[float]]:
+    """Return the step times of each variant in seconds, one for each round; every rank calls it."""
+    names = list(variants)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    gc.collect()
+    gc.disable()  # a collection would be charged to whichever variant it hits
+    try:
+        for number in range(-warmup, rounds):
+            shift = number % len(names)
+            for name in names[shift:] + names[:shift]:
+                seconds = _time_step(variants[name])
+                if number >= 0:
+                    times[name].append(seconds)
+    finally:
+        gc.enable()
+    return times
+
+
+def compare(times: Mapping[str, list[float]], *, baseline: str) -> list[dict[str, Any]]:
+    """Return a row for each variant: its median step time, its median ratio to the baseline, quartiles."""
+    rows = []
+    for name, seconds in times.items():
+        ratios = [mine / theirs for mine, theirs in zip(seconds, times[baseline], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        rows.append(
+            {
+                "variant": name,
+                "step_ms": round(1e3 * statistics.median(seconds), 3),
+                "ratio": round(middle, 4),
+                "ratio_quartiles": [round(low, 4), round(high, 4)],
+            }
+        )
+    return rows
+
+
+def report(
+    title: str, rows: list[dict[str, Any]], *, settings: Mapping[str, Any], json_file: str | None
+) -> None:
+    """Print rows as a table on rank 0, and write them with what they were measured on as JSON."""
+    if dist.is_initialized() and dist.get_rank() != 0:
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*rows[0], title=title)
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console().print(table)
+    if json_file is not None:
+        content = {"title": title, "settings": dict(settings), "machine": machine(), "rows": rows}
+        path = Path(json_file)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """Return what figures depend on."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    cpu = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.processor(),
+    )
+    return {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "cpu": cpu,
+        "accelerator": torch.get_device_module(accelerator).get_device_name() if accelerator else None,
+        "threads": torch.get_num_threads(),
+        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _time_step(step: Callable[[], Any]) -> float:
+    if dist.is_initialized():
+        dist.barrier()
+    start = time.perf_counter()
+    step()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter() - start

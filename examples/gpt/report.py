@@ -1,0 +1,172 @@
+"""What a training run shows and leaves: progress, metrics.jsonl, TensorBoard events, a picture of the losses.
+
+One rank reports with a `FileReport`; the others hold a `Report`, whose methods do nothing.
+"""
+
+import json
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+PICTURE_FILE = "loss.png"
+TENSORBOARD_FOLDER = "tensorboard"
+SPEED_STEPS = 20  # the speed shown is an average over so many steps
+NUM_PLAIN_LINES = 20  # lines of progress over a whole run where the output is not a terminal
+
+
+class Report:
+    """The report of a rank that does not report.
+
+    Attributes:
+        is_active: Whether this rank reports.
+    """
+
+    is_active = False
+
+    def say(self, message: str) -> None:
+        """Show some lines."""
+
+    def train(self, step: int, *, loss: float, lr: float, num_tokens: int) -> None:
+        """Record an optimizer step that has seen `num_tokens` tokens on all ranks together."""
+
+    def validation(self, step: int, *, loss: float) -> None:
+        """Record a validation after `step` optimizer steps."""
+
+    def draw(self, *, title: str) -> None:
+        """Write the picture of the losses."""
+
+    def close(self) -> None:
+        """End the progress display and flush the files."""
+
+
+class FileReport(Report):
+    """Report to the terminal and to a folder.
+
+    Args:
+        folder: Where the files go.
+        first_step: Steps already made by an earlier run; what it recorded after them is dropped, for those
+            steps will be made again.
+        total_steps: Optimizer steps of the whole training.
+        unigram_entropy: Drawn in the picture as the line to beat.
+    """
+
+    is_active = True
+
+    def __init__(self, folder: Path, *, first_step: int, total_steps: int, unigram_entropy: float) -> None:
+        # Only the rank that reports needs these two; one that is missing is missed now, not at the end.
+        from plot import draw_losses
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._draw_losses = draw_losses
+        self._events = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=first_step + 1)
+        self._folder = folder
+        self._unigram_entropy = unigram_entropy
+        self._records = keep_metrics(folder / METRICS_FILE, last_step=first_step)
+        self._file = (folder / METRICS_FILE).open("a", buffering=1)
+        on_screen = _Bar if sys.stdout.isatty() else _Lines
+        self._progress = on_screen(first_step, total_steps)
+        self._times: deque[float] = deque([time.perf_counter()], maxlen=SPEED_STEPS + 1)
+
+    def say(self, message: str) -> None:
+        """Show some lines; they stay above the progress bar."""
+        self._progress.say(message)
+
+    def train(self, step: int, *, loss: float, lr: float, num_tokens: int) -> None:
+        """Record an optimizer step that has seen `num_tokens` tokens on all ranks together."""
+        self._times.append(time.perf_counter())
+        speed = num_tokens * (len(self._times) - 1) / (self._times[-1] - self._times[0])
+        self._record({"step": step, "loss": loss, "lr": lr, "tokens_per_second": round(speed)})
+        for name, value in (("loss/train", loss), ("learning_rate", lr), ("tokens_per_second", speed)):
+            self._events.add_scalar(name, value, step)
+        self._progress.advance(step, loss=loss, speed=speed)
+
+    def validation(self, step: int, *, loss: float) -> None:
+        """Record a validation after `step` optimizer steps, once."""
+        if any(record["step"] == step and "validation_loss" in record for record in self._records):
+            return
+        self._record({"step": step, "validation_loss": loss})
+        self._events.add_scalar("loss/validation", loss, step)
+        self._progress.validated(step, loss=loss)
+        self._times.clear()  # the time of a validation is not that of a step
+        self._times.append(time.perf_counter())
+
+    def draw(self, *, title: str) -> None:
+        """Write the picture of the losses."""
+        path = self._folder / PICTURE_FILE
+        self._draw_losses(self._records, path, title=title, unigram_entropy=self._unigram_entropy)
+
+    def close(self) -> None:
+        """End the progress display and flush the files."""
+        self._progress.close()
+        self._events.close()
+        self._file.close()
+
+    def _record(self, record: dict[str, Any]) -> None:
+        self._records.append(record)
+        self._file.write(json.dumps(record) + "\n")
+
+
+def keep_metrics(path: Path, *, last_step: int) -> list[dict[str, Any]]:
+    """Drop what an earlier run has recorded after `last_step`; return the other records."""
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]  # a crash may have cut the last line: it has no line end
+    records = [record for record in map(json.loads, lines) if record["step"] <= last_step]
+    draft = path.with_name(f"{path.name}.tmp")
+    draft.write_text("".join(json.dumps(record) + "\n" for record in records))
+    draft.replace(path)
+    return records
+
+
+class _Lines:
+    """Progress as plain lines, for logs."""
+
+    def __init__(self, first_step: int, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self.every = max(1, total_steps // NUM_PLAIN_LINES)
+
+    def say(self, message: str) -> None:
+        print(message, flush=True)
+
+    def advance(self, step: int, *, loss: float, speed: float) -> None:
+        if step % self.every == 0:
+            self.say(f"step {step}/{self.total_steps}  loss {loss:.3f}  {speed:,.0f} tokens/s")
+
+    def validated(self, step: int, *, loss: float) -> None:
+        self.say(f"step {step}/{self.total_steps}  validation loss {loss:.3f}")
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class _Bar:
+    """Progress as a bar, for people."""
+
+    def __init__(self, first_step: int, total_steps: int) -> None:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        figures = (
+            "loss {task.fields[loss]}  validation {task.fields[validation]}  {task.fields[speed]} tokens/s"
+        )
+        self._progress = Progress(
+            BarColumn(), MofNCompleteColumn(), TextColumn(figures), TimeRemainingColumn()
+        )
+        self._task = self._progress.add_task(
+            "training", total=total_steps, completed=first_step, loss="-", validation="-", speed="-"
+        )
+        self._progress.start()
+
+    def say(self, message: str) -> None:
+        self._progress.console.print(message, markup=False, highlight=False)
+
+    def advance(self, step: int, *, loss: float, speed: float) -> None:
+        self._progress.update(self._task, completed=step, loss=f"{loss:.3f}", speed=f"{speed:,.0f}")
+
+    def validated(self, step: int, *, loss: float) -> None:
+        self._progress.update(self._task, validation=f"{loss:.3f}")
+
+    def close(self) -> None:
+        self._progress.stop()

@@ -1,0 +1,72 @@
+"""A process that is killed at any moment while it saves leaves a complete training state."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from colossalai.checkpoint_io import (
+    TrainingState,
+    latest_training_state,
+    load_training_state,
+    save_training_state,
+)
+
+pytestmark = pytest.mark.unit
+
+NUM_KILLS = 8
+
+
+def state_of(step: int) -> TrainingState:
+    """A state all of whose values tell the step."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, step)
+        optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, step)
+    return TrainingState(model=model, optimizer=optimizer, extra={"told": step})
+
+
+def save_for_ever(folder: Path, first_step: int) -> None:
+    step = first_step
+    while True:
+        # Every third step overwrites the one before: folders are exchanged as well as added.
+        save_training_state(folder, state_of(step), step=step - step % 3 // 2, keep_last=1)
+        step += 1
+
+
+def killed_after(seconds: float, folder: Path, first_step: int) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            save_for_ever(folder, first_step)
+        finally:
+            os._exit(1)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "the writer ended by itself"
+
+
+def test_kill_at_any_moment(tmp_path: Path) -> None:
+    generator = random.Random(20)
+    save_training_state(tmp_path, state_of(0), step=0)
+    last = 0
+    for _ in range(NUM_KILLS):
+        killed_after(generator.uniform(0.02, 0.35), tmp_path, last + 1)
+        path = latest_training_state(tmp_path)
+        assert path is not None, "no complete training state is left"
+        loaded = state_of(-1)
+        told = load_training_state(path, loaded)["told"]
+        assert told >= last, "an older state than the one before the kill"
+        last = told
+        for parameter in loaded.model.parameters():
+            assert parameter.detach().eq(told).all()
+            assert loaded.optimizer.state[parameter]["momentum_buffer"].eq(told).all()
+    assert last > NUM_KILLS, "the writer never got anything done"

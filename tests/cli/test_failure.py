@@ -1,0 +1,109 @@
+"""Who failed first, and how it is said."""
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from colossalai.cli._failure import JobFailure, RankError, RankState, find_failure, read_error
+
+pytestmark = pytest.mark.unit
+
+NOW = 1000.0
+
+
+def _rank(global_rank: int, exit_code: int | None, *, error: str = "", age: float = 0.1) -> RankState:
+    found = RankError(message=error, traceback=f"Traceback of {error}\n", time=NOW - age, exit_code=1)
+    return RankState(
+        global_rank=global_rank, pid=100 + global_rank, exit_code=exit_code, error=found if error else None
+    )
+
+
+def _failure(*ranks: RankState) -> JobFailure | None:
+    return find_failure(list(ranks), now=NOW, patience_s=3.0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "first"),
+    [
+        pytest.param(
+            [_rank(0, 1, error="late", age=0.1), _rank(1, 1, error="early", age=0.2)], 1, id="oldest"
+        ),
+        pytest.param([_rank(0, 1, error="closed"), _rank(1, -signal.SIGKILL)], 1, id="killed"),
+        pytest.param([_rank(0, 1, error="closed"), _rank(1, -signal.SIGTERM)], 1, id="killed-politely"),
+        pytest.param([_rank(0, -signal.SIGABRT), _rank(1, 1, error="boom")], 1, id="aborted-for-a-peer"),
+        pytest.param([_rank(0, None), _rank(1, -signal.SIGABRT)], 1, id="aborted"),
+        pytest.param(
+            [_rank(0, 1, error="closed", age=0.1), _rank(1, None, error="slow to end", age=0.2)], 1, id="slow"
+        ),
+        pytest.param(
+            [_rank(0, -signal.SIGSEGV, error="closed", age=0.1), _rank(1, 1, error="boom", age=0.2)],
+            1,
+            id="crashed-at-its-end",
+        ),
+        pytest.param([_rank(0, 7), _rank(1, 1, error="boom")], 1, id="os._exit"),
+        pytest.param([_rank(0, None, error="hangs", age=3.1)], 0, id="hangs"),
+    ],
+)
+def test_the_first_failure(ranks: list[RankState], first: int):
+    failure = _failure(*ranks)
+    assert failure is not None
+    assert failure.first.global_rank == first
+
+
+def test_no_failure():
+    assert _failure(_rank(0, 0), _rank(1, None)) is None
+    assert _failure(_rank(0, None, error="may still end by itself", age=2.9)) is None
+    assert _failure(_rank(0, 0, error="it said that all is well in the end")) is None
+
+
+@pytest.mark.parametrize(
+    ("rank", "code"),
+    [
+        (_rank(0, 3, error="x"), 3),
+        (_rank(0, -signal.SIGKILL), 137),
+        (_rank(0, -signal.SIGSEGV, error="x"), 1),
+        (_rank(0, None, error="x"), 1),
+    ],
+)
+def test_the_exit_code_is_as_in_a_shell(rank: RankState, code: int):
+    assert rank.shell_code == code
+
+
+def test_the_description_names_all_and_shows_one_traceback():
+    failure = _failure(
+        _rank(0, 1, error="KeyError: 'x'", age=0.1), _rank(1, 1, error="ValueError: y", age=0.2)
+    )
+    assert failure is not None
+    assert failure.describe() == (
+        "rank 1 (pid 101) failed with exit code 1: ValueError: y\n"
+        "\n"
+        "Traceback of ValueError: y\n"
+        "\n"
+        "after it:\n"
+        "  rank 0 (pid 100) failed with exit code 1: KeyError: 'x'"
+    )
+
+
+def test_deaths_without_a_python_error_are_described():
+    killed = _failure(_rank(1, -signal.SIGKILL))
+    assert killed is not None
+    assert killed.describe() == (
+        "rank 1 (pid 101) was killed by SIGKILL (if nobody sent it, the machine ran out of memory)"
+    )
+    assert _rank(0, -signal.SIGSEGV).describe() == "rank 0 (pid 100) was killed by SIGSEGV"
+    assert _rank(0, -40).describe() == "rank 0 (pid 100) was killed by signal 40"
+    assert _rank(0, 7).describe() == "rank 0 (pid 100) ended with exit code 7 and left no Python error"
+
+
+def test_an_error_of_torch_is_read_and_half_a_file_is_not(tmp_path: Path):
+    path = tmp_path / "error.json"
+    assert read_error(path) is None
+    path.write_text('{"message": {"mess')
+    assert read_error(path) is None
+    extra = {"py_callstack": "Traceback", "timestamp": "17"}
+    path.write_text(json.dumps({"message": {"message": "ValueError: x", "extraInfo": extra}}))
+    assert read_error(path) == RankError(
+        message="ValueError: x", traceback="Traceback", time=17.0, exit_code=1
+    )

@@ -1,0 +1,76 @@
+"""The doctor: broken things are lines of the report, never errors."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import colossalai
+from colossalai.cluster import _doctor, examine_installation
+
+pytestmark = pytest.mark.unit
+
+
+def _install(folder: Path, name: str, source: str) -> tuple[str, str, str]:
+    """Make an importable distribution."""
+    (folder / f"{name}.py").write_text(source)
+    (folder / f"{name}-1.2.dist-info").mkdir()
+    (folder / f"{name}-1.2.dist-info" / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.2\n"
+    )
+    return name, name, "tests"
+
+
+def test_libraries_that_crash_hang_or_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(_doctor, "_IMPORT_TIMEOUT_S", 2.0)
+    libraries = _doctor.examine_libraries(
+        (
+            _install(tmp_path, "good_one", ""),
+            _install(
+                tmp_path, "raising_one", "raise RuntimeError('operator torchvision::nms does not exist')"
+            ),
+            _install(tmp_path, "crashing_one", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
+            _install(tmp_path, "hanging_one", "import time; time.sleep(60)"),
+            ("missing_one", "missing_one", "tests"),
+        )
+    )
+    assert [(each.name, each.version, each.import_error) for each in libraries] == [
+        ("good_one", "1.2", None),
+        ("raising_one", "1.2", "RuntimeError: operator torchvision::nms does not exist"),
+        ("crashing_one", "1.2", "the import ends with exit code -11"),
+        ("hanging_one", "1.2", "the import does not end within 2 s"),
+        ("missing_one", None, None),
+    ]
+    assert [each.is_broken for each in libraries] == [False, True, True, True, False]
+
+
+def test_the_report_is_data(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_doctor, "_LIBRARIES", ())
+    report = examine_installation()
+    assert report.is_fit
+    assert report.versions["torch"] == torch.__version__
+    assert report.versions["colossalai"] == colossalai.__version__
+    assert report.devices[0].kind == "cpu"
+    assert report.devices[0].memory_gib > 0
+    assert report.backends["gloo"] == dist.is_gloo_available()
+    assert json.loads(json.dumps(dataclasses.asdict(report)))["fits"][0]["is_fit"] is True
+
+
+def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_doctor, "_LIBRARIES", ())
+    monkeypatch.setattr(_doctor, "_TORCH_ABILITIES", ("nn.Linear", "nn.Hyperdrive", "warp.drive"))
+    monkeypatch.setattr(_doctor, "_MIN_PYTHON", (4, 0))
+    monkeypatch.setattr(dist, "is_backend_available", lambda name: False)
+    report = examine_installation()
+    assert not report.is_fit
+    assert [fit.detail for fit in report.fits] == [
+        "install Python 4.0 or newer",
+        "torch.nn.Hyperdrive, torch.warp.drive not found: install torch 2.11 or newer",
+        f"this build of torch has no {'gloo' if report.devices[-1].kind == 'cpu' else 'nccl'}, "
+        f"which {report.devices[-1].kind} needs",
+    ]

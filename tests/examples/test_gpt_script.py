@@ -1,0 +1,173 @@
+"""The GPT example from end to end: finish, run again, get killed, resume, refuse."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.examples.scripts import EXAMPLES, run_script
+from tests.examples.test_text_data import TEXT
+from tests.ranks import RanksError, run_ranks
+
+pytestmark = pytest.mark.dist
+
+CONFIG = Path(__file__).with_name("gpt_config.py")
+END_S = 15.0  # from the death of a rank to the end of all
+START_S = 90.0  # for importing torch on a busy machine
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a text; tests share its cache of tokens and the undisturbed run."""
+    folder = tmp_path_factory.mktemp("gpt")
+    (folder / "text.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workplace: Path) -> Path:
+    """The folder of a run from the first step to the last."""
+    train(workplace, "undisturbed")
+    return workplace / "undisturbed"
+
+
+def arguments(workplace: Path, output: str, config: Path = CONFIG) -> list[str]:
+    paths = {"config": config, "data": workplace / "text.txt", "cache": workplace / "cache"}
+    named = [f"--{name}={path}" for name, path in paths.items()]
+    return [*named, f"--output={workplace / output}"]
+
+
+def train(workplace: Path, output: str, *more: str, config: Path = CONFIG) -> None:
+    run_ranks(run_script, 2, "gpt/train.py", *arguments(workplace, output, config), *more)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """Read what a run recorded; the speed is no result."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [
+        {key: value for key, value in json.loads(line).items() if key != "tokens_per_second"}
+        for line in lines
+    ]
+
+
+def test_a_run_leaves_its_results(undisturbed: Path) -> None:
+    records = metrics(undisturbed)
+    losses = [record["loss"] for record in records if "loss" in record]
+    validations = {
+        record["step"]: record["validation_loss"] for record in records if "validation_loss" in record
+    }
+    assert [record["step"] for record in records if "loss" in record] == list(range(1, 121))
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+    assert list(validations) == [50, 100, 120]
+    assert (undisturbed / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (undisturbed / "sample.txt").read_text().startswith("def ")
+    assert any((undisturbed / "tensorboard").iterdir())
+    assert sorted(path.name for path in (undisturbed / "checkpoints").iterdir()) == [
+        "step-00000090",
+        "step-00000120",
+    ]
+
+
+def test_a_complete_run_is_not_trained_again(
+    undisturbed: Path, workplace: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = metrics(undisturbed)
+    train(workplace, "undisturbed")
+    output = capfd.readouterr().out
+    assert "resuming at step 120 of 120" in output
+    assert f"validation loss  {before[-1]['validation_loss']:6.3f} nats" in output
+    assert "unigram entropy" in output
+    assert metrics(undisturbed) == before
+
+
+def test_a_killed_run_resumes_to_the_losses_of_an_undisturbed_one(undisturbed: Path, workplace: Path) -> None:
+    with launched(workplace, "killed") as launcher:
+        wait_for_step(workplace / "killed", 40, launcher)
+        kill_rank(launcher, 1)
+        killed_at = time.monotonic()
+        output, _ = launcher.communicate(timeout=2 * END_S)
+        assert time.monotonic() - killed_at < END_S
+    assert launcher.returncode != 0
+    assert "rank 1" in output
+    assert "SIGKILL" in output
+    assert metrics(workplace / "killed")[-1]["step"] < 120
+    train(workplace, "killed")
+    assert metrics(workplace / "killed") == metrics(undisturbed)
+
+
+def test_fresh_starts_over(undisturbed: Path, workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = workplace / "fresh"
+    shutil.copytree(undisturbed, folder)
+    (folder / "notes.txt").write_text("the user's own")
+    train(workplace, "fresh", "--fresh")
+    assert "starting at step 0 of 120" in capfd.readouterr().out
+    assert metrics(folder) == metrics(undisturbed)
+    assert (folder / "notes.txt").exists()
+
+
+def test_a_checkpoint_of_another_training_is_refused(undisturbed: Path, workplace: Path) -> None:
+    config = changed_config(workplace, HIDDEN_SIZE=32)
+    with pytest.raises(RanksError, match=r"HIDDEN_SIZE was 16, is 32.*FRESH=1"):
+        train(workplace, "undisturbed", config=config)
+
+
+def test_a_loss_above_the_entropy_is_a_failure(workplace: Path) -> None:
+    config = changed_config(workplace, TOTAL_STEPS=2, WARMUP_STEPS=1, LEARNING_RATE=0.0)
+    with pytest.raises(RanksError, match="is not below the unigram entropy"):
+        train(workplace, "bad", config=config)
+
+
+def changed_config(workplace: Path, **changes: float) -> Path:
+    path = workplace / "changed_config.py"
+    path.write_text(CONFIG.read_text() + "".join(f"{key} = {value!r}\n" for key, value in changes.items()))
+    return path
+
+
+@contextmanager
+def launched(workplace: Path, output: str) -> Iterator[subprocess.Popen[str]]:
+    """Start a run under the real launcher; whatever is left of it ends with the block."""
+    script = str(EXAMPLES / "gpt" / "train.py")
+    command = [sys.executable, "-m", "colossalai.cli", "run", "--nproc_per_node=2", script]
+    launcher = subprocess.Popen(
+        [*command, *arguments(workplace, output)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    family = [psutil.Process(launcher.pid)]
+    try:
+        yield launcher
+    finally:
+        family += family[0].children(recursive=True) if family[0].is_running() else []
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        launcher.communicate()
+
+
+def wait_for_step(folder: Path, step: int, launcher: subprocess.Popen[str]) -> None:
+    end = time.monotonic() + START_S
+    while launcher.poll() is None and time.monotonic() < end:
+        if (folder / "metrics.jsonl").exists() and len(metrics(folder)) >= step:
+            return
+        time.sleep(0.01)
+    pytest.fail(f"the run did not come to step {step}: {launcher.communicate(timeout=1)[0]}")
+
+
+def kill_rank(launcher: subprocess.Popen[str], rank: int) -> None:
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        if process.environ().get("RANK") == str(rank):
+            process.send_signal(signal.SIGKILL)
+            return
+    pytest.fail(f"no process of rank {rank}")

@@ -1,0 +1,64 @@
+"""The image examples: each reaches the accuracy it promises; other libraries' networks are optional."""
+
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.examples.scripts import example_module, run_script
+from tests.ranks import run_ranks
+
+data = example_module("images/data.py")
+model = example_module("images/model.py")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("script", ["train_engine.py", "train_trainer.py", "train_booster.py"])
+def test_the_promised_accuracy_is_reached(script: str, capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(run_script, 2, f"images/{script}", timeout=120.0)
+    captured = capfd.readouterr()
+    accuracies = re.findall(r"test accuracy ([\d.]+)%|test: .*Accuracy ([\d.]+)", captured.out + captured.err)
+    percent, share = accuracies[-1]
+    assert (float(percent) / 100 if percent else float(share)) > 0.95
+
+
+@pytest.mark.dist
+def test_the_booster_example_runs_sharded_in_bfloat16() -> None:
+    run_ranks(
+        run_script, 2, "images/train_booster.py", "--plugin=torch_fsdp", "--precision=bf16", timeout=120.0
+    )
+
+
+@pytest.mark.unit
+def test_images_are_split_without_overlap() -> None:
+    train, test = data.load_images()
+    assert (len(train), len(test)) == (1438, 359)
+    assert train.tensors[0].shape[1:] == (1, 8, 8)
+    assert torch.cat([train.tensors[1], test.tensors[1]]).bincount().tolist() == [
+        *(178, 182, 177, 183, 181, 182, 181, 179, 174, 180)
+    ]
+    again, _ = data.load_images()
+    assert torch.equal(train.tensors[0], again.tensors[0])
+
+
+@pytest.mark.unit
+def test_networks_of_other_libraries_are_fitted_to_grey_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = ModuleType("torchvision.models")
+    models.resnet18 = lambda num_classes: SimpleNamespace(num_classes=num_classes)
+    monkeypatch.setitem(sys.modules, "torchvision", ModuleType("torchvision"))
+    monkeypatch.setitem(sys.modules, "torchvision.models", models)
+    built = model.build_model(num_classes=7, library="torchvision")
+    assert (built.num_classes, built.conv1.in_channels) == (7, 1)
+    assert isinstance(built.maxpool, nn.Identity)
+
+
+@pytest.mark.unit
+def test_a_library_that_does_not_import_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(ValueError, match=r"timm does not import here .* use the library model_zoo"):
+        model.build_model(num_classes=7, library="timm")
+    with pytest.raises(ValueError, match="library 'keras': choose one of model_zoo, torchvision, timm"):
+        model.build_model(num_classes=7, library="keras")
