@@ -130,7 +130,7 @@ def test_no_alias_has_a_file() -> None:
 
 
 CHECK_ALL = """
-import importlib
+import importlib, pkgutil
 from colossalai._aliases import ALIASES
 for alias, home in ALIASES.items():
     module = importlib.import_module(alias)
@@ -138,6 +138,9 @@ for alias, home in ALIASES.items():
     assert module.__spec__.name == home, alias
     parent, _, name = alias.rpartition(".")
     assert getattr(importlib.import_module(parent), name) is module, alias
+    for _, name, _ in pkgutil.iter_modules(getattr(module, "__path__", ())):
+        below = importlib.import_module(f"{alias}.{name}")
+        assert below is importlib.import_module(f"{home}.{name}"), f"{alias}.{name}"
 """
 
 

@@ -49,7 +49,7 @@ def _use_the_store_of_a_rank_that_has_returned() -> None:
     dist.init_process_group("gloo")
     if dist.get_rank() == 1:
         time.sleep(0.5)
-        dist.distributed_c10d._get_default_store().set("late", "1")
+        dist.distributed_c10d._get_default_store().add("late", 1)
 
 
 def test_no_rank_leaves_before_all_have_returned() -> None:

@@ -87,6 +87,12 @@ def test_a_common_prefix_is_found_if_it_explains_everything(names: set[str], pre
     assert common_prefix({*stored, "x"}, names) == ""
 
 
+def test_a_prefix_that_does_not_explain_everything_is_none() -> None:
+    assert common_prefix({"net.a", "net.b"}, {"a", "c"}) == ""
+    assert common_prefix({"a"}, {"net.a"}) == ""
+    assert common_prefix(set(), set()) == ""
+
+
 def test_a_report_names_everything() -> None:
     report = LoadReport(missing=("a", "b"), unexpected=("c",))
     assert not report.is_clean

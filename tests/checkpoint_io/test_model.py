@@ -211,6 +211,15 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         load_model(tied(), tmp_path)
 
 
+@pytest.mark.parametrize("use_safetensors", [False, True])
+def test_a_shard_that_lacks_what_the_index_promises_is_named(use_safetensors: bool, tmp_path: Path) -> None:
+    save_model(tied(), tmp_path, shard=True, size_per_shard=SMALL, use_safetensors=use_safetensors)
+    first, second = sorted(tmp_path.glob("*-of-*"))[:2]
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(ValueError, match=rf"says that {second.name} holds hidden.*, which it does not"):
+        load_model(tied(), tmp_path)
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=str(tmp_path / "gone")):
         load_model(tied(), tmp_path / "gone")

@@ -134,6 +134,21 @@ def test_state_keeps_its_own_dtype(tmp_path: Path) -> None:
     assert model.bias not in twin.state
 
 
+@every_format
+def test_loaded_state_does_not_live_in_the_file(options: dict[str, Any], tmp_path: Path) -> None:
+    model = tied()
+    optimizer = Adam(model.parameters(), lr=torch.tensor(1e-2), foreach=False)
+    train(model, optimizer, steps=range(1))
+    names = parameter_names(model)
+    save_optimizer(optimizer, tmp_path / "x", param_names=names, **options)
+    twin = Adam(model.parameters())
+    load_optimizer(twin, tmp_path / "x", param_names=names)
+    for path in sorted((tmp_path / "x").glob("*")) if options.get("shard") else [tmp_path / "x"]:
+        with path.open("r+b") as file:
+            file.write(bytes(path.stat().st_size))
+    assert_same(optimizer.state_dict(), twin.state_dict())
+
+
 def test_the_file_is_readable_by_itself(tmp_path: Path) -> None:
     model = tied()
     optimizer = Adam(model.parameters(), betas=(0.8, 0.9))

@@ -70,9 +70,10 @@ def assert_close(state: dict[str, torch.Tensor], model: nn.Module) -> None:
 
 
 def save_everywhere(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> None:
+    names = parameter_names(model)
     for name, options in FORMATS.items():
         save_model(model, folder / f"{name}-model", **options)
-        save_optimizer(optimizer, folder / f"{name}-optimizer", param_names=parameter_names(model), **options)
+        save_optimizer(optimizer, folder / f"{name}-optimizer", param_names=names, **options)
     save_checkpoint(folder / "all.pt", 2, model, optimizer)
 
 

@@ -215,3 +215,30 @@ def test_errors_say_what_is_missing():
 def test_initialize_before_launch():
     with pytest.raises(RuntimeError, match="nothing has been launched"):
         colossalai.initialize(nn.Linear(1, 1))
+
+
+def count_reductions(accumulation):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    colossalai.launch_from_torch(config={"gradient_accumulation": accumulation}, verbose=False)
+    model = make_model()
+    engine, *_ = colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbose=False)
+    calls = []
+
+    def hook(group, bucket):
+        calls.append(bucket.index())
+        return allreduce_hook(group, bucket)
+
+    engine.model.module.register_comm_hook(None, hook)
+    counts = []
+    for _ in range(2 * accumulation):
+        engine.zero_grad()
+        engine.backward(engine(torch.randn(2, 3, dtype=torch.float64)).sum())
+        engine.step()
+        counts.append(len(calls))
+    return counts
+
+
+@pytest.mark.dist
+def test_only_the_last_microbatch_of_a_window_communicates():
+    assert run_ranks(count_reductions, 2, 3) == [[0, 0, 1, 1, 1, 2]] * 2

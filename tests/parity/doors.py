@@ -51,7 +51,9 @@ def loss_of(model: Callable[..., Tensor], batch: Batch) -> Tensor:
     return nn.functional.cross_entropy(model(x), y)
 
 
-def make_case(*, max_norm: float | None = None, num_steps: int = 3) -> ParityCase:
+def make_case(
+    *, max_norm: float | None = None, num_steps: int = 3, device: str | torch.device = "cpu"
+) -> ParityCase:
     generator = torch.Generator().manual_seed(3)
     batches = [
         (torch.randn(16, 5, generator=generator), torch.randint(5, (16,), generator=generator))
@@ -63,6 +65,7 @@ def make_case(*, max_norm: float | None = None, num_steps: int = 3) -> ParityCas
         compute_loss=loss_of,
         batches=batches,
         max_norm=max_norm,
+        device=device,
     )
 
 
@@ -72,7 +75,7 @@ def through_engine(case: ParityCase, accumulation: int, model: nn.Module) -> Sub
     engine, *_ = colossalai.initialize(model, optimizer, nn.functional.cross_entropy, verbose=False)
 
     def step(batch: Batch) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=case.device)
         for x, y in zip(*(tensor.chunk(accumulation) for tensor in batch), strict=True):
             engine.zero_grad()
             loss = engine.criterion(engine(x), y)
@@ -95,7 +98,7 @@ def through_booster(case: ParityCase, accumulation: int, method: str, model: nn.
     model, optimizer, criterion, *_ = booster.boost(model, optimizer, nn.functional.cross_entropy)
 
     def step(batch: Batch) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=case.device)
         microbatches = list(zip(*(tensor.chunk(accumulation) for tensor in batch), strict=True))
         optimizer.zero_grad()
 
