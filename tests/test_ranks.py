@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import ROOT, RanksError, RanksTimeoutError, run_ranks, start_zygote, stop_zygote
+from tests.ranks import ROOT, RanksError, RanksTimeoutError, run_ranks, start_zygote
 
 pytestmark = pytest.mark.dist
 
@@ -207,24 +207,35 @@ def _report_and_hang(folder: str) -> None:
     time.sleep(100)
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_nothing_outlives_the_test_process(how: signal.Signals, tmp_path: Path) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, str(tmp_path)], cwd=ROOT, stderr=subprocess.DEVNULL
-    )
+def _start_parent(folder: Path) -> subprocess.Popen[bytes]:
+    folder.mkdir()
+    return subprocess.Popen([sys.executable, "-c", PARENT, str(folder)], cwd=ROOT, stderr=subprocess.DEVNULL)
+
+
+def _pids(folder: Path) -> set[int]:
+    """Return the pids of the two ranks and of their zygote, once all are there."""
+    end = time.monotonic() + 60
+    while len(list(folder.iterdir())) < 2 and time.monotonic() < end:
+        time.sleep(0.05)
+    time.sleep(0.1)
+    pids = {int(pid) for path in folder.iterdir() for pid in path.read_text().split()}
+    assert len(pids) == 3
+    return pids
+
+
+def test_nothing_outlives_the_test_process(tmp_path: Path) -> None:
+    ways = [signal.SIGKILL, signal.SIGINT]  # both at once: most of the time goes into imports
+    parents = [_start_parent(tmp_path / how.name) for how in ways]
     try:
-        end = time.monotonic() + 60
-        while len(list(tmp_path.iterdir())) < 2 and time.monotonic() < end:
-            time.sleep(0.05)
-        time.sleep(0.1)
-        pids = {int(pid) for path in tmp_path.iterdir() for pid in path.read_text().split()}
-        assert len(pids) == 3  # two ranks and their zygote
-        parent.send_signal(how)
-        parent.wait(timeout=20)
+        pids = [_pids(tmp_path / how.name) for how in ways]
+        for parent, how in zip(parents, ways, strict=True):
+            parent.send_signal(how)
+            parent.wait(timeout=20)
     finally:
-        parent.kill()
-        parent.wait()
-    assert not [pid for pid in pids if _is_running(pid)]
+        for parent in parents:
+            parent.kill()
+            parent.wait()
+    assert not [pid for pid in set.union(*pids) if _is_running(pid)]
 
 
 def test_a_dead_zygote_is_replaced() -> None:
@@ -232,5 +243,4 @@ def test_a_dead_zygote_is_replaced() -> None:
     zygote.process.kill()
     zygote.process.wait()
     assert [rank for rank, *_ in run_ranks(_describe, 2, "again")] == [0, 1]
-    stop_zygote()
-    assert [rank for rank, *_ in run_ranks(_describe, 2, "again")] == [0, 1]
+    assert start_zygote() is not zygote

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._agreement import on_every_rank
 from colossalai.checkpoint_io._atomic import atomic_file
-from colossalai.checkpoint_io._lr_scheduler import Stateful, read_small
+from colossalai.checkpoint_io._lr_scheduler import Stateful, read_plain
 from colossalai.checkpoint_io._model_loading import ModelLoading, plan_model_loading
 from colossalai.checkpoint_io._model_store import MODEL, model_store
 from colossalai.checkpoint_io._names import listed
@@ -22,7 +22,7 @@ from colossalai.checkpoint_io._staging import staged
 from colossalai.checkpoint_io._store import Store
 from colossalai.checkpoint_io._store_writing import total_bytes
 from colossalai.checkpoint_io._tensors import gather_on_writer
-from colossalai.checkpoint_io._tree import plain
+from colossalai.checkpoint_io._tree import plain, with_own_memory
 from colossalai.checkpoint_io._weight_file import write_torch
 
 
@@ -90,7 +90,7 @@ def load_checkpoint(
     path = Path(file)
 
     def plan() -> tuple[dict[str, Any], ModelLoading, OptimizerLoading | None]:
-        content = read_small(path, dict)
+        content = read_plain(path, mapped=True)
         wanted = {"epoch": True, "model": True, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
         missing = [part for part, want in wanted.items() if want is not None and part not in content]
         if missing:
@@ -110,5 +110,5 @@ def load_checkpoint(
     if updates is not None:
         updates.apply()
     if lr_scheduler is not None:
-        lr_scheduler.load_state_dict(content["lr_scheduler"])
+        lr_scheduler.load_state_dict(with_own_memory(content["lr_scheduler"]))
     return content["epoch"]

@@ -41,17 +41,21 @@ def load_lr_scheduler(lr_scheduler: Stateful, checkpoint: str | Path) -> None:
         ValueError: The file is damaged or holds something else.
         OSError: It cannot be read.
     """
-    lr_scheduler.load_state_dict(on_every_rank(lambda: read_small(Path(checkpoint), dict)))
+    lr_scheduler.load_state_dict(on_every_rank(lambda: read_plain(Path(checkpoint))))
 
 
-def read_small(path: Path, kind: type) -> Any:
-    """Read a small torch file of plain values into memory, its checksums compared.
+def read_plain(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+    """Read a torch file of a dictionary of plain values, its checksums compared.
+
+    Args:
+        path: The file.
+        mapped: Leave the tensors in it views of the file.
 
     Raises:
-        ValueError: It is damaged, or holds no `kind`.
+        ValueError: It is damaged, or holds something else.
     """
     verify(path)
-    content = read_torch(path)
-    if not isinstance(content, kind):
-        raise ValueError(f"{path} holds a {type(content).__name__} where a {kind.__name__} is expected")
+    content = read_torch(path, mapped=mapped)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__} where a dict is expected")
     return content

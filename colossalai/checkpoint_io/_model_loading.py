@@ -10,7 +10,8 @@ from torch import nn
 from colossalai.checkpoint_io._model_store import stored_values
 from colossalai.checkpoint_io._names import LoadReport, common_prefix, listed
 from colossalai.checkpoint_io._store import Store, names_by_tensor
-from colossalai.checkpoint_io._tensors import copy_into, cut_like
+from colossalai.checkpoint_io._tensors import copy_into, new_like
+from colossalai.checkpoint_io._tree import with_own_memory
 from colossalai.logging import get_dist_logger
 
 
@@ -76,7 +77,7 @@ def plan_model_loading(module: nn.Module, store: Store, *, source: str, strict: 
     return ModelLoading(
         module=module,
         copies=[(targets[name], stored[name]) for name in fitting if name in targets],
-        computed={name: _cut(stored[name], state[name]) for name in fitting if name not in targets},
+        computed={name: _own(stored[name], state[name]) for name in fitting if name not in targets},
         report=report,
     )
 
@@ -117,8 +118,8 @@ def _is_same(first: Any, second: Any) -> bool:
     return first.data_ptr() == second.data_ptr() or torch.equal(first, second)
 
 
-def _cut(stored: Any, here: Any) -> Any:
-    return cut_like(stored, here) if isinstance(here, torch.Tensor) else stored
+def _own(stored: Any, here: Any) -> Any:
+    return new_like(stored, here) if isinstance(here, torch.Tensor) else with_own_memory(stored)
 
 
 def _refuse_meta(state: Mapping[str, Any]) -> None:

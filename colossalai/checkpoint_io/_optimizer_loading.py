@@ -17,7 +17,7 @@ from colossalai.checkpoint_io._optimizer_store import (
 )
 from colossalai.checkpoint_io._store import Store
 from colossalai.checkpoint_io._tensors import new_like, new_replicated
-from colossalai.checkpoint_io._tree import pack, unpack
+from colossalai.checkpoint_io._tree import pack, unpack, with_own_memory
 from colossalai.logging import get_dist_logger
 
 
@@ -46,9 +46,9 @@ class OptimizerLoading:
                 f"a state of {self.saved_class} is loaded into {type(self.optimizer).__name__}", ranks=[0]
             )
         self.optimizer.state.clear()
-        self.optimizer.state.update(_copied(self.other_state))
+        self.optimizer.state.update(with_own_memory(self.other_state))
         for group, hyper in zip(self.optimizer.param_groups, self.groups, strict=True):
-            group.update(_copied(hyper))
+            group.update(with_own_memory(hyper))
             for parameter in group["params"]:
                 if parameter in self.states:
                     self.optimizer.state[parameter] = _placed(self.states[parameter], parameter, group)
@@ -132,9 +132,3 @@ def _place(key: str, full: torch.Tensor, parameter: nn.Parameter, group: Mapping
     if full.shape == parameter.shape:
         return new_like(full, parameter)
     return new_replicated(full, parameter)
-
-
-def _copied(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return values whose tensors are no longer views of a file."""
-    tree, tensors = pack(values)
-    return unpack(tree, {key: tensor.clone() for key, tensor in tensors.items()})

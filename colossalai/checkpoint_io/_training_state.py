@@ -29,7 +29,7 @@ from colossalai.checkpoint_io._agreement import (
     on_writer,
 )
 from colossalai.checkpoint_io._atomic import atomic_folder
-from colossalai.checkpoint_io._lr_scheduler import Stateful, read_small
+from colossalai.checkpoint_io._lr_scheduler import Stateful, read_plain
 from colossalai.checkpoint_io._manifest import Manifest, read_manifest, verify_files, write_manifest
 from colossalai.checkpoint_io._model_loading import ModelLoading, plan_model_loading
 from colossalai.checkpoint_io._model_store import MODEL, model_store
@@ -204,7 +204,7 @@ def _plan(path: Path, state: TrainingState) -> _Loading:
     """Read and compare everything on this rank, and overwrite nothing."""
     manifest = read_manifest(path)
     verify_files(path, manifest, part=global_rank(), num_parts=num_ranks())
-    content = read_small(path / _PARTS_FILE, dict)
+    content = read_plain(path / _PARTS_FILE)
     missing = [name for name in state.small_parts if name not in content]
     if state.optimizer is not None and not (path / "optimizer").is_dir():
         missing.append("optimizer")
@@ -223,5 +223,5 @@ def _plan(path: Path, state: TrainingState) -> _Loading:
         content=content,
         weights=plan_model_loading(state.model, model, source=str(path), strict=True),
         updates=updates,
-        random=read_small(path / _random_file(global_rank(), num_ranks()), dict) if same_ranks else None,
+        random=read_plain(path / _random_file(global_rank(), num_ranks())) if same_ranks else None,
     )

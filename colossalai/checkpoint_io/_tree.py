@@ -71,6 +71,12 @@ def plain(value: Any, *, at: str) -> Any:
     return unpack(*pack(value, at=at))
 
 
+def with_own_memory(value: Any) -> Any:
+    """Return a nested value whose tensors are copies: no longer views of a file, say."""
+    tree, tensors = pack(value)
+    return unpack(tree, {name: tensor.clone() for name, tensor in tensors.items()})
+
+
 def _pack(value: Any, at: str, tensors: dict[str, torch.Tensor]) -> Json:
     if isinstance(value, torch.Tensor):
         name = _unused(at, tensors)

@@ -64,8 +64,8 @@ def write_torch(path: Path, content: Any) -> None:
         raise
 
 
-def read_torch(path: Path) -> Any:
-    """Read a torch file of plain values and tensors, memory-mapped.
+def read_torch(path: Path, *, mapped: bool = True) -> Any:
+    """Read a torch file of plain values and tensors, memory-mapped or into memory.
 
     Raises:
         ValueError: The file is damaged, or holds objects that only code from the file could restore.
@@ -74,7 +74,7 @@ def read_torch(path: Path) -> Any:
         is_zip = detect_format(path) is Format.TORCH_ZIP
         if is_zip:
             zipfile.ZipFile(path).close()  # finds a truncated file, and says so better than torch
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip and mapped)
     except pickle.UnpicklingError as error:
         raise ValueError(_refusal(path)) from error
     except (zipfile.BadZipFile, RuntimeError, EOFError) as error:

@@ -15,7 +15,7 @@ def show(report: InstallationReport, *, as_json: bool) -> None:
     if as_json:
         print(json.dumps({**dataclasses.asdict(report), "is_fit": report.is_fit}, indent=2))
         return
-    console = Console()
+    console = Console(markup=False, highlight=False)  # an import error may have [brackets]
     for table in (_versions(report), _devices(report), _libraries(report), _fits(report)):
         console.print(table)
     console.print("The installation is fit." if report.is_fit else "The installation is NOT fit, see above.")

@@ -1,8 +1,8 @@
 """The launcher: one agent of torch's elastic launcher, which starts the ranks and watches them.
 
 torch's agent gives the ranks their environment and starts each in a session of its own. `LocalAgent` adds
-what a user at a terminal needs: it looks at the ranks before torch does, so that it knows which one failed
-first, and it ends the whole tree of processes within seconds. See docs/design/cluster.md.
+what a user at a terminal needs: it knows which rank failed first, and it ends the whole tree of processes
+within seconds. See docs/design/cluster.md.
 """
 
 import logging
@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from colossalai.cli import _worker
 from colossalai.cli._failure import JobFailure, RankState, find_failure, read_error
 from colossalai.cli._job import Job, port_taken
-from colossalai.cli._processes import adopt_orphans, end_descendants, exit_code_of
+from colossalai.cli._processes import adopt_orphans, end_descendants, exit_code_of, signals_to_heed
 
 GRACE_S = 3.0  # from asking a process to end to killing it
 _POLL_S = 0.1
@@ -43,6 +43,7 @@ def launch(job: Job) -> int:
     """
     num_procs = job.num_procs or torch.accelerator.device_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_procs)))
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(signals_to_heed()))
     adopt_orphans()
     # torch's agent logs what we say better; to a handler that does nothing, or Python would print it.
     elastic_logger = logging.getLogger("torch.distributed.elastic")
@@ -77,14 +78,17 @@ class LocalAgent(LocalElasticAgent):
         self.failure: JobFailure | None = None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Look at the ranks before torch does, and end them all if one has failed."""
-        if self.failure is None:
-            self.failure = find_failure(
-                self._look_at_ranks(worker_group), now=time.time(), patience_s=GRACE_S
-            )
-        if self.failure is None:
+        """Look at the ranks, end them all if one has failed, and leave only the good end to torch.
+
+        torch would name some failed rank, and wait 30 seconds for the others to end.
+        """
+        ranks = self._look_at_ranks(worker_group)
+        if all(rank.exit_code == 0 for rank in ranks):
             return super()._monitor_workers(worker_group)
-        end_descendants(signal.SIGTERM, grace_s=GRACE_S)  # torch would wait for the others for 30 seconds
+        self.failure = find_failure(ranks, now=time.time(), patience_s=GRACE_S)
+        if self.failure is None:
+            return RunResult(state=WorkerState.HEALTHY)
+        end_descendants(signal.SIGTERM, grace_s=GRACE_S)
         return RunResult(state=WorkerState.FAILED)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:

@@ -12,21 +12,24 @@ _POLL_S = 0.02
 _KILL_S = 5.0  # a killed process that lives longer is stuck in the kernel, where nothing reaches it
 
 
+def signals_to_heed() -> list[str]:
+    """Return the signals that end the job; not SIGHUP, which a closed terminal sends, under `nohup`."""
+    is_under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return ["SIGTERM", "SIGINT", "SIGQUIT", *([] if is_under_nohup else ["SIGHUP"])]
+
+
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose own parent ends, so that none gets out of sight."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # were it ignored, the system would forget exit codes
 
 
 def exit_code_of(pid: int) -> int | None:
     """Return how a child of this process ended, -N for death by signal N, or None while it runs.
 
-    It is only looked at: whoever started the child can still ask for its exit code. For a child whose good
-    end somebody has already asked for, it is 0.
+    It is only looked at: whoever started the child can still ask for its exit code.
     """
-    try:
-        end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return 0
+    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if end is None:
         return None
     return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status

@@ -33,7 +33,7 @@ def main() -> None:
     die_with(int(launcher_pid))
     faulthandler.enable()  # a crash in compiled code shows where Python was
     hook = sys.excepthook = ErrorHook(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
-    if hasattr(sys.stdout, "reconfigure"):
+    if isinstance(sys.stdout, io.TextIOWrapper):
         # Whole lines, at once: the ranks' lines do not mix in a pipe, and a killed rank's output is complete.
         sys.stdout.reconfigure(line_buffering=True)
     sys.argv = [target, *args]

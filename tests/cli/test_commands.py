@@ -1,6 +1,7 @@
 """The commands' options: help with examples, and mistakes in plain words before anything starts."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from click.testing import CliRunner, Result
 
 from colossalai import __version__
 from colossalai.cli import main
-from tests.cli.command import start
+from colossalai.cluster import _doctor
 
 pytestmark = pytest.mark.unit
 
@@ -63,14 +64,35 @@ def test_check_wants_to_know_what():
     assert "colossalai check -i" in result.output
 
 
-def test_check_as_json(tmp_path: Path):
-    command = start(tmp_path, "check", "-i", "--json")
-    try:
-        assert command.wait() == 0
-    finally:
-        command.end()
-    report = json.loads(command.out)
+LIBRARIES = (("safetensors", "safetensors", "checkpoints"), ("nosuch", "nosuch", "nothing"))
+
+
+def test_check_as_json(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_doctor, "_LIBRARIES", LIBRARIES)
+    result = _invoke("check", "-i", "--json")
+    assert result.exit_code == 0
+    report = json.loads(result.output)
     assert set(report) == {"versions", "devices", "backends", "libraries", "fits", "is_fit"}
     assert report["versions"]["colossalai"] == __version__
     assert report["backends"]["gloo"] is True
     assert report["is_fit"] is True
+
+
+def test_check_as_tables(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(_doctor, "_LIBRARIES", LIBRARIES)
+    monkeypatch.setattr(_doctor, "_import_error", lambda module: "RuntimeError: [nms] does not exist")
+    result = _invoke("check", "-i")
+    assert result.exit_code == 0
+    assert re.search(rf"colossalai +{re.escape(__version__)}", result.output)
+    assert "installed, does not import: RuntimeError: [nms] does not exist" in result.output
+    assert re.search(r"nosuch +not installed +nothing", result.output)
+    assert "The installation is fit." in result.output
+
+
+def test_an_unfit_installation_ends_with_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_doctor, "_LIBRARIES", ())
+    monkeypatch.setattr(_doctor, "_TORCH_ABILITIES", ("warp.drive",))
+    result = _invoke("check", "-i")
+    assert result.exit_code == 1
+    assert "The installation is NOT fit" in result.output

@@ -32,14 +32,14 @@ FEATURES = [
 ]
 FEATURES += ["zero", "NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE", "parallel"]
 
-edges = st.sampled_from([0, -1, True, 2.0, "4", 2**31, 2**63, 10**18, 10**400])
+edges = st.sampled_from([0, -1, True, 2.0, "4", 2**31, 10**18, 10**400, torch.ones(2)])
 scalars = st.one_of(
     st.none(),
     st.booleans(),
     st.integers(-2, 70),
     edges,
     st.floats(),
-    st.sampled_from(["", "1", "2d", "3D", "torch", "dp", "size", b"2", object, torch.float16, torch.ones(2)]),
+    st.sampled_from(["", "1", "2d", "3D", "torch", "dp", "size", b"2", object, torch.float16]),
     st.text(max_size=5),
 )
 keys = st.one_of(

@@ -242,3 +242,20 @@ def count_reductions(accumulation):
 @pytest.mark.dist
 def test_only_the_last_microbatch_of_a_window_communicates():
     assert run_ranks(count_reductions, 2, 3) == [[0, 0, 1, 1, 1, 2]] * 2
+
+
+def gradients_within_a_window():
+    colossalai.launch_from_torch(config={"gradient_accumulation": 2, "zero": {"stage": 3}}, verbose=False)
+    model = make_model()
+    engine, *_ = colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbose=False)
+    reduced = []
+    for _ in range(2):
+        engine.backward(engine(torch.randn(2, 3, dtype=torch.float64)).sum())
+        reduced.append(all(param.grad is not None for param in model.parameters()))
+        engine.step()
+    return reduced
+
+
+@pytest.mark.dist
+def test_sharded_gradients_are_reduced_at_the_end_of_a_window():
+    assert run_ranks(gradients_within_a_window, 2) == [[False, True]] * 2
