@@ -2,38 +2,42 @@
 
 `launch` (or `launch_from_torch`, `_slurm`, `_openmpi`) makes the job; then one of two doors on the same core:
 `initialize` with a config gives an Engine, `Booster` with a plugin gives back the components it was given.
+
+Names are imported when they are first asked for, so that `colossalai --help` does not wait for torch.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from colossalai import _aliases as _aliases
 from colossalai._version import __version__ as __version__
-from colossalai.booster import Booster as Booster
-from colossalai.context import get_default_parser as get_default_parser
-from colossalai.context import launch as launch
-from colossalai.context import launch_from_openmpi as launch_from_openmpi
-from colossalai.context import launch_from_slurm as launch_from_slurm
-from colossalai.context import launch_from_torch as launch_from_torch
-from colossalai.initialize import initialize as initialize
 
-_SUB_PACKAGES = (
-    "amp",
-    "checkpoint_io",
-    "cluster",
-    "core",
-    "logging",
-    "model_zoo",
-    "nn",
-    "registry",
-    "testing",
-    "trainer",
-    "utils",
-)
+if TYPE_CHECKING:
+    from colossalai.booster import Booster as Booster
+    from colossalai.context import get_default_parser as get_default_parser
+    from colossalai.context import launch as launch
+    from colossalai.context import launch_from_openmpi as launch_from_openmpi
+    from colossalai.context import launch_from_slurm as launch_from_slurm
+    from colossalai.context import launch_from_torch as launch_from_torch
+    from colossalai.initialize import initialize as initialize
+
+_HOMES = {
+    "Booster": "colossalai.booster",
+    "get_default_parser": "colossalai.context",
+    "launch": "colossalai.context",
+    "launch_from_openmpi": "colossalai.context",
+    "launch_from_slurm": "colossalai.context",
+    "launch_from_torch": "colossalai.context",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a sub-package when it is first asked for (PEP 562)."""
-    if name in _SUB_PACKAGES:
+    """Import a public name, or a sub-package, when it is first asked for (PEP 562)."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
         return importlib.import_module(f"colossalai.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"colossalai.{name}":
+            raise
     raise AttributeError(f"module 'colossalai' has no attribute {name!r}")

@@ -1,6 +1,12 @@
-"""The door for configs: `initialize` gives an Engine with the features that the launched config says."""
+"""The door for configs: `initialize` gives an Engine with the features that the launched config says.
 
+The name is documented as a module (`from colossalai.initialize import launch`) and as a function
+(`colossalai.initialize(...)`), so the module can be called.
+"""
+
+import sys
 from collections.abc import Callable, Iterable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -96,3 +102,10 @@ def _refuse_pipeline(context: ParallelContext) -> None:
             f"parallel.pipeline is {context.pipeline_parallel_size}: the groups are there, but no pipeline "
             "schedule yet; remove it to train with data parallelism"
         )
+
+
+class _CallableModule(ModuleType):
+    __call__ = staticmethod(initialize)
+
+
+sys.modules[__name__].__class__ = _CallableModule

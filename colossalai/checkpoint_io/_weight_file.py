@@ -40,12 +40,13 @@ def detect_format(path: Path) -> Format:
     """
     with path.open("rb") as file:
         start = file.read(9)
+    # First, as the length of a header may happen to have the bytes of the other marks.
+    if start[8:] == b"{" and int.from_bytes(start[:8], "little") <= path.stat().st_size - 8:
+        return Format.SAFETENSORS
     if start.startswith(_TORCH_ZIP):
         return Format.TORCH_ZIP
     if start.startswith(_TORCH_LEGACY):
         return Format.TORCH_LEGACY
-    if start[8:] == b"{" and int.from_bytes(start[:8], "little") <= path.stat().st_size - 8:
-        return Format.SAFETENSORS
     raise ValueError(
         f"{path} is neither a torch file nor a safetensors file, or is damaged: {path.stat().st_size} bytes "
         f"that begin with {start!r}"

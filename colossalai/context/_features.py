@@ -105,7 +105,7 @@ def _check_zero(value: Any) -> None:
     check_mapping(value, "zero", example="zero=dict(stage=1)")
     check_keys(value, ("stage", "cpu_offload"), "zero")
     stage = value.get("stage", 1)
-    if isinstance(stage, bool) or stage not in (1, 2, 3):
+    if type(stage) is not int or stage not in (1, 2, 3):
         raise ConfigException(f"zero.stage is {stage!r}; it must be 1, 2 or 3")
     check_bool(value.get("cpu_offload", False), "zero.cpu_offload")
 

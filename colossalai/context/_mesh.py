@@ -6,12 +6,43 @@ a group which only some ranks use costs the others nothing and cannot make them 
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 Axes = str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One or several axes of a mesh taken together, seen from this rank: whom it communicates with.
+
+    Attributes:
+        name: For messages and the ledger.
+        ranks: The global ranks along it, this one among them.
+        mesh: The mesh that makes the group.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    mesh: "Mesh" = field(repr=False)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks along it."""
+        return len(self.ranks)
+
+    @property
+    def rank(self) -> int:
+        """Position of this rank along it."""
+        return self.ranks.index(self.mesh.rank)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group, made when first asked for."""
+        return self.mesh.group_of(self.ranks)
 
 
 class Mesh:
@@ -44,6 +75,11 @@ class Mesh:
     def __repr__(self) -> str:
         extents = ", ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1)
         return f"Mesh({extents or 'one rank'}; rank {self.rank} of {self.world_size})"
+
+    def axis(self, axes: Axes) -> Axis:
+        """Return `axes` taken together as one axis to communicate along."""
+        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        return Axis("*".join(names), tuple(self.ranks(names)), self)
 
     def axis_size(self, axes: Axes) -> int:
         """Return the number of ranks along `axes` taken together."""

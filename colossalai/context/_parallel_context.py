@@ -13,7 +13,7 @@ from colossalai.context._config import Config, load_config
 from colossalai.context._features import check_config
 from colossalai.context._group_initializer import own_groups
 from colossalai.context._layout import Layout
-from colossalai.context._mesh import Mesh
+from colossalai.context._mesh import Axis, Mesh
 from colossalai.context._parallel_mode import ParallelMode, mode_axes
 from colossalai.context._random import reset_seeds
 
@@ -141,6 +141,15 @@ class ParallelContext:
                 f"{mode} is not part of this job (tensor mode {self.tensor_mode!r}); it has {known}"
             )
         return mesh.ranks(self._axes[mode])
+
+    def axis(self, mode: Hashable) -> Axis:
+        """Return what a mode's groups run along, seen from this rank.
+
+        Raises:
+            ValueError: The job has no such mode.
+        """
+        name = mode.value if isinstance(mode, ParallelMode) else str(mode)
+        return Axis(name, tuple(self.get_ranks_in_group(mode)), self.mesh)
 
     def get_local_rank(self, mode: Hashable) -> int:
         """Return this rank's position in its group of a mode."""

@@ -54,6 +54,17 @@ def test_round_trip(spec: dict[str, tuple[list[int], torch.dtype]], tmp_path: Pa
             assert torch.equal(back[name], tensor)
 
 
+def test_a_header_whose_length_looks_like_a_pickle(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for length in range(400, 700):
+        write_safetensors(path, {"w": torch.ones(1)}, header={"note": "x" * length})
+        if path.read_bytes().startswith(b"\x80\x02"):
+            break
+    else:
+        pytest.fail("no header of 0x0280 bytes")
+    assert detect_format(path) is Format.SAFETENSORS
+
+
 def test_tensors_are_views_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "a"
     write_torch(path, {"w": torch.zeros(10_000_000)})

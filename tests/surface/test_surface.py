@@ -34,10 +34,11 @@ def test_the_list_is_complete() -> None:
     assert sum(len(names.split(",")) for _, names in rows) >= 148
 
 
-# Every row is the first import of a process of its own: a fork of one that has imported the package only, as
-# Python itself does first for every row.
+# Every row is the first import of a process of its own: a fork of one that has imported torch and the package
+# only, as Python itself does first for every row.
 FIRST_IMPORTS = """
 import os, sys, traceback
+import torch
 import colossalai
 for line in sys.stdin.read().splitlines():
     pid = os.fork()

@@ -1,0 +1,22 @@
+"""Collectives along mesh axes, their conjugates for the backward, and the ledger of what they send."""
+
+from colossalai.communication._collectives import all_gather as all_gather
+from colossalai.communication._collectives import all_reduce as all_reduce
+from colossalai.communication._collectives import broadcast as broadcast
+from colossalai.communication._collectives import reduce as reduce
+from colossalai.communication._collectives import reduce_scatter as reduce_scatter
+from colossalai.communication._collectives import ring_forward as ring_forward
+from colossalai.communication._conjugate import copy_forward_reduce_backward as copy_forward_reduce_backward
+from colossalai.communication._conjugate import (
+    gather_forward_scatter_backward as gather_forward_scatter_backward,
+)
+from colossalai.communication._conjugate import gather_forward_split_backward as gather_forward_split_backward
+from colossalai.communication._conjugate import reduce_forward_copy_backward as reduce_forward_copy_backward
+from colossalai.communication._conjugate import (
+    scatter_forward_gather_backward as scatter_forward_gather_backward,
+)
+from colossalai.communication._conjugate import slice_of as slice_of
+from colossalai.communication._conjugate import split_forward_gather_backward as split_forward_gather_backward
+from colossalai.communication._ledger import Entry as Entry
+from colossalai.communication._ledger import Ledger as Ledger
+from colossalai.communication._ledger import ledger as ledger

@@ -1,0 +1,120 @@
+"""Collectives with their conjugates: what the forward does along an axis, and what the backward has to do.
+
+Each is named by what happens to the data in both directions. Of an activation every rank holds the whole, a
+slice, or a term of a sum; that decides what it holds of the gradient:
+
+    forward    backward    from                   to
+    gather     scatter     slices                 the whole, used differently on every rank
+    gather     split       slices                 the whole, used alike on every rank
+    split      gather      the whole, alike       slices
+    scatter    gather      terms of a sum         slices of the sum
+    reduce     copy        terms of a sum         the sum, used alike on every rank
+    copy       reduce      the whole, alike       the whole, used differently on every rank
+"""
+
+from typing import Any
+
+import torch
+
+from colossalai.communication._collectives import all_gather, all_reduce, reduce_scatter
+from colossalai.context import Axis
+
+
+def gather_forward_scatter_backward(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Gather slices along `dim`; sum the gradients and keep this rank's slice."""
+    return _GatherScatter.apply(tensor, axis, dim) if axis.size > 1 else tensor
+
+
+def gather_forward_split_backward(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Gather slices along `dim`; keep this rank's slice of the gradient, which is the same on all ranks."""
+    return _GatherSplit.apply(tensor, axis, dim) if axis.size > 1 else tensor
+
+
+def split_forward_gather_backward(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Keep this rank's slice along `dim`; gather the slices of the gradient."""
+    return _SplitGather.apply(tensor, axis, dim) if axis.size > 1 else tensor
+
+
+def scatter_forward_gather_backward(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Sum over the ranks and keep this rank's slice along `dim`; gather the slices of the gradient."""
+    return _ScatterGather.apply(tensor, axis, dim) if axis.size > 1 else tensor
+
+
+def reduce_forward_copy_backward(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Sum over the ranks; the gradient of the sum is that of every term."""
+    return _ReduceCopy.apply(tensor, axis) if axis.size > 1 else tensor
+
+
+def copy_forward_reduce_backward(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """Use a tensor that all ranks hold; sum what they find as its gradient."""
+    return _CopyReduce.apply(tensor, axis) if axis.size > 1 else tensor
+
+
+def slice_of(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+    """Return this rank's slice of a tensor that all ranks hold, contiguous."""
+    return tensor.chunk(axis.size, dim)[axis.rank].contiguous()
+
+
+class _GatherScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(tensor, dim, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return reduce_scatter(grad, ctx.dim, ctx.axis), None, None
+
+
+class _GatherSplit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return all_gather(tensor, dim, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return slice_of(grad, ctx.axis, ctx.dim), None, None
+
+
+class _SplitGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return slice_of(tensor, axis, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return all_gather(grad, ctx.dim, ctx.axis), None, None
+
+
+class _ScatterGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return reduce_scatter(tensor, dim, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return all_gather(grad, ctx.dim, ctx.axis), None, None
+
+
+class _ReduceCopy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+        return all_reduce(tensor, axis)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class _CopyReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
+        ctx.axis = axis
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return all_reduce(grad, ctx.axis), None
