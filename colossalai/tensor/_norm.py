@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
+from colossalai.tensor._spec import spec_of
+
 Groups = tuple[dist.ProcessGroup, ...]
 
 
@@ -24,7 +26,8 @@ def local_slice(tensor: torch.Tensor) -> torch.Tensor:
 def sharding_groups(tensor: torch.Tensor) -> Groups:
     """Return the process groups over which a tensor is cut; none for a replicated one."""
     if not _is_dtensor(tensor):
-        return ()
+        spec = spec_of(tensor)
+        return () if spec is None else tuple(spec.mesh.group(axis) for axis in spec.axes)
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
     return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
 

@@ -23,7 +23,6 @@ from colossalai.nn.lr_scheduler import CosineAnnealingLR
 from colossalai.utils import get_current_device
 
 BATCH_SIZE = 32  # images in a batch of one rank
-NUM_EPOCHS = 6
 PLUGINS = {"torch_ddp": TorchDDPPlugin, "torch_fsdp": TorchFSDPPlugin}
 
 
@@ -41,12 +40,12 @@ def main() -> None:
     test_dataloader = torch.utils.data.DataLoader(test_dataset, batch_size=BATCH_SIZE)
     model = build_model(num_classes=NUM_CLASSES, library=args.library)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
-    lr_scheduler = CosineAnnealingLR(optimizer, total_steps=NUM_EPOCHS)
+    lr_scheduler = CosineAnnealingLR(optimizer, total_steps=args.epochs)
     model, optimizer, criterion, train_dataloader, lr_scheduler = booster.boost(
         model, optimizer, nn.CrossEntropyLoss(), train_dataloader, lr_scheduler
     )
 
-    for epoch in range(NUM_EPOCHS):
+    for epoch in range(args.epochs):
         model.train()
         for images, labels in train_dataloader:
             loss = criterion(model(images.to(get_current_device())), labels.to(get_current_device()))
@@ -71,6 +70,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--library", choices=LIBRARIES, default="model_zoo", help="where the network comes from"
     )
+    parser.add_argument("--epochs", type=int, default=6, help="passes over the training images")
     parser.add_argument("--save", help="file for the trained weights")
     return parser.parse_args()
 

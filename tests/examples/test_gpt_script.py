@@ -66,15 +66,15 @@ def test_a_run_leaves_its_results(undisturbed: Path) -> None:
     validations = {
         record["step"]: record["validation_loss"] for record in records if "validation_loss" in record
     }
-    assert [record["step"] for record in records if "loss" in record] == list(range(1, 121))
+    assert [record["step"] for record in records if "loss" in record] == list(range(1, 61))
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
-    assert list(validations) == [50, 100, 120]
+    assert list(validations) == [25, 50, 60]
     assert (undisturbed / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert (undisturbed / "sample.txt").read_text().startswith("def ")
     assert any((undisturbed / "tensorboard").iterdir())
     assert sorted(path.name for path in (undisturbed / "checkpoints").iterdir()) == [
-        "step-00000090",
-        "step-00000120",
+        "step-00000045",
+        "step-00000060",
     ]
 
 
@@ -84,7 +84,7 @@ def test_a_complete_run_is_not_trained_again(
     before = metrics(undisturbed)
     train(workplace, "undisturbed")
     output = capfd.readouterr().out
-    assert "resuming at step 120 of 120" in output
+    assert "resuming at step 60 of 60" in output
     assert f"validation loss  {before[-1]['validation_loss']:6.3f} nats" in output
     assert "unigram entropy" in output
     assert metrics(undisturbed) == before
@@ -92,7 +92,7 @@ def test_a_complete_run_is_not_trained_again(
 
 def test_a_killed_run_resumes_to_the_losses_of_an_undisturbed_one(undisturbed: Path, workplace: Path) -> None:
     with launched(workplace, "killed") as launcher:
-        wait_for_step(workplace / "killed", 40, launcher)
+        wait_for_step(workplace / "killed", 20, launcher)
         kill_rank(launcher, 1)
         killed_at = time.monotonic()
         output, _ = launcher.communicate(timeout=2 * END_S)
@@ -100,7 +100,7 @@ def test_a_killed_run_resumes_to_the_losses_of_an_undisturbed_one(undisturbed: P
     assert launcher.returncode != 0
     assert "rank 1" in output
     assert "SIGKILL" in output
-    assert metrics(workplace / "killed")[-1]["step"] < 120
+    assert metrics(workplace / "killed")[-1]["step"] < 60
     train(workplace, "killed")
     assert metrics(workplace / "killed") == metrics(undisturbed)
 
@@ -110,7 +110,7 @@ def test_fresh_starts_over(undisturbed: Path, workplace: Path, capfd: pytest.Cap
     shutil.copytree(undisturbed, folder)
     (folder / "notes.txt").write_text("the user's own")
     train(workplace, "fresh", "--fresh")
-    assert "starting at step 0 of 120" in capfd.readouterr().out
+    assert "starting at step 0 of 60" in capfd.readouterr().out
     assert metrics(folder) == metrics(undisturbed)
     assert (folder / "notes.txt").exists()
 

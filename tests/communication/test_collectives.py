@@ -1,0 +1,107 @@
+"""Collectives along axes, forward and backward, and what they send."""
+
+import pytest
+import torch
+
+import colossalai
+from colossalai import communication
+from colossalai.communication import ledger
+from colossalai.context import ParallelMode
+from colossalai.core import global_context as gpc
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+CONJUGATES = {
+    "gather_forward_scatter_backward": ("all_gather", "reduce_scatter"),
+    "gather_forward_split_backward": ("all_gather", None),
+    "split_forward_gather_backward": (None, "all_gather"),
+    "scatter_forward_gather_backward": ("reduce_scatter", "all_gather"),
+    "reduce_forward_copy_backward": ("all_reduce", None),
+    "copy_forward_reduce_backward": (None, "all_reduce"),
+}
+SHARES = {"all_gather": 1.0, "reduce_scatter": 0.5, "all_reduce": 1.0}  # of the bytes given, with two ranks
+
+
+def values(rank, shape):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def expected(name, inputs, dim, rank):
+    """What each rank gets, from what all ranks put in."""
+    if name.startswith("gather"):
+        return torch.cat(inputs, dim)
+    if name.startswith("split"):
+        return inputs[rank].chunk(len(inputs), dim)[rank]
+    total = torch.stack(inputs).sum(0)
+    if name.startswith("scatter"):
+        return total.chunk(len(inputs), dim)[rank]
+    return total if name.startswith("reduce") else inputs[rank]
+
+
+def both_directions(name, dim):
+    colossalai.launch_from_torch({"parallel": {"tensor": {"size": 4, "mode": "2d"}}}, verbose=False)
+    axis = gpc.mesh.axis("col")
+    mates = axis.ranks
+    x = values(gpc.get_global_rank(), (4, 6, 2)).requires_grad_()
+    arguments = (axis,) if "reduce_" in name or "_reduce" in name else (axis, dim)
+    with ledger() as forward:
+        y = getattr(communication, name)(x, *arguments)
+    grads = [values(10 + rank, tuple(y.shape)) for rank in mates]
+    with ledger() as backward:
+        y.backward(grads[axis.rank])
+    inputs = [values(rank, (4, 6, 2)) for rank in mates]
+    torch.testing.assert_close(y.detach(), expected(name, inputs, dim, axis.rank))
+    torch.testing.assert_close(x.grad, expected(name.split("_")[2], grads, dim, axis.rank))
+    sent = [
+        (book.entries[0].op, book.num_bytes()) if book.entries else (None, 0.0)
+        for book in (forward, backward)
+    ]
+    given = [x.nbytes, y.nbytes]
+    for (op, num_bytes), wanted, size in zip(sent, CONJUGATES[name], given, strict=True):
+        assert op == wanted
+        assert num_bytes == (0.0 if wanted is None else SHARES[wanted] * size)
+
+
+@pytest.mark.parametrize("dim", [0, 1, -2])
+@pytest.mark.parametrize("name", CONJUGATES)
+def test_conjugates(name, dim):
+    run_ranks(both_directions, 4, name, dim)
+
+
+def plain_collectives():
+    colossalai.launch_from_torch({}, verbose=False)
+    rank, mode = gpc.get_global_rank(), ParallelMode.GLOBAL
+    x = torch.full((2,), float(rank))
+    assert communication.ring_forward(x, mode).tolist() == [float((rank - 1) % 3)] * 2
+    assert communication.broadcast(x.clone(), 2, mode).tolist() == [2.0, 2.0]
+    reduced = communication.reduce(x, 1, mode)
+    assert rank != 1 or reduced.tolist() == [3.0, 3.0]
+    assert x.tolist() == [float(rank)] * 2
+    with ledger() as outer:
+        communication.all_reduce(x, mode)
+        with ledger() as inner:
+            communication.all_gather(x, 0, mode)
+    assert (outer.count(), inner.count()) == (2, 1)
+    assert outer.num_bytes("all_reduce") == pytest.approx(8 * 2 * 2 / 3)
+    assert outer.num_bytes("all_gather", axis="global") == 8 * 2
+    assert outer.num_bytes(axis="tp") == 0
+
+
+def test_plain_collectives():
+    run_ranks(plain_collectives, 3)
+
+
+def alone():
+    colossalai.launch_from_torch({}, verbose=False)
+    x = torch.ones(2)
+    with ledger() as book:
+        for name in ("all_gather", "reduce_scatter"):
+            assert getattr(communication, name)(x, 0, ParallelMode.DATA) is x
+        assert communication.all_reduce(x, ParallelMode.DATA) is x
+    assert book.entries == []
+
+
+def test_one_rank_sends_nothing():
+    run_ranks(alone, 1)

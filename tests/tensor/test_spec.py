@@ -1,0 +1,96 @@
+"""Specs: boxes tile the tensor, slices gather to the whole, norms are of the whole."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import colossalai
+from colossalai.context import Mesh
+from colossalai.core import global_context as gpc
+from colossalai.tensor import ShardingSpec, cut_dims, global_grad_norm, set_spec, spec_of
+from tests.ranks import run_ranks
+
+AXES = {"dp": 2, "col": 3, "row": 2}
+
+
+@st.composite
+def cuts(draw):
+    """Draw which dimension each axis cuts, if any, and a shape that they divide."""
+    num_dims = draw(st.integers(1, 3))
+    dims = [[] for _ in range(num_dims)]
+    shape = [draw(st.integers(1, 3)) for _ in range(num_dims)]
+    for axis in draw(st.permutations(list(AXES))):
+        target = draw(st.integers(-1, num_dims - 1))
+        if target >= 0:
+            dims[target].append(axis)
+            shape[target] *= AXES[axis]
+    return tuple(shape), tuple(map(tuple, dims))
+
+
+@pytest.mark.unit
+@given(cuts())
+def test_boxes_tile_the_tensor_once_for_each_replica(cut):
+    shape, dims = cut
+    covered = torch.zeros(shape)
+    spec = ShardingSpec(shape, dims, Mesh(AXES, rank=0))
+    for rank in range(12):
+        region = tuple(slice(offset, offset + size) for offset, size in spec.box(rank))
+        covered[region] += 1
+    replicas = 12
+    for axis in spec.axes:
+        replicas //= AXES[axis]
+    assert (covered == replicas).all()
+
+
+@pytest.mark.unit
+@given(cuts(), st.integers(0, 11))
+def test_a_slice_is_that_of_the_box(cut, rank):
+    shape, dims = cut
+    spec = ShardingSpec(shape, dims, Mesh(AXES, rank=rank))
+    whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    part = spec.cut(whole)
+    assert tuple(part.shape) == spec.local_shape
+    for index in itertools.product(*map(range, part.shape)):
+        there = tuple(offset + i for (offset, _), i in zip(spec.box(), index, strict=True))
+        assert part[index] == whole[there]
+
+
+@pytest.mark.unit
+def test_refusals():
+    mesh = Mesh(AXES, rank=0)
+    with pytest.raises(ValueError, match="the 3 ranks along col do not divide"):
+        ShardingSpec((4,), (("col",),), mesh)
+    with pytest.raises(ValueError, match="an axis cuts twice"):
+        ShardingSpec((9, 9), (("col",), ("col",)), mesh)
+    with pytest.raises(ValueError, match="a spec of 1 dimensions"):
+        ShardingSpec((9, 9), (("col",),), mesh)
+    spec = ShardingSpec((6,), (("col",),), mesh)
+    with pytest.raises(ValueError, match=r"the global shape is \(6,\)"):
+        spec.cut(torch.zeros(5))
+    with pytest.raises(ValueError, match="where the spec says"):
+        set_spec(torch.zeros(6), spec)
+    assert spec_of(torch.zeros(1)) is None
+    assert cut_dims((5,), (("one",),), Mesh({"one": 1}, rank=0)).dims == ((),)
+
+
+def gather_and_norm():
+    colossalai.launch_from_torch({"parallel": {"tensor": {"size": 4, "mode": "2d"}}}, verbose=False)
+    whole = torch.arange(24.0).reshape(4, 6)
+    params = []
+    for dims in ((("col",), ("row",)), (("row", "col"), ()), ((), ())):
+        spec = ShardingSpec((4, 6), dims, gpc.mesh)
+        param = torch.nn.Parameter(spec.cut(whole))
+        set_spec(param, spec)
+        param.grad = param.detach().clone()
+        assert torch.equal(spec.gather(param.detach()), whole)
+        params.append(param)
+    return global_grad_norm(params).item(), (3 * whole.square().sum()).sqrt().item()
+
+
+@pytest.mark.dist
+def test_slices_gather_to_the_whole_and_norms_are_of_the_whole():
+    for found, expected in run_ranks(gather_and_norm, 4):
+        assert found == pytest.approx(expected)
