@@ -1,7 +1,7 @@
-"""How a tensor is cut over a mesh: for each dimension the ordered axes that cut it, replicated over the others.
+"""How a tensor is cut over a mesh: for each dimension the ordered axes that cut it, replicated over the rest.
 
-Every parameter that a parallel layer cuts carries its spec. What holds for the whole (its norm, its checkpoint)
-is derived from it.
+Every parameter that a parallel layer cuts carries its spec. What holds for the whole (a norm, a checkpoint of
+it) is derived from that.
 """
 
 import math
@@ -74,7 +74,7 @@ class ShardingSpec:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the global tensor of which every rank holds a slice; one all-gather for each axis that cuts."""
+        """Return the global tensor of which every rank holds a slice; one all-gather per cutting axis."""
         for dim, axes in enumerate(self.dims):
             for axis in reversed(axes):
                 tensor = all_gather(tensor, dim, self.mesh.axis(axis))

@@ -84,7 +84,11 @@ class Job:
 
 
 def build_job(data: TextData, folder: Path) -> Job:
-    """Build a training from the config of the launched job, at its first step."""
+    """Build a training from the config of the launched job, at its first step.
+
+    Raises:
+        ValueError: The text is too short.
+    """
     config = gpc.config
     model = build_model(config)
     optimizer = build_optimizer(model, config)
@@ -93,11 +97,19 @@ def build_job(data: TextData, folder: Path) -> Job:
     )
     windows = TokenWindows(data.train, length=config.SEQ_LEN)
     held_out = TokenWindows(data.validation, length=config.SEQ_LEN)
+    train_loader = get_dataloader(
+        windows, shuffle=True, seed=config.SEED, batch_size=config.BATCH_SIZE, drop_last=True
+    )
+    if len(train_loader) == 0:
+        raise ValueError(
+            f"{len(windows)} sequences of text do not fill a batch on every rank: bring more text, or lower "
+            f"BATCH_SIZE={config.BATCH_SIZE}"
+        )
     engine, train_loader, probe_loader, lr_scheduler = colossalai.initialize(
         model,
         optimizer,
         GPTLMLoss(),
-        get_dataloader(windows, shuffle=True, seed=config.SEED, batch_size=config.BATCH_SIZE, drop_last=True),
+        train_loader,
         get_dataloader(spread(held_out, config.VALIDATION_WINDOWS), batch_size=config.BATCH_SIZE),
         lr_scheduler,
     )

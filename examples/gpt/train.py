@@ -156,12 +156,8 @@ def validate(engine: Engine, loader: Any) -> float:
 
 def mean_over_ranks(losses: Iterable[Tensor | None]) -> float:
     """Return the mean of the losses of all ranks; a rank that sees no loss holds None."""
-    seen = [loss for loss in losses if loss is not None]
-    total = torch.zeros(2, dtype=torch.float64)
-    if seen:
-        total[0] = torch.stack(seen).double().sum()
-        total[1] = len(seen)
-    total = total.to(gpc.device)
+    seen = [loss.item() for loss in losses if loss is not None]
+    total = torch.tensor([math.fsum(seen), len(seen)], dtype=torch.float64)
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 

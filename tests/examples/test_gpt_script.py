@@ -127,6 +127,12 @@ def test_a_loss_above_the_entropy_is_a_failure(workplace: Path) -> None:
         train(workplace, "bad", config=config)
 
 
+def test_too_little_text_for_a_batch_is_refused(workplace: Path) -> None:
+    config = changed_config(workplace, BATCH_SIZE=1000)
+    with pytest.raises(RanksError, match="do not fill a batch on every rank"):
+        train(workplace, "short", config=config)
+
+
 def changed_config(workplace: Path, **changes: float) -> Path:
     path = workplace / "changed_config.py"
     path.write_text(CONFIG.read_text() + "".join(f"{key} = {value!r}\n" for key, value in changes.items()))

@@ -40,8 +40,8 @@ HEAVY = (
     "triton",
 )
 
-# One process imports torch; each of its forks imports the package once, with what it brings when the names are
-# used, times that and lists what came with it.
+# One process imports torch; each of its forks imports the package once, with what its names bring when they
+# are used, times that and lists what came with it.
 MEASURE = """
 import gc, json, os, sys, time
 import torch
