@@ -8,26 +8,26 @@ import torch
 from colossalai.amp import AMP_TYPE
 
 # bfloat16 doubles the speed on a CPU that multiplies matrices of it in hardware, and halves it elsewhere.
-# Both numbers of steps below take about two minutes on two cores.
+# Both numbers of steps below take about two minutes on two cores. Measurements: docs/design/examples.md.
 _capabilities = getattr(torch.cpu, "get_capabilities", dict)()
 _fast_bf16 = torch.accelerator.is_available() or _capabilities.get("amx_bf16", False)
 
-# Model
+# Model: wide, not deep, with few heads. In so short a training width is worth more than depth.
 VOCAB_SIZE = 2048
 SEQ_LEN = 128
-HIDDEN_SIZE = 256
-NUM_LAYERS = 6
+HIDDEN_SIZE = 416
+NUM_LAYERS = 2
 NUM_HEADS = 4
-EMBEDDING_DROPOUT = 0.05
-INIT_STD = HIDDEN_SIZE**-0.5
-DROPOUT = 0.0  # the model sees each token about once: nothing to regularise
+INIT_STD = 0.03
+EMBEDDING_DROPOUT = 0.02
+DROPOUT = 0.0  # the model sees no token more than once: nothing to regularise
 
 # Training
 SEED = 1024
 BATCH_SIZE = 8  # sequences in a microbatch of one rank
-TOTAL_STEPS = 800 if _fast_bf16 else 400  # optimizer steps
+TOTAL_STEPS = 800 if _fast_bf16 else 320  # optimizer steps
 WARMUP_STEPS = TOTAL_STEPS // 10
-LEARNING_RATE = 4e-3
+LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 

@@ -1,0 +1,152 @@
+"""The linear layer, once, over a scheme."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from colossalai.communication import copy_forward_reduce_backward
+from colossalai.context import Mesh, global_context
+from colossalai.nn.layer._flow import advance, current_cut
+from colossalai.nn.layer._product import product
+from colossalai.nn.layer._scheme import LinearScheme, linear_scheme
+from colossalai.tensor import ShardingSpec, cut_dims, set_spec
+
+Initializer = Callable[[torch.Tensor, int, int], object]
+"""Fills a whole tensor in place, given fan-in and fan-out."""
+
+
+class ParallelLinear(nn.Module):
+    """y = x W + b, with x, W, b and y cut along a scheme.
+
+    Weights start from the values that `torch.nn.Linear` starts from under the same random state: every rank
+    draws the whole weight and keeps its slice.
+
+    Bytes that a rank sends, forward and backward, for slices of |x|, |w|, |y| bytes over p ranks (q along an
+    edge): 1d column 2 (p-1)/p |x|; 1d row 2 (p-1)/p |y|; 2d 3 (q-1) (|x| + |w|); 2.5d the same and 2 (d-1)/d
+    |w|; 3d 2 (q-1) (|x| + |w| + |y|); and for the gradient of a bias what its all-reduce over the batch
+    takes.
+
+    Args:
+        in_features: Global size of the input features.
+        out_features: Global size of the output features.
+        bias: Whether to add a bias.
+        dtype: Type of the parameters.
+        scheme: How it is computed; its weight is stored (out, in) as torch does where `weight_is_transposed`.
+        mesh: The ranks.
+        weight_is_transposed: Whether the weight is stored (out, in).
+        in_panels: See `product`.
+        weight_initializer: Fills the whole weight, (out, in); default: as torch.
+        bias_initializer: Fills the whole bias; default: as torch.
+
+    Shape:
+        Input (batch, ..., in), output (batch, ..., out): slices as `scheme.x` and `scheme.y` say.
+
+    Raises:
+        ValueError: The axes do not divide the features.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        *,
+        scheme: LinearScheme,
+        mesh: Mesh,
+        weight_is_transposed: bool = False,
+        in_panels: bool = True,
+        weight_initializer: Initializer | None = None,
+        bias_initializer: Initializer | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.scheme = scheme
+        self.mesh = mesh
+        self.weight_is_transposed = weight_is_transposed
+        self.in_panels = in_panels
+        device = global_context.device
+        whole = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        (weight_initializer or _torch_initializer)(whole, in_features, out_features)
+        dims: tuple[tuple[str, ...], ...] = (scheme.w_out, scheme.w_in)
+        if not weight_is_transposed:
+            whole, dims = whole.t(), dims[::-1]
+        self.weight = self._parameter("weight", whole, dims)
+        self.bias: nn.Parameter | None = None
+        if bias:
+            whole = torch.empty(out_features, dtype=dtype, device=device)
+            (bias_initializer or _torch_bias_initializer)(whole, in_features, out_features)
+            self.bias = self._parameter("bias", whole, (scheme.y.features,))
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows: the global sizes and this rank's slice."""
+        return f"{self.in_features} -> {self.out_features}, weight {tuple(self.weight.shape)}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of the output.
+
+        Raises:
+            ValueError: The last dimension is not this rank's share of the input features.
+        """
+        share = self.mesh.axis_size(self.scheme.x.features)
+        if x.shape[-1] * share != self.in_features:
+            raise ValueError(
+                f"{type(self).__name__}({self.in_features}, {self.out_features}) got an input of shape "
+                f"{tuple(x.shape)}: its last dimension must be {self.in_features // share}, the "
+                f"{self.in_features} features over {share} ranks along {self.scheme.x.features or 'no axis'}"
+            )
+        weight = self.weight.t() if self.weight_is_transposed else self.weight
+        y = product(x, weight, self.scheme, self.mesh, in_panels=self.in_panels)
+        return y if self.bias is None else y + self._whole_bias(self.bias)
+
+    def _whole_bias(self, bias: nn.Parameter) -> torch.Tensor:
+        """Return the bias, whose gradient is the sum over the whole batch."""
+        result: torch.Tensor = bias
+        for name in self.scheme.y.batch:
+            result = copy_forward_reduce_backward(result, self.mesh.axis(name))
+        return result
+
+    def _parameter(self, name: str, whole: torch.Tensor, dims: tuple[tuple[str, ...], ...]) -> nn.Parameter:
+        try:
+            spec: ShardingSpec = cut_dims(whole.shape, dims, self.mesh)
+        except ValueError as error:
+            sizes = f"{type(self).__name__}({self.in_features}, {self.out_features})"
+            raise ValueError(f"the {name} of {sizes}: {error}") from error
+        param = nn.Parameter(spec.cut(whole))
+        set_spec(param, spec)
+        return param
+
+
+def next_linear(
+    in_features: int,
+    out_features: int,
+    bias: bool = True,
+    dtype: torch.dtype | None = None,
+    *,
+    mode: str | None,
+) -> ParallelLinear:
+    """Return the linear layer of a mode that follows the layer built before; the next one follows it."""
+    scheme = linear_scheme(mode, current_cut(mode))
+    layer = ParallelLinear(
+        in_features,
+        out_features,
+        bias,
+        dtype,
+        scheme=scheme,
+        mesh=global_context.mesh,
+        weight_is_transposed=mode in (None, "sequence", "1d"),
+    )
+    advance(mode, scheme.y)
+    return layer
+
+
+def _torch_initializer(whole: torch.Tensor, fan_in: int, fan_out: int) -> None:
+    nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
+
+
+def _torch_bias_initializer(whole: torch.Tensor, fan_in: int, fan_out: int) -> None:
+    bound = 1 / math.sqrt(fan_in) if fan_in > 0 else 0.0
+    nn.init.uniform_(whole, -bound, bound)

@@ -1,0 +1,151 @@
+"""The linear layer in every mode: documented shapes, values, gradients, and the bytes of the formula."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+from colossalai.communication import copy_forward_reduce_backward, ledger
+from colossalai.core import global_context as gpc
+from colossalai.nn.layer import next_linear, restart
+from colossalai.tensor import cut_dims, spec_of
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+MODES = {
+    "1d": {"size": 2, "mode": "1d"},
+    "1d-4": {"size": 4, "mode": "1d"},
+    "2d": {"size": 4, "mode": "2d"},
+    "2.5d": {"size": 8, "mode": "2.5d", "depth": 2},
+    "3d": {"size": 8, "mode": "3d"},
+}
+SHAPES = {  # weight 1, weight 2, input, after layer 1, after layer 2, as documented
+    "1d": [(512, 256), (256, 512), (16, 256), (16, 512), (16, 256)],
+    "2d": [(128, 512), (512, 128), (8, 128), (8, 512), (8, 128)],
+    "2.5d": [(128, 512), (512, 128), (4, 128), (4, 512), (4, 128)],
+    "3d": [(128, 256), (512, 64), (4, 128), (4, 512), (4, 128)],
+}
+
+
+def launch(name):
+    colossalai.launch_from_torch({"parallel": {"tensor": MODES[name]}}, verbose=False)
+    return gpc.tensor_mode
+
+
+def slice_like(tensor, cut):
+    dims = (cut.batch, *[()] * (tensor.dim() - 2), cut.features)
+    return cut_dims(tensor.shape, dims, gpc.mesh).cut(tensor)
+
+
+def shapes(name):
+    mode = launch(name)
+    cut = restart(mode)
+    layers = [next_linear(256, 1024, mode=mode), next_linear(1024, 256, mode=mode)]
+    x = slice_like(torch.randn(16, 256), cut)
+    hidden = layers[0](x)
+    return [tuple(t.shape) for t in (layers[0].weight, layers[1].weight, x, hidden, layers[1](hidden))]
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_documented_shapes(name):
+    size = MODES[name]["size"]
+    assert run_ranks(shapes, size, name) == [SHAPES[name]] * size
+
+
+def parity(name, num_layers, bias, in_panels):
+    """Layers between a (batch, seq, features) input and a weighted sum, against torch.nn.Linear."""
+    mode = launch(name)
+    torch.set_default_dtype(torch.float64)
+    sizes = [8, 16, 24, 8][: num_layers + 1]
+    torch.manual_seed(1)
+    twins = [nn.Linear(a, b, bias) for a, b in itertools.pairwise(sizes)]
+    x_whole, dy_whole = torch.randn(8, 3, 8), torch.randn(8, 3, sizes[-1])
+    torch.manual_seed(1)
+    cut = restart(mode)
+    layers = [next_linear(a, b, bias, mode=mode) for a, b in itertools.pairwise(sizes)]
+    x_twin = x_whole.clone().requires_grad_()
+    y_twin = x_twin
+    for twin in twins:
+        y_twin = twin(y_twin)
+    y_twin.backward(dy_whole)
+    x = slice_like(x_whole, cut).requires_grad_()
+    y = x
+    for layer in layers:
+        layer.in_panels = in_panels
+        y = layer(y)
+    last = layers[-1].scheme.y
+    y.backward(slice_like(dy_whole, last))
+    errors = [(y - slice_like(y_twin, last)).abs().max(), (x.grad - slice_like(x_twin.grad, cut)).abs().max()]
+    for layer, twin in zip(layers, twins, strict=True):
+        for param, whole in [(layer.weight, twin.weight), (layer.bias, twin.bias)]:
+            if param is None:
+                continue
+            stored = whole if param.dim() == 1 or layer.weight_is_transposed else whole.t()
+            grad = whole.grad if param.dim() == 1 or layer.weight_is_transposed else whole.grad.t()
+            spec = spec_of(param)
+            assert torch.equal(param, spec.cut(stored))  # the same start as one process
+            errors.append((param.grad - spec.cut(grad)).abs().max())
+            assert torch.equal(spec.gather(param.detach()), stored)
+    return max(errors).item()
+
+
+@pytest.mark.parametrize("in_panels", [True, False])
+@pytest.mark.parametrize(("num_layers", "bias"), [(2, True), (3, False)])
+@pytest.mark.parametrize("name", MODES)
+def test_values_and_gradients(name, num_layers, bias, in_panels):
+    if not in_panels and name not in ("2d", "2.5d"):
+        pytest.skip("only 2d and 2.5d have panels")
+    for error in run_ranks(parity, MODES[name]["size"], name, num_layers, bias, in_panels):
+        assert error < 1e-12
+
+
+def bytes_sent(name):
+    mode = launch(name)
+    cut = restart(mode)
+    found = []
+    x = slice_like(torch.randn(16, 8), cut).requires_grad_()
+    for sizes in [(8, 24), (24, 8)]:
+        layer = next_linear(*sizes, bias=False, mode=mode)
+        with ledger() as book:
+            y = layer(x)
+            y.backward(torch.ones_like(y))
+        q = round(MODES[name]["size"] ** (1 / 3)) if name == "3d" else 2
+        p, x_bytes, w_bytes, y_bytes = MODES[name]["size"], x.nbytes, layer.weight.nbytes, y.nbytes
+        formula = {
+            "1d": 2 * (p - 1) / p * (x_bytes if layer.scheme.copy_x else y_bytes),
+            "1d-4": 2 * (p - 1) / p * (x_bytes if layer.scheme.copy_x else y_bytes),
+            "2d": 3 * (q - 1) * (x_bytes + w_bytes),
+            "2.5d": 3 * (q - 1) * (x_bytes + w_bytes) + 2 * (2 - 1) / 2 * w_bytes,
+            "3d": 2 * (q - 1) * (x_bytes + w_bytes + y_bytes),
+        }[name]
+        found.append((book.num_bytes(), formula))
+        x = y.detach().requires_grad_()
+    return found
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_bytes_are_those_of_the_formula(name):
+    for found in run_ranks(bytes_sent, MODES[name]["size"], name):
+        for sent, formula in found:
+            assert sent == pytest.approx(formula)
+
+
+def refusals(name):
+    mode = launch(name)
+    restart(mode)
+    with pytest.raises(
+        ValueError, match=r"the weight of ParallelLinear\(8, 7\): dimension .* is 7, which the 2"
+    ):
+        next_linear(8, 7, mode=mode)
+    with pytest.raises(
+        ValueError, match=r"its last dimension must be 4, the 8 features over 2 ranks along \('row',\)"
+    ):
+        next_linear(8, 8, mode=mode)(torch.ones(2, 8))
+    assert copy_forward_reduce_backward(torch.ones(1), gpc.mesh.axis("dp")).item() == 1
+
+
+def test_what_does_not_fit_is_said_before_any_collective():
+    run_ranks(refusals, 4, "2d")
