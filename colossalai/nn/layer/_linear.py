@@ -1,23 +1,18 @@
 """The linear layer, once, over a scheme."""
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import nn
 
-from colossalai.communication import copy_forward_reduce_backward
-from colossalai.context import Mesh, global_context
+from colossalai.context import Mesh
+from colossalai.nn.layer._base import Initializer, ParallelModule, empty_parameter
 from colossalai.nn.layer._flow import advance, current_cut
 from colossalai.nn.layer._product import product
 from colossalai.nn.layer._scheme import LinearScheme, linear_scheme
-from colossalai.tensor import ShardingSpec, cut_dims, set_spec
-
-Initializer = Callable[[torch.Tensor, int, int], object]
-"""Fills a whole tensor in place, given fan-in and fan-out."""
 
 
-class ParallelLinear(nn.Module):
+class ParallelLinear(ParallelModule):
     """y = x W + b, with x, W, b and y cut along a scheme.
 
     Weights start from the values that `torch.nn.Linear` starts from under the same random state: every rank
@@ -34,7 +29,7 @@ class ParallelLinear(nn.Module):
         bias: Whether to add a bias.
         dtype: Type of the parameters.
         scheme: How it is computed; its weight is stored (out, in) as torch does where `weight_is_transposed`.
-        mesh: The ranks.
+        mesh: The ranks; default: those of the launched job.
         weight_is_transposed: Whether the weight is stored (out, in).
         in_panels: See `product`.
         weight_initializer: Fills the whole weight, (out, in); default: as torch.
@@ -55,31 +50,29 @@ class ParallelLinear(nn.Module):
         dtype: torch.dtype | None = None,
         *,
         scheme: LinearScheme,
-        mesh: Mesh,
+        mesh: Mesh | None = None,
         weight_is_transposed: bool = False,
         in_panels: bool = True,
         weight_initializer: Initializer | None = None,
         bias_initializer: Initializer | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(mesh)
         self.in_features = in_features
         self.out_features = out_features
         self.scheme = scheme
-        self.mesh = mesh
         self.weight_is_transposed = weight_is_transposed
         self.in_panels = in_panels
-        device = global_context.device
-        whole = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        whole = empty_parameter(out_features, in_features, dtype=dtype)
         (weight_initializer or _torch_initializer)(whole, in_features, out_features)
         dims: tuple[tuple[str, ...], ...] = (scheme.w_out, scheme.w_in)
         if not weight_is_transposed:
             whole, dims = whole.t(), dims[::-1]
-        self.weight = self._parameter("weight", whole, dims)
+        self.weight = self.cut_parameter("weight", whole, dims)
         self.bias: nn.Parameter | None = None
         if bias:
-            whole = torch.empty(out_features, dtype=dtype, device=device)
+            whole = empty_parameter(out_features, dtype=dtype)
             (bias_initializer or _torch_bias_initializer)(whole, in_features, out_features)
-            self.bias = self._parameter("bias", whole, (scheme.y.features,))
+            self.bias = self.cut_parameter("bias", whole, (scheme.y.features,))
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows: the global sizes and this rank's slice."""
@@ -91,33 +84,10 @@ class ParallelLinear(nn.Module):
         Raises:
             ValueError: The last dimension is not this rank's share of the input features.
         """
-        share = self.mesh.axis_size(self.scheme.x.features)
-        if x.shape[-1] * share != self.in_features:
-            raise ValueError(
-                f"{type(self).__name__}({self.in_features}, {self.out_features}) got an input of shape "
-                f"{tuple(x.shape)}: its last dimension must be {self.in_features // share}, the "
-                f"{self.in_features} features over {share} ranks along {self.scheme.x.features or 'no axis'}"
-            )
+        self.check_share(x, self.in_features, self.scheme.x.features, what="features")
         weight = self.weight.t() if self.weight_is_transposed else self.weight
         y = product(x, weight, self.scheme, self.mesh, in_panels=self.in_panels)
-        return y if self.bias is None else y + self._whole_bias(self.bias)
-
-    def _whole_bias(self, bias: nn.Parameter) -> torch.Tensor:
-        """Return the bias, whose gradient is the sum over the whole batch."""
-        result: torch.Tensor = bias
-        for name in self.scheme.y.batch:
-            result = copy_forward_reduce_backward(result, self.mesh.axis(name))
-        return result
-
-    def _parameter(self, name: str, whole: torch.Tensor, dims: tuple[tuple[str, ...], ...]) -> nn.Parameter:
-        try:
-            spec: ShardingSpec = cut_dims(whole.shape, dims, self.mesh)
-        except ValueError as error:
-            sizes = f"{type(self).__name__}({self.in_features}, {self.out_features})"
-            raise ValueError(f"the {name} of {sizes}: {error}") from error
-        param = nn.Parameter(spec.cut(whole))
-        set_spec(param, spec)
-        return param
+        return y if self.bias is None else y + self.shared_over(self.scheme.y.batch, self.bias)
 
 
 def next_linear(
@@ -136,7 +106,6 @@ def next_linear(
         bias,
         dtype,
         scheme=scheme,
-        mesh=global_context.mesh,
         weight_is_transposed=mode in (None, "sequence", "1d"),
     )
     advance(mode, scheme.y)
