@@ -92,6 +92,13 @@ class Mesh:
             position = position * self.axes[axis] + self.coordinate(self.rank)[axis]
         return position
 
+    def axis_rank_in_order(self, axes: Sequence[str]) -> int:
+        """Return this rank's position along `axes` in the order given, the first one counting coarsest."""
+        position = 0
+        for axis in axes:
+            position = position * self.axis_size(axis) + self.axis_rank(axis)
+        return position
+
     def coordinate(self, global_rank: int) -> dict[str, int]:
         """Return the position of a rank along every axis."""
         position = {}

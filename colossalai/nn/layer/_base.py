@@ -7,37 +7,48 @@ from torch import nn
 
 from colossalai.communication import copy_forward_reduce_backward
 from colossalai.context import Mesh, global_context
+from colossalai.nn.layer._spec_keeper import SpecKeeper
 from colossalai.tensor import cut_dims, set_spec
 
 Initializer = Callable[[torch.Tensor, int, int], object]
 """Fills a whole tensor in place, given fan-in and fan-out."""
 
 
-class ParallelModule(nn.Module):
+class ParallelModule(SpecKeeper):
     """A layer whose parameters are cut over a mesh.
 
     Every rank draws the whole parameter from the same random state and keeps its slice, so that a model
     starts from the same global values under every layout.
 
     Args:
-        mesh: The ranks; default: those of the launched job.
+        mesh: The ranks; default: those of the launched job, or this process alone.
     """
 
     def __init__(self, mesh: Mesh | None = None) -> None:
-        super().__init__()
-        self.mesh = mesh or global_context.mesh
+        super().__init__(mesh or (global_context.mesh if global_context.is_launched else alone()))
 
     def cut_parameter(
-        self, name: str, whole: torch.Tensor, dims: tuple[tuple[str, ...], ...]
+        self,
+        name: str,
+        whole: torch.Tensor,
+        dims: tuple[tuple[str, ...], ...],
+        *,
+        stored_as: tuple[int, ...] | None = None,
     ) -> nn.Parameter:
         """Return this rank's slice of a parameter, with its spec.
+
+        Args:
+            name: For messages.
+            whole: The whole parameter, its dimensions in the order that is stored.
+            dims: For each dimension, the axes that cut it.
+            stored_as: That order where it is not torch's; see `ShardingSpec`. Checkpoints hold torch's.
 
         Raises:
             ValueError: The axes do not divide it; the message names the layer, the dimension, the axes and
                 the sizes.
         """
         try:
-            spec = cut_dims(whole.shape, dims, self.mesh)
+            spec = cut_dims(whole.shape, dims, self.mesh, stored_as=stored_as)
         except ValueError as error:
             raise ValueError(f"the {name} of {type(self).__name__}: {error}") from error
         param = nn.Parameter(spec.cut(whole))
@@ -63,6 +74,11 @@ class ParallelModule(nn.Module):
                 f"{whole_size // num_ranks}, the {whole_size} {what} over {num_ranks} ranks along "
                 f"{axes or 'no axis'}"
             )
+
+
+def alone() -> Mesh:
+    """Return the mesh of a process that has not launched."""
+    return Mesh({"edp": 1, "ep": 1, "pp": 1, "tp": 1}, rank=0, views={"dp": ("edp", "ep")})
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype | None) -> torch.Tensor:

@@ -8,6 +8,7 @@ built for the cut that the one before leaves. An embedding, or `restart`, begins
 from colossalai.nn.layer._scheme import LINEAR_SCHEMES, Cut
 
 _cuts: dict[str | None, Cut] = {}
+_heads: dict[str | None, Cut] = {}
 
 
 def current_cut(mode: str | None) -> Cut:
@@ -24,6 +25,17 @@ def restart(mode: str | None) -> Cut:
     """Begin a model; return the cut of its input."""
     _cuts.pop(mode, None)
     return first_cut(mode)
+
+
+def end_with(mode: str | None, cut: Cut) -> None:
+    """Say how the classifier that was just built leaves its output; the next layer begins a model."""
+    _heads[mode] = cut
+    _cuts.pop(mode, None)
+
+
+def head_cut(mode: str | None) -> Cut:
+    """Return how the output of the classifier that was built last is cut: by the batch alone, if none was."""
+    return _heads.get(mode, Cut(batch=first_cut(mode).batch))
 
 
 def first_cut(mode: str | None) -> Cut:

@@ -7,9 +7,9 @@ from torch import nn
 
 from colossalai.context import Mesh
 from colossalai.nn.layer._base import Initializer, ParallelModule, empty_parameter
-from colossalai.nn.layer._flow import advance, current_cut
 from colossalai.nn.layer._product import product
-from colossalai.nn.layer._scheme import LinearScheme, linear_scheme
+from colossalai.nn.layer._scheme import LinearScheme
+from colossalai.tensor import cut_dims, spec_of
 
 
 class ParallelLinear(ParallelModule):
@@ -34,6 +34,7 @@ class ParallelLinear(ParallelModule):
         in_panels: See `product`.
         weight_initializer: Fills the whole weight, (out, in); default: as torch.
         bias_initializer: Fills the whole bias; default: as torch.
+        weight: The weight of another layer to be shared, such as an embedding's; cut as this layer needs it.
 
     Shape:
         Input (batch, ..., in), output (batch, ..., out): slices as `scheme.x` and `scheme.y` say.
@@ -55,6 +56,7 @@ class ParallelLinear(ParallelModule):
         in_panels: bool = True,
         weight_initializer: Initializer | None = None,
         bias_initializer: Initializer | None = None,
+        weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__(mesh)
         self.in_features = in_features
@@ -62,12 +64,17 @@ class ParallelLinear(ParallelModule):
         self.scheme = scheme
         self.weight_is_transposed = weight_is_transposed
         self.in_panels = in_panels
-        whole = empty_parameter(out_features, in_features, dtype=dtype)
-        (weight_initializer or _torch_initializer)(whole, in_features, out_features)
         dims: tuple[tuple[str, ...], ...] = (scheme.w_out, scheme.w_in)
         if not weight_is_transposed:
-            whole, dims = whole.t(), dims[::-1]
-        self.weight = self.cut_parameter("weight", whole, dims)
+            dims = dims[::-1]
+        if weight is None:
+            whole = empty_parameter(out_features, in_features, dtype=dtype)
+            (weight_initializer or _torch_initializer)(whole, in_features, out_features)
+            stored, order = (whole, None) if weight_is_transposed else (whole.t(), (1, 0))
+            self.weight = self.cut_parameter("weight", stored, dims, stored_as=order)
+        else:
+            self._check_shared(weight, dims)
+            self.weight = weight
         self.bias: nn.Parameter | None = None
         if bias:
             whole = empty_parameter(out_features, dtype=dtype)
@@ -89,27 +96,16 @@ class ParallelLinear(ParallelModule):
         y = product(x, weight, self.scheme, self.mesh, in_panels=self.in_panels)
         return y if self.bias is None else y + self.shared_over(self.scheme.y.batch, self.bias)
 
-
-def next_linear(
-    in_features: int,
-    out_features: int,
-    bias: bool = True,
-    dtype: torch.dtype | None = None,
-    *,
-    mode: str | None,
-) -> ParallelLinear:
-    """Return the linear layer of a mode that follows the layer built before; the next one follows it."""
-    scheme = linear_scheme(mode, current_cut(mode))
-    layer = ParallelLinear(
-        in_features,
-        out_features,
-        bias,
-        dtype,
-        scheme=scheme,
-        weight_is_transposed=mode in (None, "sequence", "1d"),
-    )
-    advance(mode, scheme.y)
-    return layer
+    def _check_shared(self, weight: nn.Parameter, dims: tuple[tuple[str, ...], ...]) -> None:
+        shape = (self.out_features, self.in_features)
+        wanted = cut_dims(shape if self.weight_is_transposed else shape[::-1], dims, self.mesh)
+        spec = spec_of(weight)
+        found = (tuple(weight.shape), ((),) * weight.dim()) if spec is None else (spec.shape, spec.dims)
+        if found != (wanted.shape, wanted.dims):
+            raise ValueError(
+                f"{type(self).__name__} cannot share a weight of global shape {found[0]} cut as {found[1]}: "
+                f"it needs {wanted.shape} cut as {wanted.dims}"
+            )
 
 
 def _torch_initializer(whole: torch.Tensor, fan_in: int, fan_out: int) -> None:

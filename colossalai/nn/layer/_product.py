@@ -42,17 +42,19 @@ def product(
     for name in scheme.copy_w:
         w = copy_forward_reduce_backward(w, mesh.axis(name))
     if scheme.contracts_in_panels and in_panels:
-        y = _Panels.apply(x, w, mesh.axis(scheme.gather_x), mesh.axis(scheme.gather_w))
-    else:
-        for name in scheme.gather_x:
-            x = gather_forward_scatter_backward(x, mesh.axis(name), 0 if name in scheme.x.batch else -1)
-        for name in scheme.gather_w:
-            w = gather_forward_scatter_backward(w, mesh.axis(name), 0 if name in scheme.w_in else 1)
-        y = x @ w
+        return _Panels.apply(x, w, mesh.axis(scheme.gather_x), mesh.axis(scheme.gather_w))
+    if scheme.yields_in_panels and in_panels:
+        return _TransposedPanels.apply(x, w.t(), mesh.axis(scheme.scatter_y), mesh.axis(scheme.gather_w))
+
+    for name in scheme.gather_x:
+        x = gather_forward_scatter_backward(x, mesh.axis(name), 0 if name in scheme.x.batch else -1)
+    for name in scheme.gather_w:
+        w = gather_forward_scatter_backward(w, mesh.axis(name), 0 if name in scheme.w_in else 1)
+    y = x @ w
     for name in scheme.reduce_y:
         y = reduce_forward_copy_backward(y, mesh.axis(name))
     for name in scheme.scatter_y:
-        y = scatter_forward_gather_backward(y, mesh.axis(name), 0)
+        y = scatter_forward_gather_backward(y, mesh.axis(name), 0 if name in scheme.y.batch else -1)
     return y
 
 
@@ -82,6 +84,33 @@ class _Panels(torch.autograd.Function):
             dx = dx_panel if ctx.row.rank == k else dx
             dw = dw_panel if ctx.col.rank == k else dw
         return dx, dw, None, None
+
+
+class _TransposedPanels(torch.autograd.Function):
+    """The same for x v^T, where x and v are cut alike along the contracted dimension; v is (out, in)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, v: torch.Tensor, row: Axis, col: Axis) -> torch.Tensor:
+        ctx.save_for_backward(x, v)
+        ctx.row, ctx.col = row, col
+        flat = x.reshape(-1, x.shape[-1])
+        mine = flat.new_empty(0)
+        for k in range(row.size):
+            term = reduce(flat @ _panel(v, col, k).t(), row.ranks[k], row)
+            mine = term if row.rank == k else mine
+        return mine.view(*x.shape[:-1], v.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+        x, v = ctx.saved_tensors
+        flat = x.reshape(-1, x.shape[-1])
+        dx, dv = torch.zeros_like(flat), v  # dv is replaced in the round in which this rank is the owner
+        for k in range(ctx.row.size):
+            dy_panel = _panel(dy, ctx.row, k).reshape(-1, dy.shape[-1])
+            dx.addmm_(dy_panel, _panel(v, ctx.col, k))
+            term = reduce(dy_panel.t() @ flat, ctx.col.ranks[k], ctx.col)
+            dv = term if ctx.col.rank == k else dv
+        return dx.view_as(x), dv, None, None
 
 
 def _panel(tensor: torch.Tensor, axis: Axis, k: int) -> torch.Tensor:

@@ -47,7 +47,7 @@ class LinearScheme:
         gather_x: Axes over which the input is gathered.
         gather_w: Axes over which the weight is gathered.
         reduce_y: Axes over which the product is summed.
-        scatter_y: Axes over which it is summed and cut along the batch.
+        scatter_y: Axes over which it is summed and cut, along the dimension that they cut of y.
     """
 
     x: Cut = Cut()
@@ -66,10 +66,19 @@ class LinearScheme:
         """Whether both operands are gathered along the contracted dimension: it can be done in panels."""
         return self.gather_x == self.x.features != () and self.gather_w == self.w_in
 
+    @property
+    def yields_in_panels(self) -> bool:
+        """Whether the weight is gathered and y scattered along the output: the other product in panels."""
+        return self.scatter_y == self.y.features != () and self.gather_w == self.w_out
+
+
+def _grid_cut(layers: Axes) -> Cut:
+    return Cut(batch=(*layers, "col"), features=("row",))
+
 
 def _grid(*, layers: Axes) -> LinearScheme:
     """2D, and 2.5D as layers of it."""
-    cut = Cut(batch=(*layers, "col"), features=("row",))
+    cut = _grid_cut(layers)
     return LinearScheme(
         x=cut, y=cut, w_in=("col",), w_out=("row",), copy_w=layers, gather_x=("row",), gather_w=("col",)
     )
@@ -103,13 +112,50 @@ LINEAR_SCHEMES: dict[str | None, tuple[LinearScheme, ...]] = {
 """The linear schemes of each tensor mode; the first one takes the input of a model."""
 
 
+def _grid_head(*, layers: Axes) -> LinearScheme:
+    """The 2D product with a transposed weight, whose storage is that of the embedding."""
+    cut = _grid_cut(layers)
+    return LinearScheme(
+        x=cut, y=cut, w_in=("row",), w_out=("col",), copy_w=layers, gather_w=("col",), scatter_y=("row",)
+    )
+
+
+HEAD_SCHEMES: dict[str | None, tuple[LinearScheme, ...]] = LINEAR_SCHEMES | {
+    "1d": (COLUMN,),
+    "2d": (_grid_head(layers=()),),
+    "2.5d": (_grid_head(layers=("dep",)),),
+}
+"""The schemes of a vocabulary-parallel classifier; its weight, (vocabulary, hidden), is cut as embeddings."""
+
+
+def head_scheme(mode: str | None, x: Cut, *, vocab_parallel: bool) -> LinearScheme:
+    """Return the scheme of a classifier whose input is cut like `x`.
+
+    Args:
+        mode: The tensor mode.
+        x: Cut of the input.
+        vocab_parallel: Whether the classes are cut; otherwise every rank gets all classes of its part of the
+            batch.
+
+    Raises:
+        ValueError: The mode has no such scheme.
+    """
+    if not vocab_parallel:
+        return LinearScheme(x=x, y=Cut(batch=x.batch), w_in=x.features, copy_w=x.batch, reduce_y=x.features)
+    return _of_input(HEAD_SCHEMES[mode], x, what=f"a vocabulary-parallel classifier of mode {mode!r}")
+
+
 def linear_scheme(mode: str | None, x: Cut) -> LinearScheme:
     """Return the scheme of a mode whose input is cut like `x`.
 
     Raises:
         ValueError: The mode has no such scheme.
     """
-    for scheme in LINEAR_SCHEMES[mode]:
+    return _of_input(LINEAR_SCHEMES[mode], x, what=f"a linear layer of mode {mode!r}")
+
+
+def _of_input(schemes: tuple[LinearScheme, ...], x: Cut, *, what: str) -> LinearScheme:
+    for scheme in schemes:
         if scheme.x == x:
             return scheme
-    raise ValueError(f"a linear layer of mode {mode!r} does not take an input cut as {x}")
+    raise ValueError(f"{what} does not take an input cut as {x}")

@@ -1,10 +1,150 @@
-"""The cross-entropy loss under the package's own name, the home of the parallel variants to come."""
+"""Cross entropy over logits that may be cut along the batch and along the classes.
 
+Labels come whole: the ranks of a tensor-parallel group read the same batch. The loss is the same on all of
+them: the mean (or the sum) over the whole batch.
+"""
+
+from typing import Any, ClassVar
+
+import torch
 from torch import nn
 
+from colossalai.communication import all_reduce, reduce_forward_copy_backward, slice_of
+from colossalai.context import Mesh, global_context
+from colossalai.nn.layer import Cut, head_cut
 from colossalai.registry import LOSSES
 
 
+class ParallelCrossEntropyLoss(nn.Module):
+    """Cross entropy of logits cut as `cut` says.
+
+    With p ranks along the class axes, for logits of (batch, ..., classes): three all-reduces of one number
+    for each position (1909.08053, section 3); the logits themselves are never gathered.
+
+    Args:
+        ignore_index: Labels that do not count.
+        reduction: "mean" over the labels that count, or "sum".
+        label_smoothing: Share of the target that is spread evenly over all classes.
+        cut: How the logits are cut; default: as the classifier that was built last leaves them.
+        mesh: The ranks; default: those of the launched job.
+
+    Shape:
+        Logits (batch, ..., classes), a slice; labels (batch, ...), whole.
+
+    Raises:
+        ValueError: `reduction` or `label_smoothing` is not what it may be.
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        cut: Cut | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        super().__init__()
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f"reduction is {reduction!r}; it must be 'mean' or 'sum'")
+        if not 0.0 <= label_smoothing <= 1.0:
+            raise ValueError(f"label_smoothing is {label_smoothing}; it must be from 0 to 1")
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.mesh = mesh or global_context.mesh
+        self.cut = cut or head_cut(global_context.tensor_mode)
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss over the whole batch, the same on all tensor-parallel ranks.
+
+        Raises:
+            ValueError: The shapes do not fit, or a label is not a class.
+        """
+        for name in self.cut.batch:
+            labels = slice_of(labels, self.mesh.axis(name), 0)
+        if logits.shape[:-1] != labels.shape:
+            raise ValueError(
+                f"logits of shape {tuple(logits.shape)} do not fit labels of which this rank's part has "
+                f"shape {tuple(labels.shape)}: they must have one dimension more, the classes"
+            )
+        counted = labels != self.ignore_index
+        losses = self._losses(logits, labels.masked_fill(~counted, 0)).masked_fill(~counted, 0.0)
+        total, count = losses.sum(), counted.sum()
+        for name in self.cut.batch:
+            axis = self.mesh.axis(name)
+            total, count = reduce_forward_copy_backward(total, axis), all_reduce(count, axis)
+        return total / count if self.reduction == "mean" else total
+
+    def _losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss at each position, in float32 or better."""
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        num_classes = logits.shape[-1] * self.mesh.axis_size(self.cut.features)
+        self._check(labels, num_classes)
+        largest = wide.detach().amax(-1)
+        for name in self.cut.features:
+            largest = all_reduce(largest, self.mesh.axis(name), torch.distributed.ReduceOp.MAX)
+        shifted = wide - largest.unsqueeze(-1)
+        log_sum = self._sum_over_classes(shifted.exp().sum(-1)).log()
+        first = self.mesh.axis_rank_in_order(self.cut.features) * logits.shape[-1]
+        elsewhere = (labels < first) | (labels >= first + logits.shape[-1])
+        own = shifted.gather(-1, (labels - first).masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
+        of_label = self._sum_over_classes(own.masked_fill(elsewhere, 0.0))
+        if self.label_smoothing == 0.0:
+            return log_sum - of_label
+        mean = self._sum_over_classes(shifted.sum(-1)) / num_classes
+        return log_sum - (1.0 - self.label_smoothing) * of_label - self.label_smoothing * mean
+
+    def _sum_over_classes(self, part: torch.Tensor) -> torch.Tensor:
+        for name in self.cut.features:
+            part = reduce_forward_copy_backward(part, self.mesh.axis(name))
+        return part
+
+    def _check(self, labels: torch.Tensor, num_classes: int) -> None:
+        if labels.numel() > 0:
+            low, high = (bound.item() for bound in labels.aminmax())
+            if low < 0 or high >= num_classes:
+                raise ValueError(
+                    f"labels go from {low} to {high}, but there are {num_classes} classes, from 0"
+                )
+
+
+class ModeCrossEntropyLoss(ParallelCrossEntropyLoss):
+    """The cross entropy of a mode, over logits of a classifier that does, or does not, cut the classes.
+
+    Args:
+        ignore_index: Labels that do not count.
+        reduction: "mean" over the labels that count, or "sum".
+        label_smoothing: Share of the target that is spread evenly over all classes.
+    """
+
+    cut_of_mode: ClassVar[Cut]
+
+    def __init__(
+        self, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__(ignore_index, reduction, label_smoothing, cut=self.cut_of_mode)
+
+
 @LOSSES.register_module
-class CrossEntropyLoss(nn.CrossEntropyLoss):
-    """Cross-entropy of logits and labels: `torch.nn.CrossEntropyLoss` with all its arguments."""
+class CrossEntropyLoss(nn.Module):
+    """The cross entropy of the current tensor mode; `torch.nn.CrossEntropyLoss` where there is none.
+
+    The logits are taken to be cut as the classifier that was built last leaves them.
+
+    Args:
+        args: Positional arguments of `torch.nn.CrossEntropyLoss`, where there is no tensor mode.
+        options: Keyword arguments of it; in a tensor mode those of `ParallelCrossEntropyLoss`.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__()
+        plain = global_context.tensor_mode in (None, "sequence")
+        self.loss = (
+            nn.CrossEntropyLoss(*args, **options) if plain else ParallelCrossEntropyLoss(*args, **options)
+        )
+
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss."""
+        loss: torch.Tensor = self.loss(logits, labels)
+        return loss

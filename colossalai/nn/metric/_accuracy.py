@@ -3,30 +3,67 @@
 import torch
 from torch import Tensor, nn
 
+from colossalai.communication import all_gather, all_reduce, slice_of
+from colossalai.context import Mesh, global_context
+from colossalai.nn.layer import Cut, head_cut
+
 
 class Accuracy(nn.Module):
-    """Count the correct predictions of a batch.
+    """Count the correct predictions of a batch, over all tensor-parallel ranks.
 
     Example:
-        ```python
+        ```py
         correct = Accuracy()(logits, labels)
         accuracy = correct / labels.numel()
         ```
+
+    Args:
+        cut: How the logits are cut; default: as the classifier that was built last leaves them, whole where
+            there is no tensor mode.
+        mesh: The ranks; default: those of the launched job.
     """
+
+    def __init__(self, *, cut: Cut | None = None, mesh: Mesh | None = None) -> None:
+        super().__init__()
+        is_cut = global_context.tensor_mode not in (None, "sequence")
+        self.cut = cut or (head_cut(global_context.tensor_mode) if is_cut else Cut())
+        self._mesh = mesh
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks."""
+        return self._mesh or global_context.mesh
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return how many predictions are right, a scalar of type int64.
 
         Args:
-            logits: Scores, (..., classes); the prediction is the class with the highest.
-            labels: Class numbers, (...).
+            logits: Scores, (..., classes), a slice; the prediction is the class with the highest.
+            labels: Class numbers, (...), whole.
 
         Raises:
             ValueError: The shapes do not fit each other.
         """
+        for name in self.cut.batch:
+            labels = slice_of(labels, self.mesh.axis(name), 0)
         if logits.shape[:-1] != labels.shape:
             raise ValueError(
                 f"logits of shape {tuple(logits.shape)} do not fit labels of shape {tuple(labels.shape)}; "
                 f"the logits must have the shape of the labels and one more dim, the classes, at the end"
             )
-        return torch.sum(logits.argmax(dim=-1) == labels)
+        correct = torch.sum(self._predictions(logits) == labels)
+        for name in self.cut.batch:
+            correct = all_reduce(correct, self.mesh.axis(name))
+        return correct
+
+    def _predictions(self, logits: Tensor) -> Tensor:
+        """Return the number of the class with the highest score, the first one of equals."""
+        score, number = logits.max(dim=-1)
+        if self.cut.features:
+            number = number + self.mesh.axis_rank_in_order(self.cut.features) * logits.shape[-1]
+        for name in reversed(self.cut.features):
+            scores = all_gather(score.unsqueeze(-1), -1, self.mesh.axis(name))
+            numbers = all_gather(number.unsqueeze(-1), -1, self.mesh.axis(name))
+            score, best = scores.max(dim=-1)
+            number = numbers.gather(-1, best.unsqueeze(-1)).squeeze(-1)
+        return number

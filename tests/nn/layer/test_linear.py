@@ -136,7 +136,7 @@ def test_bytes_are_those_of_the_formula(name):
 def refusals(name):
     mode = launch(name)
     restart(mode)
-    with pytest.raises(ValueError, match=r"the weight of ParallelLinear: dimension .* is 7, which the 2"):
+    with pytest.raises(ValueError, match=r"the weight of Linear2D: dimension .* is 7, which the 2"):
         next_linear(8, 7, mode=mode)
     with pytest.raises(
         ValueError, match=r"its last dimension must be 4, the 8 features over 2 ranks along \('row',\)"
