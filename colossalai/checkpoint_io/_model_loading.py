@@ -10,7 +10,7 @@ from torch import nn
 from colossalai.checkpoint_io._model_store import stored_values
 from colossalai.checkpoint_io._names import LoadReport, common_prefix, listed
 from colossalai.checkpoint_io._store import Store, names_by_tensor
-from colossalai.checkpoint_io._tensors import copy_into, new_like
+from colossalai.checkpoint_io._tensors import copy_into, new_like, whole_shape
 from colossalai.checkpoint_io._tree import with_own_memory
 from colossalai.logging import get_dist_logger
 
@@ -91,8 +91,8 @@ def _without_prefix(
     return {name.removeprefix(prefix): value for name, value in stored.items()}
 
 
-def _shape(value: Any) -> torch.Size | None:
-    return value.shape if isinstance(value, torch.Tensor) else None
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return whole_shape(value) if isinstance(value, torch.Tensor) else None
 
 
 def _dtype(value: Any) -> torch.dtype | None:
@@ -100,7 +100,7 @@ def _dtype(value: Any) -> torch.dtype | None:
 
 
 def _kind(value: Any) -> str:
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else "no tensor"
+    return f"{whole_shape(value)} {value.dtype}" if isinstance(value, torch.Tensor) else "no tensor"
 
 
 def _torn(groups: Mapping[str, list[str]], stored: Mapping[str, Any]) -> Iterator[str]:

@@ -13,10 +13,11 @@ from colossalai.checkpoint_io._optimizer_store import (
     ParamNames,
     hyper_parameters,
     named_parameters,
+    states_of_other_shape,
     stored_content,
 )
 from colossalai.checkpoint_io._store import Store
-from colossalai.checkpoint_io._tensors import new_like, new_replicated
+from colossalai.checkpoint_io._tensors import is_cut_by_spec, new_like, new_replicated, whole_shape
 from colossalai.checkpoint_io._tree import pack, unpack, with_own_memory
 from colossalai.logging import get_dist_logger
 
@@ -27,7 +28,7 @@ class OptimizerLoading:
 
     Attributes:
         optimizer: The optimizer.
-        states: The new state of each parameter that has one, in full tensors.
+        states: The new state of each parameter that has one, in whole tensors.
         groups: The new hyper-parameters of each of its groups.
         other_state: The new state that belongs to no parameter.
         saved_class: The name of the class that was saved.
@@ -76,16 +77,18 @@ def plan_optimizer_loading(
     groups = [
         frozenset(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups
     ]
+    states = {name.removeprefix(prefix): state for name, state in content["state"].items()}
     misfits = [
         *_name_misfits(shapes, named),
         *_group_misfits([members for members, _ in saved_groups], groups),
+        *_state_misfits(states, named),
     ]
     if misfits:
         raise ValueError("\n".join([f"{source} does not fit the optimizer; nothing was loaded.", *misfits]))
     hyper_of = dict(saved_groups)
     return OptimizerLoading(
         optimizer=optimizer,
-        states={named[name.removeprefix(prefix)]: state for name, state in content["state"].items()},
+        states={named[name]: state for name, state in states.items()},
         groups=[hyper_of[members] for members in groups],
         other_state=content["other_state"],
         saved_class=content["optimizer"],
@@ -100,9 +103,9 @@ def _name_misfits(saved: Mapping[str, tuple[int, ...]], named: Mapping[str, nn.P
     if unexpected:
         yield f"{len(unexpected)} unexpected in the checkpoint: {listed(unexpected, shown=50)}"
     wrong = [
-        f"{name}: {saved[name]} in the checkpoint, {tuple(parameter.shape)} in the optimizer"
+        f"{name}: {saved[name]} in the checkpoint, {whole_shape(parameter)} in the optimizer"
         for name, parameter in named.items()
-        if name in saved and saved[name] != tuple(parameter.shape)
+        if name in saved and saved[name] != whole_shape(parameter)
     ]
     if wrong:
         yield f"{len(wrong)} of another shape: {listed(wrong, shown=50)}"
@@ -118,6 +121,17 @@ def _group_misfits(saved: list[frozenset[str]], present: list[frozenset[str]]) -
             yield f"a group of the optimizer is none of the checkpoint's: {listed(sorted(members))}"
 
 
+def _state_misfits(
+    states: Mapping[str, Mapping[str, Any]], named: Mapping[str, nn.Parameter]
+) -> Iterator[str]:
+    """Yield the states of which it is not known how to cut them."""
+    for name, state in states.items():
+        if name in named and is_cut_by_spec(named[name]):
+            strange = states_of_other_shape(pack(state)[1], whole_shape(named[name]))
+            if strange:
+                yield f"{name} is a tensor-parallel slice, and it is not known how to cut {listed(strange)}"
+
+
 def _placed(state: Mapping[str, Any], parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's state with tensors cut and placed where the optimizer expects them."""
     tree, tensors = pack(state)
@@ -129,6 +143,6 @@ def _place(key: str, full: torch.Tensor, parameter: nn.Parameter, group: Mapping
         # torch's optimizers count on the host unless the whole update runs on the device.
         on_device = group.get("capturable") or group.get("fused")
         return full.to(parameter.device if on_device else "cpu", copy=True)
-    if full.shape == parameter.shape:
+    if tuple(full.shape) == whole_shape(parameter):
         return new_like(full, parameter)
     return new_replicated(full, parameter)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from colossalai.checkpoint_io._index import Stems
 from colossalai.checkpoint_io._names import listed
 from colossalai.checkpoint_io._store import Kind, Store
+from colossalai.checkpoint_io._tensors import cut_as, is_cut_by_spec, whole_shape
 from colossalai.checkpoint_io._tree import pack, unpack
 
 ParamNames = Mapping[nn.Parameter, str]
@@ -74,7 +75,8 @@ def optimizer_store(optimizer: Optimizer, param_names: ParamNames, *, prefix: st
     """Return what is to be saved of an optimizer.
 
     Raises:
-        ValueError: A parameter has no name, or the state holds something that is not plain.
+        ValueError: A parameter has no name, or the state holds something that is not plain, or of which it is
+            not known how it is cut.
     """
     surplus = optimizer.state_dict().keys() - {"state", "param_groups"}
     if surplus:
@@ -87,16 +89,51 @@ def optimizer_store(optimizer: Optimizer, param_names: ParamNames, *, prefix: st
     state = optimizer.state
     return _as_store(
         {
-            "state": {name: dict(state[param]) for name, param in named.items() if param in state},
+            "state": {
+                name: state_as_cut(state[param], param, name=name)
+                for name, param in named.items()
+                if param in state
+            },
             "param_groups": [
                 {"params": [names[parameter] for parameter in group["params"]], **hyper_parameters(group)}
                 for group in optimizer.param_groups
             ],
-            "shapes": {name: list(parameter.shape) for name, parameter in named.items()},
+            "shapes": {name: list(whole_shape(parameter)) for name, parameter in named.items()},
             "other_state": {key: item for key, item in state.items() if not isinstance(key, torch.Tensor)},
             "optimizer": type(optimizer).__name__,
         }
     )
+
+
+def state_as_cut(state: Mapping[str, Any], param: nn.Parameter, *, name: str) -> dict[str, Any]:
+    """Return the state of a parameter, in which the tensors that follow the parameter's spec carry it.
+
+    Those of the shape of this rank's slice do, numbers are the same on all ranks.
+
+    Raises:
+        ValueError: There is a tensor of another shape beside a slice; it is named.
+    """
+    if not is_cut_by_spec(param):
+        return dict(state)
+    tree, tensors = pack(dict(state))
+    strange = states_of_other_shape(tensors, tuple(param.shape))
+    if strange:
+        raise ValueError(
+            f"the state of {name!r}, a tensor-parallel slice of shape {tuple(param.shape)}, holds "
+            f"{listed(strange)}: only states of the slice's shape, and numbers, can be saved"
+        )
+    cut = {key: cut_as(tensor, param) if tensor.ndim else tensor for key, tensor in tensors.items()}
+    unpacked: dict[str, Any] = unpack(tree, cut)
+    return unpacked
+
+
+def states_of_other_shape(tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> list[str]:
+    """Return, with their shapes, the states that are neither numbers nor of the shape of their parameter."""
+    return [
+        f"{key} {tuple(tensor.shape)}"
+        for key, tensor in tensors.items()
+        if tensor.ndim and tuple(tensor.shape) != shape
+    ]
 
 
 def stored_content(store: Store) -> dict[str, Any]:

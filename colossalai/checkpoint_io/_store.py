@@ -1,6 +1,6 @@
 """What a checkpoint is before it is bytes: tensors by name, and a tree of plain values.
 
-What is saved (a model, an optimizer) comes as a flat dictionary of tensors, which may be DTensors, and a JSON
+What is saved (a model, an optimizer) comes as a flat dictionary of tensors, which may be cut, and a JSON
 tree (see `_tree`). A `Kind` says what its files are called and how the two parts look inside a single torch
 file, where users expect the shape that `torch.save` of a state dict would give. A `Layout` says which files
 there shall be.
@@ -23,7 +23,8 @@ class Store:
     """The content of a checkpoint.
 
     Attributes:
-        tensors: By name. Full or DTensors when they are to be saved, views of the files when they were read.
+        tensors: By name. Full or cut (see `_tensors`) when they are to be saved, views of the files when they
+            were read.
         tree: The plain values, as `pack` makes them.
     """
 

@@ -1,19 +1,69 @@
-"""Between a tensor as a rank holds it (a DTensor, or plain) and the full tensor that a checkpoint holds."""
+"""Between a tensor as a rank holds it and the whole tensor that a checkpoint holds.
 
+A rank holds a plain tensor whole, a slice that carries its `ShardingSpec`, or a `DTensor`. Here, and nowhere
+else in this package, is it asked which of them a tensor is.
+"""
+
+import math
 from collections.abc import Mapping
 
 import torch
 
 from colossalai.checkpoint_io._agreement import is_writer
+from colossalai.tensor import ShardingSpec, set_spec, spec_of
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole tensor; collective over the ranks that hold slices of it."""
+    spec = _spec(tensor)
+    tensor = tensor.detach()
+    # A slice that was offloaded to the host is gathered where the mesh communicates.
+    if spec is not None:
+        return spec.whole(tensor.to(spec.mesh.device_type) if spec.axes else tensor)
+    if not _is_dtensor(tensor):
+        return tensor
+    gathering = tensor.to(tensor.device_mesh.device_type)  # type: ignore[attr-defined]
+    return gathering.full_tensor()  # type: ignore[attr-defined]
+
+
+def cut_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a whole tensor, cut and placed as `like` is; no communication."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    spec = _spec(like)
+    if spec is not None:
+        return spec.slice_of(full).to(like.device)
+    if not isinstance(like, DTensor):
+        return full.to(like.device)
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of the whole tensor."""
+    spec = _spec(tensor)
+    return tuple(tensor.shape) if spec is None else spec.whole_shape
+
+
+def is_cut_by_spec(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is not the whole, or not in torch's order, and its spec says how."""
+    return _spec(tensor) is not None
+
+
+def cut_as(state: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return a state of a parameter, of the same shape, with the parameter's spec; the memory is the same."""
+    spec = _spec(param)
+    alias = state.detach()
+    if spec is not None:
+        set_spec(alias, spec)
+    return alias
 
 
 def gather_on_writer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Collect full tensors in the writer's host memory, one after the other.
 
     Collective: every rank passes the same names in the same order. Plain tensors are taken from the writer
-        and cost no
-    memory if they lie in host memory; of DTensors each rank holds one full tensor at a time. A tensor under
-    several names is gathered once and stays one tensor.
+    and cost no memory if they lie in host memory; of those that are cut each rank holds one full tensor at a
+    time. A tensor under several names is gathered once and stays one tensor.
 
     Returns:
         The tensors by name on the writer; an empty dictionary on other ranks.
@@ -22,18 +72,9 @@ def gather_on_writer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
     for tensor in tensors.values():
         if id(tensor) in gathered:
             continue
-        full = _full(tensor.detach())
+        full = full_tensor(tensor)
         gathered[id(tensor)] = _in_host_memory(full) if is_writer() else torch.empty(0)
     return {name: gathered[id(tensor)] for name, tensor in tensors.items()} if is_writer() else {}
-
-
-def cut_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a full tensor, cut and placed as `like` is; no communication."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if not isinstance(like, DTensor):
-        return full.to(like.device)
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def new_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -62,18 +103,26 @@ def copy_into(target: torch.Tensor, full: torch.Tensor) -> None:
 
 def nbytes(tensor: torch.Tensor) -> int:
     """Return the bytes of the full tensor."""
-    return tensor.numel() * tensor.element_size()
+    return math.prod(whole_shape(tensor)) * tensor.element_size()
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
+def _spec(tensor: torch.Tensor) -> ShardingSpec | None:
+    """Return the spec of a tensor; None where it says nothing: the whole, in torch's order."""
+    spec = spec_of(tensor)
+    if spec is None or spec.is_identity:
+        return None
+    if _is_dtensor(tensor):
+        raise ValueError(
+            f"a tensor-parallel slice of {spec.whole_shape} is a DTensor as well (fully_shard), of which "
+            f"there are no checkpoints: combine tensor parallelism with replicated data parallelism (DDP)"
+        )
+    return spec
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(tensor, DTensor):
-        return tensor
-    # A slice that was offloaded to the host is gathered where the mesh communicates.
-    gathering = tensor.to(tensor.device_mesh.device_type)
-    assert isinstance(gathering, DTensor)
-    return gathering.full_tensor()
+    return isinstance(tensor, DTensor)
 
 
 def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:

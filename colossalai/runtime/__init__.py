@@ -1,6 +1,7 @@
 """The core that both doors stand on: a plan, its application to a model, and a training step."""
 
 from colossalai.runtime._assemble import assemble as assemble
+from colossalai.runtime._assemble import replicas_of as replicas_of
 from colossalai.runtime._data import DataParallelLoader as DataParallelLoader
 from colossalai.runtime._data import DataParallelSampler as DataParallelSampler
 from colossalai.runtime._data import make_dataloader as make_dataloader

@@ -5,19 +5,34 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp import OptimizerWrapper, apply_precision
-from colossalai.context import Mesh, ParallelMode, get_seeds, set_mode
+from colossalai.context import Axis, Mesh, ParallelContext, ParallelMode, get_seeds, set_mode
 from colossalai.runtime._plan import Plan
 from colossalai.runtime._recompute import apply_recompute, find_blocks
 from colossalai.runtime._wrapper import ModelWrapper
+from colossalai.tensor import ShardingSpec, set_spec, spec_of
+
+
+def replicas_of(context: ParallelContext) -> Axis:
+    """Return the ranks that hold the same parameters and see different parts of the batch.
+
+    Those along `dp`; where sequences are cut, the ranks that share one, too.
+    """
+    return context.mesh.axis(("dp", "tp") if context.tensor_mode == "sequence" else "dp")
 
 
 def assemble(
-    plan: Plan, model: nn.Module, optimizer: Optimizer | None = None, *, mesh: Mesh, device: torch.device
+    plan: Plan,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    replicas: Axis | None = None,
 ) -> tuple[ModelWrapper, OptimizerWrapper | None]:
     """Apply the methods of a plan to a model and its optimizer.
 
-    From here on random numbers are drawn from the state of DATA: different dropout masks on different slices
-    of the batch.
+    From here on random numbers are drawn from the state of DATA, or of TENSOR where the replicas run along
+    tensor axes, too: different dropout masks on different slices of the batch.
 
     Args:
         plan: The methods.
@@ -26,18 +41,23 @@ def assemble(
             parameters are replaced.
         mesh: The ranks.
         device: The device of this rank.
+        replicas: The ranks over which gradients are averaged; default: those along `dp`. Each rank's loss is
+            the mean over its own part of the batch, and the parts are equally large.
 
     Raises:
         ValueError: The model or the optimizer has been assembled before, the optimizer holds parameters that
             the model has not, or it has made steps already and the plan replaces parameters.
     """
     _check(model, optimizer)
+    replicas = replicas or mesh.axis("dp")
     names = {id(param): name for name, param in model.named_parameters()}
+    specs = {name: spec_of(param) for name, param in model.named_parameters()}
     model.to(device)
     blocks = find_blocks(model)
     apply_recompute(model, plan.recompute)
     computing = apply_precision(model, plan.precision, device.type)
-    applied = plan.data.apply(computing, blocks=blocks, mesh=mesh, device=device)
+    applied = plan.data.apply(computing, blocks=blocks, replicas=replicas, device=device)
+    _keep_specs(model, specs)
     wrapped = None
     if optimizer is not None:
         _follow_replaced_params(optimizer, model, names)
@@ -47,8 +67,9 @@ def assemble(
             group=mesh.group(tuple(mesh.axes)),
             param_names={param: name for name, param in model.named_parameters()},
         )
-    if ParallelMode.DATA in get_seeds():
-        set_mode(ParallelMode.DATA)
+    in_force = ParallelMode.DATA if replicas.size == mesh.axis_size("dp") else ParallelMode.TENSOR
+    if in_force in get_seeds():
+        set_mode(in_force)
     return ModelWrapper(model, applied, plan.data), wrapped
 
 
@@ -61,6 +82,14 @@ def _check(model: nn.Module, optimizer: Optimizer | None) -> None:
         raise ValueError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ValueError(f"the optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
+
+
+def _keep_specs(model: nn.Module, specs: dict[str, ShardingSpec | None]) -> None:
+    """Let parameters that a method has put in the place of others carry the specs of those."""
+    for name, param in model.named_parameters():
+        spec = specs[name]
+        if spec is not None and spec_of(param) is None:
+            set_spec(param, spec)
 
 
 def _follow_replaced_params(optimizer: Optimizer, model: nn.Module, names: dict[int, str]) -> None:

@@ -24,12 +24,17 @@ def local_slice(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sharding_groups(tensor: torch.Tensor) -> Groups:
-    """Return the process groups over which a tensor is cut; none for a replicated one."""
+    """Return the process groups over which a tensor is cut; none for a replicated one.
+
+    A DTensor that carries a spec is cut by both: a tensor-parallel slice that FSDP has cut further.
+    """
+    spec = spec_of(tensor)
+    groups = () if spec is None else tuple(spec.mesh.group(axis) for axis in spec.axes)
     if not _is_dtensor(tensor):
-        spec = spec_of(tensor)
-        return () if spec is None else tuple(spec.mesh.group(axis) for axis in spec.axes)
+        return groups
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
+    shards = tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
+    return groups + shards
 
 
 def local_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -20,21 +20,32 @@ _ATTRIBUTE = "sharding_spec"
 class ShardingSpec:
     """A cut of a global tensor over a mesh.
 
+    A layer may store a tensor in another order of dimensions than torch does (a linear weight as (in, out)).
+    `shape`, `dims`, `cut` and `gather` are in the order that is stored. `whole_shape`, `slice_of` and `whole`
+    are in torch's, which is the same under every layout: what is exchanged between layouts is in that one.
+
     Attributes:
-        shape: The global shape.
+        shape: The global shape, as it is stored.
         dims: For each dimension, the mesh axes that cut it, the coarsest cut first.
         mesh: The mesh.
+        stored_as: For each stored dimension, which of torch's it is: stored is `whole.permute(stored_as)`.
+            None: the order is torch's.
     """
 
     shape: tuple[int, ...]
     dims: tuple[tuple[str, ...], ...]
     mesh: Mesh = field(repr=False)
+    stored_as: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.dims) != len(self.shape):
             raise ValueError(f"a spec of {len(self.dims)} dimensions for a tensor of shape {self.shape}")
         if len(set(self.axes)) != len(self.axes):
             raise ValueError(f"an axis cuts twice in {self.dims}")
+        if sorted(self._order) != list(range(len(self.shape))):
+            raise ValueError(
+                f"stored_as={self.stored_as} does not name each of {len(self.shape)} dimensions once"
+            )
         for dim, axes in enumerate(self.dims):
             parts = math.prod(self.mesh.axis_size(axis) for axis in axes)
             if self.shape[dim] % parts:
@@ -47,6 +58,16 @@ class ShardingSpec:
     def axes(self) -> tuple[str, ...]:
         """All axes that cut the tensor."""
         return tuple(axis for axes in self.dims for axis in axes)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The global shape in torch's order."""
+        return tuple(self.shape[dim] for dim in self._stored_dims)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether every rank stores the global tensor as it is."""
+        return not self.axes and self.stored_as is None
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -80,11 +101,37 @@ class ShardingSpec:
                 tensor = all_gather(tensor, dim, self.mesh.axis(axis))
         return tensor
 
+    def slice_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return a copy of this rank's slice, as it is stored, of the global tensor in torch's order."""
+        if tuple(whole.shape) != self.whole_shape:
+            raise ValueError(f"the global shape is {self.whole_shape}, not {tuple(whole.shape)}")
+        return self.cut(whole.permute(self._order))
 
-def cut_dims(shape: Sequence[int], dims: Sequence[Sequence[str]], mesh: Mesh) -> ShardingSpec:
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the global tensor in torch's order; collective as `gather`. It may be a view."""
+        return self.gather(tensor).permute(self._stored_dims)
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        """Torch's dimension of each stored one."""
+        return tuple(range(len(self.shape))) if self.stored_as is None else self.stored_as
+
+    @property
+    def _stored_dims(self) -> tuple[int, ...]:
+        """The stored dimension of each of torch's."""
+        return tuple(self._order.index(dim) for dim in range(len(self.shape)))
+
+
+def cut_dims(
+    shape: Sequence[int],
+    dims: Sequence[Sequence[str]],
+    mesh: Mesh,
+    *,
+    stored_as: tuple[int, ...] | None = None,
+) -> ShardingSpec:
     """Return a spec in which axes of one rank are left out: they cut nothing."""
     kept = tuple(tuple(axis for axis in axes if mesh.axis_size(axis) > 1) for axes in dims)
-    return ShardingSpec(tuple(shape), kept, mesh)
+    return ShardingSpec(tuple(shape), kept, mesh, stored_as)
 
 
 def set_spec(tensor: torch.Tensor, spec: ShardingSpec) -> None:

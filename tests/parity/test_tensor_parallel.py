@@ -74,6 +74,7 @@ def loss_of(model, batch):
 
 def whole(param, tensor):
     spec = spec_of(param)
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return tensor.detach().clone() if spec is None else spec.whole(tensor.detach()).clone()
 
 
@@ -112,11 +113,12 @@ def through_engine(case, tied, vocab_parallel, twin):
     )
 
 
-def train(tensor, data, tied, vocab_parallel, accumulation):
+def train(tensor, data, tied, vocab_parallel, accumulation, extra=None):
     config = {
         "parallel": {"data": data, "tensor": tensor},
         "clip_grad_norm": 0.3,
         "gradient_accumulation": accumulation,
+        **(extra or {}),
     }
     colossalai.launch_from_torch(config, verbose=False)
     generator = torch.Generator().manual_seed(1)
@@ -154,3 +156,9 @@ def test_three_steps(name, tied, vocab_parallel):
 )
 def test_with_data_parallelism_and_accumulation(name, data, accumulation):
     run_ranks(train, MODES[name]["size"] * data, MODES[name], data, True, True, accumulation)
+
+
+@pytest.mark.parametrize("name", ["1d", "2d"])
+def test_under_fully_sharded_data_parallelism(name):
+    sharded = {"zero": {"stage": 3}}
+    run_ranks(train, MODES[name]["size"] * 2, MODES[name], 2, True, True, 1, sharded)

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from colossalai.context import Mesh
+from colossalai.context import Axis
 
 
 class DataMethod(ABC):
-    """A way to keep the replicas along the mesh axis `dp` equal; a frozen dataclass of its options.
+    """A way to keep the ranks that share a model equal; a frozen dataclass of its options.
 
     Attributes:
         shards_parameters: Whether a rank holds only slices of the parameters.
@@ -22,14 +22,14 @@ class DataMethod(ABC):
 
     @abstractmethod
     def apply(
-        self, module: nn.Module, *, blocks: list[nn.Module], mesh: Mesh, device: torch.device
+        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
     ) -> nn.Module:
-        """Return a module that computes as `module` does and averages its gradients over `dp`.
+        """Return a module that computes as `module` does and averages its gradients over the replicas.
 
         Args:
             module: The module, on `device`; it may be changed in place, its parameters may be replaced.
             blocks: The repeated parts of it (transformer blocks, residual blocks).
-            mesh: The ranks.
+            replicas: The ranks that hold the same model and see different parts of the batch.
             device: The device of this rank.
         """
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from colossalai.context import Mesh
+from colossalai.context import Axis
 from colossalai.nn.parallel._data_method import DataMethod, broadcast_from_first
 
 
@@ -14,8 +14,8 @@ from colossalai.nn.parallel._data_method import DataMethod, broadcast_from_first
 class Replicated(DataMethod):
     """Every rank holds the whole model; gradients are averaged in buckets while the backward runs.
 
-    The fields are those of `torch.nn.parallel.DistributedDataParallel`. With one rank along `dp` the module
-    stays bare.
+    The fields are those of `torch.nn.parallel.DistributedDataParallel`. With one replica the module stays
+    bare.
     """
 
     broadcast_buffers: bool = True
@@ -26,16 +26,16 @@ class Replicated(DataMethod):
     static_graph: bool = False
 
     def apply(
-        self, module: nn.Module, *, blocks: list[nn.Module], mesh: Mesh, device: torch.device
+        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
     ) -> nn.Module:
         """See the base class."""
         trainable = any(param.requires_grad for param in module.parameters())
-        if mesh.axis_size("dp") == 1 or not trainable:  # DDP refuses a module without trainable parameters
+        if replicas.size == 1 or not trainable:  # DDP refuses a module without trainable parameters
             return module
         # Only what was chosen is passed: torch warns of some of these names even at their default value.
         chosen = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         device_ids = None if device.type == "cpu" else [device]
-        return DistributedDataParallel(module, device_ids, process_group=mesh.group("dp"), **chosen)
+        return DistributedDataParallel(module, device_ids, process_group=replicas.group, **chosen)
 
     def set_sync(self, module: nn.Module, enabled: bool) -> None:
         """See the base class."""
@@ -48,10 +48,10 @@ class Unsynchronized(DataMethod):
     """Every rank holds the whole model; somebody else (a gradient handler) makes the gradients equal."""
 
     def apply(
-        self, module: nn.Module, *, blocks: list[nn.Module], mesh: Mesh, device: torch.device
+        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
     ) -> nn.Module:
         """See the base class."""
-        broadcast_from_first(module, mesh.group("dp"))
+        broadcast_from_first(module, replicas.group)
         return module
 
     def set_sync(self, module: nn.Module, enabled: bool) -> None:

@@ -5,8 +5,9 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from colossalai.context import Mesh
+from colossalai.context import Axis
 from colossalai.nn.parallel._data_method import DataMethod, broadcast_from_first
 
 
@@ -30,14 +31,16 @@ class FullySharded(DataMethod):
     reduce_dtype: torch.dtype | None = None
 
     def apply(
-        self, module: nn.Module, *, blocks: list[nn.Module], mesh: Mesh, device: torch.device
+        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
     ) -> nn.Module:
-        """See the base class; the parameters of `module` become DTensors over `dp`."""
+        """See the base class; the parameters of `module` become DTensors over the replicas."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-        broadcast_from_first(module, mesh.group("dp"))
+        broadcast_from_first(module, replicas.group)
+        # One dimension, whatever mesh axes it runs along: two would mean shards in one, copies in the other.
+        mesh = DeviceMesh.from_group(replicas.group, device.type, mesh_dim_names=(replicas.name,))
         options: dict[str, Any] = {
-            "mesh": mesh.device_mesh("dp"),
+            "mesh": mesh,
             "reshard_after_forward": self.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype),
         }

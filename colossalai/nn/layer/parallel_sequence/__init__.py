@@ -1,0 +1,11 @@
+"""Sequence parallelism: attention over a sequence that is cut over the ranks of the SEQUENCE axis."""
+
+from colossalai.nn.layer.parallel_sequence._order import zigzag_gather as zigzag_gather
+from colossalai.nn.layer.parallel_sequence._order import zigzag_positions as zigzag_positions
+from colossalai.nn.layer.parallel_sequence._order import zigzag_split as zigzag_split
+from colossalai.nn.layer.parallel_sequence._ring_attention import ring_attention as ring_attention
+from colossalai.nn.layer.parallel_sequence._scores import RingAV as RingAV
+from colossalai.nn.layer.parallel_sequence._scores import RingQK as RingQK
+from colossalai.nn.layer.parallel_sequence._self_attention import (
+    TransformerSelfAttentionRing as TransformerSelfAttentionRing,
+)
