@@ -23,7 +23,15 @@ from colossalai.engine import Engine
 from colossalai.engine.gradient_handler import build_gradient_handler
 from colossalai.engine.schedule import BaseSchedule, NonPipelineSchedule
 from colossalai.logging import get_dist_logger
-from colossalai.runtime import DataParallelLoader, EpochWatch, Plan, TrainingStep, WatchedLoader, assemble
+from colossalai.runtime import (
+    DataParallelLoader,
+    EpochWatch,
+    Plan,
+    TrainingStep,
+    WatchedLoader,
+    assemble,
+    replicas_of,
+)
 
 Loader = Iterable[Any] | None
 
@@ -63,7 +71,9 @@ def initialize(
     mesh, device = global_context.mesh, global_context.device
     _refuse_pipeline(global_context)
     plan = Plan.from_config(global_context.config)
-    assembled, wrapped = assemble(plan, model, optimizer, mesh=mesh, device=device)
+    assembled, wrapped = assemble(
+        plan, model, optimizer, mesh=mesh, device=device, replicas=replicas_of(global_context)
+    )
     handlers = (
         [build_gradient_handler(entry, model, wrapped) for entry in plan.gradient_handlers] if wrapped else []
     )
@@ -82,6 +92,7 @@ def initialize(
         schedule=schedule or NonPipelineSchedule(),
         mesh=mesh,
         device=device,
+        replicas=replicas_of(global_context),
         gradient_handlers=handlers,
     )
     if verbose:

@@ -16,7 +16,7 @@ from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_f
 from colossalai.booster.plugin import Plugin, TorchDDPPlugin
 from colossalai.context import ConfigException, global_context
 from colossalai.logging import get_dist_logger
-from colossalai.runtime import ModelWrapper, assemble
+from colossalai.runtime import ModelWrapper, assemble, replicas_of
 
 Boosted = tuple[Any, Any, Any, Any, Any]
 
@@ -83,7 +83,14 @@ class Booster:
         Raises:
             ValueError: The components do not fit together.
         """
-        boosted, wrapped = assemble(self.plan, model, optimizer, mesh=self.mesh, device=self.device)
+        boosted, wrapped = assemble(
+            self.plan,
+            model,
+            optimizer,
+            mesh=self.mesh,
+            device=self.device,
+            replicas=replicas_of(global_context),
+        )
         if isinstance(criterion, nn.Module):
             criterion.to(self.device)
         if self.mesh.axis_size("dp") > 1 and type(dataloader) is DataLoader:

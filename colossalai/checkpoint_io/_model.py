@@ -34,7 +34,8 @@ def save_model(
     a tensor that has several names (tied weights) is stored under the first one.
 
     Args:
-        module: The model; its parameters may be DTensors, as `fully_shard` makes them.
+        module: The model; its parameters may be slices (tensor parallelism), DTensors (`fully_shard` makes
+            them), or both.
         checkpoint: A file; with `shard` a folder, whose other files stay as they are. A file name that ends
             with ".safetensors" chooses that format.
         shard: Write a folder of shards with an index, which `from_pretrained` of transformers opens. For a
@@ -45,7 +46,8 @@ def save_model(
         use_safetensors: Write that format rather than torch's.
 
     Raises:
-        ValueError: A file where a folder is meant or the reverse, or values that the format cannot hold.
+        ValueError: A file where a folder is meant or the reverse, values that the format cannot hold, or
+            parameters that are both slices and DTensors.
         OSError: The checkpoint cannot be written; on all ranks. What was there before is still there.
     """
     layout = Layout(shard=shard, size_per_shard=size_per_shard, use_safetensors=use_safetensors)

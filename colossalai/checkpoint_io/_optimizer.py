@@ -29,8 +29,8 @@ def save_optimizer(
     """Save an optimizer; collective: every rank calls it, global rank 0 writes.
 
     Args:
-        optimizer: Its state may be DTensors. Several groups, a part of the model's parameters, and parameters
-            that have no state yet are all right.
+        optimizer: Its state may be DTensors, or slices of the shape of their parameter's. Several groups, a
+            part of the model's parameters, and parameters that have no state yet are all right.
         checkpoint: A file; with `shard` a folder, which may be the one that holds the model.
         param_names: The name of each of its parameters; `parameter_names(model)` gives them.
         shard: Write a folder of shards with an index.
@@ -39,7 +39,8 @@ def save_optimizer(
         use_safetensors: Write that format rather than torch's.
 
     Raises:
-        ValueError: A parameter has no name, or the state holds something that is not plain.
+        ValueError: A parameter has no name, or the state holds something that is not plain, or of another
+            shape than the slice that its parameter is.
         OSError: The checkpoint cannot be written; on all ranks. What was there before is still there.
     """
     store = optimizer_store(optimizer, param_names, prefix=prefix or "")

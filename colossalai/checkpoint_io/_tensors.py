@@ -1,7 +1,7 @@
 """Between a tensor as a rank holds it and the whole tensor that a checkpoint holds.
 
-A rank holds a plain tensor whole, a slice that carries its `ShardingSpec`, or a `DTensor`. Here, and nowhere
-else in this package, is it asked which of them a tensor is.
+A rank holds a plain tensor whole, a slice that carries its `ShardingSpec`, a `DTensor`, or a `DTensor` of
+such a slice. Here, and nowhere else in this package, is it asked which of them a tensor is.
 """
 
 import math
@@ -18,12 +18,11 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     spec = _spec(tensor)
     tensor = tensor.detach()
     # A slice that was offloaded to the host is gathered where the mesh communicates.
-    if spec is not None:
-        return spec.whole(tensor.to(spec.mesh.device_type) if spec.axes else tensor)
-    if not _is_dtensor(tensor):
+    if _is_dtensor(tensor):
+        tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    if spec is None:
         return tensor
-    gathering = tensor.to(tensor.device_mesh.device_type)  # type: ignore[attr-defined]
-    return gathering.full_tensor()  # type: ignore[attr-defined]
+    return spec.whole(tensor.to(spec.mesh.device_type) if spec.axes else tensor)
 
 
 def cut_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -31,11 +30,10 @@ def cut_like(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     spec = _spec(like)
-    if spec is not None:
-        return spec.slice_of(full).to(like.device)
+    part = full if spec is None else spec.slice_of(full)
     if not isinstance(like, DTensor):
-        return full.to(like.device)
-    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None)
+        return part.to(like.device)
+    return distribute_tensor(part, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -109,14 +107,7 @@ def nbytes(tensor: torch.Tensor) -> int:
 def _spec(tensor: torch.Tensor) -> ShardingSpec | None:
     """Return the spec of a tensor; None where it says nothing: the whole, in torch's order."""
     spec = spec_of(tensor)
-    if spec is None or spec.is_identity:
-        return None
-    if _is_dtensor(tensor):
-        raise ValueError(
-            f"a tensor-parallel slice of {spec.whole_shape} is a DTensor as well (fully_shard), of which "
-            f"there are no checkpoints: combine tensor parallelism with replicated data parallelism (DDP)"
-        )
-    return spec
+    return None if spec is None or spec.is_identity else spec
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:

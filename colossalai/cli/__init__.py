@@ -1,3 +1,3 @@
-"""The command `colossalai`: `run` starts a job on this machine, `check` looks at the installation."""
+"""The command `colossalai`: `run` starts a job, `benchmark` compares tensor modes, `check` looks around."""
 
 from colossalai.cli._main import main as main

@@ -13,12 +13,19 @@ Examples:
   colossalai run --nproc_per_node 4 train.py --config config.py
   colossalai run --nproc_per_node 2 --master_port 29505 -m package.train"""
 _CHECK_EXAMPLES = "\b\nExamples:\n  colossalai check -i\n  colossalai check -i --json"
+_BENCHMARK_EXAMPLES = """\b
+Examples:
+  colossalai benchmark --gpus 4
+  colossalai benchmark --gpus 8 --batch_size 16 --hidden_size 1024 --plot modes.png
+  colossalai benchmark --gpus 4 --modes 1d,2d --json -"""
+
+_POSITIVE = click.IntRange(min=1)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXAMPLES)
 @click.version_option(__version__, prog_name="colossalai")
 def main() -> None:
-    """Colossal-AI: start parallel training, and check the installation."""
+    """Colossal-AI: start parallel training, compare tensor parallelism, and check the installation."""
 
 
 @main.command(context_settings={"allow_interspersed_args": False}, epilog=_RUN_EXAMPLES)
@@ -81,3 +88,52 @@ def check(context: click.Context, installation: bool, as_json: bool) -> None:
     report = examine_installation()
     show(report, as_json=as_json)
     sys.exit(0 if report.is_fit else 1)
+
+
+@main.command(epilog=_BENCHMARK_EXAMPLES)
+@click.option(
+    "--gpus",
+    "num_procs",
+    type=_POSITIVE,
+    required=True,
+    metavar="N",
+    help="Processes to start: one on each of N accelerators, or N on the CPU of a machine without.",
+)
+@click.option("--batch_size", "--batch-size", type=_POSITIVE, default=8, show_default=True, metavar="B")
+@click.option("--seq_length", "--seq-length", type=_POSITIVE, default=128, show_default=True, metavar="S")
+@click.option("--hidden_size", "--hidden-size", type=_POSITIVE, default=512, show_default=True, metavar="H")
+@click.option("--num_heads", "--num-heads", type=_POSITIVE, default=8, show_default=True, metavar="A")
+@click.option("--num_layers", "--num-layers", type=_POSITIVE, default=2, show_default=True, metavar="L")
+@click.option(
+    "--warmup",
+    type=click.IntRange(min=0),
+    default=2,
+    show_default=True,
+    metavar="W",
+    help="Steps that do not count.",
+)
+@click.option(
+    "--rounds", type=_POSITIVE, default=10, show_default=True, metavar="R", help="Steps that count."
+)
+@click.option("--modes", metavar="M,...", help="Some of 1d, 2d, 2.5d, 3d; all that fit if not given.")
+@click.option(
+    "--json", "json_file", metavar="FILE", help="Also write the results as JSON; - is stdout, without tables."
+)
+@click.option("--plot", "plot_file", metavar="FILE.png", help="Also draw the results as a bar chart.")
+def benchmark(modes: str | None, json_file: str | None, plot_file: str | None, **sizes: int) -> None:
+    """Measure every tensor-parallel configuration of N processes on this machine.
+
+    Each is run on a multi-layer perceptron and on a transformer of (batch, sequence, hidden), forward and
+    backward. What does not fit the sizes is listed with the reason.
+    """
+    from colossalai.cli._benchmark import Output, Settings
+    from colossalai.cli._benchmark import benchmark as run_benchmark
+
+    chosen = None if modes is None else tuple(mode.strip() for mode in modes.split(","))
+    output = Output(json_file=json_file, plot_file=plot_file)
+    try:
+        sys.exit(run_benchmark(Settings(**sizes, configurations=()), chosen, output))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    except KeyboardInterrupt:
+        sys.exit(130)

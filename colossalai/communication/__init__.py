@@ -2,10 +2,13 @@
 
 from colossalai.communication._collectives import all_gather as all_gather
 from colossalai.communication._collectives import all_reduce as all_reduce
+from colossalai.communication._collectives import all_reduce_in_place as all_reduce_in_place
 from colossalai.communication._collectives import broadcast as broadcast
 from colossalai.communication._collectives import reduce as reduce
+from colossalai.communication._collectives import reduce_in_place as reduce_in_place
 from colossalai.communication._collectives import reduce_scatter as reduce_scatter
 from colossalai.communication._collectives import ring_forward as ring_forward
+from colossalai.communication._collectives import start_all_reduce as start_all_reduce
 from colossalai.communication._conjugate import copy_forward_reduce_backward as copy_forward_reduce_backward
 from colossalai.communication._conjugate import (
     gather_forward_scatter_backward as gather_forward_scatter_backward,
@@ -20,3 +23,7 @@ from colossalai.communication._conjugate import split_forward_gather_backward as
 from colossalai.communication._ledger import Entry as Entry
 from colossalai.communication._ledger import Ledger as Ledger
 from colossalai.communication._ledger import ledger as ledger
+from colossalai.communication._ring import RingShift as RingShift
+from colossalai.communication._ring import RingSum as RingSum
+from colossalai.communication._ring import ring_blocks as ring_blocks
+from colossalai.communication._ring import ring_shift_async as ring_shift_async

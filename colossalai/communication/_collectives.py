@@ -4,15 +4,19 @@ An axis is given as an `Axis` of a mesh, or as a parallel mode of the launched j
 nothing happens and the tensor itself is returned.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 import torch.distributed as dist
 
-from colossalai.communication._ledger import record
+from colossalai.communication._ledger import is_timed, record
 from colossalai.context import Axis, global_context
 
 AxisLike = Axis | Hashable
+
+# Torch gave them new names and warns of the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def all_gather(tensor: torch.Tensor, dim: int, parallel_mode: AxisLike) -> torch.Tensor:
@@ -26,10 +30,10 @@ def all_gather(tensor: torch.Tensor, dim: int, parallel_mode: AxisLike) -> torch
     axis = as_axis(parallel_mode)
     if axis.size == 1:
         return tensor
-    record("all_gather", axis.name, tensor, axis.size)
     source = tensor.movedim(dim, 0).contiguous()
     result = source.new_empty((axis.size * source.shape[0], *source.shape[1:]))
-    dist.all_gather_into_tensor(result, source, group=axis.group)
+    with record("all_gather", axis.name, tensor, axis.size):
+        _all_gather(result, source, group=axis.group)
     return result.movedim(0, dim)
 
 
@@ -44,10 +48,10 @@ def reduce_scatter(tensor: torch.Tensor, dim: int, parallel_mode: AxisLike) -> t
     axis = as_axis(parallel_mode)
     if axis.size == 1:
         return tensor
-    record("reduce_scatter", axis.name, tensor, axis.size)
     source = tensor.movedim(dim, 0).contiguous()
     result = source.new_empty((source.shape[0] // axis.size, *source.shape[1:]))
-    dist.reduce_scatter_tensor(result, source, group=axis.group)
+    with record("reduce_scatter", axis.name, tensor, axis.size):
+        _reduce_scatter(result, source, group=axis.group)
     return result.movedim(0, dim)
 
 
@@ -58,10 +62,35 @@ def all_reduce(
     axis = as_axis(parallel_mode)
     if axis.size == 1:
         return tensor
-    record("all_reduce", axis.name, tensor, axis.size)
-    result = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(result, op=op, group=axis.group)
-    return result
+    return all_reduce_in_place(tensor.clone(memory_format=torch.contiguous_format), axis, op)
+
+
+def all_reduce_in_place(
+    tensor: torch.Tensor, parallel_mode: AxisLike, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> torch.Tensor:
+    """Replace a contiguous tensor by the sum (or what `op` says) over all ranks, and return it."""
+    axis = as_axis(parallel_mode)
+    if axis.size > 1:
+        with record("all_reduce", axis.name, tensor, axis.size):
+            dist.all_reduce(tensor, op=op, group=axis.group)
+    return tensor
+
+
+def start_all_reduce(tensor: torch.Tensor, parallel_mode: AxisLike) -> Callable[[], object]:
+    """Begin to replace a contiguous tensor by the sum over all ranks; return what waits for the end.
+
+    Under a timed ledger it has ended on return, so that its time is its own.
+    """
+    axis = as_axis(parallel_mode)
+    if axis.size == 1:
+        return _nothing
+    with record("all_reduce", axis.name, tensor, axis.size):
+        work = dist.all_reduce(tensor, group=axis.group, async_op=True)
+        assert work is not None, "this rank is one of its group"
+        if is_timed():
+            work.wait()
+            return _nothing
+    return work.wait
 
 
 def broadcast(tensor: torch.Tensor, src: int, parallel_mode: AxisLike) -> torch.Tensor:
@@ -69,9 +98,9 @@ def broadcast(tensor: torch.Tensor, src: int, parallel_mode: AxisLike) -> torch.
     axis = as_axis(parallel_mode)
     if axis.size == 1:
         return tensor
-    record("broadcast", axis.name, tensor, axis.size)
     result = tensor.contiguous()
-    dist.broadcast(result, src=src, group=axis.group)
+    with record("broadcast", axis.name, tensor, axis.size):
+        dist.broadcast(result, src=src, group=axis.group)
     return result
 
 
@@ -80,10 +109,16 @@ def reduce(tensor: torch.Tensor, dst: int, parallel_mode: AxisLike) -> torch.Ten
     axis = as_axis(parallel_mode)
     if axis.size == 1:
         return tensor
-    record("reduce", axis.name, tensor, axis.size)
-    result = tensor.clone(memory_format=torch.contiguous_format)
-    dist.reduce(result, dst=dst, group=axis.group)
-    return result
+    return reduce_in_place(tensor.clone(memory_format=torch.contiguous_format), dst, axis)
+
+
+def reduce_in_place(tensor: torch.Tensor, dst: int, parallel_mode: AxisLike) -> torch.Tensor:
+    """Do as `reduce` in the memory of `tensor`, a contiguous one, which is undefined on other ranks then."""
+    axis = as_axis(parallel_mode)
+    if axis.size > 1:
+        with record("reduce", axis.name, tensor, axis.size):
+            dist.reduce(tensor, dst=dst, group=axis.group)
+    return tensor
 
 
 def ring_forward(tensor_send_next: torch.Tensor, parallel_mode: AxisLike) -> torch.Tensor:
@@ -91,7 +126,6 @@ def ring_forward(tensor_send_next: torch.Tensor, parallel_mode: AxisLike) -> tor
     axis = as_axis(parallel_mode)
     if axis.size == 1:
         return tensor_send_next
-    record("shift", axis.name, tensor_send_next, axis.size)
     sent = tensor_send_next.contiguous()
     received = torch.empty_like(sent)
     following, previous = axis.ranks[(axis.rank + 1) % axis.size], axis.ranks[axis.rank - 1]
@@ -99,11 +133,16 @@ def ring_forward(tensor_send_next: torch.Tensor, parallel_mode: AxisLike) -> tor
         dist.P2POp(dist.isend, sent, following, axis.group),
         dist.P2POp(dist.irecv, received, previous, axis.group),
     ]
-    for request in dist.batch_isend_irecv(operations):
-        request.wait()
+    with record("shift", axis.name, tensor_send_next, axis.size):
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
     return received
 
 
 def as_axis(axis: AxisLike) -> Axis:
     """Return the axis that an axis, or a parallel mode of the launched job, stands for."""
     return axis if isinstance(axis, Axis) else global_context.axis(axis)
+
+
+def _nothing() -> None:
+    """Wait for nothing."""

@@ -1,4 +1,4 @@
-"""The byte ledger: what a block of code sends, by operation and axis.
+"""The byte ledger: what a block of code sends, by operation and axis; and how long that takes, where asked.
 
 Bytes are those that one rank sends when the operation runs over a ring (the papers' count): for p ranks and n
 bytes,
@@ -6,8 +6,9 @@ all-gather of a slice of n: (p-1) n; reduce-scatter of n: (p-1)/p n; all-reduce 
 and reduce of n: (p-1)/p n, the mean over the ranks; a shift to the next rank: n.
 """
 
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -21,22 +22,34 @@ class Entry:
         op: Its name.
         axis: The name of the axis that it ran along.
         num_bytes: Bytes that this rank sent.
+        seconds: How long this rank was in it, waiting for the others included; 0 if nobody asked.
     """
 
     op: str
     axis: str
     num_bytes: float
+    seconds: float = 0.0
 
 
 @dataclass
 class Ledger:
-    """The operations of a block, in order."""
+    """The operations of a block, in order.
+
+    Attributes:
+        entries: One for each operation.
+        timed: Whether they carry seconds.
+    """
 
     entries: list[Entry] = field(default_factory=list)
+    timed: bool = False
 
     def num_bytes(self, op: str | None = None, axis: str | None = None) -> float:
         """Return the bytes that this rank sent, of one operation and along one axis where given."""
         return sum(entry.num_bytes for entry in self._of(op, axis))
+
+    def seconds(self, op: str | None = None, axis: str | None = None) -> float:
+        """Return the time that this rank spent in them, of one operation and along one axis where given."""
+        return sum(entry.seconds for entry in self._of(op, axis))
 
     def count(self, op: str | None = None, axis: str | None = None) -> int:
         """Return the number of operations, of one kind and along one axis where given."""
@@ -50,14 +63,19 @@ _open: list[Ledger] = []
 
 
 @contextmanager
-def ledger() -> Iterator[Ledger]:
-    """Record what is sent within the block, by `colossalai.communication`; blocks may be nested."""
-    book = Ledger()
+def ledger(*, timed: bool = False) -> Iterator[Ledger]:
+    """Record what is sent within the block, by `colossalai.communication`; blocks may be nested.
+
+    Args:
+        timed: Also take the time of each operation. An accelerator is waited for before and after it, so that
+            nothing overlaps with it: read the time of the whole block from a run without.
+    """
+    book = Ledger(timed=timed)
     _open.append(book)
     try:
         yield book
     finally:
-        _open.remove(book)
+        _open[:] = [other for other in _open if other is not book]
 
 
 _RING_SHARE = {
@@ -68,11 +86,32 @@ _RING_SHARE = {
     "reduce": lambda p: (p - 1) / p,
     "shift": lambda p: 1,
 }
+_UNRECORDED = nullcontext()
 
 
-def record(op: str, axis: str, tensor: torch.Tensor, num_ranks: int) -> None:
-    """Note an operation on `tensor` in every open ledger."""
-    if _open:
-        entry = Entry(op, axis, tensor.nbytes * _RING_SHARE[op](num_ranks))
-        for book in _open:
-            book.entries.append(entry)
+def is_timed() -> bool:
+    """Whether an open ledger takes the time."""
+    return any(book.timed for book in _open)
+
+
+def record(op: str, axis: str, tensor: torch.Tensor, num_ranks: int) -> AbstractContextManager[None]:
+    """Return a context for an operation on `tensor`, which notes it in every open ledger."""
+    if not _open:
+        return _UNRECORDED
+    return _recorded(op, axis, tensor.nbytes * _RING_SHARE[op](num_ranks))
+
+
+@contextmanager
+def _recorded(op: str, axis: str, num_bytes: float) -> Iterator[None]:
+    books, timed = list(_open), is_timed()
+    start = _now() if timed else 0.0
+    yield
+    seconds = _now() - start if timed else 0.0
+    for book in books:
+        book.entries.append(Entry(op, axis, num_bytes, seconds if book.timed else 0.0))
+
+
+def _now() -> float:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()

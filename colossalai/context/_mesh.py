@@ -7,6 +7,7 @@ a group which only some ranks use costs the others nothing and cannot make them 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,6 +70,7 @@ class Mesh:
         self.world_size = math.prod(axes.values())
         self.device_type = device_type
         self._views = dict(views or {})
+        self._axes: dict[tuple[str, ...], Axis] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
@@ -76,10 +78,16 @@ class Mesh:
         extents = ", ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1)
         return f"Mesh({extents or 'one rank'}; rank {self.rank} of {self.world_size})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
+        """Return the mesh itself: a copy is on the same ranks, and process groups cannot be copied."""
+        return self
+
     def axis(self, axes: Axes) -> Axis:
         """Return `axes` taken together as one axis to communicate along."""
         names = (axes,) if isinstance(axes, str) else tuple(axes)
-        return Axis("*".join(names), tuple(self.ranks(names)), self)
+        if names not in self._axes:
+            self._axes[names] = Axis("*".join(names), tuple(self.ranks(names)), self)
+        return self._axes[names]
 
     def axis_size(self, axes: Axes) -> int:
         """Return the number of ranks along `axes` taken together."""

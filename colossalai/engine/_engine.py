@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from colossalai.amp import OptimizerWrapper
-from colossalai.context import Mesh
+from colossalai.context import Axis, Mesh
 from colossalai.engine.gradient_handler import BaseGradientHandler
 from colossalai.engine.schedule import BaseSchedule
 from colossalai.runtime import ModelWrapper, TrainingStep
@@ -23,6 +23,7 @@ class Engine:
         schedule: How `execute_schedule` runs a batch.
         mesh: The ranks.
         device: The device of this rank.
+        replicas: The ranks that work on different parts of the data; default: those along `dp`.
         gradient_handlers: What makes gradients equal over the ranks, if not DDP.
     """
 
@@ -34,12 +35,14 @@ class Engine:
         schedule: BaseSchedule,
         mesh: Mesh,
         device: torch.device,
+        replicas: Axis | None = None,
         gradient_handlers: Sequence[BaseGradientHandler] = (),
     ) -> None:
         self.training_step = training_step
         self.schedule = schedule
         self.mesh = mesh
         self.device = device
+        self.replicas = replicas or mesh.axis("dp")
         self.gradient_handlers = tuple(gradient_handlers)
         self._criterion = criterion
 

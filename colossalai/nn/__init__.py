@@ -34,6 +34,9 @@ from colossalai.nn.layer import PatchEmbedding1D as PatchEmbedding1D
 from colossalai.nn.layer import PatchEmbedding2D as PatchEmbedding2D
 from colossalai.nn.layer import PatchEmbedding2p5D as PatchEmbedding2p5D
 from colossalai.nn.layer import PatchEmbedding3D as PatchEmbedding3D
+from colossalai.nn.layer import RingAV as RingAV
+from colossalai.nn.layer import RingQK as RingQK
+from colossalai.nn.layer import TransformerSelfAttentionRing as TransformerSelfAttentionRing
 from colossalai.nn.layer import VanillaClassifier as VanillaClassifier
 from colossalai.nn.layer import VanillaLayerNorm as VanillaLayerNorm
 from colossalai.nn.layer import VanillaLinear as VanillaLinear

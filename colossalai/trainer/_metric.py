@@ -14,19 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from colossalai.context import Mesh
+from colossalai.context import Axis
 
 
 class MetricTable:
     """The metrics of training or of testing.
 
     Args:
-        mesh: The ranks; the sums run over its `dp` axis.
+        replicas: The ranks that the sums run over.
         device: Where the sums are kept, so that adding does not wait for the device.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self._mesh = mesh
+    def __init__(self, replicas: Axis, device: torch.device) -> None:
+        self._replicas = replicas
         self._step = _Sums(device)
         self._epoch = _Sums(device)
         self._step_values: dict[str, float] | None = None
@@ -76,8 +76,8 @@ class MetricTable:
 
     def _reduce(self, sums: "_Sums") -> dict[str, float]:
         vector = sums.as_vector()  # (2 * metrics,): the numerators, then the denominators
-        if self._mesh.axis_size("dp") > 1 and len(vector) > 0:
-            dist.all_reduce(vector, group=self._mesh.group("dp"))
+        if self._replicas.size > 1 and len(vector) > 0:
+            dist.all_reduce(vector, group=self._replicas.group)
         numerators, denominators = vector.view(2, -1).tolist()
         rows = zip(sums.names, numerators, denominators, strict=True)
         return {name: numerator / denominator for name, numerator, denominator in rows if denominator > 0}

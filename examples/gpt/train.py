@@ -56,6 +56,7 @@ def main() -> None:
         report.say(f"{time.perf_counter() - started:.0f} seconds in all")
     finally:
         report.close()
+    dist.barrier()  # all end together: those that do not report wait for the one that does
     gpc.destroy()
     if loss >= data.unigram_entropy:
         sys.exit(f"validation loss {loss:.3f} is not below the unigram entropy {data.unigram_entropy:.3f}")

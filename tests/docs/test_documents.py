@@ -1,4 +1,8 @@
-"""Every Python block of every document runs with two processes; every link leads somewhere."""
+"""Every Python block of every document runs and prints what the document says; every link leads somewhere.
+
+A block whose first line is a comment `# colossalai run --nproc_per_node N script.py` runs with N processes,
+any other one with two. A text block behind it, before the next block, is what rank 0 prints.
+"""
 
 import os
 import re
@@ -15,26 +19,58 @@ DOCUMENTS = sorted(
     if not {".venv", ".cache", "runs", "node_modules"} & set(path.relative_to(ROOT).parts)
 )
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+OUTPUT = re.compile(r"\A[^`]*?^```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+COMMAND = re.compile(r"\A# colossalai run --nproc_per_node (\d+) ")
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+
+
+# A two-layer MLP 256 -> 1024 -> 256 on an input (16, 256): what a rank holds, as documented in each mode.
+NAMES = ("weight 1", "weight 2", "input", "after layer 1", "after layer 2")
+SHAPES = {
+    "1d": [(512, 256), (256, 512), (16, 256), (16, 512), (16, 256)],
+    "2d": [(128, 512), (512, 128), (8, 128), (8, 512), (8, 128)],
+    "2p5d": [(128, 512), (512, 128), (4, 128), (4, 512), (4, 128)],
+    "3d": [(128, 256), (512, 64), (4, 128), (4, 512), (4, 128)],
+}
+
+
+def output_after(text):
+    """Return the lines that the text block at the beginning of `text` promises."""
+    found = OUTPUT.match(text)
+    return found.group(1).splitlines() if found else []
 
 
 def blocks():
     for document in DOCUMENTS:
-        for number, block in enumerate(BLOCK.findall(document.read_text())):
-            yield pytest.param(block, id=f"{document.relative_to(ROOT)}:{number}")
+        text = document.read_text()
+        for number, block in enumerate(BLOCK.finditer(text)):
+            name = f"{document.relative_to(ROOT)}:{number}"
+            yield pytest.param(block.group(1), output_after(text[block.end() :]), id=name)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("block", list(blocks()))
-def test_a_block_runs(block, tmp_path):
+@pytest.mark.parametrize(("block", "output"), list(blocks()))
+def test_a_block_runs(block, output, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(block)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "colossalai.cli", "run", "--nproc_per_node", "2", "script.py"]
+    num_ranks = found.group(1) if (found := COMMAND.match(block)) else "2"
+    command = [sys.executable, "-m", "colossalai.cli", "run", "--nproc_per_node", num_ranks, "script.py"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    printed = [line.rpartition(" | ")[2] for line in (done.stdout + done.stderr).splitlines()]
+    assert [line for line in printed if line in output] == output, printed
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("mode", SHAPES)
+def test_the_page_of_a_mode_shows_the_documented_shapes(mode):
+    text = (ROOT / f"docs/features/tensor_parallel_{mode}.md").read_text()
+    (block,) = BLOCK.finditer(text)
+    wanted = [f"{name}: {shape}" for name, shape in zip(NAMES, SHAPES[mode], strict=True)]
+    assert output_after(text[block.end() :]) == wanted
 
 
 @pytest.mark.unit

@@ -12,18 +12,12 @@ import colossalai.nn as col_nn
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer import restart
 from colossalai.tensor import spec_of
-from colossalai.testing import ParityCase, Subject, check_parity
+from colossalai.testing import ParityCase, check_parity
+from tests.parity.tensor import MODES, through_engine
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
 
-MODES = {
-    "1d": {"size": 2, "mode": "1d"},
-    "1d-4": {"size": 4, "mode": "1d"},
-    "2d": {"size": 4, "mode": "2d"},
-    "2.5d": {"size": 8, "mode": "2.5d", "depth": 2},
-    "3d": {"size": 8, "mode": "3d"},
-}
 VOCAB, HIDDEN, SEQ, BATCH = 16, 8, 3, 8
 TORCH = types.SimpleNamespace(
     Embedding=lambda *sizes, vocab_parallel_limit: nn.Embedding(*sizes),
@@ -72,45 +66,13 @@ def loss_of(model, batch):
     return nn.functional.cross_entropy(model(ids).flatten(0, 1), labels.flatten(), label_smoothing=0.1)
 
 
-def whole(param, tensor):
-    spec = spec_of(param)
-    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return tensor.detach().clone() if spec is None else spec.whole(tensor.detach()).clone()
-
-
-def through_engine(case, tied, vocab_parallel, twin):
-    """Build the model anew in the job's mode; its start must be the twin's, and then it is trained."""
-    torch.manual_seed(case.seed)
-    torch.set_default_dtype(torch.float64)
+def build(twin, tied, vocab_parallel):
     restart(gpc.tensor_mode)
     model = Model(col_nn, tied=tied, vocab_parallel=vocab_parallel)
     if tied:  # torch draws a weight for the head before it is tied, ours draws none
         with torch.no_grad():
             model.head.bias.copy_(spec_of(model.head.bias).slice_of(twin.head.bias))
-    for name, param in model.named_parameters():
-        assert torch.equal(whole(param, param), twin.get_parameter(name)), name
-    criterion = col_nn.CrossEntropyLoss(label_smoothing=0.1)
-    engine, *_ = colossalai.initialize(
-        model, case.build_optimizer(model.parameters()), criterion, verbose=False
-    )
-
-    def step(batch):
-        ids, labels = batch
-        total = 0.0
-        num_microbatches = engine.accumulation_steps
-        for part, label in zip(ids.chunk(num_microbatches), labels.chunk(num_microbatches), strict=True):
-            engine.zero_grad()
-            loss = engine.criterion(engine(part), label)
-            engine.backward(loss)
-            engine.step()
-            total += loss.item() / num_microbatches
-        return total
-
-    return Subject(
-        step=step,
-        gradients=lambda: {name: whole(p, p.grad) for name, p in model.named_parameters()},
-        parameters=lambda: {name: whole(p, p) for name, p in model.named_parameters()},
-    )
+    return model
 
 
 def train(tensor, data, tied, vocab_parallel, accumulation, extra=None):
@@ -133,7 +95,12 @@ def train(tensor, data, tied, vocab_parallel, accumulation, extra=None):
     )
     return check_parity(
         case,
-        partial(through_engine, case, tied, vocab_parallel),
+        partial(
+            through_engine,
+            case,
+            partial(build, tied=tied, vocab_parallel=vocab_parallel),
+            partial(col_nn.CrossEntropyLoss, label_smoothing=0.1),
+        ),
         slice_index=gpc.mesh.axis_rank("dp"),
         num_slices=data,
     )

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import colossalai
@@ -31,6 +31,7 @@ def cuts(draw):
 
 
 @pytest.mark.unit
+@settings(deadline=None)
 @given(cuts())
 def test_boxes_tile_the_tensor_once_for_each_replica(cut):
     shape, dims = cut
@@ -46,6 +47,7 @@ def test_boxes_tile_the_tensor_once_for_each_replica(cut):
 
 
 @pytest.mark.unit
+@settings(deadline=None)
 @given(cuts(), st.integers(0, 11))
 def test_a_slice_is_that_of_the_box(cut, rank):
     shape, dims = cut
@@ -56,6 +58,21 @@ def test_a_slice_is_that_of_the_box(cut, rank):
     for index in itertools.product(*map(range, part.shape)):
         there = tuple(offset + i for (offset, _), i in zip(spec.box(), index, strict=True))
         assert part[index] == whole[there]
+
+
+@pytest.mark.unit
+@settings(deadline=None)
+@given(cuts(), st.integers(0, 11), st.randoms(use_true_random=False))
+def test_what_is_stored_in_another_order_is_a_slice_of_the_permuted_whole(cut, rank, random):
+    shape, dims = cut
+    order = tuple(random.sample(range(len(shape)), len(shape)))
+    spec = ShardingSpec(shape, dims, Mesh(AXES, rank=rank), stored_as=order)
+    stored = torch.arange(torch.Size(shape).numel()).reshape(shape)
+    whole = stored.permute([order.index(dim) for dim in range(len(shape))])
+    assert spec.whole_shape == tuple(whole.shape)
+    assert torch.equal(whole.permute(order), stored)
+    assert torch.equal(spec.slice_of(whole), spec.cut(stored))
+    assert spec.is_identity is False
 
 
 @pytest.mark.unit
@@ -70,6 +87,13 @@ def test_refusals():
     spec = ShardingSpec((6,), (("col",),), mesh)
     with pytest.raises(ValueError, match=r"the global shape is \(6,\)"):
         spec.cut(torch.zeros(5))
+    with pytest.raises(ValueError, match=r"stored_as=\(0, 0\) does not name each of 2 dimensions once"):
+        ShardingSpec((9, 9), ((), ()), mesh, stored_as=(0, 0))
+    turned = ShardingSpec((6, 4), (("col",), ()), mesh, stored_as=(1, 0))
+    with pytest.raises(ValueError, match=r"the global shape is \(4, 6\), not \(6, 4\)"):
+        turned.slice_of(torch.zeros(6, 4))
+    assert ShardingSpec((9,), ((),), mesh).is_identity
+    assert not spec.is_identity
     with pytest.raises(ValueError, match="where the spec says"):
         set_spec(torch.zeros(6), spec)
     assert spec_of(torch.zeros(1)) is None
@@ -86,6 +110,9 @@ def gather_and_norm():
         set_spec(param, spec)
         param.grad = param.detach().clone()
         assert torch.equal(spec.gather(param.detach()), whole)
+        turned = ShardingSpec((4, 3, 6), (dims[0], (), dims[1]), gpc.mesh, stored_as=(1, 2, 0))
+        solid = torch.arange(72.0).reshape(6, 4, 3)
+        assert torch.equal(turned.whole(turned.slice_of(solid)), solid)
         params.append(param)
     return global_grad_norm(params).item(), (3 * whole.square().sum()).sqrt().item()
 

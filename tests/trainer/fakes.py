@@ -29,6 +29,7 @@ class FakeEngine:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.criterion = nn.CrossEntropyLoss()
         self.mesh = Mesh({"dp": 1}, rank=0)
+        self.replicas = self.mesh.axis("dp")
         self.device = torch.device("cpu")
         self.schedule: Any = SimpleNamespace(data_process_func=None)
         self.accumulation_steps = accumulation_steps

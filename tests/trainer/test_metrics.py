@@ -118,7 +118,7 @@ def test_throughput_refuses_a_negative_number_of_ignored_steps() -> None:
 
 def test_sums_over_many_steps_keep_small_terms() -> None:
     """In float32 1e8 + 1 is 1e8."""
-    table = MetricTable(Mesh({"dp": 1}, rank=0), torch.device("cpu"))
+    table = MetricTable(Mesh({"dp": 1}, rank=0).axis("dp"), torch.device("cpu"))
     table.declare("x")
     table.add("x", torch.tensor(1e8), 1)
     for _ in range(1000):

@@ -5,3 +5,6 @@ from colossalai.engine.gradient_handler._build import build_gradient_handler as 
 from colossalai.engine.gradient_handler._data_parallel import (
     DataParallelGradientHandler as DataParallelGradientHandler,
 )
+from colossalai.engine.gradient_handler._sequence_parallel import (
+    SequenceParallelGradientHandler as SequenceParallelGradientHandler,
+)

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from colossalai.model_zoo._check import check_shape
+from colossalai.model_zoo._transformer import BlockShape
+
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
@@ -19,6 +22,9 @@ class GPTConfig:
         attention_dropout: Rate on the attention weights. On CPU any rate above 0 leaves the fused attention.
         layer_norm_epsilon: Added to the variance in each layer norm.
         init_std: Standard deviation of the initial weights.
+        gelu: "none" for the exact GELU, "tanh" for its approximation (that of the published GPT-2 weights).
+        vocab_parallel_limit: In a tensor mode, a vocabulary above this is cut over the ranks, which then have
+            to divide it; None for the limit of the layers.
     """
 
     vocab_size: int = 50257
@@ -32,29 +38,28 @@ class GPTConfig:
     attention_dropout: float = 0.1
     layer_norm_epsilon: float = 1e-5
     init_std: float = 0.02
+    gelu: str = "none"
+    vocab_parallel_limit: int | None = None
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "max_position_embeddings",
-            "hidden_size",
-            "num_layers",
-            "num_attention_heads",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: a positive number is needed")
-        if self.hidden_size % self.num_attention_heads != 0:
-            raise ValueError(
-                f"hidden_size={self.hidden_size} does not divide into {self.num_attention_heads} heads: "
-                "choose num_attention_heads that divides hidden_size"
-            )
-        for name in ("embedding_dropout", "dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(
-                    f"{name}={getattr(self, name)}: a rate from 0 up to, not including, 1 is needed"
-                )
+        sizes = ("vocab_size", "max_position_embeddings", "hidden_size", "num_layers", "num_attention_heads")
+        check_shape(self, sizes=sizes, rates=("embedding_dropout", "dropout", "attention_dropout"))
 
     @property
     def head_size(self) -> int:
         """Width of one attention head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def block(self) -> BlockShape:
+        """The shape of each block."""
+        return BlockShape(
+            hidden_size=self.hidden_size,
+            num_heads=self.num_attention_heads,
+            inner_size=round(self.mlp_ratio * self.hidden_size),
+            causal=True,
+            dropout=self.dropout,
+            attention_dropout=self.attention_dropout,
+            layer_norm_epsilon=self.layer_norm_epsilon,
+            gelu=self.gelu,
+        )

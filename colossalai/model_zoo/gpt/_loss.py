@@ -2,18 +2,22 @@
 
 from torch import Tensor, nn
 
+from colossalai.nn.loss import CrossEntropyLoss
+
 
 class GPTLMLoss(nn.Module):
     """Mean cross entropy, in nats, between the logits at each position and the next token.
 
-    The labels are the input tokens themselves; the shift by one happens here.
+    The labels are the input tokens themselves; the shift by one happens here. In a tensor mode the logits are
+    taken to be cut as the model that was built last leaves them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.loss = nn.CrossEntropyLoss()
+        self.loss = CrossEntropyLoss()
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Compare logits (batch, seq, vocab) with labels (batch, seq); the result is a scalar."""
+        """Compare logits (batch, seq, vocab), a slice, with labels (batch, seq), whole; return a scalar."""
         predicted = logits[..., :-1, :].flatten(0, -2)
-        return self.loss(predicted, labels[..., 1:].flatten())
+        loss: Tensor = self.loss(predicted, labels[..., 1:].flatten())
+        return loss

@@ -10,9 +10,14 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from colossalai.model_zoo._attention import by_head
+from colossalai.model_zoo._head import output_layer, vocab_options
+from colossalai.model_zoo._transformer import PreNormBlock
+from colossalai.model_zoo._weights import draw_parameters
 from colossalai.model_zoo.gpt._config import GPTConfig
+from colossalai.nn.layer import Dropout, Embedding, LayerNorm
+from colossalai.nn.layer._position import PositionEmbedding
 
 
 class GPTEmbedding(nn.Module):
@@ -24,96 +29,58 @@ class GPTEmbedding(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
-        self.dropout = nn.Dropout(config.embedding_dropout)
+        options = vocab_options(config.vocab_parallel_limit)
+        self.tokens = Embedding(config.vocab_size, config.hidden_size, **options)
+        self.positions = PositionEmbedding(config.max_position_embeddings, config.hidden_size)
+        self.max_length = config.max_position_embeddings
+        self.dropout = Dropout(config.embedding_dropout)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """Embed `input_ids` of shape (batch, seq) to (batch, seq, hidden).
+        """Embed `input_ids` of shape (batch, seq), whole, to (batch, seq, hidden).
 
         Raises:
             ValueError: The sequence is longer than the model has positions.
         """
         length = input_ids.size(-1)
-        if length > self.positions.num_embeddings:
+        if length > self.max_length:
             raise ValueError(
-                f"a sequence of {length} tokens, max_position_embeddings={self.positions.num_embeddings}: "
+                f"a sequence of {length} tokens, max_position_embeddings={self.max_length}: "
                 "shorten the sequences or build the model with more positions"
             )
         positions = torch.arange(length, device=input_ids.device)
-        return self.dropout(self.tokens(input_ids) + self.positions(positions))
+        hidden: Tensor = self.dropout(self.tokens(input_ids) + self.positions(positions))
+        return hidden
 
 
-class GPTAttention(nn.Module):
-    """Causal self-attention with one fused projection to query, key and value.
-
-    Args:
-        config: The shape of the model.
-    """
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.head_size = config.head_size
-        self.attention_dropout = config.attention_dropout
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size)
-        self.projection = nn.Linear(config.hidden_size, config.hidden_size)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Attend from each position of (batch, seq, hidden) to itself and the earlier ones."""
-        query, key, value = (
-            part.unflatten(-1, (-1, self.head_size)).transpose(1, 2)  # (batch, heads, seq, head)
-            for part in self.qkv(hidden).chunk(3, dim=-1)
-        )
-        rate = self.attention_dropout if self.training else 0.0
-        mixed = functional.scaled_dot_product_attention(query, key, value, dropout_p=rate, is_causal=True)
-        return self.dropout(self.projection(mixed.transpose(1, 2).flatten(2)))
-
-
-class GPTMLP(nn.Module):
-    """The feed-forward layer: linear, GELU, linear.
+class GPTBlock(PreNormBlock):
+    """One pre-norm decoder block: causal attention and feed-forward, each added to the residual stream.
 
     Args:
         config: The shape of the model.
     """
 
     def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        inner_size = int(config.mlp_ratio * config.hidden_size)
-        self.expansion = nn.Linear(config.hidden_size, inner_size)
-        self.projection = nn.Linear(inner_size, config.hidden_size)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Transform each position of (batch, seq, hidden) on its own."""
-        return self.dropout(self.projection(functional.gelu(self.expansion(hidden))))
+        super().__init__(config.block)
 
 
-class GPTBlock(nn.Module):
-    """One pre-norm decoder block: attention and feed-forward, each added to the residual stream.
-
-    Args:
-        config: The shape of the model.
-    """
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.attention = GPTAttention(config)
-        self.mlp_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.mlp = GPTMLP(config)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map (batch, seq, hidden) to the same shape."""
-        hidden = hidden + self.attention(self.attention_norm(hidden))
-        return hidden + self.mlp(self.mlp_norm(hidden))
+def GPTLMHead(config: GPTConfig) -> nn.Module:
+    """Return the layer from the last norm to logits, with a weight of its own that `GPT` ties."""
+    return output_layer(
+        config.hidden_size, config.vocab_size, bias=False, vocab_parallel_limit=config.vocab_parallel_limit
+    )
 
 
 class GPT(nn.Module):
     """A GPT decoder with a language-model head.
 
+    It follows the tensor mode of the current context: ids come whole, logits are cut along the batch and the
+    vocabulary as the mode says, and `GPTLMLoss` takes them so.
+
     Args:
         config: The shape of the model.
+
+    Raises:
+        ValueError: The ranks of the tensor mode do not divide a size; the message names it.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -121,8 +88,8 @@ class GPT(nn.Module):
         self.config = config
         self.embedding = GPTEmbedding(config)
         self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.num_layers))
-        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.head = GPTLMHead(config)
         self.tie_weights()
         self.reset_parameters()
 
@@ -130,7 +97,6 @@ class GPT(nn.Module):
         """Make the head use the token embedding; `to_empty` on a meta model undoes it, so call it again."""
         self.head.weight = self.embedding.tokens.weight
 
-    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Draw the weights as GPT-2 does.
 
@@ -138,20 +104,30 @@ class GPT(nn.Module):
         residual stream are scaled by 1/sqrt(number of additions to it), 1/sqrt(2 * num_layers) (Radford et
         al. 2019, section 2.3).
         """
-        std = self.config.init_std
-        residual_std = std / math.sqrt(2 * self.config.num_layers)
-        for name, module in self.named_modules():
-            if isinstance(module, nn.LayerNorm):
-                module.reset_parameters()
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=std / 2 if module is self.embedding.positions else std)
-            elif isinstance(module, nn.Linear) and module is not self.head:
-                nn.init.normal_(module.weight, std=residual_std if name.endswith("projection") else std)
-                nn.init.zeros_(module.bias)
+        draw_parameters(self, self._draw)
 
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Map `input_ids` of shape (batch, seq) to logits of shape (batch, seq, vocab)."""
+    def _draw(self, name: str, whole: Tensor) -> None:
+        std = self.config.init_std
+        if name.endswith("projection.weight"):
+            std /= math.sqrt(2 * self.config.num_layers)
+        elif name == "embedding.positions.weight":
+            std /= 2
+        nn.init.normal_(whole, std=std)
+        if name.endswith("qkv.weight"):  # the same numbers give the same model as with q, k, v side by side
+            whole.copy_(by_head(whole, self.config.num_attention_heads))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Map token ids to logits.
+
+        Args:
+            input_ids: (batch, seq), whole.
+            attention_mask: (batch, seq), whole; 0 where a position is padding that nobody attends to.
+
+        Returns:
+            This rank's slice of (batch, seq, vocab).
+        """
         hidden = self.embedding(input_ids)
         for block in self.blocks:
-            hidden = block(hidden)
-        return self.head(self.norm(hidden))
+            hidden = block(hidden, attention_mask)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits

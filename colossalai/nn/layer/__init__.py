@@ -1,5 +1,7 @@
 """Layers over a scheme of tensor parallelism: those of the current mode, and each by the name of its mode."""
 
+from colossalai.nn.layer._base import require_mode as require_mode
+from colossalai.nn.layer._batch import own_part as own_part
 from colossalai.nn.layer._current import Classifier as Classifier
 from colossalai.nn.layer._current import Dropout as Dropout
 from colossalai.nn.layer._current import Embedding as Embedding
@@ -60,3 +62,6 @@ from colossalai.nn.layer._scheme import Cut as Cut
 from colossalai.nn.layer._scheme import LinearScheme as LinearScheme
 from colossalai.nn.layer._scheme import head_scheme as head_scheme
 from colossalai.nn.layer._scheme import linear_scheme as linear_scheme
+from colossalai.nn.layer.parallel_sequence import RingAV as RingAV
+from colossalai.nn.layer.parallel_sequence import RingQK as RingQK
+from colossalai.nn.layer.parallel_sequence import TransformerSelfAttentionRing as TransformerSelfAttentionRing

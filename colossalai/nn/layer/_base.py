@@ -76,6 +76,23 @@ class ParallelModule(SpecKeeper):
             )
 
 
+def require_mode(mode: str | None, *, by: str) -> None:
+    """Require that the job was launched with a tensor mode; None goes with every one.
+
+    Args:
+        mode: The mode.
+        by: Who needs it, for the message.
+
+    Raises:
+        ValueError: It was launched with another one.
+    """
+    if mode is not None and mode != global_context.tensor_mode:
+        raise ValueError(
+            f"{by} needs a job launched with parallel=dict(tensor=dict(size=..., mode={mode!r})); the mode "
+            f"of this one is {global_context.tensor_mode!r}"
+        )
+
+
 def alone() -> Mesh:
     """Return the mesh of a process that has not launched."""
     return Mesh({"edp": 1, "ep": 1, "pp": 1, "tp": 1}, rank=0, views={"dp": ("edp", "ep")})

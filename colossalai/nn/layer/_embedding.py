@@ -9,9 +9,10 @@ import math
 import torch
 from torch import nn
 
-from colossalai.communication import reduce_forward_copy_backward, scatter_forward_gather_backward, slice_of
+from colossalai.communication import reduce_forward_copy_backward, scatter_forward_gather_backward
 from colossalai.context import Mesh
 from colossalai.nn.layer._base import Initializer, ParallelModule, empty_parameter
+from colossalai.nn.layer._batch import check_batch, own_part
 from colossalai.nn.layer._scheme import Axes, Cut
 
 
@@ -29,7 +30,7 @@ class ParallelEmbedding(ParallelModule):
     Args:
         num_embeddings: Size of the vocabulary.
         embedding_dim: Global size of the features.
-        padding_idx: An id whose row gets no gradient.
+        padding_idx: An id whose row gets no gradient; a negative one counts from the end.
         dtype: Type of the weight.
         cut: How the activation is cut.
         vocab_axes: Axes that cut the vocabulary, the coarsest cut first.
@@ -55,13 +56,13 @@ class ParallelEmbedding(ParallelModule):
         super().__init__(mesh)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.padding_idx = padding_idx
+        self.padding_idx = None if padding_idx is None else self._from_start(padding_idx)
         self.cut = cut
         self.vocab_axes = vocab_axes
         whole = empty_parameter(num_embeddings, embedding_dim, dtype=dtype)
         (weight_initializer or _normal)(whole, num_embeddings, embedding_dim)
         if padding_idx is not None and weight_initializer is None:
-            whole[padding_idx] = 0
+            whole[padding_idx].zero_()
         self.weight = self.cut_parameter("weight", whole, (vocab_axes, cut.features))
 
     def extra_repr(self) -> str:
@@ -76,9 +77,8 @@ class ParallelEmbedding(ParallelModule):
         """
         self._check(ids)
         only_batch = tuple(axis for axis in self.cut.batch if axis not in self.vocab_axes)
+        ids = own_part(ids, only_batch, self.mesh, by=type(self).__name__)
         weight = self.shared_over(only_batch, self.weight)
-        for name in only_batch:
-            ids = slice_of(ids, self.mesh.axis(name), 0)
         if not self.vocab_axes:
             return nn.functional.embedding(ids, weight, self.padding_idx)
         y = self._look_up_own_rows(ids, weight)
@@ -92,12 +92,22 @@ class ParallelEmbedding(ParallelModule):
 
     def _look_up_own_rows(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the embedding of the ids whose rows this rank has, and zeros for the others."""
-        first = self.mesh.axis_rank_in_order(self.vocab_axes) * weight.shape[0]
-        elsewhere = (ids < first) | (ids >= first + weight.shape[0])
-        if self.padding_idx is not None:
-            elsewhere = elsewhere | (ids == self.padding_idx)
-        y = nn.functional.embedding((ids - first).masked_fill(elsewhere, 0), weight)
+        num_rows = weight.shape[0]
+        first = self.mesh.axis_rank_in_order(self.vocab_axes) * num_rows
+        elsewhere = (ids < first) | (ids >= first + num_rows)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        if padding is not None and not 0 <= padding < num_rows:
+            padding = None  # another rank has that row
+        y = nn.functional.embedding((ids - first).masked_fill(elsewhere, 0), weight, padding)
         return y.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+    def _from_start(self, padding_idx: int) -> int:
+        if not -self.num_embeddings <= padding_idx < self.num_embeddings:
+            raise ValueError(
+                f"{type(self).__name__} got padding_idx={padding_idx}; its vocabulary has "
+                f"{self.num_embeddings} entries, from 0"
+            )
+        return padding_idx % self.num_embeddings
 
     def _check(self, ids: torch.Tensor) -> None:
         if ids.numel() > 0:
@@ -107,7 +117,7 @@ class ParallelEmbedding(ParallelModule):
                     f"{type(self).__name__} got ids from {low} to {high}; its vocabulary has "
                     f"{self.num_embeddings} entries, from 0"
                 )
-        check_batch(self, ids, self.cut.batch)
+        check_batch(ids, self.cut.batch, self.mesh, by=type(self).__name__)
 
 
 class ParallelPatchEmbedding(ParallelModule):
@@ -153,6 +163,7 @@ class ParallelPatchEmbedding(ParallelModule):
         if img_size % patch_size:
             raise ValueError(f"{type(self).__name__}: patches of {patch_size} do not tile {img_size} pixels")
         self.img_size = img_size
+        self.in_chans = in_chans
         self.patch_size = patch_size
         self.flatten = flatten
         self.cut = cut
@@ -177,14 +188,13 @@ class ParallelPatchEmbedding(ParallelModule):
         Raises:
             ValueError: The images are of another size, or the axes do not divide the batch.
         """
-        if tuple(images.shape[-2:]) != (self.img_size, self.img_size):
+        wanted = (self.in_chans, self.img_size, self.img_size)
+        if tuple(images.shape[1:]) != wanted:
             raise ValueError(
-                f"{type(self).__name__} got images of {tuple(images.shape[-2:])}; it takes "
-                f"{self.img_size} by {self.img_size}"
+                f"{type(self).__name__} got images of shape {tuple(images.shape)}; it takes (batch, "
+                f"channels, height, width) with {wanted} after the batch"
             )
-        check_batch(self, images, self.cut.batch)
-        for name in self.cut.batch:
-            images = slice_of(images, self.mesh.axis(name), 0)
+        images = own_part(images, self.cut.batch, self.mesh, by=type(self).__name__)
         weight, bias = (self.shared_over(self.cut.batch, param) for param in (self.weight, self.bias))
         y = nn.functional.conv2d(images, weight, bias, stride=self.patch_size)
         if not self.flatten:
@@ -192,20 +202,6 @@ class ParallelPatchEmbedding(ParallelModule):
         token, positions = (self.shared_over(self.cut.batch, p) for p in (self.cls_token, self.pos_embed))
         y = torch.cat([token.expand(y.shape[0], -1, -1), y.flatten(2).transpose(1, 2)], dim=1)
         return y + positions
-
-
-def check_batch(layer: ParallelModule, batch: torch.Tensor, axes: Axes) -> None:
-    """Require that the axes divide the batch.
-
-    Raises:
-        ValueError: They do not.
-    """
-    num_ranks = layer.mesh.axis_size(axes)
-    if batch.shape[0] % num_ranks:
-        raise ValueError(
-            f"{type(layer).__name__} got a batch of {batch.shape[0]}, which the {num_ranks} ranks along "
-            f"{axes} do not divide"
-        )
 
 
 def _normal(whole: torch.Tensor, fan_in: int, fan_out: int) -> None:

@@ -93,8 +93,8 @@ class ParallelLinear(ParallelModule):
         """
         self.check_share(x, self.in_features, self.scheme.x.features, what="features")
         weight = self.weight.t() if self.weight_is_transposed else self.weight
-        y = product(x, weight, self.scheme, self.mesh, in_panels=self.in_panels)
-        return y if self.bias is None else y + self.shared_over(self.scheme.y.batch, self.bias)
+        bias = None if self.bias is None else self.shared_over(self.scheme.y.batch, self.bias)
+        return product(x, weight, self.scheme, self.mesh, bias=bias, in_panels=self.in_panels)
 
     def _check_shared(self, weight: nn.Parameter, dims: tuple[tuple[str, ...], ...]) -> None:
         shape = (self.out_features, self.in_features)

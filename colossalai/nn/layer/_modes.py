@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from colossalai.communication import gather_forward_split_backward, split_forward_gather_backward
-from colossalai.context import global_context
-from colossalai.nn.layer._base import Initializer
+from colossalai.nn.layer._base import Initializer, require_mode
 from colossalai.nn.layer._dropout import ParallelDropout
 from colossalai.nn.layer._embedding import ParallelEmbedding, ParallelPatchEmbedding
 from colossalai.nn.layer._flow import advance, current_cut, end_with, restart
@@ -47,7 +46,7 @@ class ModeLinear(ParallelLinear):
         gather_output: bool = False,
         **options: Any,
     ) -> None:
-        require_mode(self)
+        require_mode(self.mode, by=type(self).__name__)
         scheme = options.pop("scheme", None) or linear_scheme(self.mode, current_cut(self.mode))
         transposed = self.mode in _STORED_AS_TORCH
         super().__init__(
@@ -117,8 +116,13 @@ class Linear1D_Row(ModeLinear):
         self.parallel_input = parallel_input
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output, whole on every rank."""
+        """Return the output, whole on every rank.
+
+        Raises:
+            ValueError: The last dimension is not this rank's share of the input features.
+        """
         if not self.parallel_input:
+            self.check_share(x, self.in_features, (), what="features")  # before it is cut, so on all ranks
             x = split_forward_gather_backward(x, self.mesh.axis("tp"), -1)
         return super().forward(x)
 
@@ -151,7 +155,7 @@ class ModeClassifier(ParallelLinear):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
-        require_mode(self)
+        require_mode(self.mode, by=type(self).__name__)
         scheme = head_scheme(self.mode, current_cut(self.mode), vocab_parallel=self.vocab_parallel)
         super().__init__(
             in_features,
@@ -180,7 +184,7 @@ class ModeLayerNorm(ParallelLayerNorm):
     def __init__(
         self, normalized_shape: int, eps: float = 1e-5, bias: bool = True, dtype: torch.dtype | None = None
     ) -> None:
-        require_mode(self)
+        require_mode(self.mode, by=type(self).__name__)
         super().__init__(normalized_shape, eps, bias, dtype, cut=current_cut(self.mode))
 
 
@@ -205,7 +209,7 @@ class ModeEmbedding(ParallelEmbedding):
         dtype: torch.dtype | None = None,
         weight_initializer: Initializer | None = None,
     ) -> None:
-        require_mode(self)
+        require_mode(self.mode, by=type(self).__name__)
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -244,7 +248,7 @@ class ModePatchEmbedding(ParallelPatchEmbedding):
         flatten: bool = True,
         **initializers: Any,
     ) -> None:
-        require_mode(self)
+        require_mode(self.mode, by=type(self).__name__)
         super().__init__(
             img_size, patch_size, in_chans, embed_size, dtype, flatten, cut=restart(self.mode), **initializers
         )
@@ -256,22 +260,8 @@ class ModeDropout(ParallelDropout):
     mode: ClassVar[str | None]
 
     def __init__(self, p: float = 0.5, inplace: bool = False) -> None:
-        require_mode(self)
+        require_mode(self.mode, by=type(self).__name__)
         super().__init__(p, inplace, cut=current_cut(self.mode))
-
-
-def require_mode(layer: nn.Module) -> None:
-    """Require that the job was launched with the mode of a layer.
-
-    Raises:
-        ValueError: It was launched with another one.
-    """
-    mode = type(layer).mode  # type: ignore[attr-defined]
-    if mode is not None and mode != global_context.tensor_mode:
-        raise ValueError(
-            f"{type(layer).__name__} needs a job launched with parallel=dict(tensor=dict(size=..., "
-            f"mode={mode!r})); the mode of this one is {global_context.tensor_mode!r}"
-        )
 
 
 def of_mode(base: type[Layer], mode: str | None, name: str) -> type[Layer]:

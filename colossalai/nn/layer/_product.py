@@ -16,27 +16,57 @@ from colossalai.communication import (
     broadcast,
     copy_forward_reduce_backward,
     gather_forward_scatter_backward,
-    reduce,
     reduce_forward_copy_backward,
+    reduce_in_place,
     scatter_forward_gather_backward,
 )
 from colossalai.context import Axis, Mesh
+from colossalai.nn.layer._overlapped import overlapped_product
 from colossalai.nn.layer._scheme import LinearScheme
 
 
 def product(
-    x: torch.Tensor, w: torch.Tensor, scheme: LinearScheme, mesh: Mesh, *, in_panels: bool = True
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scheme: LinearScheme,
+    mesh: Mesh,
+    *,
+    bias: torch.Tensor | None = None,
+    in_panels: bool = True,
 ) -> torch.Tensor:
-    """Return this rank's slice of x w.
+    """Return this rank's slice of x w, or of x w + bias.
 
     Args:
         x: Slice of the input, (batch, ..., in).
         w: Slice of the weight, (in, out); a transposed view costs nothing.
         scheme: How they are cut and moved.
         mesh: The ranks.
+        bias: Slice of the bias, whose gradient is this rank's.
         in_panels: Where both operands would be gathered along `in`, fetch one panel of each at a time instead
             (see [Note: panels]): less memory, more messages.
     """
+    x, w, bias = as_autocast(x), as_autocast(w), None if bias is None else as_autocast(bias)
+    if not (scheme.gather_x or scheme.gather_w or scheme.scatter_y):
+        copy_x, copy_w, reduce_y = (
+            mesh.axis(names) for names in (scheme.copy_x, scheme.copy_w, scheme.reduce_y)
+        )
+        return overlapped_product(x, w, bias, copy_x=copy_x, copy_w=copy_w, reduce_y=reduce_y)
+    y = _moving_product(x, w, scheme, mesh, in_panels=in_panels)
+    return y if bias is None else y + bias
+
+
+def as_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the type of autocast where it is on: it does not see into our autograd functions."""
+    device_type = tensor.device.type
+    if not torch.is_autocast_enabled(device_type) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device_type))
+
+
+def _moving_product(
+    x: torch.Tensor, w: torch.Tensor, scheme: LinearScheme, mesh: Mesh, *, in_panels: bool
+) -> torch.Tensor:
+    """Return the product where slices of an operand or of the result move between the ranks."""
     for name in scheme.copy_x:
         x = copy_forward_reduce_backward(x, mesh.axis(name))
     for name in scheme.copy_w:
@@ -45,7 +75,6 @@ def product(
         return _Panels.apply(x, w, mesh.axis(scheme.gather_x), mesh.axis(scheme.gather_w))
     if scheme.yields_in_panels and in_panels:
         return _TransposedPanels.apply(x, w.t(), mesh.axis(scheme.scatter_y), mesh.axis(scheme.gather_w))
-
     for name in scheme.gather_x:
         x = gather_forward_scatter_backward(x, mesh.axis(name), 0 if name in scheme.x.batch else -1)
     for name in scheme.gather_w:
@@ -65,25 +94,20 @@ class _Panels(torch.autograd.Function):
         ctx.row, ctx.col = row, col
         y = x.new_zeros((*x.shape[:-1], w.shape[1]))
         flat = y.view(-1, w.shape[1])
-        for k in range(row.size):
-            x_panel, w_panel = _panel(x, row, k), _panel(w, col, k)
-            flat.addmm_(x_panel.reshape(-1, x_panel.shape[-1]), w_panel)
+        for k in range(row.size):  # no name for a panel: it would keep it while the next ones come
+            flat.addmm_(_panel(x, row, k).view(-1, x.shape[-1]), _panel(w, col, k))
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         x, w = ctx.saved_tensors
+        row, col = ctx.row, ctx.col
         flat = dy.reshape(-1, dy.shape[-1])
         dx, dw = x, w  # replaced in the round in which this rank is the owner
-        for k in range(ctx.row.size):
-            w_panel = _panel(w, ctx.col, k)
-            dx_panel = reduce((flat @ w_panel.t()).view_as(x), ctx.row.ranks[k], ctx.row)
-            del w_panel
-            x_panel = _panel(x, ctx.row, k)
-            dw_panel = reduce(x_panel.reshape(-1, x_panel.shape[-1]).t() @ flat, ctx.col.ranks[k], ctx.col)
-            dx = dx_panel if ctx.row.rank == k else dx
-            dw = dw_panel if ctx.col.rank == k else dw
-        return dx, dw, None, None
+        for k in range(row.size):
+            dx = _sum_for(k, row, flat @ _panel(w, col, k).t(), otherwise=dx)
+            dw = _sum_for(k, col, _panel(x, row, k).view(-1, x.shape[-1]).t() @ flat, otherwise=dw)
+        return dx.view_as(x), dw, None, None
 
 
 class _TransposedPanels(torch.autograd.Function):
@@ -94,26 +118,33 @@ class _TransposedPanels(torch.autograd.Function):
         ctx.save_for_backward(x, v)
         ctx.row, ctx.col = row, col
         flat = x.reshape(-1, x.shape[-1])
-        mine = flat.new_empty(0)
+        y = flat  # replaced in the round in which this rank is the owner
         for k in range(row.size):
-            term = reduce(flat @ _panel(v, col, k).t(), row.ranks[k], row)
-            mine = term if row.rank == k else mine
-        return mine.view(*x.shape[:-1], v.shape[0])
+            y = _sum_for(k, row, flat @ _panel(v, col, k).t(), otherwise=y)
+        return y.view(*x.shape[:-1], v.shape[0])
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         x, v = ctx.saved_tensors
+        row, col = ctx.row, ctx.col
         flat = x.reshape(-1, x.shape[-1])
         dx, dv = torch.zeros_like(flat), v  # dv is replaced in the round in which this rank is the owner
-        for k in range(ctx.row.size):
-            dy_panel = _panel(dy, ctx.row, k).reshape(-1, dy.shape[-1])
-            dx.addmm_(dy_panel, _panel(v, ctx.col, k))
-            term = reduce(dy_panel.t() @ flat, ctx.col.ranks[k], ctx.col)
-            dv = term if ctx.col.rank == k else dv
+        for k in range(row.size):
+            dy_panel = _panel(dy, row, k).view(-1, dy.shape[-1])
+            dx.addmm_(dy_panel, _panel(v, col, k))
+            dv = _sum_for(k, col, dy_panel.t() @ flat, otherwise=dv)
+            del dy_panel  # before the next one comes
         return dx.view_as(x), dv, None, None
 
 
 def _panel(tensor: torch.Tensor, axis: Axis, k: int) -> torch.Tensor:
-    """Return the slice of rank `k` along an axis, in memory of its own unless this is that rank."""
+    """Return the slice of rank `k` along an axis, contiguous, in new memory unless this is that rank."""
     mine = axis.rank == k
-    return broadcast(tensor if mine else torch.empty_like(tensor), axis.ranks[k], axis)
+    panel = tensor if mine else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return broadcast(panel, axis.ranks[k], axis).contiguous()
+
+
+def _sum_for(k: int, axis: Axis, term: torch.Tensor, *, otherwise: torch.Tensor) -> torch.Tensor:
+    """Sum a term over an axis, in its memory; return the sum on rank `k`, and `otherwise` on the others."""
+    reduce_in_place(term, axis.ranks[k], axis)
+    return term if axis.rank == k else otherwise

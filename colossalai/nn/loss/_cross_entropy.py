@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from colossalai.communication import all_reduce, reduce_forward_copy_backward, slice_of
+from colossalai.communication import all_reduce, reduce_forward_copy_backward
 from colossalai.context import Mesh, global_context
-from colossalai.nn.layer import Cut, head_cut
+from colossalai.nn.layer import Cut, head_cut, own_part, require_mode
 from colossalai.registry import LOSSES
 
 
@@ -61,12 +61,13 @@ class ParallelCrossEntropyLoss(nn.Module):
         Raises:
             ValueError: The shapes do not fit, or a label is not a class.
         """
-        for name in self.cut.batch:
-            labels = slice_of(labels, self.mesh.axis(name), 0)
+        self._check(labels, logits.shape[-1] * self.mesh.axis_size(self.cut.features))
+        labels = own_part(labels, self.cut.batch, self.mesh, by=type(self).__name__)
         if logits.shape[:-1] != labels.shape:
             raise ValueError(
-                f"logits of shape {tuple(logits.shape)} do not fit labels of which this rank's part has "
-                f"shape {tuple(labels.shape)}: they must have one dimension more, the classes"
+                f"{type(self).__name__} got logits of shape {tuple(logits.shape)}, which do not fit labels "
+                f"of which this rank's part has shape {tuple(labels.shape)}: they must have one dimension "
+                f"more, the classes"
             )
         counted = labels != self.ignore_index
         losses = self._losses(logits, labels.masked_fill(~counted, 0)).masked_fill(~counted, 0.0)
@@ -80,7 +81,6 @@ class ParallelCrossEntropyLoss(nn.Module):
         """Return the loss at each position, in float32 or better."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         num_classes = logits.shape[-1] * self.mesh.axis_size(self.cut.features)
-        self._check(labels, num_classes)
         largest = wide.detach().amax(-1)
         for name in self.cut.features:
             largest = all_reduce(largest, self.mesh.axis(name), torch.distributed.ReduceOp.MAX)
@@ -101,11 +101,14 @@ class ParallelCrossEntropyLoss(nn.Module):
         return part
 
     def _check(self, labels: torch.Tensor, num_classes: int) -> None:
-        if labels.numel() > 0:
-            low, high = (bound.item() for bound in labels.aminmax())
+        """Look at all labels, not at this rank's part of them: all ranks raise, or none does."""
+        counted = labels[labels != self.ignore_index]
+        if counted.numel() > 0:
+            low, high = (bound.item() for bound in counted.aminmax())
             if low < 0 or high >= num_classes:
                 raise ValueError(
-                    f"labels go from {low} to {high}, but there are {num_classes} classes, from 0"
+                    f"{type(self).__name__} got labels from {low} to {high}, but there are {num_classes} "
+                    f"classes, from 0"
                 )
 
 
@@ -118,11 +121,13 @@ class ModeCrossEntropyLoss(ParallelCrossEntropyLoss):
         label_smoothing: Share of the target that is spread evenly over all classes.
     """
 
+    mode: ClassVar[str]
     cut_of_mode: ClassVar[Cut]
 
     def __init__(
         self, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
     ) -> None:
+        require_mode(self.mode, by=type(self).__name__)
         super().__init__(ignore_index, reduction, label_smoothing, cut=self.cut_of_mode)
 
 

@@ -11,7 +11,7 @@ def _of_mode(mode: str, name: str, *, vocab_parallel: bool) -> type[ModeCrossEnt
     return type(
         name,
         (ModeCrossEntropyLoss,),
-        {"cut_of_mode": cut, "__doc__": doc, "__module__": "colossalai.nn.loss"},
+        {"mode": mode, "cut_of_mode": cut, "__doc__": doc, "__module__": "colossalai.nn.loss"},
     )
 
 

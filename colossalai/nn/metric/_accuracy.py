@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from colossalai.communication import all_gather, all_reduce, slice_of
+from colossalai.communication import all_gather, all_reduce
 from colossalai.context import Mesh, global_context
-from colossalai.nn.layer import Cut, head_cut
+from colossalai.nn.layer import Cut, head_cut, own_part
 
 
 class Accuracy(nn.Module):
@@ -44,8 +44,8 @@ class Accuracy(nn.Module):
         Raises:
             ValueError: The shapes do not fit each other.
         """
-        for name in self.cut.batch:
-            labels = slice_of(labels, self.mesh.axis(name), 0)
+        if self.cut.batch:
+            labels = own_part(labels, self.cut.batch, self.mesh, by=type(self).__name__)
         if logits.shape[:-1] != labels.shape:
             raise ValueError(
                 f"logits of shape {tuple(logits.shape)} do not fit labels of shape {tuple(labels.shape)}; "

@@ -1,13 +1,17 @@
 """The accuracies of each tensor mode under their documented names: over logits with all classes."""
 
-from colossalai.nn.layer import LINEAR_SCHEMES, Cut
+from typing import ClassVar
+
+from colossalai.nn.layer import LINEAR_SCHEMES, Cut, require_mode
 from colossalai.nn.metric._accuracy import Accuracy
 
 
 class _ModeAccuracy(Accuracy):
-    cut_of_mode = Cut()
+    mode: ClassVar[str]
+    cut_of_mode: ClassVar[Cut]
 
     def __init__(self) -> None:
+        require_mode(self.mode, by=type(self).__name__)
         super().__init__(cut=self.cut_of_mode)
 
 
@@ -15,7 +19,9 @@ def _of_mode(mode: str, name: str) -> type[_ModeAccuracy]:
     cut = Cut(batch=LINEAR_SCHEMES[mode][0].x.batch)
     doc = f"The accuracy of mode {mode!r}, over logits cut as {cut}; see `Accuracy`."
     return type(
-        name, (_ModeAccuracy,), {"cut_of_mode": cut, "__doc__": doc, "__module__": "colossalai.nn.metric"}
+        name,
+        (_ModeAccuracy,),
+        {"mode": mode, "cut_of_mode": cut, "__doc__": doc, "__module__": "colossalai.nn.metric"},
     )
 
 

@@ -89,7 +89,7 @@ def parity(name, num_layers, bias, in_panels):
             assert torch.equal(param, spec.cut(stored))  # the same start as one process
             errors.append((param.grad - spec.cut(grad)).abs().max())
             assert torch.equal(spec.gather(param.detach()), stored)
-    return max(errors).item()
+    return torch.stack(errors).max().item()
 
 
 @pytest.mark.parametrize("in_panels", [True, False])

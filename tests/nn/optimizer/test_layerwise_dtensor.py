@@ -49,12 +49,13 @@ def _largest_difference_after_three_steps() -> dict[str, float]:
         wholes = [
             p.full_tensor() if place is not None else p for p, place in zip(params, placements, strict=True)
         ]
-        differences[name] = max((w - t).abs().max().item() for w, t in zip(wholes, twins, strict=True))
+        errors = [(w - t).abs().max() for w, t in zip(wholes, twins, strict=True)]
+        differences[name] = torch.stack(errors).max().item()  # a NaN is kept, which Python's max may lose
     dist.destroy_process_group()
     return differences
 
 
 def test_sharded_parameters_move_like_whole_ones() -> None:
     for differences in run_ranks(_largest_difference_after_three_steps, 2):
-        assert max(differences.values()) < 1e-13
+        assert all(difference < 1e-13 for difference in differences.values())
         assert set(differences) == set(OPTIMIZERS)

@@ -28,7 +28,7 @@ def ring_attention(
     dropout_p: float = 0.0,
     scale: float | None = None,
     order: Order = "zigzag",
-    tile_size: int = 1024,
+    tile_size: int = 512,
 ) -> torch.Tensor:
     """Return softmax(scale q k^T) v of the whole sequence for this rank's queries.
 

@@ -1,0 +1,116 @@
+"""`colossalai benchmark`: check what is asked, start the processes, and show what they found."""
+
+import dataclasses
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from colossalai.cli._benchmark._configurations import find_configurations, tensor_modes, why_none
+from colossalai.cli._benchmark._plot import plot
+from colossalai.cli._benchmark._results import Results, Settings, Skipped
+from colossalai.cli._benchmark._show import show
+from colossalai.cli._job import Job
+from colossalai.cli._launcher import launch
+
+_WORKER = "colossalai.cli._benchmark._worker"
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """Where the results go beside the table.
+
+    Attributes:
+        json_file: A path; "-" is stdout, in place of the table.
+        plot_file: A path of a picture.
+    """
+
+    json_file: str | None = None
+    plot_file: str | None = None
+
+
+def benchmark(settings: Settings, modes: Sequence[str] | None, output: Output) -> int:
+    """Run the configurations of some modes, or of all, show the results and return the exit code.
+
+    Args:
+        settings: Sizes; its configurations are filled in here.
+        modes: Tensor modes, None for all.
+        output: What to write.
+
+    Raises:
+        ValueError: Something was asked that cannot be done; nothing was started.
+    """
+    _check_output(output)
+    _check_devices(settings.num_procs)
+    found, unfit = _choose(settings.num_procs, modes)
+    settings = dataclasses.replace(settings, configurations=tuple(found))
+    with tempfile.TemporaryDirectory(prefix="colossalai_benchmark_") as folder:
+        results_file = Path(folder) / "results.json"
+        args = (json.dumps(dataclasses.asdict(settings)), str(results_file))
+        exit_code = _launch(Job(target=_WORKER, args=args, is_module=True, num_procs=settings.num_procs))
+        if exit_code != 0:
+            return exit_code
+        results = Results.from_json(results_file.read_text())
+    _hand_out(dataclasses.replace(results, skipped=[*unfit, *results.skipped]), output)
+    return 0
+
+
+def _choose(num_procs: int, modes: Sequence[str] | None) -> tuple[list, list[Skipped]]:
+    """Return the configurations to run, and the modes that were asked for and have none."""
+    for mode in modes or ():
+        if mode not in tensor_modes():
+            raise ValueError(f"--modes has {mode!r}: choose from {', '.join(tensor_modes())}")
+    found = find_configurations(num_procs, modes)
+    if not found:
+        raise ValueError("; ".join(why_none(mode, num_procs) for mode in modes or ()))
+    present = {configuration.mode for configuration in found}
+    unfit = [
+        Skipped(model=None, label=mode, reason=why_none(mode, num_procs))
+        for mode in modes or ()
+        if mode not in present and None not in present
+    ]
+    return found, unfit
+
+
+def _check_output(output: Output) -> None:
+    if output.plot_file is not None:
+        if Path(output.plot_file).suffix not in _PICTURES:
+            raise ValueError(f"--plot {output.plot_file}: the name must end in {', '.join(_PICTURES)}")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise ValueError("--plot draws with matplotlib, which is not installed: pip install matplotlib")
+    for path in (output.json_file, output.plot_file):
+        if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"there is no folder {str(Path(path).parent)!r} to write {path!r} into")
+
+
+def _check_devices(num_procs: int) -> None:
+    num_devices = torch.accelerator.device_count()
+    if 0 < num_devices < num_procs:
+        raise ValueError(f"--gpus {num_procs}, but this machine has {num_devices}; use at most that many")
+
+
+def _launch(job: Job) -> int:
+    console = Console(stderr=True)
+    try:
+        return launch(job)
+    finally:
+        if console.is_terminal:  # a rank that was ended while it drew the bar has left the cursor hidden
+            console.show_cursor(True)
+
+
+def _hand_out(results: Results, output: Output) -> None:
+    if output.plot_file is not None:
+        plot(results, output.plot_file)
+    if output.json_file == "-":
+        sys.stdout.write(results.to_json() + "\n")
+        return
+    show(results)
+    if output.json_file is not None:
+        Path(output.json_file).write_text(results.to_json() + "\n")

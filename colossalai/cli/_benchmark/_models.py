@@ -1,0 +1,85 @@
+"""The models of the benchmark: a table from a name to what builds it in the mode of the launched job."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from colossalai.cli._benchmark._results import Settings
+from colossalai.context import global_context
+from colossalai.nn.layer import LayerNorm, Linear, current_cut
+
+
+class MLP(nn.Module):
+    """Two linear layers, hidden -> 4 hidden -> hidden.
+
+    Args:
+        settings: The sizes.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.expansion = Linear(settings.hidden_size, 4 * settings.hidden_size)
+        self.projection = Linear(4 * settings.hidden_size, settings.hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (batch, seq, hidden) to the same shape."""
+        return self.projection(functional.gelu(self.expansion(x)))
+
+
+class Attention(nn.Module):
+    """Causal self-attention; every rank attends with the heads, and for the sequences, that it has.
+
+    Args:
+        settings: The sizes.
+
+    Raises:
+        ValueError: The heads cannot be dealt out.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        hidden, heads = settings.hidden_size, settings.num_heads
+        if hidden % heads:
+            raise ValueError(f"{heads} heads do not divide the hidden size {hidden}: change --num_heads")
+        self.head_size = hidden // heads
+        self.qkv = Linear(hidden, 3 * hidden)
+        num_parts = global_context.mesh.axis_size(current_cut(global_context.tensor_mode).features)
+        if heads % num_parts:
+            raise ValueError(f"{num_parts} ranks do not divide the {heads} heads: change --num_heads")
+        self.projection = Linear(hidden, hidden)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (batch, seq, hidden) to the same shape."""
+        # Head by head, so that a slice of the features is some heads' queries, keys and values.
+        parts = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))  # (batch, seq, heads, 3, head)
+        query, key, value = parts.permute(3, 0, 2, 1, 4)  # (batch, heads, seq, head) each
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.projection(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """A pre-norm transformer block.
+
+    Args:
+        settings: The sizes.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.attention_norm = LayerNorm(settings.hidden_size)
+        self.attention = Attention(settings)
+        self.mlp_norm = LayerNorm(settings.hidden_size)
+        self.mlp = MLP(settings)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map (batch, seq, hidden) to the same shape."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+Builder = Callable[[Settings], nn.Module]
+"""Returns one layer of a model, which maps (batch, seq, hidden), cut as the mode begins, to the same."""
+
+MODELS: dict[str, Builder] = {"MLP": MLP, "transformer": Block}

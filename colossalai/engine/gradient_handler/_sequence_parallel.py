@@ -1,0 +1,25 @@
+"""Averages gradients over the ranks that share sequences, and the data-parallel ones, after the backward."""
+
+from colossalai.context import ParallelMode, global_context
+from colossalai.engine.gradient_handler._average import average_gradients
+from colossalai.engine.gradient_handler._base import BaseGradientHandler
+from colossalai.registry import GRADIENT_HANDLER
+
+
+@GRADIENT_HANDLER.register_module
+class SequenceParallelGradientHandler(BaseGradientHandler):
+    """Averages all gradients over SEQUENCE_DP: every parameter is replicated there; see `average_gradients`.
+
+    A rank's loss is the mean over the tokens that it holds, and its backward gives the gradient of the sum of
+    all ranks' losses, with respect to its own copy. So where all ranks hold equally many tokens that count,
+    the mean over the ranks is the gradient of the mean over all tokens. Where they do not (padding, a masked
+    language model), divide the sum over a rank's tokens by the mean of the ranks' numbers of tokens.
+    """
+
+    def handle_gradient(self) -> None:
+        """Average the gradients in place.
+
+        Raises:
+            ValueError: The job was not launched with tensor mode "sequence".
+        """
+        average_gradients(self._model.parameters(), global_context.axis(ParallelMode.SEQUENCE_DP))

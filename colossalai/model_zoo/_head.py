@@ -1,0 +1,32 @@
+"""The last layer of a model."""
+
+from typing import Any
+
+from torch import nn
+
+from colossalai.context import global_context
+from colossalai.nn.layer import Classifier, Linear
+
+
+def output_layer(
+    in_features: int, num_classes: int, *, bias: bool = True, vocab_parallel_limit: int | None = None
+) -> nn.Module:
+    """Return the classifier of the current mode, a plain linear layer where nothing is cut.
+
+    It draws a weight of its own even if it is to share another one: so the same numbers are drawn in all
+    modes, and the parameters after it start alike.
+
+    Args:
+        in_features: Global size of the features.
+        num_classes: Number of classes.
+        bias: Whether to add a bias.
+        vocab_parallel_limit: More classes than this are cut over the ranks; None for the limit of the layers.
+    """
+    if global_context.tensor_mode in (None, "sequence"):
+        return Linear(in_features, num_classes, bias)
+    return Classifier(in_features, num_classes, bias=bias, **vocab_options(vocab_parallel_limit))
+
+
+def vocab_options(limit: int | None) -> dict[str, Any]:
+    """Return the options of an embedding or a classifier; none leaves the layers their own limit."""
+    return {} if limit is None else {"vocab_parallel_limit": limit}

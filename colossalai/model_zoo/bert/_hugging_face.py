@@ -1,0 +1,84 @@
+"""BERT models of Hugging Face transformers, taken over."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.model_zoo._attention import by_head
+from colossalai.model_zoo._weights import gelu_of, load_parameters, require_settings
+from colossalai.model_zoo.bert._config import BertConfig
+from colossalai.model_zoo.bert._model import Bert
+
+_BUILT_IN = {
+    "is_decoder": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+    "position_embedding_type": "absolute",
+}
+_BLOCK = {
+    "attention.projection": "attention.output.dense",
+    "attention_norm": "attention.output.LayerNorm",
+    "mlp.expansion": "intermediate.dense",
+    "mlp.projection": "output.dense",
+    "mlp_norm": "output.LayerNorm",
+}
+
+
+def from_hugging_face(hf_model: nn.Module, **overrides: Any) -> Bert:
+    """Return the BERT with the weights of a `transformers.BertForMaskedLM`, in the current tensor mode.
+
+    Args:
+        hf_model: The model, whole on every rank; it is not changed.
+        overrides: Fields of `BertConfig` that are not to be taken from it, such as dropout rates.
+
+    Returns:
+        A model that gives the same logits, with the device and type of one that is built anew.
+
+    Raises:
+        ValueError: The model has a setting or a shape that `Bert` has not.
+    """
+    config = replace(config_of(hf_model.config), **overrides)
+    model = Bert(config)
+    load_parameters(model, dict(_weights(hf_model.state_dict(), config)))
+    return model
+
+
+def config_of(hf_config: Any) -> BertConfig:
+    """Return the config that means the same as a `transformers.BertConfig`."""
+    require_settings(hf_config, _BUILT_IN)
+    return BertConfig(
+        vocab_size=hf_config.vocab_size,
+        type_vocab_size=hf_config.type_vocab_size,
+        max_position_embeddings=hf_config.max_position_embeddings,
+        hidden_size=hf_config.hidden_size,
+        num_layers=hf_config.num_hidden_layers,
+        num_attention_heads=hf_config.num_attention_heads,
+        mlp_ratio=hf_config.intermediate_size / hf_config.hidden_size,
+        embedding_dropout=hf_config.hidden_dropout_prob,
+        dropout=hf_config.hidden_dropout_prob,
+        attention_dropout=hf_config.attention_probs_dropout_prob,
+        layer_norm_epsilon=hf_config.layer_norm_eps,
+        init_std=hf_config.initializer_range,
+        gelu=gelu_of(hf_config.hidden_act),
+    )
+
+
+def _weights(theirs: dict[str, Tensor], config: BertConfig) -> Iterator[tuple[str, Tensor]]:
+    yield "embedding.tokens.weight", theirs["bert.embeddings.word_embeddings.weight"]
+    yield "embedding.positions.weight", theirs["bert.embeddings.position_embeddings.weight"]
+    yield "embedding.segments.weight", theirs["bert.embeddings.token_type_embeddings.weight"]
+    yield "head.decoder.bias", theirs["cls.predictions.bias"]
+    for kind in ("weight", "bias"):
+        yield f"embedding.norm.{kind}", theirs[f"bert.embeddings.LayerNorm.{kind}"]
+        yield f"head.transform.{kind}", theirs[f"cls.predictions.transform.dense.{kind}"]
+        yield f"head.norm.{kind}", theirs[f"cls.predictions.transform.LayerNorm.{kind}"]
+        for layer in range(config.num_layers):
+            source, target = f"bert.encoder.layer.{layer}", f"blocks.{layer}"
+            parts = [theirs[f"{source}.attention.self.{part}.{kind}"] for part in ("query", "key", "value")]
+            fused = by_head(torch.cat(parts), config.num_attention_heads)
+            yield f"{target}.attention.qkv.{kind}", fused
+            for mine, name in _BLOCK.items():
+                yield f"{target}.{mine}.{kind}", theirs[f"{source}.{name}.{kind}"]

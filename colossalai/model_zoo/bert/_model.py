@@ -1,0 +1,151 @@
+"""A BERT encoder (Devlin et al. 2019, 1810.04805) with the head of a masked language model.
+
+    x = norm(tokens + positions + segments);  x = norm(x + attention(x));  x = norm(x + mlp(x))
+    logits = norm(gelu(linear(x))) @ tokens.T + bias
+
+The blocks stand in one `nn.ModuleList`, so that recomputation, sharding and pipelining can take them one
+by one.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from colossalai.model_zoo._head import output_layer, vocab_options
+from colossalai.model_zoo._transformer import PostNormBlock
+from colossalai.model_zoo._weights import draw_parameters
+from colossalai.model_zoo.bert._config import BertConfig
+from colossalai.nn.layer import Dropout, Embedding, LayerNorm, Linear
+from colossalai.nn.layer._position import PositionEmbedding
+from colossalai.nn.layer._recut import BackToFirstCut
+
+
+class BertEmbedding(nn.Module):
+    """The norm of token, position and segment embeddings.
+
+    Args:
+        config: The shape of the model.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        options = vocab_options(config.vocab_parallel_limit)
+        self.tokens = Embedding(config.vocab_size, config.hidden_size, **options)
+        self.positions = PositionEmbedding(config.max_position_embeddings, config.hidden_size)
+        self.max_length = config.max_position_embeddings
+        self.segments = Embedding(
+            config.type_vocab_size, config.hidden_size, vocab_parallel_limit=config.type_vocab_size
+        )
+        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.dropout = Dropout(config.embedding_dropout)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+        """Embed ids of shape (batch, seq), whole, to (batch, seq, hidden).
+
+        Args:
+            input_ids: The tokens.
+            token_type_ids: The segment of each; None if all belong to segment 0.
+
+        Raises:
+            ValueError: The sequence is longer than the model has positions.
+        """
+        length = input_ids.size(-1)
+        if length > self.max_length:
+            raise ValueError(
+                f"a sequence of {length} tokens, max_position_embeddings={self.max_length}: "
+                "shorten the sequences or build the model with more positions"
+            )
+        segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
+        positions = self.positions(torch.arange(length, device=input_ids.device))
+        hidden: Tensor = self.dropout(self.norm(self.tokens(input_ids) + self.segments(segments) + positions))
+        return hidden
+
+
+class BertBlock(PostNormBlock):
+    """One post-norm encoder block.
+
+    Args:
+        config: The shape of the model.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config.block)
+
+
+class BertHead(nn.Module):
+    """From hidden states to the logits of the tokens that were hidden.
+
+    The decoder has a weight of its own until `Bert` ties it to the token embedding.
+
+    Args:
+        config: The shape of the model.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.gelu = config.gelu
+        self.transform = Linear(config.hidden_size, config.hidden_size)
+        self.recut = BackToFirstCut()  # where the embedding's weight fits
+        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.decoder = output_layer(
+            config.hidden_size, config.vocab_size, vocab_parallel_limit=config.vocab_parallel_limit
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map (batch, seq, hidden) to (batch, seq, vocab)."""
+        hidden = functional.gelu(self.transform(hidden), approximate=self.gelu)
+        logits: Tensor = self.decoder(self.norm(self.recut(hidden)))
+        return logits
+
+
+class Bert(nn.Module):
+    """A BERT encoder with the head of a masked language model.
+
+    It follows the tensor mode of the current context: ids come whole, logits are cut along the batch and the
+    vocabulary as the mode says, and `BertMLMLoss` takes them so.
+
+    Args:
+        config: The shape of the model.
+
+    Raises:
+        ValueError: The ranks of the tensor mode do not divide a size; the message names it.
+    """
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = BertEmbedding(config)
+        self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.num_layers))
+        self.head = BertHead(config)
+        self.tie_weights()
+        self.reset_parameters()
+
+    def tie_weights(self) -> None:
+        """Make the head use the token embedding; `to_empty` on a meta model undoes it, so call it again."""
+        self.head.decoder.weight = self.embedding.tokens.weight
+
+    def reset_parameters(self) -> None:
+        """Draw the weights: normal with `init_std`; biases 0."""
+        draw_parameters(self, self._draw)
+
+    def _draw(self, name: str, whole: Tensor) -> None:
+        nn.init.normal_(whole, std=self.config.init_std)
+
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Map token ids to logits.
+
+        Args:
+            input_ids: (batch, seq), whole.
+            attention_mask: (batch, seq), whole; 0 where a position is padding that nobody attends to.
+            token_type_ids: (batch, seq), whole; the segment of each token.
+
+        Returns:
+            This rank's slice of (batch, seq, vocab).
+        """
+        hidden = self.embedding(input_ids, token_type_ids)
+        for block in self.blocks:
+            hidden = block(hidden, attention_mask)
+        logits: Tensor = self.head(hidden)
+        return logits

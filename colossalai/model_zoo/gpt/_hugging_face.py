@@ -1,0 +1,75 @@
+"""GPT-2 models of Hugging Face transformers, taken over."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from colossalai.model_zoo._attention import by_head
+from colossalai.model_zoo._weights import gelu_of, load_parameters, require_settings
+from colossalai.model_zoo.gpt._config import GPTConfig
+from colossalai.model_zoo.gpt._model import GPT
+
+_BUILT_IN = {
+    "scale_attn_weights": True,
+    "scale_attn_by_inverse_layer_idx": False,
+    "add_cross_attention": False,
+    "tie_word_embeddings": True,
+}
+
+
+def from_hugging_face(hf_model: nn.Module, **overrides: Any) -> GPT:
+    """Return the GPT with the weights of a `transformers.GPT2LMHeadModel`, in the current tensor mode.
+
+    Args:
+        hf_model: The model, whole on every rank; it is not changed.
+        overrides: Fields of `GPTConfig` that are not to be taken from it, such as dropout rates.
+
+    Returns:
+        A model that gives the same logits, with the device and type of one that is built anew.
+
+    Raises:
+        ValueError: The model has a setting or a shape that `GPT` has not.
+    """
+    config = replace(config_of(hf_model.config), **overrides)
+    model = GPT(config)
+    load_parameters(model, dict(_weights(hf_model.state_dict(), config)))
+    return model
+
+
+def config_of(hf_config: Any) -> GPTConfig:
+    """Return the config that means the same as a `transformers.GPT2Config`."""
+    require_settings(hf_config, _BUILT_IN)
+    return GPTConfig(
+        vocab_size=hf_config.vocab_size,
+        max_position_embeddings=hf_config.n_positions,
+        hidden_size=hf_config.n_embd,
+        num_layers=hf_config.n_layer,
+        num_attention_heads=hf_config.n_head,
+        mlp_ratio=(hf_config.n_inner or 4 * hf_config.n_embd) / hf_config.n_embd,
+        embedding_dropout=hf_config.embd_pdrop,
+        dropout=hf_config.resid_pdrop,
+        attention_dropout=hf_config.attn_pdrop,
+        layer_norm_epsilon=hf_config.layer_norm_epsilon,
+        init_std=hf_config.initializer_range,
+        gelu=gelu_of(hf_config.activation_function),
+    )
+
+
+def _weights(theirs: dict[str, Tensor], config: GPTConfig) -> Iterator[tuple[str, Tensor]]:
+    yield "embedding.tokens.weight", theirs["transformer.wte.weight"]
+    yield "embedding.positions.weight", theirs["transformer.wpe.weight"]
+    for layer in range(config.num_layers):
+        source, target = f"transformer.h.{layer}", f"blocks.{layer}"
+        for kind in ("weight", "bias"):
+            # Their linear layers are stored (in, out).
+            fused = theirs[f"{source}.attn.c_attn.{kind}"].t()
+            yield f"{target}.attention.qkv.{kind}", by_head(fused, config.num_attention_heads)
+            yield f"{target}.attention.projection.{kind}", theirs[f"{source}.attn.c_proj.{kind}"].t()
+            yield f"{target}.mlp.expansion.{kind}", theirs[f"{source}.mlp.c_fc.{kind}"].t()
+            yield f"{target}.mlp.projection.{kind}", theirs[f"{source}.mlp.c_proj.{kind}"].t()
+            yield f"{target}.attention_norm.{kind}", theirs[f"{source}.ln_1.{kind}"]
+            yield f"{target}.mlp_norm.{kind}", theirs[f"{source}.ln_2.{kind}"]
+    for kind in ("weight", "bias"):
+        yield f"norm.{kind}", theirs[f"transformer.ln_f.{kind}"]

@@ -1,0 +1,80 @@
+"""Vision transformers of Hugging Face transformers, taken over."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.model_zoo._attention import by_head
+from colossalai.model_zoo._weights import gelu_of, load_parameters, require_settings
+from colossalai.model_zoo.vit._config import ViTConfig
+from colossalai.model_zoo.vit._model import ViT
+
+_BLOCK = {
+    "attention.projection": "attention.o_proj",
+    "mlp.expansion": "mlp.fc1",
+    "mlp.projection": "mlp.fc2",
+    "attention_norm": "layernorm_before",
+    "mlp_norm": "layernorm_after",
+}
+
+
+def from_hugging_face(hf_model: nn.Module, **overrides: Any) -> ViT:
+    """Return the ViT with the weights of a `transformers.ViTForImageClassification`, in the current mode.
+
+    Args:
+        hf_model: The model, whole on every rank; it is not changed.
+        overrides: Fields of `ViTConfig` that are not to be taken from it, such as dropout rates.
+
+    Returns:
+        A model that gives the same logits, with the device and type of one that is built anew.
+
+    Raises:
+        ValueError: The model has a setting or a shape that `ViT` has not.
+    """
+    theirs = hf_model.state_dict()
+    num_classes = theirs["classifier.weight"].shape[0]
+    config = replace(config_of(hf_model.config, num_classes=num_classes), **overrides)
+    model = ViT(config)
+    load_parameters(model, dict(_weights(theirs, config)))
+    return model
+
+
+def config_of(hf_config: Any, *, num_classes: int) -> ViTConfig:
+    """Return the config that means the same as a `transformers.ViTConfig`."""
+    require_settings(hf_config, {"qkv_bias": True})
+    return ViTConfig(
+        image_size=hf_config.image_size,
+        patch_size=hf_config.patch_size,
+        num_channels=hf_config.num_channels,
+        num_classes=num_classes,
+        hidden_size=hf_config.hidden_size,
+        num_layers=hf_config.num_hidden_layers,
+        num_attention_heads=hf_config.num_attention_heads,
+        mlp_ratio=hf_config.intermediate_size / hf_config.hidden_size,
+        embedding_dropout=hf_config.hidden_dropout_prob,
+        dropout=hf_config.hidden_dropout_prob,
+        attention_dropout=hf_config.attention_probs_dropout_prob,
+        layer_norm_epsilon=hf_config.layer_norm_eps,
+        init_std=hf_config.initializer_range,
+        gelu=gelu_of(hf_config.hidden_act),
+    )
+
+
+def _weights(theirs: dict[str, Tensor], config: ViTConfig) -> Iterator[tuple[str, Tensor]]:
+    yield "embedding.patches.cls_token", theirs["vit.embeddings.cls_token"]
+    yield "embedding.patches.pos_embed", theirs["vit.embeddings.position_embeddings"]
+    for kind in ("weight", "bias"):
+        patches = theirs[f"vit.embeddings.patch_embeddings.projection.{kind}"]
+        yield f"embedding.patches.{kind}", patches
+        yield f"norm.{kind}", theirs[f"vit.layernorm.{kind}"]
+        yield f"head.classifier.{kind}", theirs[f"classifier.{kind}"]
+        for layer in range(config.num_layers):
+            source, target = f"vit.layers.{layer}", f"blocks.{layer}"
+            parts = [theirs[f"{source}.attention.{part}_proj.{kind}"] for part in "qkv"]
+            fused = by_head(torch.cat(parts), config.num_attention_heads)
+            yield f"{target}.attention.qkv.{kind}", fused
+            for mine, name in _BLOCK.items():
+                yield f"{target}.{mine}.{kind}", theirs[f"{source}.{name}.{kind}"]

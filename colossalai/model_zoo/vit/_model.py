@@ -1,0 +1,104 @@
+"""A vision transformer (Dosovitskiy et al. 2021, 2010.11929): patches as tokens, classified by an added one.
+
+    x = [class token, patches] + positions;  x += attention(norm(x));  x += mlp(norm(x));  head(norm(x)[0])
+
+The blocks stand in one `nn.ModuleList`, so that recomputation, sharding and pipelining can take them one
+by one.
+"""
+
+from torch import Tensor, nn
+
+from colossalai.model_zoo._head import output_layer
+from colossalai.model_zoo._transformer import PreNormBlock
+from colossalai.model_zoo._weights import draw_parameters
+from colossalai.model_zoo.vit._config import ViTConfig
+from colossalai.nn.layer import Dropout, LayerNorm, PatchEmbedding
+
+
+class ViTEmbedding(nn.Module):
+    """Embedded patches after a class token, plus learned positions.
+
+    Args:
+        config: The shape of the model.
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.patches = PatchEmbedding(
+            config.image_size, config.patch_size, config.num_channels, config.hidden_size
+        )
+        self.dropout = Dropout(config.embedding_dropout)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Embed images (batch, channels, height, width), whole, to (batch, 1 + patches, hidden)."""
+        hidden: Tensor = self.dropout(self.patches(images))
+        return hidden
+
+
+class ViTBlock(PreNormBlock):
+    """One pre-norm encoder block: attention and feed-forward, each added to the residual stream.
+
+    Args:
+        config: The shape of the model.
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__(config.block)
+
+
+class ViTHead(nn.Module):
+    """The classifier of the class token.
+
+    Args:
+        config: The shape of the model.
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.classifier = output_layer(
+            config.hidden_size, config.num_classes, vocab_parallel_limit=config.vocab_parallel_limit
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map (batch, 1 + patches, hidden) to (batch, classes)."""
+        logits: Tensor = self.classifier(hidden[:, 0])
+        return logits
+
+
+class ViT(nn.Module):
+    """A vision transformer.
+
+    It follows the tensor mode of the current context: images come whole, logits are cut along the batch as
+    the mode says, and `colossalai.nn.CrossEntropyLoss` takes them so.
+
+    Args:
+        config: The shape of the model.
+
+    Raises:
+        ValueError: The ranks of the tensor mode do not divide a size; the message names it.
+    """
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = ViTEmbedding(config)
+        self.blocks = nn.ModuleList(ViTBlock(config) for _ in range(config.num_layers))
+        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        self.head = ViTHead(config)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights: normal with `init_std`, cut off at 2 of them; biases 0."""
+        draw_parameters(self, self._draw)
+
+    def _draw(self, name: str, whole: Tensor) -> None:
+        std = self.config.init_std
+        nn.init.trunc_normal_(whole, std=std, a=-2 * std, b=2 * std)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images (batch, channels, height, width), whole, to this rank's slice of (batch, classes)."""
+        hidden = self.embedding(images)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits

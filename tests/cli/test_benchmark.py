@@ -1,0 +1,196 @@
+"""`colossalai benchmark`: which configurations it finds, what it measures, and what it writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+import colossalai
+from colossalai.cli import main
+from colossalai.cli._benchmark import Configuration, Figures, Results, Settings, Skipped, find_configurations
+from colossalai.cli._benchmark._measure import measure
+from colossalai.cli._benchmark._models import MODELS
+from colossalai.cli._benchmark._plot import plot
+from colossalai.cli._benchmark._show import show
+from tests.cli.command import start
+from tests.ranks import run_ranks
+
+FLOAT = 4
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def _settings(num_procs: int, **sizes: int) -> Settings:
+    defaults = {"batch_size": 4, "seq_length": 3, "hidden_size": 16, "num_heads": 4, "num_layers": 1}
+    rounds = {"warmup": 0, "rounds": 1}
+    configurations = tuple(find_configurations(num_procs))
+    return Settings(num_procs=num_procs, **{**defaults, **rounds, **sizes}, configurations=configurations)
+
+
+def _figures(model: str, configuration: Configuration, peak: int | None = None) -> Figures:
+    return Figures(
+        model=model,
+        configuration=configuration,
+        forward_ms=2.0,
+        backward_ms=4.0,
+        forward_communication_ms=0.5,
+        backward_communication_ms=1.0,
+        bytes_sent=3 * 2**20,
+        num_parameters=7_000_000,
+        parameter_bytes=5 * 2**20,
+        saved_bytes=6 * 2**20,
+        device_peak_bytes=peak,
+    )
+
+
+def _results() -> Results:
+    settings = _settings(8)
+    machine = {"device": "a device", "device_type": "cpu", "backend": "gloo", "threads_per_process": 1}
+    rows = [_figures(model, found) for model in MODELS for found in settings.configurations]
+    skipped = [Skipped(model="MLP", label="2d", reason="it is [square]")]
+    return Results(settings=settings, machine=machine, rows=rows, skipped=skipped)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("num_procs", "labels"),
+    [
+        (1, ["plain"]),
+        (2, ["1d"]),
+        (4, ["1d", "2d", "2.5d, depth 1"]),
+        (8, ["1d", "2.5d, depth 2", "3d"]),
+        (64, ["1d", "2d", "2.5d, depth 1", "2.5d, depth 4", "2.5d, depth 16", "3d"]),
+    ],
+)
+def test_every_configuration_is_found(num_procs: int, labels: list[str]):
+    found = find_configurations(num_procs)
+    assert [configuration.label for configuration in found] == labels
+    assert {configuration.size for configuration in found} == {num_procs}
+
+
+@pytest.mark.unit
+def test_results_go_through_json():
+    results = _results()
+    assert Results.from_json(results.to_json()) == results
+
+
+@pytest.mark.unit
+def test_the_table_tells_all(capsys: pytest.CaptureFixture[str]):
+    show(_results())
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines() if line.strip().startswith("2.5d, depth 2")]
+    assert rows == 2 * [["2.5d,", "depth", "2", "2.00", "4.00", "1.50", "3.00", "7.000", "11.00"]]
+    assert "skipped MLP 2d: it is [square]" in out
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("is_empty", [False, True])
+def test_a_picture_is_drawn(is_empty: bool, tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    results = _results()
+    if is_empty:
+        results.rows.clear()
+    plot(results, str(tmp_path / "modes.png"))
+    assert (tmp_path / "modes.png").read_bytes().startswith(PNG)
+
+
+def _measured(configuration: Configuration, settings: Settings) -> dict[str, Figures | str]:
+    """Return the figures of every model, or why there are none."""
+    colossalai.launch_from_torch(configuration.config, verbose=False)
+    found: dict[str, Figures | str] = {}
+    for name, build in MODELS.items():
+        try:
+            found[name] = measure(name, build, configuration, settings, after_step=lambda: None)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("number", [0, 1])
+def test_figures_are_those_of_the_layers(number: int):
+    settings = _settings(4)
+    configuration = settings.configurations[number]
+    first, *others = run_ranks(_measured, 4, configuration, settings)
+    assert others == [first] * 3
+    hidden, tokens = 16, 4 * 3
+    x, inner = FLOAT * tokens * hidden, FLOAT * tokens * 4 * hidden
+    weights, biases = 8 * hidden * hidden, 5 * hidden
+    mlp, transformer = first["MLP"], first["transformer"]
+    if configuration.mode == "1d":  # the sum and the last bias are whole on every rank
+        assert mlp.num_parameters == (weights + 4 * hidden) // 4 + hidden
+        assert mlp.bytes_sent == 2 * (2 * 3 / 4 * x)
+        assert mlp.saved_bytes == x + 2 * inner // 4
+    else:
+        assert mlp.num_parameters == (weights + 2 * biases) // 4
+        assert mlp.bytes_sent == 3 * (x + inner + FLOAT * weights) // 4 + FLOAT * biases // 2
+        assert mlp.saved_bytes == (x + 2 * inner) // 4
+    assert mlp.parameter_bytes == FLOAT * mlp.num_parameters
+    assert 0 < mlp.forward_communication_ms < mlp.forward_ms
+    assert 0 < mlp.backward_communication_ms < mlp.backward_ms
+    assert mlp.device_peak_bytes is None
+    assert transformer.bytes_sent > mlp.bytes_sent
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("sizes", "model", "reason"),
+    [
+        ({"batch_size": 3}, "MLP", "the input (batch, seq, hidden): dimension 0 of shape (3, 3, 16) is 3"),
+        ({"num_heads": 1}, "transformer", "2 ranks do not divide the 1 heads: change --num_heads"),
+        ({"num_heads": 3}, "transformer", "3 heads do not divide the hidden size 16: change --num_heads"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_reasons(sizes: dict[str, int], model: str, reason: str):
+    configuration = Configuration(mode="2d", size=4)
+    for found in run_ranks(_measured, 4, configuration, _settings(4, **sizes)):
+        assert isinstance(found[model], str)
+        assert found[model].startswith(reason)
+
+
+@pytest.mark.dist
+def test_the_command_measures_and_writes(tmp_path: Path):
+    pytest.importorskip("matplotlib")
+    sizes = ("--batch_size", "4", "--seq-length", "3", "--hidden_size", "16", "--num_layers", "1")
+    rounds = ("--warmup", "0", "--rounds", "1", "--num_heads", "1")
+    written = ("--modes", "1d,2d", "--json", "-", "--plot", "modes.png")
+    command = start(tmp_path, "benchmark", "--gpus", "2", *sizes, *rounds, *written)
+    assert command.wait() == 0, command.err
+    found = json.loads(command.out)
+    assert set(found) == {"settings", "machine", "rows", "skipped"}
+    assert found["machine"]["backend"] == "gloo"
+    (row,) = found["rows"]
+    assert row["model"] == "MLP"
+    assert row["configuration"] == {"mode": "1d", "size": 2, "depth": None}
+    assert [skipped["reason"] for skipped in found["skipped"]] == [
+        "mode '2d' needs a square (1, 4, 9, 16, ...) processes, not 2",
+        "2 ranks do not divide the 1 heads: change --num_heads",
+    ]
+    assert (tmp_path / "modes.png").read_bytes().startswith(PNG)
+
+
+def _invoke(*args: str) -> Result:
+    return CliRunner().invoke(main, ["benchmark", *args])
+
+
+@pytest.mark.unit
+def test_help_has_an_example():
+    assert "\n    colossalai benchmark --gpus 4 --modes 1d,2d --json -\n" in _invoke("--help").output
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--gpus", "0"), "0 is not in the range x>=1"),
+        ((), "Missing option '--gpus'"),
+        (("--gpus", "2", "--modes", "4d"), "--modes has '4d': choose from 1d, 2d, 2.5d, 3d"),
+        (("--gpus", "2", "--modes", "3d"), "mode '3d' needs a cube (1, 8, 27, 64, ...) processes, not 2"),
+        (("--gpus", "2", "--plot", "modes.xyz"), "--plot modes.xyz: the name must end in .png, .svg, .pdf"),
+        (("--gpus", "2", "--json", "nosuch/x.json"), "there is no folder 'nosuch' to write"),
+    ],
+)
+def test_a_mistake_is_said_in_plain_words(args: tuple[str, ...], message: str):
+    result = _invoke(*args)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.split())

@@ -1,0 +1,160 @@
+"""GPT, BERT and ViT in every tensor mode: three steps as in one process, precision, dropout, bad sizes."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+
+import colossalai
+from colossalai.amp import AMP_TYPE
+from colossalai.core import global_context as gpc
+from colossalai.testing import ParityCase, check_parity
+from tests.model_zoo.tiny import BATCH, build, criterion_of, make_batch
+from tests.parity.tensor import MODES, through_engine
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+EVERY_MODE = ["1d", "2d", "2.5d", "3d"]
+MAX_NORM = 0.3
+
+
+def loss_of(criterion, model, batch):
+    inputs, labels = batch
+    return criterion(model(inputs), labels)
+
+
+def train(name, mode, data, vocab_parallel_limit, extra=None):
+    """Train in a mode and in one process; the plain twin is built before there is a mode."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    plain, plain_criterion = build(name), criterion_of(name)
+    config = {"parallel": {"data": data, "tensor": MODES[mode]}, "clip_grad_norm": MAX_NORM}
+    colossalai.launch_from_torch(config | (extra or {}), verbose=False)
+    case = ParityCase(
+        build_model=partial(copy.deepcopy, plain),
+        build_optimizer=partial(torch.optim.AdamW, lr=0.01),
+        compute_loss=partial(loss_of, plain_criterion),
+        batches=[make_batch(name, BATCH * data, seed) for seed in range(3)],
+        max_norm=MAX_NORM,
+        seed=3,
+    )
+    return check_parity(
+        case,
+        partial(
+            through_engine,
+            case,
+            lambda twin: build(name, vocab_parallel_limit=vocab_parallel_limit),
+            partial(criterion_of, name),
+        ),
+        slice_index=gpc.mesh.axis_rank("dp"),
+        num_slices=data,
+    )
+
+
+@pytest.mark.parametrize("mode", EVERY_MODE)
+@pytest.mark.parametrize("name", ["gpt", "bert", "vit"])
+def test_three_steps(name, mode):
+    losses = run_ranks(train, MODES[mode]["size"], name, mode, 1, 1)
+    assert len(set(losses[0])) == 3
+
+
+@pytest.mark.parametrize("mode", ["1d-4", "2d"])
+def test_three_steps_with_a_whole_vocabulary(mode):
+    run_ranks(train, MODES[mode]["size"], "gpt", mode, 1, None)
+
+
+@pytest.mark.parametrize("mode", ["1d", "2d"])
+def test_three_steps_with_data_parallelism(mode):
+    run_ranks(train, 2 * MODES[mode]["size"], "gpt", mode, 2, 1)
+
+
+def test_three_steps_under_fully_sharded_data_parallelism():
+    run_ranks(train, 4, "gpt", "1d", 2, 1, {"zero": {"stage": 3}})
+
+
+def losses_in(precision, name, mode):
+    """Return the losses of three steps; without a mode, of a plain model in float32."""
+    config = {"parallel": {"tensor": MODES[mode]} if mode else {}}
+    config |= {"fp16": {"mode": precision, "init_scale": 256.0}} if precision == AMP_TYPE.TORCH else {}
+    config |= {"fp16": {"mode": precision}} if precision == AMP_TYPE.BF16 else {}
+    colossalai.launch_from_torch(config, verbose=False)
+    torch.manual_seed(3)
+    model = build(name, vocab_parallel_limit=1, init_std=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    engine, *_ = colossalai.initialize(model, optimizer, criterion_of(name), verbose=False)
+    losses = []
+    for seed in range(3):
+        inputs, labels = make_batch(name, BATCH, seed)
+        engine.zero_grad()
+        output = engine(inputs)
+        assert output.dtype == torch.float32
+        loss = engine.criterion(output, labels)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.fixture(scope="module")
+def float32_losses():
+    return {name: run_ranks(losses_in, 1, None, name, None)[0] for name in ("gpt", "vit")}
+
+
+@pytest.mark.parametrize("mode", EVERY_MODE)
+@pytest.mark.parametrize(
+    ("name", "precision"), [("gpt", AMP_TYPE.BF16), ("vit", AMP_TYPE.BF16), ("gpt", AMP_TYPE.TORCH)]
+)
+def test_mixed_precision_stays_near_float32(float32_losses, name, precision, mode):
+    losses = run_ranks(losses_in, MODES[mode]["size"], precision, name, mode)
+    assert losses.count(losses[0]) == len(losses)
+    # bfloat16 has 8 bits, float16 11: some 0.4% and 0.05% of numbers of size 1, over a few layers.
+    allowed = 0.03 if precision == AMP_TYPE.BF16 else 0.004
+    assert losses[0] == pytest.approx(float32_losses[name], abs=allowed)
+    assert losses[0] != float32_losses[name]
+
+
+def draws(mode):
+    """Return what an attention would draw, what comes out of the embedding, and of the whole model."""
+    colossalai.launch_from_torch({"parallel": {"tensor": MODES[mode]}}, verbose=False)
+    model = build("gpt", embedding_dropout=0.5, dropout=0.5, attention_dropout=0.5)
+    attention, seen = model.blocks[0].attention, []
+    core = attention.core
+
+    def spy(*args, **options):
+        seen.append(torch.rand(4).tolist())
+        return core(*args, **options)
+
+    attention.core = spy
+    zeros = model.embedding.dropout(torch.ones(64)) == 0
+    logits = model(make_batch("gpt", BATCH, 0)[0])
+    return seen[0], zeros.tolist(), logits.tolist()
+
+
+def test_dropout_differs_where_the_ranks_hold_different_slices():
+    (a, b), (zeros_a, zeros_b), (logits_a, logits_b) = zip(*run_ranks(draws, 2, "1d"), strict=True)
+    assert a != b  # other heads
+    assert zeros_a == zeros_b  # the same residual stream
+    assert logits_a == logits_b
+    heads, zeros, _ = zip(*run_ranks(draws, 4, "2d"), strict=True)
+    assert len(set(map(tuple, heads))) == 4
+    assert len(set(map(tuple, zeros))) == 4
+
+
+def refusal(mode, overrides):
+    colossalai.launch_from_torch({"parallel": {"tensor": MODES[mode]}}, verbose=False)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is what is returned
+        build("gpt", **overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("mode", "overrides", "message"),
+    [
+        ("1d-4", {"num_attention_heads": 2}, "2 attention heads, which the 4 ranks along tp do not divide"),
+        ("2d", {"vocab_size": 17, "vocab_parallel_limit": 1}, "VocabParallelEmbedding2D: dimension 0"),
+    ],
+)
+def test_sizes_that_the_ranks_do_not_divide_are_refused(mode, overrides, message):
+    assert all(message in found for found in run_ranks(refusal, 4, mode, overrides))

@@ -1,0 +1,144 @@
+"""Classifiers in every mode against torch's linear layer in one process, tied to an embedding or not."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai.nn as col_nn
+from colossalai.communication import ledger
+from colossalai.nn.layer import head_cut, restart
+from colossalai.tensor import spec_of
+from tests.nn.modes import (
+    MODES,
+    SUFFIXES,
+    assert_small,
+    distance,
+    gradient_errors,
+    launch,
+    same_start,
+    slice_like,
+)
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+FEATURES, CLASSES = 8, 16
+
+
+def untied(mode, kind, *, bias, in_panels):
+    torch.manual_seed(5)
+    twin = nn.Linear(FEATURES, CLASSES, bias)
+    torch.manual_seed(5)
+    restart(mode)
+    layer = kind(FEATURES, CLASSES, bias=bias, in_panels=in_panels)
+    same_start(layer, twin)
+    x_whole, dy_whole = torch.randn(8, 3, FEATURES), torch.randn(8, 3, CLASSES)
+    x_twin = x_whole.clone().requires_grad_()
+    y_twin = twin(x_twin)
+    y_twin.backward(dy_whole)
+    x = slice_like(x_whole, layer.scheme.x).requires_grad_()
+    y = layer(x)
+    y.backward(slice_like(dy_whole, head_cut(mode)))
+    return {
+        "y": distance(y, slice_like(y_twin, head_cut(mode))),
+        "dx": distance(x.grad, slice_like(x_twin.grad, layer.scheme.x)),
+        **gradient_errors(layer, twin),
+    }
+
+
+def tied(mode, kind, embedding_kind, *, in_panels):
+    """One weight at both ends: its gradient is the sum of what both find."""
+    torch.manual_seed(6)
+    twin = nn.Sequential(nn.Embedding(CLASSES, FEATURES), nn.Linear(FEATURES, CLASSES))
+    twin[1].weight = twin[0].weight
+    torch.manual_seed(6)
+    embedding = embedding_kind(CLASSES, FEATURES)
+    layer = nn.Sequential(embedding, kind(FEATURES, CLASSES, embedding.weight, in_panels=in_panels))
+    assert layer[1].weight is embedding.weight
+    with torch.no_grad():
+        layer[1].bias.copy_(spec_of(layer[1].bias).slice_of(twin[1].bias))
+    same_start(layer, twin)
+    ids, dy_whole = torch.randint(CLASSES, (8, 3)), torch.randn(8, 3, CLASSES)
+    y_twin = twin(ids)
+    y_twin.backward(dy_whole)
+    y = layer(ids)
+    y.backward(slice_like(dy_whole, head_cut(mode)))
+    return {"y": distance(y, slice_like(y_twin, head_cut(mode))), **gradient_errors(layer, twin)}
+
+
+def all_cases(name):
+    mode = launch(name)
+    errors = {}
+    for prefix, in_panels in itertools.product(["", "VocabParallel"], [True, False]):
+        kind = getattr(col_nn, f"{prefix}Classifier{SUFFIXES[mode]}")
+        embedding = getattr(col_nn, f"{prefix}Embedding{SUFFIXES[mode]}")
+        found = {
+            "untied": untied(mode, kind, bias=True, in_panels=in_panels),
+            "untied without bias": untied(mode, kind, bias=False, in_panels=in_panels),
+            "tied": tied(mode, kind, embedding, in_panels=in_panels),
+        }
+        for case, case_errors in found.items():
+            errors |= {f"{what} ({prefix} {case}, {in_panels=})": e for what, e in case_errors.items()}
+    return errors
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_values_and_gradients(name):
+    assert_small(run_ranks(all_cases, MODES[name]["size"], name))
+
+
+def shapes(name):
+    """What a rank holds of 16 classes of 8 features, and of the logits of a batch of 8."""
+    mode = launch(name)
+    found = []
+    for prefix in ("", "VocabParallel"):
+        cut = restart(mode)
+        layer = getattr(col_nn, f"{prefix}Classifier{SUFFIXES[mode]}")(FEATURES, CLASSES)
+        y = layer(slice_like(torch.randn(8, FEATURES), cut))
+        found.append((tuple(layer.weight.shape), tuple(y.shape)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "whole_classes", "cut_classes"),
+    [
+        ("1d", ((16, 8), (8, 16)), ((8, 8), (8, 8))),
+        ("2d", ((16, 4), (4, 16)), ((8, 4), (4, 8))),
+        ("2.5d", ((16, 4), (2, 16)), ((8, 4), (2, 8))),
+        ("3d", ((16, 4), (2, 16)), ((4, 4), (2, 8))),
+    ],
+)
+def test_shapes(name, whole_classes, cut_classes):
+    size = MODES[name]["size"]
+    assert run_ranks(shapes, size, name) == [[whole_classes, cut_classes]] * size
+
+
+def refusals(name):
+    mode = launch(name)
+    restart(mode)
+    with ledger() as book:
+        with pytest.raises(
+            ValueError, match=r"the weight of Classifier2D: dimension 1 .* is 7, .* along row"
+        ):
+            col_nn.Classifier2D(7, CLASSES)
+        with pytest.raises(
+            ValueError, match=r"VocabParallelClassifier2D: dimension 0 .* is 15, .* along col"
+        ):
+            col_nn.VocabParallelClassifier2D(FEATURES, 15)
+        whole_rows = col_nn.Embedding2D(CLASSES, FEATURES)
+        with pytest.raises(
+            ValueError, match=r"VocabParallelClassifier2D cannot share a weight of .*\(16, 8\)"
+        ):
+            col_nn.VocabParallelClassifier2D(FEATURES, CLASSES, whole_rows.weight)
+        layer = col_nn.Classifier2D(FEATURES, CLASSES)
+        with pytest.raises(ValueError, match=r"Classifier2D .*\(4, 8\).* must be 4, the 8 features over 2"):
+            layer(torch.ones(4, FEATURES))
+        with pytest.raises(ValueError, match=r"Classifier3D needs a job launched with .*mode='3d'"):
+            col_nn.Classifier3D(FEATURES, CLASSES)
+    assert book.count() == 0
+
+
+def test_what_does_not_fit_is_said_before_any_collective():
+    run_ranks(refusals, 4, "2d")

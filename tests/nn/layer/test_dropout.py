@@ -1,0 +1,93 @@
+"""Dropout draws alike on ranks that hold the same slice, and not on ranks that hold different ones."""
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+import colossalai.nn as col_nn
+from colossalai.context import ParallelMode, get_states, set_mode
+from colossalai.core import global_context as gpc
+from colossalai.nn.layer import Cut, ParallelDropout, next_linear, restart
+from tests.nn.modes import MODES, launch
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def mask_of(layer):
+    return (layer(torch.ones(64)) > 0).tolist()
+
+
+def masks(name):
+    """Return (what cuts the activation, this rank's place in it, its mask) at several points of a model."""
+    mode = launch(name)
+    set_mode(ParallelMode.DATA)  # as an assembled model has it
+    points = [restart(mode), next_linear(8, 8, mode=mode).scheme.y, Cut(), Cut(batch=restart(mode).batch)]
+    found = []
+    for cut in points:
+        axes = (*cut.batch, *cut.features)
+        layer = ParallelDropout(0.5, cut=cut)
+        found.append((axes, gpc.mesh.axis_rank(axes), mask_of(layer), mask_of(layer)))
+    return found
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_masks_differ_with_the_slices_alone(name):
+    for point in zip(*run_ranks(masks, MODES[name]["size"], name), strict=True):
+        for axes, place, mask, second_mask in point:
+            assert mask != second_mask
+            for _, other_place, other_mask, _ in point:
+                assert (mask == other_mask) == (place == other_place), axes
+
+
+def follows_the_flow(name):
+    """`col_nn.Dropout` takes the cut that the layer before it leaves, also one of the batch alone."""
+    launch(name)
+    restart("2d")
+    col_nn.Linear2D(8, 8, gather_output=True)
+    layer = col_nn.Dropout(0.5)
+    assert layer.cut == Cut(batch=("col",))
+    return gpc.mesh.axis_rank("col"), mask_of(layer)
+
+
+def test_dropout_behind_a_gathered_output():
+    for place, mask in (results := run_ranks(follows_the_flow, 4, "2d")):
+        assert [mask == other for _, other in results] == [place == other for other, _ in results]
+
+
+def data_parallel():
+    config = {"parallel": {"data": 2, "tensor": {"size": 2, "mode": "1d"}}}
+    colossalai.launch_from_torch(config, verbose=False)
+    return [mask_of(ParallelDropout(0.5, cut=cut)) for cut in (Cut(features=("tp",)), Cut(batch=("tp",)))]
+
+
+def test_replicas_draw_differently():
+    for point in zip(*run_ranks(data_parallel, 4), strict=True):
+        assert len(set(map(tuple, point))) == 4
+
+
+def saved_state(name):
+    """The state of a partly cut activation is there from the start, for a checkpoint to be loaded into."""
+    launch(name)
+    layer = ParallelDropout(0.5, cut=Cut(batch=("col",)))
+    before = get_states()
+    first = mask_of(layer)
+    assert any(not torch.equal(state["cpu"], before[mode]["cpu"]) for mode, state in get_states().items())
+    colossalai.context.set_seed_states("slices along col", before["slices along col"])
+    assert mask_of(layer) == first
+
+
+def test_the_state_can_be_restored():
+    run_ranks(saved_state, 4, "2d")
+
+
+@pytest.mark.unit
+def test_evaluation_and_a_process_alone():
+    layer = ParallelDropout(0.5, cut=Cut(features=("tp",)))
+    x = torch.ones(64)
+    assert torch.equal(layer.eval()(x), x)
+    torch.manual_seed(0)
+    mine = layer.train()(x)
+    torch.manual_seed(0)
+    assert torch.equal(mine, nn.Dropout(0.5)(x))

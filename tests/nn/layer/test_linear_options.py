@@ -1,0 +1,137 @@
+"""Linear layers whose output is gathered or whose input is whole, and what they refuse."""
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+import colossalai.nn as col_nn
+from colossalai.communication import ledger
+from colossalai.core import global_context as gpc
+from colossalai.nn.layer import Cut, current_cut, restart
+from tests.nn.modes import (
+    MODES,
+    SUFFIXES,
+    assert_small,
+    distance,
+    gradient_errors,
+    launch,
+    same_start,
+    slice_like,
+)
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+SIZES = (8, 24)
+
+
+def against_torch(build, x_cut, y_cut):
+    """Compare a layer whose input and output are cut as given with torch's of the same random state."""
+    torch.manual_seed(1)
+    twin = nn.Linear(*SIZES)
+    torch.manual_seed(1)
+    layer = build(*SIZES)
+    same_start(layer, twin)
+    x_whole, dy_whole = torch.randn(8, 3, SIZES[0]), torch.randn(8, 3, SIZES[1])
+    x_twin = x_whole.clone().requires_grad_()
+    y_twin = twin(x_twin)
+    y_twin.backward(dy_whole)
+    x = slice_like(x_whole, x_cut).requires_grad_()
+    y = layer(x)
+    y.backward(slice_like(dy_whole, y_cut))
+    return {
+        "y": distance(y, slice_like(y_twin, y_cut)),
+        "dx": distance(x.grad, slice_like(x_twin.grad, x_cut)),
+        **gradient_errors(layer, twin),
+    }
+
+
+def gathered(name):
+    mode = launch(name)
+    cut = restart(mode)
+    kind = getattr(col_nn, f"Linear{SUFFIXES[mode]}")
+    batch = {"3d": ("wgt", "out")}.get(mode, cut.batch)
+    errors = against_torch(lambda *sizes: kind(*sizes, gather_output=True), cut, Cut(batch=batch))
+    assert current_cut(mode) == Cut(batch=batch)
+    return errors
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_gather_output(name):
+    assert_small(run_ranks(gathered, MODES[name]["size"], name))
+
+
+def columns_and_rows():
+    launch("1d")
+    whole, cut = Cut(), Cut(features=("tp",))
+    cases = {
+        "columns": (col_nn.Linear1D_Col, whole, cut),
+        "columns, gathered": (lambda *sizes: col_nn.Linear1D_Col(*sizes, gather_output=True), whole, whole),
+        "rows": (col_nn.Linear1D_Row, cut, whole),
+        "rows of a whole input": (
+            lambda *sizes: col_nn.Linear1D_Row(*sizes, parallel_input=False),
+            whole,
+            whole,
+        ),
+    }
+    return {f"{what} of {case}": e for case, row in cases.items() for what, e in against_torch(*row).items()}
+
+
+def test_columns_and_rows_by_name():
+    assert_small(run_ranks(columns_and_rows, 2))
+
+
+def refusals_1d():
+    launch("1d")
+    with ledger() as book:
+        with pytest.raises(ValueError, match=r"Linear2D needs a job launched with .*mode='2d'.* is '1d'"):
+            col_nn.Linear2D(*SIZES)
+        with pytest.raises(
+            ValueError, match=r"weight of Linear1D_Col: dimension 0 .* is 7, .* 2 ranks along tp"
+        ):
+            col_nn.Linear1D_Col(8, 7)
+        with pytest.raises(
+            ValueError, match=r"weight of Linear1D_Row: dimension 1 .* is 7, .* 2 ranks along tp"
+        ):
+            col_nn.Linear1D_Row(7, 8)
+        with pytest.raises(
+            ValueError, match=r"Linear1D_Row .*\(3, 8\).* 4, the 8 features over 2 ranks along"
+        ):
+            col_nn.Linear1D_Row(8, 8)(torch.ones(3, 8))
+        for features in (7, 4):  # the first would be right for one rank of the two
+            with pytest.raises(ValueError, match=rf"Linear1D_Row .*\(3, {features}\).* must be 8"):
+                col_nn.Linear1D_Row(8, 8, parallel_input=False)(torch.ones(3, features))
+    assert book.count() == 0
+
+
+def refusals_3d():
+    launch("3d")
+    restart("3d")
+    with ledger() as book:
+        with pytest.raises(
+            ValueError, match=r"weight of Linear3D: dimension 1 .* is 6, .* 4 ranks along inp x wgt"
+        ):
+            col_nn.Linear3D(8, 6)
+        with pytest.raises(
+            ValueError, match=r"weight of Linear3D: dimension 0 .* is 7, .* 2 ranks along out"
+        ):
+            col_nn.Linear3D(7, 8)
+        with pytest.raises(ValueError, match=r"Linear3D .*\(4, 8\).* 4, the 8 features over 2 .*'out'"):
+            col_nn.Linear3D(8, 8)(torch.ones(4, 8))
+    assert book.count() == 0
+
+
+def refusals_without_a_mode():
+    colossalai.launch_from_torch({}, verbose=False)
+    assert gpc.tensor_mode is None
+    with pytest.raises(ValueError, match=r"Linear1D needs a job launched with .*mode='1d'.* is None"):
+        col_nn.Linear1D(*SIZES)
+    assert type(col_nn.Linear(*SIZES)) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("refuse", "num_ranks"), [(refusals_1d, 2), (refusals_3d, 8), (refusals_without_a_mode, 1)]
+)
+def test_what_does_not_fit_is_said_before_any_collective(refuse, num_ranks):
+    run_ranks(refuse, num_ranks)

@@ -1,0 +1,105 @@
+"""Layer normalization in every mode against torch's in one process."""
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai.nn as col_nn
+from colossalai.communication import ledger
+from colossalai.nn.layer import next_linear, restart
+from colossalai.tensor import spec_of
+from tests.nn.modes import (
+    MODES,
+    SUFFIXES,
+    assert_small,
+    distance,
+    gradient_errors,
+    launch,
+    same_start,
+    slice_like,
+)
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+FEATURES = 16
+
+
+def against_torch(mode, *, bias, after_linear):
+    """Compare at the start of a model, or behind a linear layer, which cuts otherwise in 1d and 3d."""
+    restart(mode)
+    if after_linear:
+        next_linear(FEATURES, FEATURES, mode=mode)
+    layer = getattr(col_nn, f"LayerNorm{SUFFIXES[mode]}")(FEATURES, bias=bias)
+    twin = nn.LayerNorm(FEATURES, bias=bias)
+    same_start(layer, twin)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, param in twin.named_parameters():
+            own = layer.get_parameter(name)
+            own.copy_(spec_of(own).slice_of(param.normal_()))
+    x_whole, dy_whole = torch.randn(8, 3, FEATURES) + 5.0, torch.randn(8, 3, FEATURES)
+    x_twin = x_whole.clone().requires_grad_()
+    y_twin = twin(x_twin)
+    y_twin.backward(dy_whole)
+    x = slice_like(x_whole, layer.cut).requires_grad_()
+    y = layer(x)
+    y.backward(slice_like(dy_whole, layer.cut))
+    return {
+        "y": distance(y, slice_like(y_twin, layer.cut)),
+        "dx": distance(x.grad, slice_like(x_twin.grad, layer.cut)),
+        **gradient_errors(layer, twin),
+    }
+
+
+def all_cases(name):
+    mode = launch(name)
+    return {
+        f"{what} (bias={bias}, after_linear={after_linear})": error
+        for bias in (True, False)
+        for after_linear in (False, True)
+        for what, error in against_torch(mode, bias=bias, after_linear=after_linear).items()
+    }
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_values_and_gradients(name):
+    assert_small(run_ranks(all_cases, MODES[name]["size"], name))
+
+
+def half_precision(name):
+    """Statistics of bfloat16 are taken in float32: a large common offset does not drown the variance."""
+    mode = launch(name)
+    layer = col_nn.LayerNorm(64, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    x_whole = (torch.randn(8, 64) + 30.0).to(torch.bfloat16)
+    wanted = nn.functional.layer_norm(x_whole.double(), (64,))
+    y = layer(slice_like(x_whole, restart(mode)))
+    assert y.dtype is torch.bfloat16
+    return distance(y.double(), slice_like(wanted, layer.cut))
+
+
+@pytest.mark.parametrize("name", ["2d", "3d"])
+def test_statistics_are_in_float32(name):
+    for error in run_ranks(half_precision, MODES[name]["size"], name):
+        assert error <= 2**-7  # half a unit in the last place of bfloat16 from 2 to 4
+
+
+def refusals(name):
+    mode = launch(name)
+    restart(mode)
+    with ledger() as book:
+        with pytest.raises(
+            ValueError, match=r"the weight of LayerNorm2D: dimension 0 .* is 15, .* 2 ranks along row"
+        ):
+            col_nn.LayerNorm2D(15)
+        layer = col_nn.LayerNorm2D(16)
+        with pytest.raises(ValueError, match=r"LayerNorm2D .*\(4, 16\).* 8, the 16 features .*\('row',\)"):
+            layer(torch.ones(4, 16))
+        with pytest.raises(ValueError, match=r"LayerNorm3D needs a job launched with .*mode='3d'.* is '2d'"):
+            col_nn.LayerNorm3D(16)
+    assert book.count() == 0
+
+
+def test_what_does_not_fit_is_said_before_any_collective():
+    run_ranks(refusals, 4, "2d")

@@ -1,0 +1,86 @@
+"""The product with its communication behind its computation: order, memory, and mixed precision."""
+
+import pytest
+import torch
+
+import colossalai
+from colossalai.communication import ledger
+from colossalai.core import global_context as gpc
+from colossalai.nn.layer import COLUMN, ROW, Linear, ParallelLinear, _overlapped, restart
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def launch(mode: str, size: int) -> None:
+    colossalai.launch_from_torch({"parallel": {"tensor": {"size": size, "mode": mode}}}, verbose=False)
+    restart(mode)
+
+
+def order_of_backward() -> list[str]:
+    """Note when the sum of the input's gradient begins and ends, and when the weight's is computed."""
+    launch("1d", 2)
+    events = []
+    start, weight_gradient = _overlapped.start_all_reduce, _overlapped._weight_gradient
+
+    def noted_start(*args):
+        events.append("start")
+        wait = start(*args)
+        return lambda: (events.append("wait"), wait())
+
+    def noted_gradient(*args):
+        events.append("weight")
+        return weight_gradient(*args)
+
+    _overlapped.start_all_reduce, _overlapped._weight_gradient = noted_start, noted_gradient
+    layer = ParallelLinear(4, 6, scheme=COLUMN, weight_is_transposed=True)
+    x = torch.ones(2, 4, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.weight.grad.is_contiguous()
+    return events
+
+
+def test_the_weight_gradient_is_computed_while_the_input_gradient_is_summed():
+    assert run_ranks(order_of_backward, 2) == [["start", "weight", "wait"]] * 2
+
+
+def without_input_gradient() -> None:
+    launch("1d", 2)
+    layer = ParallelLinear(4, 6, scheme=COLUMN)
+    with ledger() as book:
+        layer(torch.ones(2, 4)).sum().backward()
+    assert book.entries == []  # nobody asks for it
+    assert layer.weight.grad is not None
+    layer = ParallelLinear(4, 6, scheme=ROW)
+    layer.requires_grad_(False)
+    x = torch.ones(2, 2, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert layer.weight.grad is None
+
+
+def test_only_what_is_asked_for_is_computed():
+    run_ranks(without_input_gradient, 2)
+
+
+def mixed_precision(mode: str, size: int) -> None:
+    launch(mode, size)
+    torch.manual_seed(1)
+    layers = torch.nn.Sequential(Linear(8, 16), Linear(16, 8))
+    share = gpc.mesh.axis_size(layers[0].scheme.x.features)
+    x = torch.randn(2, 3, 8 // share, requires_grad=True)
+    whole = layers(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layers(x)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.float(), whole, rtol=0.05, atol=0.05)  # 8 bits of mantissa
+    wanted = torch.autograd.grad(whole.sum(), [x, *layers.parameters()])
+    found = torch.autograd.grad(y.sum(), [x, *layers.parameters()])
+    for grad, target in zip(found, wanted, strict=True):
+        assert grad.dtype == torch.float32
+        torch.testing.assert_close(grad, target, rtol=0.05, atol=0.2)
+
+
+@pytest.mark.parametrize(("mode", "size"), [("1d", 2), ("2d", 4), ("3d", 8)])
+def test_autocast_reaches_into_the_product(mode: str, size: int):
+    run_ranks(mixed_precision, size, mode, size)

@@ -1,0 +1,65 @@
+"""The tensor modes that the tests of layers, losses and metrics run in, and slices of whole tensors."""
+
+import torch
+
+import colossalai
+from colossalai.core import global_context as gpc
+from colossalai.tensor import cut_dims, spec_of
+
+MODES = {
+    "1d": {"size": 2, "mode": "1d"},
+    "2d": {"size": 4, "mode": "2d"},
+    "2.5d": {"size": 8, "mode": "2.5d", "depth": 2},
+    "3d": {"size": 8, "mode": "3d"},
+}
+SUFFIXES = {"1d": "1D", "2d": "2D", "2.5d": "2p5D", "3d": "3D"}
+TOLERANCE = 1e-12  # float64, in which everything is computed
+
+
+def launch(name):
+    """Launch this rank in a mode, in float64; return the mode."""
+    torch.set_default_dtype(torch.float64)
+    colossalai.launch_from_torch({"parallel": {"tensor": MODES[name]}}, verbose=False)
+    return gpc.tensor_mode
+
+
+def slice_like(tensor, cut, *, feature_dim=-1):
+    """Return this rank's slice of a whole activation."""
+    dims = [()] * tensor.dim()
+    dims[0] = cut.batch
+    if cut.features:
+        dims[feature_dim] = cut.features
+    return cut_dims(tensor.shape, dims, gpc.mesh).cut(tensor)
+
+
+def whole(param, tensor):
+    """Return what all ranks together hold of a parameter or of its gradient, as torch stores it."""
+    spec = spec_of(param)
+    return tensor.detach() if spec is None else spec.whole(tensor.detach())
+
+
+def distance(a, b):
+    """Return the largest difference of two tensors of one shape."""
+    assert a.shape == b.shape, f"{tuple(a.shape)} and {tuple(b.shape)}"
+    return (a - b).abs().max().item()
+
+
+def gradient_errors(layer, twin):
+    """Return the distance of each gathered gradient from that of the torch layer, by name."""
+    names = dict(layer.named_parameters())
+    assert names.keys() == dict(twin.named_parameters()).keys()
+    return {name: distance(whole(p, p.grad), twin.get_parameter(name).grad) for name, p in names.items()}
+
+
+def same_start(layer, twin):
+    """Require that both start from the same global values."""
+    for name, param in twin.named_parameters():
+        own = layer.get_parameter(name)
+        assert torch.equal(whole(own, own), param), name
+
+
+def assert_small(reports):
+    """Require of every rank's errors, by name, that they are small."""
+    for rank, report in enumerate(reports):
+        for name, error in report.items():
+            assert error < TOLERANCE, f"rank {rank}: {name} is off by {error}"

@@ -1,0 +1,172 @@
+"""Cross entropy over cut logits against torch's in one process."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai.nn as col_nn
+from colossalai.communication import ledger
+from colossalai.nn.layer import Cut, head_cut, restart
+from colossalai.nn.loss import ParallelCrossEntropyLoss
+from tests.nn.modes import MODES, SUFFIXES, TOLERANCE, assert_small, distance, launch, slice_like
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+CLASSES, IGNORED = 16, -100
+
+
+def labels_of_case(case):
+    """Return labels of a batch of 8 sequences of 3."""
+    labels = torch.randint(CLASSES, (8, 3))
+    if case == "some ignored":
+        labels[torch.rand(8, 3) < 0.4] = IGNORED
+    if case == "a whole slice ignored":  # of the batch: the first rank, or the first two, have nothing
+        labels[:4] = IGNORED
+    if case == "one class":  # all of them on one rank
+        labels.fill_(CLASSES - 1)
+    return labels
+
+
+CASES = ("all counted", "some ignored", "a whole slice ignored", "one class")
+
+
+def against_torch(mode, labels, *, vocab_parallel, **options):
+    kind = getattr(col_nn, f"{'VocabParallel' * vocab_parallel}CrossEntropyLoss{SUFFIXES[mode]}")
+    criterion = kind(**options)
+    logits_whole = 10.0 * torch.randn(8, 3, CLASSES)
+    logits_twin = logits_whole.clone().requires_grad_()
+    wanted = nn.functional.cross_entropy(logits_twin.flatten(0, 1), labels.flatten(), **options)
+    (3.0 * wanted).backward()
+    logits = slice_like(logits_whole, criterion.cut).requires_grad_()
+    loss = criterion(logits, labels)
+    (3.0 * loss).backward()
+    gradient = slice_like(logits_twin.grad, criterion.cut)
+    return {"loss": distance(loss, wanted) / wanted.item(), "gradient": distance(logits.grad, gradient)}
+
+
+def all_cases(name):
+    mode = launch(name)
+    torch.manual_seed(7)
+    errors = {}
+    for case, vocab_parallel in itertools.product(CASES, [False, True]):
+        if mode == "1d" and not vocab_parallel:
+            continue  # there the logits are whole, and the loss is torch's
+        for reduction, label_smoothing in itertools.product(["mean", "sum"], [0.0, 0.1]):
+            found = against_torch(
+                mode,
+                labels_of_case(case),
+                vocab_parallel=vocab_parallel,
+                reduction=reduction,
+                label_smoothing=label_smoothing,
+            )
+            label = f"({case}, {vocab_parallel=}, {reduction}, {label_smoothing})"
+            errors |= {f"{what} {label}": error for what, error in found.items()}
+    labels = labels_of_case("all counted")
+    found = against_torch(mode, labels, vocab_parallel=True, ignore_index=int(labels[0, 0]))
+    return errors | {f"{what} (a class ignored)": error for what, error in found.items()}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_values_and_gradients(name):
+    assert_small(run_ranks(all_cases, MODES[name]["size"], name))
+
+
+def follows_the_classifier(name):
+    """The loss of the current mode takes the logits as the classifier that was built last leaves them."""
+    mode = launch(name)
+    torch.manual_seed(8)
+    logits, labels = torch.randn(8, CLASSES), torch.randint(CLASSES, (8,))
+    wanted = nn.functional.cross_entropy(logits, labels)
+    errors = {}
+    for limit in (1, CLASSES):
+        restart(mode)
+        col_nn.Classifier(8, CLASSES, vocab_parallel_limit=limit)
+        found = col_nn.CrossEntropyLoss()(slice_like(logits, head_cut(mode)), labels)
+        errors[f"{limit=}"] = distance(found, wanted)
+    return errors
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_loss_follows_the_classifier(name):
+    assert_small(run_ranks(follows_the_classifier, MODES[name]["size"], name))
+
+
+def large_logits(name):
+    """Exponents are taken of differences from the largest logit of all ranks."""
+    launch(name)
+    logits = torch.zeros(8, CLASSES)
+    logits[:, CLASSES - 1] = 1e4
+    criterion = col_nn.VocabParallelCrossEntropyLoss1D()
+    return criterion(slice_like(logits, criterion.cut), torch.zeros(8, dtype=torch.int64)).item()
+
+
+def test_large_logits_do_not_overflow():
+    assert run_ranks(large_logits, 2, "1d") == pytest.approx([1e4] * 2, abs=TOLERANCE)
+
+
+def sent_bytes(name):
+    """The logits are never gathered: three numbers for each position, and the sum and count of the batch."""
+    launch(name)
+    criterion = col_nn.VocabParallelCrossEntropyLoss2D()
+    logits = slice_like(torch.randn(8, 3, CLASSES), criterion.cut).requires_grad_()
+    with ledger() as book:
+        criterion(logits, torch.zeros(8, 3, dtype=torch.int64)).backward()
+    return book.num_bytes(axis="row"), book.num_bytes(axis="col"), book.count("all_reduce")
+
+
+def test_what_is_sent():
+    positions_of_a_rank = 4 * 3
+    for features, batch, count in run_ranks(sent_bytes, 4, "2d"):
+        assert features == 3 * positions_of_a_rank * 8  # 2 (p-1)/p is 1
+        assert batch == 2 * 8
+        assert count == 5
+
+
+def refusals(name):
+    launch(name)
+    with ledger() as book:
+        criterion = col_nn.VocabParallelCrossEntropyLoss2D()
+        logits = torch.zeros(4, 3, CLASSES // 2)
+        for label in (-1, CLASSES):  # in the part of the batch of one rank alone: all ranks say it
+            labels = torch.zeros(8, 3, dtype=torch.int64)
+            labels[7, 2] = label
+            with pytest.raises(
+                ValueError, match=rf"CrossEntropyLoss2D got labels from {min(label, 0)} to {max(label, 0)}"
+            ):
+                criterion(logits, labels)
+        with pytest.raises(
+            ValueError, match=r"CrossEntropyLoss2D cuts dimension 0 of .* is 7, which the 2 ranks along col"
+        ):
+            criterion(logits, torch.zeros(7, 3, dtype=torch.int64))
+        with pytest.raises(
+            ValueError, match=r"CrossEntropyLoss2D got logits of shape \(4, 3, 8\).* \(4, 2\)"
+        ):
+            criterion(logits, torch.zeros(8, 2, dtype=torch.int64))
+        with pytest.raises(ValueError, match=r"reduction is 'none'; it must be 'mean' or 'sum'"):
+            col_nn.CrossEntropyLoss2D(reduction="none")
+        with pytest.raises(ValueError, match=r"label_smoothing is 1.5; it must be from 0 to 1"):
+            col_nn.CrossEntropyLoss2D(label_smoothing=1.5)
+        with pytest.raises(ValueError, match=r"CrossEntropyLoss3D needs a job launched with .*mode='3d'"):
+            col_nn.CrossEntropyLoss3D()
+    assert book.count() == 0
+
+
+def test_what_does_not_fit_is_said_before_any_collective():
+    run_ranks(refusals, 4, "2d")
+
+
+def nothing_counts(name):
+    """As torch: the mean over no label is not a number, the sum is zero; the gradient of the sum is zero."""
+    launch(name)
+    labels = torch.full((8,), IGNORED)
+    mean, total = (ParallelCrossEntropyLoss(reduction=r, cut=Cut(batch=("col",))) for r in ("mean", "sum"))
+    logits = torch.randn(4, CLASSES).requires_grad_()
+    total(logits, labels).backward()
+    return mean(logits, labels).isnan().item(), logits.grad.abs().max().item()
+
+
+def test_a_batch_of_which_nothing_counts():
+    assert run_ranks(nothing_counts, 4, "2d") == [(True, 0.0)] * 4
