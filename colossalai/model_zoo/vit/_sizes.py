@@ -1,7 +1,7 @@
 """The published sizes of vision transformers, and functions that build them.
 
-Dosovitskiy et al. 2021 (2010.11929), table 1; small: Touvron et al. 2021 (2012.12877), table 1; lite: ViT-Lite-7/4
-of Hassani et al. 2021 (2104.05704).
+Dosovitskiy et al. 2021 (2010.11929), table 1; small: Touvron et al. 2021 (2012.12877), table 1;
+lite: ViT-Lite-7/4 of Hassani et al. 2021 (2104.05704).
 """
 
 from dataclasses import replace
