@@ -1,8 +1,10 @@
 """Launch: from "who am I, where is rank 0" to a process group and a mesh, or to an error that helps."""
 
 import argparse
+import atexit
 import itertools
 import os
+import sys
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -73,6 +75,9 @@ def launch(
     except BaseException:
         global_context.destroy()
         raise
+    if chosen == "gloo":
+        atexit.unregister(_destroy_at_exit)
+        atexit.register(_destroy_at_exit)
     seed_all_modes(seed, global_context.mesh, global_context.tensor_axes)
     if verbose:
         mesh = global_context.mesh
@@ -168,6 +173,15 @@ def get_default_parser() -> argparse.ArgumentParser:
         "--backend", type=str, default="nccl", help="communication library (default: %(default)s)"
     )
     return parser
+
+
+def _destroy_at_exit() -> None:
+    """End the job of a script that does not: gloo threads that outlive the interpreter abort the process.
+
+    Not after an error: a thread may be waiting for another rank then, and would be waited for in turn.
+    """
+    if getattr(sys, "last_type", None) is None:
+        global_context.destroy()
 
 
 def _check_arguments(rank: int, world_size: int, port: int, timeout: float) -> None:

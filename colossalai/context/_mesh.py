@@ -133,6 +133,14 @@ class Mesh:
             self._groups[key] = self._make_group(key)
         return self._groups[key]
 
+    def forget_groups(self) -> None:
+        """Let go of all groups: layers hold a mesh beyond the job, and no group may outlive the job.
+
+        A gloo group that is still there when the process ends can abort it (a thread of its own is running).
+        """
+        self._groups.clear()
+        self._device_meshes.clear()
+
     def device_mesh(self, axes: Axes) -> DeviceMesh:
         """Return torch's `DeviceMesh` over `axes`, on the same groups as `group`."""
         names = (axes,) if isinstance(axes, str) else tuple(axes)

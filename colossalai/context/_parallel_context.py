@@ -203,6 +203,8 @@ class ParallelContext:
 
     def destroy(self) -> None:
         """End the job here: destroy all groups, forget config and mesh; launch works again then."""
+        if self.is_launched:
+            self.mesh.forget_groups()
         if dist.is_initialized():
             dist.destroy_process_group()
         reset_seeds()
