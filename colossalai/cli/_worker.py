@@ -35,7 +35,7 @@ def main() -> None:
     hook = sys.excepthook = ErrorHook(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Whole lines, at once: the ranks' lines do not mix in a pipe, and a killed rank's output is complete.
-        sys.stdout.reconfigure(line_buffering=True)
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
     sys.argv = [target, *args]
     try:
         if kind == "module":
