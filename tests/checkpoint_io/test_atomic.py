@@ -5,6 +5,7 @@ import os
 import resource
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -14,13 +15,15 @@ from colossalai.checkpoint_io import _atomic, atomic_file, atomic_folder
 pytestmark = pytest.mark.unit
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """Let no file grow above 4 KB, as a full disk would."""
+    """Let no file grow above 4 KB, as a full disk would; for a block, so that pytest's own log may grow."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def entries(folder: Path) -> list[str]:
@@ -138,12 +141,11 @@ def test_a_place_below_a_file_is_named(tmp_path: Path) -> None:
             pass
 
 
-@pytest.mark.usefixtures("small_files")
 def test_a_disk_that_fills_up_is_named(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
     message = r"cannot write .*/file: File too large; 9000 bytes needed"
-    with pytest.raises(OSError, match=message), atomic_file(path, num_bytes=9000) as temporary:
+    with pytest.raises(OSError, match=message), atomic_file(path, num_bytes=9000) as temporary, small_files():
         temporary.write_bytes(bytes(9000))
     assert path.read_text() == "old"
     assert entries(tmp_path) == ["file"]
