@@ -13,11 +13,16 @@ from torch.optim import Optimizer
 from colossalai.checkpoint_io._agreement import on_every_rank
 from colossalai.checkpoint_io._atomic import atomic_file
 from colossalai.checkpoint_io._lr_scheduler import Stateful, read_plain
-from colossalai.checkpoint_io._model_loading import ModelLoading, plan_model_loading
+from colossalai.checkpoint_io._model_loading import ModelLoading, module_names, plan_model_loading
 from colossalai.checkpoint_io._model_store import MODEL, model_store
 from colossalai.checkpoint_io._names import listed
-from colossalai.checkpoint_io._optimizer_loading import OptimizerLoading, plan_optimizer_loading
+from colossalai.checkpoint_io._optimizer_loading import (
+    OptimizerLoading,
+    optimizer_names_elsewhere,
+    plan_optimizer_loading,
+)
 from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, optimizer_store, parameter_names
+from colossalai.checkpoint_io._parts import names_elsewhere
 from colossalai.checkpoint_io._staging import staged
 from colossalai.checkpoint_io._store import Store
 from colossalai.checkpoint_io._store_writing import total_bytes
@@ -89,20 +94,28 @@ def load_checkpoint(
     """
     path = Path(file)
 
+    elsewhere = names_elsewhere(module_names(model))
+    names = parameter_names(model)
+    states_elsewhere: frozenset[str] = frozenset()
+    if optimizer is not None:
+        states_elsewhere = optimizer_names_elsewhere(optimizer, names)
+
     def plan() -> tuple[dict[str, Any], ModelLoading, OptimizerLoading | None]:
         content = read_plain(path, mapped=True)
         wanted = {"epoch": True, "model": True, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
         missing = [part for part, want in wanted.items() if want is not None and part not in content]
         if missing:
             raise ValueError(f"{path} holds no {listed(missing)}; there is {listed(map(str, content))}")
-        weights = plan_model_loading(model, MODEL.split(content["model"]), source=str(path), strict=strict)
+        weights = plan_model_loading(
+            model, MODEL.split(content["model"]), source=str(path), strict=strict, elsewhere=elsewhere
+        )
         if optimizer is None:
             return content, weights, None
         store = OPTIMIZER.split(content["optimizer"])
         return (
             content,
             weights,
-            plan_optimizer_loading(optimizer, store, parameter_names(model), source=str(path)),
+            plan_optimizer_loading(optimizer, store, names, source=str(path), elsewhere=states_elsewhere),
         )
 
     content, weights, updates = on_every_rank(plan)

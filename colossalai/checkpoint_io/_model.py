@@ -11,9 +11,10 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from colossalai.checkpoint_io._agreement import on_every_rank
-from colossalai.checkpoint_io._model_loading import plan_model_loading
+from colossalai.checkpoint_io._model_loading import module_names, plan_model_loading
 from colossalai.checkpoint_io._model_store import MODEL, model_store
 from colossalai.checkpoint_io._names import LoadReport
+from colossalai.checkpoint_io._parts import names_elsewhere
 from colossalai.checkpoint_io._store import Layout
 from colossalai.checkpoint_io._store_reading import load_store
 from colossalai.checkpoint_io._store_writing import save_store
@@ -77,7 +78,10 @@ def load_model(module: nn.Module, checkpoint: str | Path, *, strict: bool = True
         OSError: It cannot be read.
     """
     store = load_store(checkpoint, MODEL)
-    loading = on_every_rank(lambda: plan_model_loading(module, store, source=str(checkpoint), strict=strict))
+    elsewhere = names_elsewhere(module_names(module))
+    loading = on_every_rank(
+        lambda: plan_model_loading(module, store, source=str(checkpoint), strict=strict, elsewhere=elsewhere)
+    )
     loading.apply()
     return loading.report
 

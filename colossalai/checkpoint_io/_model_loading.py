@@ -1,6 +1,6 @@
 """A checkpoint compared with a model: everything is accounted for before the first value is overwritten."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch import nn
 
 from colossalai.checkpoint_io._model_store import stored_values
 from colossalai.checkpoint_io._names import LoadReport, common_prefix, listed
+from colossalai.checkpoint_io._parts import prefix_of, tied_names
 from colossalai.checkpoint_io._store import Store, names_by_tensor
 from colossalai.checkpoint_io._tensors import copy_into, new_like, whole_shape
 from colossalai.checkpoint_io._tree import with_own_memory
@@ -43,18 +44,34 @@ class ModelLoading:
             )
 
 
-def plan_model_loading(module: nn.Module, store: Store, *, source: str, strict: bool) -> ModelLoading:
+def module_names(module: nn.Module) -> list[str]:
+    """Return the names of what a checkpoint holds of a module."""
+    return [prefix_of(module) + name for name in module.state_dict(keep_vars=True)]
+
+
+def plan_model_loading(
+    module: nn.Module, store: Store, *, source: str, strict: bool, elsewhere: Collection[str] = ()
+) -> ModelLoading:
     """Compare a checkpoint with a model and overwrite nothing.
+
+    Args:
+        module: The model, or a part of one.
+        store: The checkpoint.
+        source: What to call it.
+        strict: Whether a misfit is an error.
+        elsewhere: Names of the parts of the model that other ranks hold.
 
     Raises:
         ValueError: Something does not fit and `strict` is set; all of it is named.
     """
-    state = module.state_dict(keep_vars=True)
+    prefix = prefix_of(module)
+    state = {prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
     _refuse_meta(state)
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     targets = {name: value for name, value in state.items() if id(value) in own}
     groups = names_by_tensor(targets)
-    stored = _without_prefix(stored_values(store), state, groups)
+    stored = _without_prefix(stored_values(store), state.keys() | set(elsewhere), groups)
+    stored |= _under_other_names(state, stored)
 
     common = [name for name in state if name in stored]
     wrong_shape = {name for name in common if _shape(state[name]) != _shape(stored[name])}
@@ -67,7 +84,7 @@ def plan_model_loading(module: nn.Module, store: Store, *, source: str, strict: 
     ]
     report = LoadReport(
         missing=tuple(name for name in state if name not in stored and name not in covered),
-        unexpected=tuple(name for name in stored if name not in state),
+        unexpected=tuple(name for name in stored if name not in state and name not in elsewhere),
         mismatched=(*mismatched, *_torn(groups, stored)),
     )
     if strict and not report.is_clean:
@@ -77,18 +94,32 @@ def plan_model_loading(module: nn.Module, store: Store, *, source: str, strict: 
     return ModelLoading(
         module=module,
         copies=[(targets[name], stored[name]) for name in fitting if name in targets],
-        computed={name: _own(stored[name], state[name]) for name in fitting if name not in targets},
+        computed={
+            name.removeprefix(prefix): _own(stored[name], state[name])
+            for name in fitting
+            if name not in targets
+        },
         report=report,
     )
 
 
 def _without_prefix(
-    stored: dict[str, Any], state: Mapping[str, Any], groups: Mapping[str, list[str]]
+    stored: dict[str, Any], wanted: Set[str], groups: Mapping[str, list[str]]
 ) -> dict[str, Any]:
     """Return the stored values by the model's names, a prefix that all of them carry left out."""
     further_names = {name for names in groups.values() for name in names[1:]}
-    prefix = common_prefix(stored, state) or common_prefix(stored, state.keys() - further_names)
+    prefix = common_prefix(stored, wanted) or common_prefix(stored, wanted - further_names)
     return {name.removeprefix(prefix): value for name, value in stored.items()}
+
+
+def _under_other_names(state: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values for what the checkpoint has under a name that the whole model ties to the wanted one."""
+    found = {}
+    for name, value in state.items():
+        tied = next((other for other in tied_names(value) if other in stored), None)
+        if name not in stored and tied is not None:
+            found[name] = stored[tied]
+    return found
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:

@@ -7,14 +7,19 @@ import torch
 from torch import nn
 
 from colossalai.checkpoint_io._index import Stems
+from colossalai.checkpoint_io._parts import merge_by_name, prefix_of, with_other_ranks
 from colossalai.checkpoint_io._store import Kind, Store
 from colossalai.checkpoint_io._tree import pack, unpack
 
 
 def model_store(module: nn.Module, *, prefix: str = "") -> Store:
-    """Return what is to be saved of a model: its own tensors, and whatever else its state dict holds."""
+    """Return what is to be saved of a model: its own tensors, and whatever else its state dict holds.
+
+    Collective: under a pipeline it is what all stages hold.
+    """
     # keep_vars: the parameters themselves, by whose identity tied ones are known.
-    state = module.state_dict(keep_vars=True)
+    state = {prefix_of(module) + name: value for name, value in module.state_dict(keep_vars=True).items()}
+    state = with_other_ranks(state, state, merge_by_name)
     return _as_store({prefix + name: value for name, value in state.items()})
 
 

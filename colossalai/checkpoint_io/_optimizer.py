@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._agreement import on_every_rank
-from colossalai.checkpoint_io._optimizer_loading import plan_optimizer_loading
+from colossalai.checkpoint_io._optimizer_loading import optimizer_names_elsewhere, plan_optimizer_loading
 from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, ParamNames, optimizer_store
 from colossalai.checkpoint_io._store import Layout
 from colossalai.checkpoint_io._store_reading import load_store
@@ -65,7 +65,10 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path, *, param_names:
         OSError: It cannot be read.
     """
     store = load_store(checkpoint, OPTIMIZER)
+    elsewhere = optimizer_names_elsewhere(optimizer, param_names)
     loading = on_every_rank(
-        lambda: plan_optimizer_loading(optimizer, store, param_names, source=str(checkpoint))
+        lambda: plan_optimizer_loading(
+            optimizer, store, param_names, source=str(checkpoint), elsewhere=elsewhere
+        )
     )
     loading.apply()

@@ -1,6 +1,6 @@
 """A checkpoint compared with an optimizer: everything is accounted for before anything is overwritten."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from colossalai.checkpoint_io._agreement import on_every_rank
 from colossalai.checkpoint_io._names import common_prefix, listed
 from colossalai.checkpoint_io._optimizer_store import (
     ParamNames,
@@ -16,6 +17,7 @@ from colossalai.checkpoint_io._optimizer_store import (
     states_of_other_shape,
     stored_content,
 )
+from colossalai.checkpoint_io._parts import names_elsewhere
 from colossalai.checkpoint_io._store import Store
 from colossalai.checkpoint_io._tensors import is_cut_by_spec, new_like, new_replicated, whole_shape
 from colossalai.checkpoint_io._tree import pack, unpack, with_own_memory
@@ -55,10 +57,31 @@ class OptimizerLoading:
                     self.optimizer.state[parameter] = _placed(self.states[parameter], parameter, group)
 
 
+def optimizer_names_elsewhere(optimizer: Optimizer, param_names: ParamNames) -> frozenset[str]:
+    """Return the names of parameters whose state other ranks hold and this one does not; collective.
+
+    Raises:
+        ValueError: A parameter has no name, or two have the same.
+    """
+    return names_elsewhere(on_every_rank(lambda: list(named_parameters(optimizer, param_names))))
+
+
 def plan_optimizer_loading(
-    optimizer: Optimizer, store: Store, param_names: ParamNames, *, source: str
+    optimizer: Optimizer,
+    store: Store,
+    param_names: ParamNames,
+    *,
+    source: str,
+    elsewhere: Collection[str] = (),
 ) -> OptimizerLoading:
     """Compare a checkpoint with an optimizer and overwrite nothing.
+
+    Args:
+        optimizer: The optimizer.
+        store: The checkpoint.
+        param_names: The name of each of its parameters.
+        source: What to call the checkpoint.
+        elsewhere: Names of parameters whose state other ranks hold.
 
     Raises:
         ValueError: Something does not fit; all of it is named.
@@ -67,17 +90,22 @@ def plan_optimizer_loading(
     if not content:
         raise ValueError(f"{source}: there is no optimizer in it that save_optimizer wrote")
     named = named_parameters(optimizer, param_names)
-    prefix = common_prefix(content["shapes"], named)
-    shapes = {name.removeprefix(prefix): tuple(shape) for name, shape in content["shapes"].items()}
+    prefix = common_prefix(content["shapes"], named.keys() | set(elsewhere))
+    shapes = _here(
+        {name.removeprefix(prefix): tuple(shape) for name, shape in content["shapes"].items()}, elsewhere
+    )
     saved_groups = [
-        (frozenset(name.removeprefix(prefix) for name in group["params"]), hyper_parameters(group))
+        (
+            frozenset(name.removeprefix(prefix) for name in group["params"]) - set(elsewhere),
+            hyper_parameters(group),
+        )
         for group in content["param_groups"]
     ]
     names = {parameter: name for name, parameter in named.items()}
     groups = [
         frozenset(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups
     ]
-    states = {name.removeprefix(prefix): state for name, state in content["state"].items()}
+    states = _here({name.removeprefix(prefix): state for name, state in content["state"].items()}, elsewhere)
     misfits = [
         *_name_misfits(shapes, named),
         *_group_misfits([members for members, _ in saved_groups], groups),
@@ -89,10 +117,22 @@ def plan_optimizer_loading(
     return OptimizerLoading(
         optimizer=optimizer,
         states={named[name]: state for name, state in states.items()},
-        groups=[hyper_of[members] for members in groups],
+        groups=[
+            hyper_of[members] if members else _hyper_of_empty(saved_groups, number)
+            for number, members in enumerate(groups)
+        ],
         other_state=content["other_state"],
         saved_class=content["optimizer"],
     )
+
+
+def _here(values: dict[str, Any], elsewhere: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name not in elsewhere}
+
+
+def _hyper_of_empty(saved: list[tuple[frozenset[str], dict[str, Any]]], number: int) -> dict[str, Any]:
+    """Return the hyper-parameters of a group whose parameters are all on other ranks."""
+    return saved[number][1] if number < len(saved) else {}
 
 
 def _name_misfits(saved: Mapping[str, tuple[int, ...]], named: Mapping[str, nn.Parameter]) -> Iterator[str]:
@@ -113,10 +153,10 @@ def _name_misfits(saved: Mapping[str, tuple[int, ...]], named: Mapping[str, nn.P
 
 def _group_misfits(saved: list[frozenset[str]], present: list[frozenset[str]]) -> Iterator[str]:
     """Yield the groups whose hyper-parameters would have no home."""
-    for members in saved:
+    for members in filter(None, saved):
         if members not in present:
             yield f"a group in the checkpoint is none of the optimizer's: {listed(sorted(members))}"
-    for members in present:
+    for members in filter(None, present):
         if members not in saved:
             yield f"a group of the optimizer is none of the checkpoint's: {listed(sorted(members))}"
 

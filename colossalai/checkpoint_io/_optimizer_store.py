@@ -9,7 +9,7 @@ The content, which is also what a single torch file holds:
     optimizer     the name of the class
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._index import Stems
 from colossalai.checkpoint_io._names import listed
+from colossalai.checkpoint_io._parts import merge_by_name, prefix_of, tied_names, with_other_ranks
 from colossalai.checkpoint_io._store import Kind, Store
 from colossalai.checkpoint_io._tensors import cut_as, is_cut_by_spec, whole_shape
 from colossalai.checkpoint_io._tree import pack, unpack
@@ -32,17 +33,18 @@ _NAMES_IN_GROUP = ("params", "param_names")
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
     """Return the names of a module's parameters, by the parameter: those that its state dict uses.
 
-    A tied parameter has the first of its names.
+    A tied parameter has the first of its names, also where the other names are on other pipeline stages.
     """
     # Not named_parameters() alone: under FSDP it may show gathered parameters, which the optimizer does not
     # know, where state_dict() first puts the slices back.
     names: dict[nn.Parameter, str] = {}
+    prefix = prefix_of(module)
     for name, value in module.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter):
-            names.setdefault(value, name)
+            names.setdefault(value, prefix + name)
     for name, parameter in module.named_parameters():
-        names.setdefault(parameter, name)
-    return names
+        names.setdefault(parameter, prefix + name)
+    return {param: next(iter(tied_names(param)), name) for param, name in names.items()}
 
 
 def named_parameters(optimizer: Optimizer, param_names: ParamNames) -> dict[str, nn.Parameter]:
@@ -72,7 +74,7 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def optimizer_store(optimizer: Optimizer, param_names: ParamNames, *, prefix: str = "") -> Store:
-    """Return what is to be saved of an optimizer.
+    """Return what is to be saved of an optimizer; collective, under a pipeline it is that of all stages.
 
     Raises:
         ValueError: A parameter has no name, or the state holds something that is not plain, or of which it is
@@ -87,22 +89,21 @@ def optimizer_store(optimizer: Optimizer, param_names: ParamNames, *, prefix: st
     named = {prefix + name: param for name, param in named_parameters(optimizer, param_names).items()}
     names = {parameter: name for name, parameter in named.items()}
     state = optimizer.state
-    return _as_store(
-        {
-            "state": {
-                name: state_as_cut(state[param], param, name=name)
-                for name, param in named.items()
-                if param in state
-            },
-            "param_groups": [
-                {"params": [names[parameter] for parameter in group["params"]], **hyper_parameters(group)}
-                for group in optimizer.param_groups
-            ],
-            "shapes": {name: list(whole_shape(parameter)) for name, parameter in named.items()},
-            "other_state": {key: item for key, item in state.items() if not isinstance(key, torch.Tensor)},
-            "optimizer": type(optimizer).__name__,
-        }
-    )
+    own = {
+        "state": {
+            name: state_as_cut(state[param], param, name=name)
+            for name, param in named.items()
+            if param in state
+        },
+        "param_groups": [
+            {"params": [names[parameter] for parameter in group["params"]], **hyper_parameters(group)}
+            for group in optimizer.param_groups
+        ],
+        "shapes": {name: list(whole_shape(parameter)) for name, parameter in named.items()},
+        "other_state": {key: item for key, item in state.items() if not isinstance(key, torch.Tensor)},
+        "optimizer": type(optimizer).__name__,
+    }
+    return _as_store(with_other_ranks(own, named, _merge))
 
 
 def state_as_cut(state: Mapping[str, Any], param: nn.Parameter, *, name: str) -> dict[str, Any]:
@@ -140,6 +141,25 @@ def stored_content(store: Store) -> dict[str, Any]:
     """Return the content that a store was made of; an empty one if there is no optimizer in it."""
     content = unpack(store.tree, store.tensors)
     return content if _is_ours(content) else {}
+
+
+def _merge(contents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Put together the contents of ranks that hold different parameters; groups belong together by number."""
+    first = next(content for content in contents if content)
+    groups = [content["param_groups"] for content in contents if content]
+    return {
+        "state": merge_by_name(content.get("state", {}) for content in contents),
+        "param_groups": [
+            {
+                **members[0],
+                "params": list(dict.fromkeys(name for group in members for name in group["params"])),
+            }
+            for members in zip(*groups, strict=True)
+        ],
+        "shapes": merge_by_name(content.get("shapes", {}) for content in contents),
+        "other_state": first["other_state"],
+        "optimizer": first["optimizer"],
+    }
 
 
 def _is_ours(content: Any) -> bool:

@@ -8,9 +8,12 @@ import math
 from collections.abc import Mapping
 
 import torch
+import torch.distributed as dist
 
-from colossalai.checkpoint_io._agreement import is_writer
+from colossalai.checkpoint_io._agreement import global_rank, is_writer
 from colossalai.tensor import ShardingSpec, set_spec, spec_of
+
+_HOLDER = "checkpoint_holder"
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,12 +59,24 @@ def cut_as(state: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     return alias
 
 
+def holder_of(tensor: torch.Tensor) -> int:
+    """Return the rank that gives the writer a tensor's values: 0, the writer, where all ranks have them."""
+    return getattr(tensor, _HOLDER, 0)
+
+
+def set_holder(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    """Let a tensor know the rank that gives the writer its values."""
+    setattr(tensor, _HOLDER, rank)
+    return tensor
+
+
 def gather_on_writer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Collect full tensors in the writer's host memory, one after the other.
 
     Collective: every rank passes the same names in the same order. Plain tensors are taken from the writer
     and cost no memory if they lie in host memory; of those that are cut each rank holds one full tensor at a
-    time. A tensor under several names is gathered once and stays one tensor.
+    time. A tensor under several names is gathered once and stays one tensor. One that the writer does not
+    hold (see `_parts`) is sent to it.
 
     Returns:
         The tensors by name on the writer; an empty dictionary on other ranks.
@@ -70,8 +85,8 @@ def gather_on_writer(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Ten
     for tensor in tensors.values():
         if id(tensor) in gathered:
             continue
-        full = full_tensor(tensor)
-        gathered[id(tensor)] = _in_host_memory(full) if is_writer() else torch.empty(0)
+        full = tensor if tensor.is_meta else full_tensor(tensor)
+        gathered[id(tensor)] = _on_writer(full, holder=holder_of(tensor))
     return {name: gathered[id(tensor)] for name, tensor in tensors.items()} if is_writer() else {}
 
 
@@ -114,6 +129,19 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(tensor, DTensor)
+
+
+def _on_writer(full: torch.Tensor, *, holder: int) -> torch.Tensor:
+    """Return a whole tensor in the writer's host memory, sent by its holder; elsewhere an empty one."""
+    if holder == 0:
+        return _in_host_memory(full) if is_writer() else torch.empty(0)
+    if is_writer():
+        received = torch.empty(full.shape, dtype=full.dtype)
+        dist.recv(received.reshape(-1).view(torch.uint8), src=holder)
+        return received
+    if global_rank() == holder:
+        dist.send(_in_host_memory(full).reshape(-1).view(torch.uint8), dst=0)
+    return torch.empty(0)
 
 
 def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,11 +31,16 @@ from colossalai.checkpoint_io._agreement import (
 from colossalai.checkpoint_io._atomic import atomic_folder
 from colossalai.checkpoint_io._lr_scheduler import Stateful, read_plain
 from colossalai.checkpoint_io._manifest import Manifest, read_manifest, verify_files, write_manifest
-from colossalai.checkpoint_io._model_loading import ModelLoading, plan_model_loading
+from colossalai.checkpoint_io._model_loading import ModelLoading, module_names, plan_model_loading
 from colossalai.checkpoint_io._model_store import MODEL, model_store
 from colossalai.checkpoint_io._names import listed
-from colossalai.checkpoint_io._optimizer_loading import OptimizerLoading, plan_optimizer_loading
+from colossalai.checkpoint_io._optimizer_loading import (
+    OptimizerLoading,
+    optimizer_names_elsewhere,
+    plan_optimizer_loading,
+)
 from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, ParamNames, optimizer_store, parameter_names
+from colossalai.checkpoint_io._parts import names_elsewhere
 from colossalai.checkpoint_io._shelf import newest_complete, next_serial, prune, step_folder
 from colossalai.checkpoint_io._staging import staged
 from colossalai.checkpoint_io._store import Kind, Layout, Store
@@ -145,7 +150,11 @@ def load_training_state(path: str | Path, state: TrainingState) -> dict[str, Any
         OSError: It cannot be read.
     """
     path = Path(path)
-    loading = on_every_rank(lambda: _plan(path, state))
+    elsewhere = names_elsewhere(module_names(state.model))
+    states_elsewhere: frozenset[str] = frozenset()
+    if state.optimizer is not None:
+        states_elsewhere = optimizer_names_elsewhere(state.optimizer, _names(state))
+    loading = on_every_rank(lambda: _plan(path, state, elsewhere, states_elsewhere))
     for name, part in state.small_parts.items():
         part.load_state_dict(loading.content[name])
     loading.weights.apply()
@@ -200,7 +209,9 @@ class _Loading:
     random: dict[str, Any] | None
 
 
-def _plan(path: Path, state: TrainingState) -> _Loading:
+def _plan(
+    path: Path, state: TrainingState, elsewhere: frozenset[str], states_elsewhere: frozenset[str]
+) -> _Loading:
     """Read and compare everything on this rank, and overwrite nothing."""
     manifest = read_manifest(path)
     verify_files(path, manifest, part=global_rank(), num_parts=num_ranks())
@@ -216,12 +227,14 @@ def _plan(path: Path, state: TrainingState) -> _Loading:
     updates = None
     if state.optimizer is not None:
         optimizer = read_store(path / "optimizer", OPTIMIZER, is_verified=True)
-        updates = plan_optimizer_loading(state.optimizer, optimizer, _names(state), source=str(path))
+        updates = plan_optimizer_loading(
+            state.optimizer, optimizer, _names(state), source=str(path), elsewhere=states_elsewhere
+        )
     same_ranks = manifest.num_ranks == num_ranks()
     return _Loading(
         manifest=manifest,
         content=content,
-        weights=plan_model_loading(state.model, model, source=str(path), strict=True),
+        weights=plan_model_loading(state.model, model, source=str(path), strict=True, elsewhere=elsewhere),
         updates=updates,
         random=read_plain(path / _random_file(global_rank(), num_ranks())) if same_ranks else None,
     )

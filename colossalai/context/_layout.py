@@ -11,6 +11,7 @@ from colossalai.context._parallel_mode import TENSOR_LAYOUTS
 
 _PARALLEL_KEYS = ("data", "pipeline", "tensor", "moe")
 _TENSOR_KEYS = ("size", "mode", "depth")
+_PIPELINE_OPTIONS = ("schedule", "partition")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,8 @@ def parse_layout(parallel: Any, world_size: int) -> Layout:
     parallel = {} if parallel is None else parallel
     check_mapping(parallel, "parallel", example="parallel=dict(pipeline=2, tensor=dict(size=4, mode='2d'))")
     check_keys(parallel, _PARALLEL_KEYS, "parallel")
-    pipeline = _size(parallel, "pipeline")
+    pipeline = _size(parallel, "pipeline", options=_PIPELINE_OPTIONS)
+    _check_pipeline(parallel.get("pipeline"))
     tensor = _tensor(parallel.get("tensor"))
     inner = pipeline * tensor.tensor
     data = _size(parallel, "data") if parallel.get("data") is not None else max(world_size // inner, 1)
@@ -92,13 +94,23 @@ def parse_layout(parallel: Any, world_size: int) -> Layout:
     )
 
 
-def _size(parallel: Mapping[str, Any], key: str) -> int:
+def _check_pipeline(value: Any) -> None:
+    """Check what stands beside the size; whether a name is known is for the pipeline to say."""
+    for key in _PIPELINE_OPTIONS if isinstance(value, Mapping) else ():
+        if value.get(key) is not None and not isinstance(value[key], str):
+            raise ConfigException(
+                f"parallel.pipeline.{key} is {value[key]!r}; it must be a name, such as "
+                "pipeline=dict(size=2, schedule='1f1b', partition='balanced')"
+            )
+
+
+def _size(parallel: Mapping[str, Any], key: str, *, options: tuple[str, ...] = ()) -> int:
     """Read a size that is written as an int, as `dict(size=...)`, or not at all (then 1)."""
     value = parallel.get(key)
     if value is None:
         return 1
     if isinstance(value, Mapping):
-        check_keys(value, ("size",), f"parallel.{key}")
+        check_keys(value, ("size", *options), f"parallel.{key}")
         value = value.get("size", 1)
     return check_positive(value, f"parallel.{key}")
 
