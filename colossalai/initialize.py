@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.context import ConfigException, ParallelContext, global_context
 from colossalai.context import get_default_parser as get_default_parser
+from colossalai.context import global_context
 from colossalai.context import launch as launch
 from colossalai.context import launch_from_openmpi as launch_from_openmpi
 from colossalai.context import launch_from_slurm as launch_from_slurm
 from colossalai.context import launch_from_torch as launch_from_torch
 from colossalai.engine import Engine
 from colossalai.engine.gradient_handler import build_gradient_handler
-from colossalai.engine.schedule import BaseSchedule, NonPipelineSchedule
+from colossalai.engine.schedule import BaseSchedule, NonPipelineSchedule, PipelineSchedule
 from colossalai.logging import get_dist_logger
 from colossalai.runtime import (
     DataParallelLoader,
@@ -31,6 +31,7 @@ from colossalai.runtime import (
     WatchedLoader,
     assemble,
     replicas_of,
+    tensor_axis_of,
 )
 
 Loader = Iterable[Any] | None
@@ -50,7 +51,9 @@ def initialize(
     """Build the features of the launched config into training components.
 
     Args:
-        model: The model; it is moved to the device of this rank and changed in place.
+        model: The model; it is moved to the device of this rank and changed in place. With a pipeline it is
+            this rank's stage (with chunks, a `torch.nn.ModuleList` of its stages); a whole model is cut if
+            the config says how, e.g. `pipeline=dict(size=2, partition="balanced")`.
         optimizer: Its optimizer; None for a model that is only run.
         criterion: The loss function, called with the output and the label.
         train_dataloader: Batches to train on. Iterate over the one that is returned: it tells the engine
@@ -58,7 +61,7 @@ def initialize(
         test_dataloader: Batches to evaluate on; returned as it is.
         lr_scheduler: A scheduler of the optimizer; returned as it is.
         verbose: Whether rank 0 logs the plan.
-        schedule: How `engine.execute_schedule` runs a batch.
+        schedule: How `engine.execute_schedule` runs a batch; by default as the config says.
 
     Returns:
         Engine, train dataloader, test dataloader, scheduler.
@@ -69,19 +72,25 @@ def initialize(
         ValueError: The components do not fit together.
     """
     mesh, device = global_context.mesh, global_context.device
-    _refuse_pipeline(global_context)
-    plan = Plan.from_config(global_context.config)
+    options = schedule.options if isinstance(schedule, PipelineSchedule) else None
+    plan = Plan.from_config(global_context.config, pipeline=options)
     assembled, wrapped = assemble(
-        plan, model, optimizer, mesh=mesh, device=device, replicas=replicas_of(global_context)
+        plan,
+        model,
+        optimizer,
+        mesh=mesh,
+        device=device,
+        replicas=replicas_of(global_context),
+        tensor_axis=tensor_axis_of(global_context),
     )
+    raw = assembled.unwrap()
     handlers = (
-        [build_gradient_handler(entry, model, wrapped) for entry in plan.gradient_handlers] if wrapped else []
+        [build_gradient_handler(entry, raw, wrapped) for entry in plan.gradient_handlers] if wrapped else []
     )
     step = TrainingStep(
         assembled,
         wrapped,
         accumulation_steps=plan.accumulation_steps,
-        clip_grad_norm=plan.clip_grad_norm,
         sync_grads=[handler.handle_gradient for handler in handlers],
     )
     if train_dataloader is not None and plan.accumulation_steps > 1:
@@ -89,7 +98,7 @@ def initialize(
     engine = Engine(
         step,
         criterion.to(device) if isinstance(criterion, nn.Module) else criterion,
-        schedule=schedule or NonPipelineSchedule(),
+        schedule=schedule or _default_schedule(plan),
         mesh=mesh,
         device=device,
         replicas=replicas_of(global_context),
@@ -107,12 +116,8 @@ def _watched(loader: Iterable[Any]) -> Any:
     return known
 
 
-def _refuse_pipeline(context: ParallelContext) -> None:
-    if context.pipeline_parallel_size > 1:
-        raise ConfigException(
-            f"parallel.pipeline is {context.pipeline_parallel_size}: the groups are there, but no pipeline "
-            "schedule yet; remove it to train with data parallelism"
-        )
+def _default_schedule(plan: Plan) -> BaseSchedule:
+    return NonPipelineSchedule() if plan.pipeline is None else PipelineSchedule.from_options(plan.pipeline)
 
 
 class _CallableModule(ModuleType):

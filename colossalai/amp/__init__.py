@@ -3,12 +3,14 @@
 from colossalai.amp._amp_type import AMP_TYPE as AMP_TYPE
 from colossalai.amp._amp_type import convert_to_amp as convert_to_amp
 from colossalai.amp._amp_type import precision_of as precision_of
+from colossalai.amp._masters import Masters as Masters
 from colossalai.amp._model import PrecisionModule as PrecisionModule
 from colossalai.amp._model import apply_precision as apply_precision
 from colossalai.amp._optimizer import OptimizerWrapper as OptimizerWrapper
 from colossalai.amp._precision import BF16Autocast as BF16Autocast
 from colossalai.amp._precision import FP16Autocast as FP16Autocast
 from colossalai.amp._precision import FullPrecision as FullPrecision
+from colossalai.amp._precision import NaiveFP16 as NaiveFP16
 from colossalai.amp._precision import Precision as Precision
 from colossalai.amp._scaler import DynamicLossScaler as DynamicLossScaler
 from colossalai.amp._scaler import LossScaler as LossScaler

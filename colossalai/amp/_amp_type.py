@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp._model import PrecisionModule
 from colossalai.amp._optimizer import OptimizerWrapper
-from colossalai.amp._precision import BF16Autocast, FP16Autocast, Precision
+from colossalai.amp._precision import BF16Autocast, FP16Autocast, NaiveFP16, Precision
 
 
 class AMP_TYPE(Enum):
@@ -26,6 +26,7 @@ class AMP_TYPE(Enum):
 _PRECISIONS: Mapping[AMP_TYPE, Callable[..., Precision]] = {
     AMP_TYPE.TORCH: FP16Autocast,
     AMP_TYPE.BF16: BF16Autocast,
+    AMP_TYPE.NAIVE: NaiveFP16,
 }
 
 
@@ -38,7 +39,7 @@ def precision_of(mode: AMP_TYPE | str, options: Mapping[str, Any] | None = None)
     amp_type = AMP_TYPE(mode)
     if amp_type not in _PRECISIONS:
         raise ValueError(
-            f"AMP_TYPE.{amp_type.name} is not there yet: use AMP_TYPE.TORCH (float16) "
+            f"AMP_TYPE.{amp_type.name} is not there yet: use AMP_TYPE.TORCH or AMP_TYPE.NAIVE (float16) "
             "or AMP_TYPE.BF16 (bfloat16)"
         )
     try:
@@ -63,7 +64,7 @@ def convert_to_amp(
     overflow.
 
     Args:
-        model: The model; its parameters stay in their dtype.
+        model: The model; its parameters stay in their dtype, except under AMP_TYPE.NAIVE.
         optimizer: Its optimizer.
         criterion: The loss function.
         mode: The mixed-precision mode.
@@ -73,11 +74,16 @@ def convert_to_amp(
         ValueError: The mode has not landed yet, or an option does not fit.
     """
     precision = precision_of(mode, amp_config)
+    names = {param: name for name, param in model.named_parameters()}
+    # Not float32: the caller may still wrap the model in DistributedDataParallel.
+    masters = precision.convert_model(model, float32_grads=False).stand_in(optimizer)
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     wrapped = OptimizerWrapper(
         optimizer,
         scaler=precision.make_scaler(),
         group=dist.group.WORLD if dist.is_initialized() else None,
-        param_names={param: name for name, param in model.named_parameters()},
+        param_names=names,
+        masters=masters,
+        before_step=precision.before_step,
     )
     return PrecisionModule(model, precision, device.type), wrapped, criterion

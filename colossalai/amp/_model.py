@@ -8,7 +8,7 @@ from colossalai.amp._precision import FullPrecision, Precision
 
 
 class PrecisionModule(nn.Module):
-    """A module whose forward runs in the context of a precision and whose output the precision converts.
+    """A module whose forward runs in the context of a precision, which converts input and output.
 
     Args:
         module: The module.
@@ -25,6 +25,7 @@ class PrecisionModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         with self.precision.forward_context(self.device_type):
+            args, kwargs = self.precision.convert_input((args, kwargs))
             output = self.module(*args, **kwargs)
         return self.precision.convert_output(output)
 

@@ -1,6 +1,7 @@
 """An optimizer that scales the loss, unscales gradients once, clips, and steps only when all ranks may."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -8,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from colossalai.amp._masters import Masters
 from colossalai.amp._scaler import DynamicLossScaler, LossScaler
-from colossalai.tensor import global_grad_norm, local_grads, scale_grads
+from colossalai.tensor import count_zero_grads, global_grad_norm, local_grads, scale_grads
 
 
 class OptimizerWrapper(Optimizer):
@@ -19,7 +21,12 @@ class OptimizerWrapper(Optimizer):
         optim: The optimizer underneath.
         scaler: The loss scaler of the precision.
         group: The ranks that decide together whether a step is made; None for this process alone.
-        param_names: Name of each of the optimizer's parameters in the model.
+        param_names: Name of each of the model's parameters.
+        masters: The masters that stand in the optimizer for the model's parameters.
+        before_step: Called with this wrapper before every update, when the gradients are true.
+        max_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
+        stages: The ranks of a pipeline, each of which holds other parameters; None without one.
+        counts: False for a parameter of the model that another stage holds, too, and counts in norms.
     """
 
     def __init__(
@@ -29,12 +36,22 @@ class OptimizerWrapper(Optimizer):
         scaler: LossScaler | None = None,
         group: dist.ProcessGroup | None = None,
         param_names: Mapping[nn.Parameter, str] | None = None,
+        masters: Masters | None = None,
+        before_step: Callable[["OptimizerWrapper"], None] | None = None,
+        max_norm: float = 0.0,
+        stages: dist.ProcessGroup | None = None,
+        counts: Callable[[torch.Tensor], bool] | None = None,
     ) -> None:
         # The base class is for isinstance() only: everything it would set up is the optimizer's own.
         self.optim = optim
         self.scaler = scaler or LossScaler()
         self.group = group
-        self.param_names = dict(param_names or {})
+        self.masters = Masters() if masters is None else masters
+        self.param_names = self.masters.with_masters(param_names or {})
+        self.max_norm = max_norm
+        self._before_step = before_step
+        self._stages = stages
+        self._counts = counts
         self.stepped = False
         self._may_step: bool | None = None
 
@@ -55,6 +72,11 @@ class OptimizerWrapper(Optimizer):
         self._may_step = None
         (loss if self.scaler.scale == 1.0 else loss * self.scaler.scale).backward(**kwargs)
 
+    def start_backward(self) -> float:
+        """Prepare for a backward that somebody else runs; return the factor of its loss, the loss scale."""
+        self._may_step = None
+        return self.scaler.scale
+
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients down so that their norm over all ranks is at most `max_norm`.
 
@@ -72,7 +94,7 @@ class OptimizerWrapper(Optimizer):
             raise ValueError(f"max_norm is {max_norm}; it must be above 0")
         if not self._prepare():
             return torch.tensor(float("inf"))
-        norm = global_grad_norm(self._params(), norm_type)
+        norm = global_grad_norm(self._params(), norm_type, stages=self._stages, counts=self._is_counted)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         scale_grads(self._params(), factor)
         return norm
@@ -89,6 +111,16 @@ class OptimizerWrapper(Optimizer):
             for grad in local_grads(self._params()):
                 grad.clamp_(-clip_value, clip_value)
 
+    def scale_grads(self, factor: float) -> None:
+        """Multiply the gradients by a factor."""
+        if self._prepare():
+            scale_grads(self._params(), factor)
+
+    def count_zero_grads(self) -> int:
+        """Return how many elements of the gradients are 0, over all ranks; collective."""
+        self._prepare()
+        return count_zero_grads(self._params(), stages=self._stages, counts=self._is_counted)
+
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters, unless a rank found an overflow; `stepped` says which.
 
@@ -99,8 +131,10 @@ class OptimizerWrapper(Optimizer):
             raise ValueError(
                 "a closure computes gradients that are not scaled: with float16 call backward and step"
             )
+        if self.max_norm > 0:
+            self.clip_grad_by_norm(self.max_norm)
         self.stepped = self._prepare()
-        result = self.optim.step(closure) if self.stepped else None
+        result = self._update(closure) if self.stepped else None
         self.scaler.update(stepped=self.stepped)
         self._may_step = None
         return result
@@ -108,19 +142,49 @@ class OptimizerWrapper(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         self._may_step = None
+        self.masters.zero_grad(set_to_none=set_to_none)
         self.optim.zero_grad(set_to_none=set_to_none)
 
+    @contextmanager
+    def for_checkpoint(self) -> Iterator[Optimizer]:
+        """Within the block, the optimizer underneath can be saved or loaded by the names of the model.
+
+        It holds the model's parameters, and float32 masters are among their states.
+        """
+        with self.masters.as_states(self.optim):
+            yield self.optim
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer underneath."""
-        return self.optim.state_dict()
+        """Return the state of the optimizer underneath; float32 masters are among the states."""
+        return self.masters.state_dict(self.optim)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the optimizer underneath."""
-        self.optim.load_state_dict(state_dict)
+        """Load what `state_dict` returned."""
+        self.masters.load_state_dict(self.optim, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the optimizer underneath."""
+        """Add a group to the optimizer underneath.
+
+        Raises:
+            ValueError: Its parameters would need float32 masters, which are made at the door only.
+        """
+        if len(self.masters):
+            raise ValueError(
+                "a group is added after the door, where its parameters would have got their float32 masters: "
+                "add it to the optimizer before, with lr 0 until it is wanted"
+            )
         self.optim.add_param_group(param_group)
+
+    def _update(self, closure: Callable[[], float] | None) -> Any:
+        if self._before_step is not None:
+            self._before_step(self)
+        self.masters.take_weights()
+        result = self.optim.step(closure)
+        self.masters.write_weights()
+        return result
+
+    def _is_counted(self, param: torch.Tensor) -> bool:
+        return self._counts is None or self._counts(self.masters.param_of(param))
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.optim.param_groups for param in group["params"]]
@@ -128,5 +192,6 @@ class OptimizerWrapper(Optimizer):
     def _prepare(self) -> bool:
         """Unscale the gradients, once between a backward and the step; say whether the step may be made."""
         if self._may_step is None:
+            self.masters.take_grads()
             self._may_step = self.scaler.prepare(local_grads(self._params()), self.group)
         return self._may_step

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from colossalai.logging import get_dist_logger
+
 
 class LossScaler:
     """The scaler of precisions that need none: the loss stays as it is and no step is skipped."""
@@ -49,10 +51,24 @@ class DynamicLossScaler(LossScaler):
         growth_factor: Factor of the scale after `growth_interval` steps without overflow.
         backoff_factor: Factor of the scale after an overflow.
         growth_interval: Number of steps without overflow before the scale grows.
+        hysteresis: Number of overflows since the last growth before the scale shrinks; the steps are skipped
+            all the same.
+        min_scale: The scale does not shrink below it.
+        max_scale: The scale does not grow above it.
+        verbose: Log every skipped step and every change of the scale.
     """
 
     def __init__(
-        self, *, init_scale: float, growth_factor: float, backoff_factor: float, growth_interval: int
+        self,
+        *,
+        init_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        hysteresis: int = 1,
+        min_scale: float = 0.0,
+        max_scale: float = float("inf"),
+        verbose: bool = False,
     ) -> None:
         if init_scale <= 0 or growth_factor <= 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
             raise ValueError(
@@ -60,11 +76,21 @@ class DynamicLossScaler(LossScaler):
                 f"growth_interval {growth_interval}: the scale must be above 0, the growth factor above 1, "
                 "the backoff factor between 0 and 1, the interval at least 1"
             )
+        if hysteresis < 1 or not min_scale <= init_scale <= max_scale:
+            raise ValueError(
+                f"hysteresis {hysteresis}, min_scale {min_scale}, max_scale {max_scale}, first scale "
+                f"{init_scale}: hysteresis must be at least 1, the first scale between the other two"
+            )
         self.scale = float(init_scale)
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
         self.growth_interval = growth_interval
         self.good_steps = 0
+        self.hysteresis = hysteresis
+        self.min_scale = min_scale
+        self.max_scale = max_scale
+        self.verbose = verbose
+        self._overflows = 0  # since the last growth
 
     def prepare(self, grads: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> bool:
         """See the base class. One all-reduce of one float32 over `group`."""
@@ -78,24 +104,38 @@ class DynamicLossScaler(LossScaler):
         return True
 
     def update(self, *, stepped: bool) -> None:
-        """Shrink the scale after a skipped step, grow it after enough good ones."""
-        if not stepped:
-            self.scale *= self.backoff_factor
-            self.good_steps = 0
-            return
-        self.good_steps += 1
-        if self.good_steps == self.growth_interval:
-            self.scale *= self.growth_factor
-            self.good_steps = 0
+        """Shrink the scale after enough skipped steps, grow it after enough good ones."""
+        before = self.scale
+        if stepped:
+            self._count_good_step()
+        else:
+            self._count_overflow()
+        if self.verbose and (not stepped or self.scale != before):
+            what = "a step was made" if stepped else "overflow: the step was skipped"
+            get_dist_logger().info(f"{what}; loss scale {before:g}, now {self.scale:g}", ranks=[0])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return scale and count of good steps."""
-        return {"scale": self.scale, "good_steps": self.good_steps}
+        """Return the scale and the counts of good steps and overflows."""
+        return {"scale": self.scale, "good_steps": self.good_steps, "overflows": self._overflows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to what `state_dict` returned."""
         self.scale = float(state["scale"])
         self.good_steps = int(state["good_steps"])
+        self._overflows = int(state.get("overflows", 0))  # older checkpoints have none
+
+    def _count_good_step(self) -> None:
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale = min(self.scale * self.growth_factor, self.max_scale)
+            self.good_steps = 0
+            self._overflows = 0
+
+    def _count_overflow(self) -> None:
+        self.good_steps = 0
+        self._overflows += 1
+        if self._overflows >= self.hysteresis:
+            self.scale = max(self.scale * self.backoff_factor, self.min_scale)
 
 
 def _has_overflow(grads: Sequence[torch.Tensor]) -> torch.Tensor:

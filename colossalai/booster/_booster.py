@@ -1,6 +1,6 @@
 """Booster: give it model, optimizer, criterion, dataloader and scheduler, and train with what it returns."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_f
 from colossalai.booster.plugin import Plugin, TorchDDPPlugin
 from colossalai.context import ConfigException, global_context
 from colossalai.logging import get_dist_logger
-from colossalai.runtime import ModelWrapper, assemble, replicas_of
+from colossalai.runtime import ModelWrapper, assemble, replicas_of, tensor_axis_of, to_device
 
 Boosted = tuple[Any, Any, Any, Any, Any]
 
@@ -55,9 +55,10 @@ class Booster:
         self.device = global_context.device if device is None else torch.device(device)
         self.plugin = plugin or TorchDDPPlugin()
         self.plan = self.plugin.plan(chosen.precision())
-        if global_context.pipeline_parallel_size > 1:
+        if global_context.pipeline_parallel_size > 1 and self.plan.pipeline is None:
             raise ConfigException(
-                "the job was launched with a pipeline, which no plugin runs yet: remove it from `parallel`"
+                f"the job was launched with a pipeline, which {type(self.plugin).__name__} does not run: use "
+                "HybridParallelPlugin(pp_size=...)"
             )
 
     def boost(
@@ -71,7 +72,8 @@ class Booster:
         """Build the methods in; call it once for each model, before the first step of its optimizer.
 
         Args:
-            model: The model; it is moved to the device and changed in place.
+            model: The model; it is moved to the device and changed in place. With a pipeline: the whole
+                model, of which this rank's part comes back, or this rank's part.
             optimizer: Its optimizer.
             criterion: The loss function; moved to the device if it is a module.
             dataloader: Batches, from `plugin.prepare_dataloader`; returned as it is.
@@ -90,6 +92,7 @@ class Booster:
             mesh=self.mesh,
             device=self.device,
             replicas=replicas_of(global_context),
+            tensor_axis=tensor_axis_of(global_context),
         )
         if isinstance(criterion, nn.Module):
             criterion.to(self.device)
@@ -108,6 +111,59 @@ class Booster:
             ValueError: The optimizer has not been boosted.
         """
         _boosted_optimizer(optimizer).backward(loss)
+
+    def execute_pipeline(
+        self,
+        data_iter: Iterator[Any],
+        model: nn.Module,
+        criterion: Callable[..., torch.Tensor] | None = None,
+        optimizer: Optimizer | None = None,
+        return_loss: bool = True,
+        return_outputs: bool = False,
+    ) -> dict[str, Any]:
+        """Take the next batch and run it through the pipeline: forward, and with an optimizer backward.
+
+        A batch that is a pair is taken as (data, label), and the criterion gets (output, label). Any other is
+        the data, and the criterion gets (output, data of the microbatch). Data that is a dict becomes keyword
+        arguments.
+
+        Args:
+            data_iter: Iterator of batches, the same ones on all pipeline ranks.
+            model: A model that was boosted with a pipeline.
+            criterion: The loss function.
+            optimizer: Its boosted optimizer; None to run forward only.
+            return_loss: Return the mean loss of the batch, on every rank.
+            return_outputs: Return the outputs, on the rank of the last stage.
+
+        Returns:
+            "loss" and "outputs", each None if it was not asked for or is not known here.
+
+        Raises:
+            ValueError: Model or optimizer have not been boosted with a pipeline, or a loss is needed and
+                there is no criterion.
+            StopIteration: There are no more batches.
+        """
+        boosted = _boosted_model(model)
+        if boosted.pipeline is None:
+            raise ValueError(
+                "this model has no pipeline: boost it with HybridParallelPlugin(pp_size=...), or call it and "
+                "booster.backward yourself"
+            )
+        batch = to_device(next(data_iter), self.device)
+        is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+        data, label = batch if is_pair else (batch, batch)
+        factor = 1.0 if optimizer is None else _boosted_optimizer(optimizer).start_backward()
+        result = boosted.pipeline.run(
+            data,
+            label,
+            criterion,
+            forward_only=optimizer is None,
+            return_loss=return_loss,
+            return_output=return_outputs,
+            loss_factor=factor,
+            sync=boosted.syncs,
+        )
+        return {"loss": result.loss, "outputs": result.output}
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """Return a context in which forward and backward of `model` only add to this rank's gradients.

@@ -1,6 +1,7 @@
 """The commands and their options. What they do is imported when it is asked for: `--help` is quick."""
 
 import sys
+from typing import Any
 
 import click
 
@@ -18,14 +19,21 @@ Examples:
   colossalai benchmark --gpus 4
   colossalai benchmark --gpus 8 --batch_size 16 --hidden_size 1024 --plot modes.png
   colossalai benchmark --gpus 4 --modes 1d,2d --json -"""
+_PIPELINE_EXAMPLES = """\b
+Examples:
+  colossalai pipeline --stages 8 --microbatches 32
+  colossalai pipeline --stages 4 --microbatches 8 --schedule 1f1b,zb-v --text
+  colossalai pipeline --stages 8 --microbatches 32 --chunks 4 --p2p 0.05 --plot schedules.png
+  colossalai pipeline --file mine.csv --schedule zb-h1 --json"""
 
 _POSITIVE = click.IntRange(min=1)
+_TIME = click.FloatRange(min=0)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]}, epilog=_EXAMPLES)
 @click.version_option(__version__, prog_name="colossalai")
 def main() -> None:
-    """Colossal-AI: start parallel training, compare tensor parallelism, and check the installation."""
+    """Colossal-AI: start parallel training, compare ways to do it, and check the installation."""
 
 
 @main.command(context_settings={"allow_interspersed_args": False}, epilog=_RUN_EXAMPLES)
@@ -137,3 +145,76 @@ def benchmark(modes: str | None, json_file: str | None, plot_file: str | None, *
         raise click.UsageError(str(error)) from error
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+@main.command(epilog=_PIPELINE_EXAMPLES)
+@click.option("--stages", "num_ranks", type=_POSITIVE, metavar="P", help="Pipeline ranks.")
+@click.option(
+    "--microbatches", "num_microbatches", type=_POSITIVE, metavar="M", help="Microbatches of a batch."
+)
+@click.option(
+    "--schedule",
+    "names",
+    metavar="S,...",
+    help="Some of gpipe, 1f1b, interleaved, zb-h1, zb-v; all if not given (none beside --file).",
+)
+@click.option(
+    "--chunks",
+    "num_chunks",
+    type=_POSITIVE,
+    default=2,
+    show_default=True,
+    metavar="V",
+    help="Stages on a rank of the interleaved schedule.",
+)
+@click.option(
+    "--file",
+    "file",
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="FILE.csv",
+    help="A schedule of your own: a row for each rank, cells like 0F0 (stage; F, B, I or W; microbatch).",
+)
+@click.option(
+    "--forward",
+    type=click.FloatRange(min=0, min_open=True),
+    default=1.0,
+    show_default=True,
+    metavar="T",
+    help="Time of a forward through a rank's share of the model.",
+)
+@click.option(
+    "--backward",
+    type=_TIME,
+    default=2.0,
+    show_default=True,
+    metavar="T",
+    help="Time of a whole backward through it.",
+)
+@click.option(
+    "--weight_grad",
+    "--weight-grad",
+    type=_TIME,
+    metavar="T",
+    help="The part of the backward that computes weight gradients; half of it if not given.",
+)
+@click.option("--p2p", type=_TIME, default=0.0, show_default=True, metavar="T", help="Time of a message.")
+@click.option("--bytes", "message_bytes", type=_POSITIVE, metavar="N", help="Bytes of a message.")
+@click.option("--plot", "plot_file", metavar="FILE.png", help="Also draw the schedules in time.")
+@click.option("--text", "has_text", is_flag=True, help="Also draw them with characters.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, without tables.")
+def pipeline(
+    names: str | None, plot_file: str | None, has_text: bool, as_json: bool, **settings: Any
+) -> None:
+    """Compare pipeline schedules: step time, bubble, memory and messages, without running them.
+
+    The schedules are the lists of actions that training runs. Times are in any unit. A rank's share of the
+    model takes the same time in all schedules, however many stages it is cut into.
+    """
+    from colossalai.cli._pipeline import Output, Settings, compare
+
+    chosen = None if names is None else tuple(name.strip() for name in names.split(","))
+    output = Output(plot_file=plot_file, has_text=has_text, as_json=as_json)
+    try:
+        compare(Settings(names=chosen, **settings), output)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error

@@ -9,6 +9,7 @@ from colossalai.context._launch import launch as launch
 from colossalai.context._launch import launch_from_openmpi as launch_from_openmpi
 from colossalai.context._launch import launch_from_slurm as launch_from_slurm
 from colossalai.context._launch import launch_from_torch as launch_from_torch
+from colossalai.context._launch import relayout as relayout
 from colossalai.context._mesh import Axis as Axis
 from colossalai.context._mesh import Mesh as Mesh
 from colossalai.context._parallel_context import ParallelContext as ParallelContext

@@ -78,6 +78,8 @@ def _check_fp16(value: Any) -> None:
     check_keys(value, ("mode", *PRECISION_KEYS[mode]), f"fp16 (mode {mode!r})")
     if mode == "torch":
         _check_scaler(value)
+    if mode == "naive":
+        _check_naive(value)
 
 
 def _check_scaler(value: Mapping[str, Any]) -> None:
@@ -88,6 +90,21 @@ def _check_scaler(value: Mapping[str, Any]) -> None:
     if backoff >= 1:
         raise ConfigException(f"fp16.backoff_factor is {backoff}; it must be below 1")
     check_positive(value.get("growth_interval", 2000), "fp16.growth_interval")
+
+
+def _check_naive(value: Mapping[str, Any]) -> None:
+    check_bool(value.get("log_num_zeros_in_grad", False), "fp16.log_num_zeros_in_grad")
+    check_bool(value.get("verbose", False), "fp16.verbose")
+    check_positive(value.get("hysteresis", 2), "fp16.hysteresis")
+    _check_scaler({key: value[key] for key in _SCALER_KEYS if key in value})
+    least = check_number(value.get("min_scale", 1.0), "fp16.min_scale", least=0)
+    greatest = check_number(value.get("max_scale", 2.0**32), "fp16.max_scale", least=0, positive=True)
+    first = check_number(value.get("initial_scale", 2.0**32), "fp16.initial_scale", least=0, positive=True)
+    if not least <= first <= greatest:
+        raise ConfigException(
+            f"fp16.initial_scale is {first:g}; it must be between min_scale ({least:g}) and max_scale "
+            f"({greatest:g})"
+        )
 
 
 def _check_handlers(value: Any) -> None:

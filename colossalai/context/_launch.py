@@ -14,8 +14,11 @@ import torch
 import torch.distributed as dist
 
 from colossalai.cluster._ports import port_holder
+from colossalai.context._config import ConfigException
+from colossalai.context._layout import parse_layout
 from colossalai.context._parallel_context import global_context
-from colossalai.context._random import seed_all_modes
+from colossalai.context._parallel_mode import ParallelMode
+from colossalai.context._random import get_seeds, seed_all_modes, seed_layout_modes
 from colossalai.logging import get_dist_logger
 
 ConfigLike = str | Path | Mapping[str, Any] | None
@@ -158,6 +161,35 @@ def launch_from_openmpi(
         verbose=verbose,
         timeout=timeout,
     )
+
+
+def relayout(parallel: Mapping[str, Any]) -> None:
+    """Lay the mesh of a launched job anew, for a plugin that says the sizes after the launch.
+
+    Layers that were built before keep the old one, so it is done before the model is built.
+
+    Args:
+        parallel: What `parallel` in a config would say.
+
+    Raises:
+        RuntimeError: Nothing has been launched.
+        ConfigException: The sizes do not fit the number of processes, or the job was launched with others.
+    """
+    mesh, config = global_context.mesh, global_context.config
+    written = config.get("parallel")
+    layout = parse_layout(parallel, mesh.world_size)
+    if parse_layout(written, mesh.world_size) == layout:
+        return
+    if written:
+        raise ConfigException(
+            f"the job was launched with parallel={dict(written)}, and the plugin says {dict(parallel)}: "
+            "leave `parallel` out of the config, or make the two the same"
+        )
+    seed = get_seeds()[ParallelMode.GLOBAL]
+    mesh.forget_groups()
+    config["parallel"] = dict(parallel)
+    global_context.init_parallel_groups(rank=mesh.rank, world_size=mesh.world_size)
+    seed_layout_modes(seed, global_context.mesh, global_context.tensor_axes)
 
 
 def get_default_parser() -> argparse.ArgumentParser:

@@ -52,12 +52,18 @@ def seed_all_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> None:
     """Make the random states of a freshly launched job and put GLOBAL in force."""
     reset_seeds()
     set_seed(seed)
-    slice_of_data = (mesh.axis_rank("dp"), mesh.axis_rank("pp"))
     add_seed(ParallelMode.GLOBAL, seed)
-    add_seed(ParallelMode.DATA, _mix(seed, "data", *slice_of_data))
-    add_seed(ParallelMode.TENSOR, _mix(seed, "tensor", *slice_of_data, mesh.axis_rank(tensor_axes)))
-    _seeds.expert_rank = mesh.axis_rank("ep")
+    seed_layout_modes(seed, mesh, tensor_axes)
     set_mode(ParallelMode.GLOBAL)
+
+
+def seed_layout_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> None:
+    """Make the random states that depend on where in the mesh a rank is; the state in force is not touched."""
+    slice_of_data = (mesh.axis_rank("dp"), mesh.axis_rank("pp"))
+    tensor_rank = mesh.axis_rank(tensor_axes)
+    add_seed(ParallelMode.DATA, _mix(seed, "data", *slice_of_data), overwrite=True)
+    add_seed(ParallelMode.TENSOR, _mix(seed, "tensor", *slice_of_data, tensor_rank), overwrite=True)
+    _seeds.expert_rank = mesh.axis_rank("ep")
 
 
 def set_seed(seed: int) -> None:

@@ -15,7 +15,9 @@ from torch.nn import functional
 
 from colossalai.communication import slice_of
 from colossalai.context import ParallelMode, get_seeds, global_context, seed
+from colossalai.model_zoo._sequence import SEQUENCE, sequence_cut
 from colossalai.nn.layer import Cut, Dropout, Linear, current_cut, linear_scheme
+from colossalai.nn.layer.parallel_sequence import ring_attention
 
 
 class AttentionCore(Protocol):
@@ -52,6 +54,8 @@ class SelfAttention(nn.Module):
         causal: Whether a position attends to itself and the earlier ones only.
         dropout: Rate after the output projection.
         attention_dropout: Rate on the attention weights.
+        bias: Whether the projections add a bias.
+        dtype: Type of the parameters; None for torch's default.
 
     Shape:
         Input and output (batch, seq, hidden): slices as the layers before and after cut them.
@@ -61,16 +65,25 @@ class SelfAttention(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, num_heads: int, *, causal: bool, dropout: float, attention_dropout: float
+        self,
+        hidden_size: int,
+        num_heads: int,
+        *,
+        causal: bool,
+        dropout: float,
+        attention_dropout: float,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.cut = cut_of_heads(num_heads)
+        self.sequence = sequence_cut(causal=causal)
         self.core = attention_core(global_context.tensor_mode)
         self.head_size = hidden_size // num_heads
         self.causal = causal
         self.attention_dropout = attention_dropout
-        self.qkv = Linear(hidden_size, 3 * hidden_size)
-        self.projection = Linear(hidden_size, hidden_size)
+        self.qkv = Linear(hidden_size, 3 * hidden_size, bias, dtype=dtype)
+        self.projection = Linear(hidden_size, hidden_size, bias, dtype=dtype)
         self.dropout = Dropout(dropout)
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -95,9 +108,10 @@ class SelfAttention(nn.Module):
         return self.dropout(self.projection(context.transpose(1, 2).flatten(2)))
 
     def _padding(self, attention_mask: Tensor | None) -> Tensor | None:
-        """Return where this rank's part of the batch is padding."""
+        """Return where this rank's part of the batch, or of its sequences, is padding."""
         if attention_mask is None:
             return None
+        attention_mask = self.sequence.own_columns(attention_mask)
         for name in self.cut.batch:
             attention_mask = slice_of(attention_mask, global_context.mesh.axis(name), 0)
         return attention_mask == 0
@@ -129,9 +143,33 @@ def scaled_dot_product(
     )
 
 
-_CORES: Mapping[str | None, AttentionCore] = dict.fromkeys(
-    (None, "1d", "2d", "2.5d", "3d"), scaled_dot_product
-)
+def ring(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    causal: bool,
+    key_padding_mask: Tensor | None,
+    dropout_p: float,
+) -> Tensor:
+    """Attend to the keys of all ranks that share the sequences: the core of mode "sequence"."""
+    sequence = sequence_cut(causal=causal)
+    return ring_attention(
+        query,
+        key,
+        value,
+        axis=sequence.axis,
+        causal=causal,
+        key_padding_mask=key_padding_mask,
+        dropout_p=dropout_p,
+        order=sequence.order,
+    )
+
+
+_CORES: Mapping[str | None, AttentionCore] = {
+    **dict.fromkeys((None, "1d", "2d", "2.5d", "3d"), scaled_dot_product),
+    SEQUENCE: ring,
+}
 
 
 def attention_core(mode: str | None) -> AttentionCore:

@@ -2,14 +2,21 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from colossalai.context import global_context
+from colossalai.model_zoo._sequence import SEQUENCE
 from colossalai.nn.layer import Classifier, Linear
 
 
 def output_layer(
-    in_features: int, num_classes: int, *, bias: bool = True, vocab_parallel_limit: int | None = None
+    in_features: int,
+    num_classes: int,
+    *,
+    bias: bool = True,
+    dtype: torch.dtype | None = None,
+    vocab_parallel_limit: int | None = None,
 ) -> nn.Module:
     """Return the classifier of the current mode, a plain linear layer where nothing is cut.
 
@@ -20,11 +27,13 @@ def output_layer(
         in_features: Global size of the features.
         num_classes: Number of classes.
         bias: Whether to add a bias.
+        dtype: Type of the parameters; None for torch's default.
         vocab_parallel_limit: More classes than this are cut over the ranks; None for the limit of the layers.
     """
-    if global_context.tensor_mode in (None, "sequence"):
-        return Linear(in_features, num_classes, bias)
-    return Classifier(in_features, num_classes, bias=bias, **vocab_options(vocab_parallel_limit))
+    if global_context.tensor_mode in (None, SEQUENCE):
+        return Linear(in_features, num_classes, bias, dtype=dtype)
+    options = vocab_options(vocab_parallel_limit)
+    return Classifier(in_features, num_classes, bias=bias, dtype=dtype, **options)
 
 
 def vocab_options(limit: int | None) -> dict[str, Any]:

@@ -4,13 +4,15 @@ A block knows of its tensor mode through the layers of `colossalai.nn` only. Tho
 another are applied one after another, so the order in a constructor is the order of the forward.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from colossalai.model_zoo._attention import SelfAttention
-from colossalai.nn.layer import Dropout, LayerNorm, Linear
+from colossalai.nn.layer import Dropout, DropPath, LayerNorm, Linear
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,10 @@ class BlockShape:
         dropout: Rate after the attention and the feed-forward layer.
         attention_dropout: Rate on the attention weights.
         layer_norm_epsilon: Added to the variance in each layer norm.
-        gelu: "none" for the exact GELU, "tanh" for its approximation, as torch names them.
+        activation: Between the two linear layers of the feed-forward layer.
+        bias: Whether the linear layers add a bias.
+        dtype: Type of the parameters; None for torch's default.
+        drop_path: Probability that a sample does without the attention, and without the feed-forward layer.
     """
 
     hidden_size: int
@@ -35,11 +40,19 @@ class BlockShape:
     dropout: float
     attention_dropout: float
     layer_norm_epsilon: float
-    gelu: str = "none"
+    activation: Callable[[Tensor], Tensor] = functional.gelu
+    bias: bool = True
+    dtype: torch.dtype | None = None
+    drop_path: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_heads(self.hidden_size, self.num_heads)
+        for name in ("dropout", "attention_dropout", "drop_path"):
+            check_rate(name, getattr(self, name))
 
 
 class FeedForward(nn.Module):
-    """The feed-forward layer: linear, GELU, linear.
+    """The feed-forward layer: linear, activation, linear.
 
     Args:
         shape: The shape of the block.
@@ -47,15 +60,14 @@ class FeedForward(nn.Module):
 
     def __init__(self, shape: BlockShape) -> None:
         super().__init__()
-        self.gelu = shape.gelu
-        self.expansion = Linear(shape.hidden_size, shape.inner_size)
-        self.projection = Linear(shape.inner_size, shape.hidden_size)
+        self.activation = shape.activation
+        self.expansion = Linear(shape.hidden_size, shape.inner_size, shape.bias, dtype=shape.dtype)
+        self.projection = Linear(shape.inner_size, shape.hidden_size, shape.bias, dtype=shape.dtype)
         self.dropout = Dropout(shape.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Transform each position of (batch, seq, hidden) on its own."""
-        inner = functional.gelu(self.expansion(hidden), approximate=self.gelu)
-        return self.dropout(self.projection(inner))
+        return self.dropout(self.projection(self.activation(self.expansion(hidden))))
 
 
 class PreNormBlock(nn.Module):
@@ -71,6 +83,7 @@ class PreNormBlock(nn.Module):
         self.attention = _attention(shape)
         self.mlp_norm = _norm(shape)
         self.mlp = FeedForward(shape)
+        self.drop_path = DropPath(shape.drop_path)
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Map (batch, seq, hidden) to the same shape.
@@ -79,8 +92,8 @@ class PreNormBlock(nn.Module):
             hidden: This rank's slice of the residual stream.
             attention_mask: (batch, seq), whole; 0 where a position is padding.
         """
-        hidden = hidden + self.attention(self.attention_norm(hidden), attention_mask)
-        return hidden + self.mlp(self.mlp_norm(hidden))
+        hidden = hidden + self.drop_path(self.attention(self.attention_norm(hidden), attention_mask))
+        return hidden + self.drop_path(self.mlp(self.mlp_norm(hidden)))
 
 
 class PostNormBlock(nn.Module):
@@ -109,7 +122,7 @@ class PostNormBlock(nn.Module):
 
 
 def _norm(shape: BlockShape) -> nn.Module:
-    return LayerNorm(shape.hidden_size, eps=shape.layer_norm_epsilon)
+    return LayerNorm(shape.hidden_size, eps=shape.layer_norm_epsilon, dtype=shape.dtype)
 
 
 def _attention(shape: BlockShape) -> SelfAttention:
@@ -119,4 +132,29 @@ def _attention(shape: BlockShape) -> SelfAttention:
         causal=shape.causal,
         dropout=shape.dropout,
         attention_dropout=shape.attention_dropout,
+        bias=shape.bias,
+        dtype=shape.dtype,
     )
+
+
+def check_heads(hidden_size: int, num_heads: int) -> None:
+    """Require that the heads of an attention have one size.
+
+    Raises:
+        ValueError: They have not.
+    """
+    if num_heads < 1 or hidden_size % num_heads:
+        raise ValueError(
+            f"hidden_size={hidden_size} does not divide into {num_heads} heads: choose "
+            "num_attention_heads that divides hidden_size"
+        )
+
+
+def check_rate(name: str, rate: float) -> None:
+    """Require that a rate is from 0 to below 1.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if not 0.0 <= rate < 1.0:
+        raise ValueError(f"{name}={rate}: a rate from 0 up to, not including, 1 is needed")

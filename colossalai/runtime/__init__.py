@@ -2,11 +2,16 @@
 
 from colossalai.runtime._assemble import assemble as assemble
 from colossalai.runtime._assemble import replicas_of as replicas_of
+from colossalai.runtime._assemble import tensor_axis_of as tensor_axis_of
 from colossalai.runtime._data import DataParallelLoader as DataParallelLoader
 from colossalai.runtime._data import DataParallelSampler as DataParallelSampler
 from colossalai.runtime._data import make_dataloader as make_dataloader
+from colossalai.runtime._data import to_device as to_device
 from colossalai.runtime._epoch import EpochWatch as EpochWatch
 from colossalai.runtime._epoch import WatchedLoader as WatchedLoader
+from colossalai.runtime._pairs import pairs_table as pairs_table
+from colossalai.runtime._pairs import refuse_pairs as refuse_pairs
+from colossalai.runtime._pipeline import Pipeline as Pipeline
 from colossalai.runtime._plan import Plan as Plan
 from colossalai.runtime._recompute import apply_recompute as apply_recompute
 from colossalai.runtime._recompute import checkpoint as checkpoint

@@ -1,13 +1,18 @@
-"""Apply a plan to a model and its optimizers, in one fixed order: recompute, precision, data."""
+"""Apply a plan to a model and its optimizers, in one fixed order: pipeline, precision, recompute, data."""
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp import OptimizerWrapper, apply_precision
+from colossalai.amp import Masters, OptimizerWrapper, apply_precision
+from colossalai.checkpoint_io import parameter_names
 from colossalai.context import Axis, Mesh, ParallelContext, ParallelMode, get_seeds, set_mode
+from colossalai.nn.parallel import Replicated
+from colossalai.pipeline import is_shared_copy
+from colossalai.runtime._pipeline import Pipeline
 from colossalai.runtime._plan import Plan
 from colossalai.runtime._recompute import apply_recompute, find_blocks
+from colossalai.runtime._stages import take_stages
 from colossalai.runtime._wrapper import ModelWrapper
 from colossalai.tensor import ShardingSpec, set_spec, spec_of
 
@@ -20,6 +25,11 @@ def replicas_of(context: ParallelContext) -> Axis:
     return context.mesh.axis(("dp", "tp") if context.tensor_mode == "sequence" else "dp")
 
 
+def tensor_axis_of(context: ParallelContext) -> Axis | None:
+    """Return the ranks whose activations are the same between layers; None in modes that cut them."""
+    return context.mesh.axis("tp") if context.tensor_mode == "1d" else None
+
+
 def assemble(
     plan: Plan,
     model: nn.Module,
@@ -28,6 +38,7 @@ def assemble(
     mesh: Mesh,
     device: torch.device,
     replicas: Axis | None = None,
+    tensor_axis: Axis | None = None,
 ) -> tuple[ModelWrapper, OptimizerWrapper | None]:
     """Apply the methods of a plan to a model and its optimizer.
 
@@ -43,6 +54,7 @@ def assemble(
         device: The device of this rank.
         replicas: The ranks over which gradients are averaged; default: those along `dp`. Each rank's loss is
             the mean over its own part of the batch, and the parts are equally large.
+        tensor_axis: The ranks that share a stage of a pipeline and have the same activations.
 
     Raises:
         ValueError: The model or the optimizer has been assembled before, the optimizer holds parameters that
@@ -50,27 +62,62 @@ def assemble(
     """
     _check(model, optimizer)
     replicas = replicas or mesh.axis("dp")
+    if plan.pipeline is not None:
+        model = take_stages(model, optimizer, options=plan.pipeline, axis=mesh.axis("pp"), device=device)
     names = {id(param): name for name, param in model.named_parameters()}
     specs = {name: spec_of(param) for name, param in model.named_parameters()}
     model.to(device)
     blocks = find_blocks(model)
+    masters = _convert(plan, model, replicas)
     apply_recompute(model, plan.recompute)
-    computing = apply_precision(model, plan.precision, device.type)
+    computing = model
+    if plan.pipeline is None:  # which applies the precision stage by stage
+        computing = apply_precision(model, plan.precision, device.type)
     applied = plan.data.apply(computing, blocks=blocks, replicas=replicas, device=device)
     _keep_specs(model, specs)
     wrapped = None
     if optimizer is not None:
         _follow_replaced_params(optimizer, model, names)
+        masters = masters.stand_in(optimizer)
+        if plan.precision.has_masters and replicas.size > 1:
+            masters.start_equal(replicas.group)
         wrapped = OptimizerWrapper(
             optimizer,
             scaler=plan.precision.make_scaler(),
             group=mesh.group(tuple(mesh.axes)),
-            param_names={param: name for name, param in model.named_parameters()},
+            param_names=_param_names(model, plan),
+            masters=masters,
+            before_step=plan.precision.before_step,
+            max_norm=plan.clip_grad_norm,
+            stages=None if plan.pipeline is None else mesh.group("pp"),
+            counts=None if plan.pipeline is None else _is_counted,
         )
     in_force = ParallelMode.DATA if replicas.size == mesh.axis_size("dp") else ParallelMode.TENSOR
     if in_force in get_seeds():
         set_mode(in_force)
-    return ModelWrapper(model, applied, plan.data), wrapped
+    pipeline = None
+    if plan.pipeline is not None:
+        pipeline = Pipeline(
+            model,
+            options=plan.pipeline,
+            axis=mesh.axis("pp"),
+            tensor_axis=tensor_axis,
+            device=device,
+            precision=plan.precision,
+            data=plan.data,
+        )
+    return ModelWrapper(model, applied, plan.data, pipeline=pipeline), wrapped
+
+
+def _param_names(model: nn.Module, plan: Plan) -> dict[nn.Parameter, str]:
+    """Return the name of each parameter; under a pipeline the one that all stages which share it use."""
+    if plan.pipeline is not None:
+        return parameter_names(model)
+    return {param: name for name, param in model.named_parameters()}
+
+
+def _is_counted(param: torch.Tensor) -> bool:
+    return not is_shared_copy(param)
 
 
 def _check(model: nn.Module, optimizer: Optimizer | None) -> None:
@@ -82,6 +129,18 @@ def _check(model: nn.Module, optimizer: Optimizer | None) -> None:
         raise ValueError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ValueError(f"the optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
+
+
+def _convert(plan: Plan, model: nn.Module, replicas: Axis) -> Masters:
+    """Bring the model to the precision of the plan, and return the float32 masters that it then needs."""
+    if plan.precision.has_masters and plan.data.shards_parameters:
+        raise ValueError(
+            "float32 masters of the weights and sharded parameters cannot be combined: with naive float16 "
+            "use data parallelism, or with sharded parameters the precision 'fp16' or 'bf16'"
+        )
+    # Torch's DistributedDataParallel reduces gradients in the dtype of the parameters only.
+    float32_grads = replicas.size == 1 or not isinstance(plan.data, Replicated)
+    return plan.precision.convert_model(model, float32_grads=float32_grads)
 
 
 def _keep_specs(model: nn.Module, specs: dict[str, ShardingSpec | None]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from colossalai.runtime._epoch import length_of, with_last
@@ -189,3 +190,8 @@ def make_dataloader(
         num_workers=num_workers,
         **kwargs,
     )
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return a nested batch with its tensors on a device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)

@@ -8,7 +8,9 @@ from colossalai.amp import FullPrecision, Precision, precision_of
 from colossalai.context import Config, ConfigException
 from colossalai.context._features import precision_mode
 from colossalai.logging import get_dist_logger
-from colossalai.nn.parallel import DataMethod, FullySharded, Replicated, Unsynchronized
+from colossalai.nn.parallel import Bucketed, DataMethod, FullySharded, Replicated, Unsynchronized
+from colossalai.pipeline import PipelineOptions
+from colossalai.runtime._pairs import refuse_pairs
 
 _PIPELINE_KEYS = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE")
 
@@ -24,6 +26,7 @@ class Plan:
         accumulation_steps: Number of microbatches that make one optimizer step.
         clip_grad_norm: Bound of the gradient norm; 0 for none.
         gradient_handlers: One dict for each gradient handler, with its registered `type`.
+        pipeline: How the model is cut into stages and a batch goes through them; None: it is not.
     """
 
     data: DataMethod = field(default_factory=Replicated)
@@ -32,24 +35,41 @@ class Plan:
     accumulation_steps: int = 1
     clip_grad_norm: float = 0.0
     gradient_handlers: tuple[Mapping[str, Any], ...] = ()
+    pipeline: PipelineOptions | None = None
+
+    def __post_init__(self) -> None:
+        refuse_pairs(self.methods)
+
+    @property
+    def methods(self) -> list[str]:
+        """What is used, in the words of the table of pairs."""
+        used = {"pipeline": self.pipeline is not None, "ZeRO 3": isinstance(self.data, FullySharded)}
+        return [name for name, is_used in used.items() if is_used]
 
     @staticmethod
-    def from_config(config: Config) -> "Plan":
+    def from_config(config: Config, *, pipeline: PipelineOptions | None = None) -> "Plan":
         """Return the plan that the feature keys of a config say.
 
+        Args:
+            config: The config.
+            pipeline: How the pipeline is run, if something else than the config says so.
+
         Raises:
-            ConfigException: A feature has not landed yet.
+            ConfigException: A feature has not landed yet, or two that are asked for do not go together.
         """
-        _warn_of_what_has_no_effect(config)
+        pipeline = pipeline or _pipeline_options(config)
+        if pipeline is None:
+            _warn_of_what_has_no_effect(config)
         handlers = config.get("gradient_handler") or config.get("gradient_handlers") or ()
         recompute = config.get("recompute") or False
         return Plan(
-            data=_data_method(config.get("zero"), handlers),
+            data=_data_method(config.get("zero"), handlers, in_pipeline=pipeline is not None),
             precision=_precision(config.get("fp16")),
             recompute=(recompute,) if isinstance(recompute, str) else recompute,
             accumulation_steps=config.get("gradient_accumulation") or 1,
             clip_grad_norm=config.get("clip_grad_norm") or 0.0,
             gradient_handlers=tuple(handlers),
+            pipeline=pipeline,
         )
 
 
@@ -63,15 +83,45 @@ def _precision(fp16: Mapping[str, Any] | None) -> Precision:
         raise ConfigException(str(error)) from error
 
 
-def _data_method(zero: Mapping[str, Any] | None, handlers: Sequence[Any]) -> DataMethod:
+def _pipeline_options(config: Config) -> PipelineOptions | None:
+    parallel = config.get("parallel") or {}
+    pipeline = parallel.get("pipeline") or 1
+    written: Mapping[str, Any] = pipeline if isinstance(pipeline, Mapping) else {"size": pipeline}
+    if (written.get("size") or 1) == 1:
+        return None
+    if config.get("NUM_MICRO_BATCHES") is None:
+        raise ConfigException(
+            "a pipeline cuts every batch into microbatches: add NUM_MICRO_BATCHES to the config (four times "
+            f"the number of stages, {4 * written['size']}, keeps most of the ranks busy)"
+        )
+    shape = config.get("TENSOR_SHAPE")
+    try:
+        return PipelineOptions(
+            num_microbatches=config["NUM_MICRO_BATCHES"],
+            num_chunks=config.get("NUM_CHUNKS"),
+            schedule=written.get("schedule"),
+            partition=written.get("partition"),
+            tensor_shape=None if shape is None else tuple(shape),
+        )
+    except ValueError as error:
+        raise ConfigException(f"parallel.pipeline: {error}") from error
+
+
+def _data_method(zero: Mapping[str, Any] | None, handlers: Sequence[Any], *, in_pipeline: bool) -> DataMethod:
     if zero is None:
-        return Unsynchronized() if handlers else Replicated()
+        own = Bucketed() if in_pipeline else Replicated()
+        return Unsynchronized() if any(map(_averages, handlers)) else own
     stage = zero.get("stage", 1)
     if stage != 3:
-        raise ConfigException(f"zero stage {stage} is not there yet: stage 3 (sharded parameters) is")
+        refuse_pairs([f"ZeRO {stage}", *(["pipeline"] if in_pipeline else [])])
     if handlers:
         raise ConfigException("zero makes the gradients equal itself: remove the gradient handlers")
     return FullySharded(cpu_offload=zero.get("cpu_offload", False))
+
+
+def _averages(handler: Mapping[str, Any]) -> bool:
+    """Whether a handler makes gradients equal over the replicas, which then nobody else must do."""
+    return handler.get("type") != "PipelineSharedModuleGradientHandler"
 
 
 def _warn_of_what_has_no_effect(config: Config) -> None:

@@ -16,6 +16,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from colossalai.context._random import replay, snapshot
+from colossalai.pipeline import ChunkList, PartOfStack
 
 
 def checkpoint(
@@ -70,7 +71,10 @@ def apply_recompute(module: nn.Module, select: bool | Sequence[str]) -> nn.Modul
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the repeated parts of a model: members of its outermost stacks of modules of one class."""
     members = list(dict.fromkeys(module.children()))
+    if isinstance(module, PartOfStack):
+        return members
     is_stack = isinstance(module, nn.ModuleList | nn.Sequential) and len(members) > 1
+    is_stack = is_stack and not isinstance(module, ChunkList)
     if is_stack and len({type(member) for member in members}) == 1 and _has_params(members[0]):
         return members
     return [block for member in members for block in find_blocks(member)]

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from colossalai.amp import OptimizerWrapper
+from colossalai.pipeline import PipelineOptions
 from colossalai.runtime._epoch import EpochWatch
+from colossalai.runtime._pipeline import BatchResult, Criterion
 from colossalai.runtime._wrapper import ModelWrapper
-from colossalai.tensor import scale_grads
 
 
 class TrainingStep:
@@ -22,7 +23,6 @@ class TrainingStep:
         model: The assembled model.
         optimizer: Its assembled optimizer; None for a model that is only run.
         accumulation_steps: Length N of a window.
-        clip_grad_norm: Bound of the gradient norm; 0 for none.
         sync_grads: What makes gradients equal over the ranks after the backward, in order.
     """
 
@@ -32,12 +32,10 @@ class TrainingStep:
         optimizer: OptimizerWrapper | None,
         *,
         accumulation_steps: int = 1,
-        clip_grad_norm: float = 0.0,
         sync_grads: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.model = model
         self.accumulation_steps = accumulation_steps
-        self.clip_grad_norm = clip_grad_norm
         self.sync_grads = tuple(sync_grads)
         self.watch: EpochWatch | None = None
         self._optimizer = optimizer
@@ -55,7 +53,7 @@ class TrainingStep:
         return self._optimizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on a microbatch."""
+        """Run the model on a microbatch; with a pipeline that is for `run_pipeline` to do."""
         if self.accumulation_steps > 1 and torch.is_grad_enabled() and self.model.training:
             self.model.set_sync(self._closes_window())
         return self.model(*args, **kwargs)
@@ -63,6 +61,42 @@ class TrainingStep:
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a microbatch's mean loss, as its part of the mean over the window."""
         self.optimizer.backward(loss / self.accumulation_steps if self.accumulation_steps > 1 else loss)
+
+    def run_pipeline(
+        self,
+        data: Any,
+        label: Any,
+        criterion: Criterion | None,
+        *,
+        options: PipelineOptions | None = None,
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output: bool = False,
+    ) -> BatchResult:
+        """Run a batch through the pipeline; see `Pipeline.run`. It counts as one microbatch of the window.
+
+        Raises:
+            ValueError: The model has no pipeline.
+        """
+        if self.model.pipeline is None:
+            raise ValueError(
+                "a pipeline schedule needs a pipeline: launch with parallel=dict(pipeline=...) and more than "
+                "one stage, or leave the schedule out"
+            )
+        factor = 1.0
+        if not forward_only:
+            factor = self.optimizer.start_backward() / self.accumulation_steps
+        return self.model.pipeline.run(
+            data,
+            label,
+            criterion,
+            options=options,
+            forward_only=forward_only,
+            return_loss=return_loss,
+            return_output=return_output,
+            loss_factor=factor,
+            sync=self._closes_window(),
+        )
 
     def step(self) -> bool:
         """End a microbatch; at the end of the window update the parameters.
@@ -77,12 +111,8 @@ class TrainingStep:
         window, self._done = self._done, 0
         for sync in self.sync_grads:
             sync()
-        if (
-            window < self.accumulation_steps
-        ):  # the last window of an epoch: its losses were divided by too much
-            scale_grads(self._params(), self.accumulation_steps / window)
-        if self.clip_grad_norm > 0:
-            self.optimizer.clip_grad_by_norm(self.clip_grad_norm)
+        if window < self.accumulation_steps:  # the last of an epoch: its losses were divided by too much
+            self.optimizer.scale_grads(self.accumulation_steps / window)
         self.optimizer.step()
         return self.optimizer.stepped
 
@@ -94,6 +124,3 @@ class TrainingStep:
     def _closes_window(self) -> bool:
         at_end = self.watch is not None and self.watch.at_last_batch
         return at_end or self._done + 1 == self.accumulation_steps
-
-    def _params(self) -> list[torch.nn.Parameter]:
-        return [param for group in self.optimizer.param_groups for param in group["params"]]

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from colossalai.nn.parallel import DataMethod
+from colossalai.runtime._pipeline import Pipeline
 
 
 class ModelWrapper(nn.Module):
@@ -19,12 +20,17 @@ class ModelWrapper(nn.Module):
         raw: The model that was given.
         applied: The same with the methods around it.
         data: The data-parallel method, which is told when to synchronize.
+        pipeline: What runs it, if it is only a part of a model.
     """
 
-    def __init__(self, raw: nn.Module, applied: nn.Module, data: DataMethod) -> None:
+    def __init__(
+        self, raw: nn.Module, applied: nn.Module, data: DataMethod, *, pipeline: Pipeline | None = None
+    ) -> None:
         super().__init__()
         self.module = applied
         self.data = data
+        self.pipeline = pipeline
+        self.syncs = True
         # Not a sub-module: its parameters are already those of `module`.
         object.__setattr__(self, "_raw", raw)
 
@@ -42,12 +48,23 @@ class ModelWrapper(nn.Module):
         return raw
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
+        """Run the model.
+
+        Raises:
+            ValueError: It is a part of a model only.
+        """
+        if self.pipeline is not None:
+            raise ValueError(
+                "this is a stage of a pipeline, which cannot be called: use engine.execute_schedule(...) or "
+                "booster.execute_pipeline(...), which run a batch through all stages"
+            )
         return self.module(*args, **kwargs)
 
     def set_sync(self, enabled: bool) -> None:
         """Say whether the next forward and its backward synchronize gradients."""
-        self.data.set_sync(self.module, enabled)
+        self.syncs = enabled
+        if self.pipeline is None:
+            self.data.set_sync(self.module, enabled)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Tensors that are cut over ranks: what a rank holds of them, and what holds for the whole."""
 
+from colossalai.tensor._norm import count_zero_grads as count_zero_grads
 from colossalai.tensor._norm import global_grad_norm as global_grad_norm
 from colossalai.tensor._norm import local_grads as local_grads
 from colossalai.tensor._norm import local_slice as local_slice

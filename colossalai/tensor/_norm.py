@@ -1,12 +1,13 @@
 """Norms over all parameters of a model, wherever their slices are.
 
 A parameter that is cut over some ranks adds the p-th powers of its slices over those ranks; a replicated one
-is counted once. Which is which is read off the parameter itself.
+is counted once. Which is which is read off the parameter itself. The stages of a pipeline hold different
+parameters: they add theirs.
 """
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -42,15 +43,24 @@ def local_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [local_slice(param.grad) for param in params if param.grad is not None]
 
 
-def global_grad_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
+def global_grad_norm(
+    params: Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    *,
+    stages: dist.ProcessGroup | None = None,
+    counts: Callable[[torch.Tensor], bool] | None = None,
+) -> torch.Tensor:
     """Return the norm of the gradients of `params` taken as one vector; the same value on every rank.
 
-    One all-reduce of one scalar per group that a parameter is cut over; none if all are replicated. The
-    parameters must be the same on all ranks; whether they have a gradient may differ.
+    One all-reduce of one scalar per group that a parameter is cut over; none if all are replicated; one more
+    over `stages`. The parameters must be the same on all ranks of a stage; whether they have a gradient may
+    differ.
 
     Args:
         params: Parameters, whole or sharded.
         norm_type: The p of the p-norm, at least 1; infinity for the largest absolute value.
+        stages: The ranks of a pipeline, each of which holds other parameters.
+        counts: False for a parameter that another stage holds, too, and counts; default: all count.
 
     Returns:
         A scalar in float32 (float64 for float64 gradients).
@@ -60,14 +70,24 @@ def global_grad_norm(params: Iterable[torch.Tensor], norm_type: float = 2.0) -> 
     """
     if norm_type < 1:
         raise ValueError(f"norm_type is {norm_type}; it must be at least 1 (float('inf') for the maximum)")
-    by_groups: dict[Groups, list[torch.Tensor]] = defaultdict(list)
-    for param in params:
-        by_groups[sharding_groups(param)].append(param)
-    if not by_groups:
-        return torch.zeros(())
-    parts = [_power_sum(members, norm_type, groups) for groups, members in by_groups.items()]
-    total = torch.stack(parts)
-    return total.max() if norm_type == float("inf") else total.sum().pow(1.0 / norm_type)
+    maximum = norm_type == float("inf")
+    op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+
+    def measure(members: list[torch.Tensor]) -> torch.Tensor:
+        return _power_sum(members, norm_type)
+
+    total = _over_all_slices(params, measure, op=op, stages=stages, counts=counts)
+    return total if maximum else total.pow(1.0 / norm_type)
+
+
+def count_zero_grads(
+    params: Iterable[torch.Tensor],
+    *,
+    stages: dist.ProcessGroup | None = None,
+    counts: Callable[[torch.Tensor], bool] | None = None,
+) -> int:
+    """Return how many elements of the gradients are 0; arguments and communication as `global_grad_norm`."""
+    return int(_over_all_slices(params, _num_zeros, op=dist.ReduceOp.SUM, stages=stages, counts=counts))
 
 
 def scale_grads(params: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
@@ -77,19 +97,65 @@ def scale_grads(params: Iterable[torch.Tensor], factor: float | torch.Tensor) ->
         torch._foreach_mul_(grads, factor)
 
 
-def _power_sum(params: list[torch.Tensor], norm_type: float, groups: Groups) -> torch.Tensor:
-    """Return the sum of the p-th powers (the maximum for p = infinity) over all slices of `params`."""
-    maximum = norm_type == float("inf")
+def _over_all_slices(
+    params: Iterable[torch.Tensor],
+    measure: Callable[[list[torch.Tensor]], torch.Tensor],
+    *,
+    op: dist.ReduceOp.RedOpType,
+    stages: dist.ProcessGroup | None,
+    counts: Callable[[torch.Tensor], bool] | None,
+) -> torch.Tensor:
+    """Return the sum (or the maximum, as `op` says) of a measure of the parameters over all their slices."""
+    by_groups: dict[Groups, list[torch.Tensor]] = defaultdict(list)
+    for param in params:
+        if counts is None or counts(param):
+            by_groups[sharding_groups(param)].append(param)
+    parts = []
+    for groups, members in by_groups.items():
+        part = measure(members)
+        for group in groups:
+            dist.all_reduce(part, op=op, group=group)
+        parts.append(part)
+    if parts:
+        stacked = torch.stack(parts)
+        total = stacked.max() if op == dist.ReduceOp.MAX else stacked.sum()
+    else:
+        total = torch.zeros((), device=_device_of_nothing() if stages is not None else None)
+    return total if stages is None else _over_stages(total, op, stages)
+
+
+def _over_stages(total: torch.Tensor, op: dist.ReduceOp.RedOpType, stages: dist.ProcessGroup) -> torch.Tensor:
+    # In one dtype on all of them, though one may hold float64 parameters and another none at all.
+    wide = total.to(_widest(total.device))
+    dist.all_reduce(wide, op=op, group=stages)
+    return wide.to(total.dtype)
+
+
+def _power_sum(params: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+    """Return the sum of the p-th powers (the maximum for p = infinity) over this rank's slices."""
     grads = [grad for grad in local_grads(params) if grad.numel() > 0]
     dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
-    if grads:
-        norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(grads, norm_type, dtype=dtype)])
-        result = norms.max() if maximum else norms.pow(norm_type).sum()
-    else:
-        result = torch.zeros((), dtype=dtype, device=local_slice(params[0]).device)
-    for group in groups:
-        dist.all_reduce(result, op=dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM, group=group)
+    if not grads:
+        return torch.zeros((), dtype=dtype, device=local_slice(params[0]).device)
+    norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(grads, norm_type, dtype=dtype)])
+    return norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()
+
+
+def _num_zeros(params: list[torch.Tensor]) -> torch.Tensor:
+    """Return how many elements of this rank's slices of the gradients are 0."""
+    device = local_slice(params[0]).device
+    result = torch.zeros((), dtype=_widest(device), device=device)
+    for grad in local_grads(params):
+        result += grad.numel() - grad.count_nonzero()
     return result
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+
+
+def _device_of_nothing() -> torch.device | None:
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:

@@ -25,12 +25,14 @@ def hugging_face(name: str, **settings) -> nn.Module:
     theirs = pytest.importorskip("transformers")
     torch.manual_seed(5)
     if name == "gpt":
-        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": SEQ, "n_inner": 48}
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_inner": 48}
         special = {"bos_token_id": None, "eos_token_id": None}
-        config = theirs.GPT2Config(vocab_size=VOCAB, **sizes, **special, **settings)
+        settings = {"n_positions": SEQ, "vocab_size": VOCAB} | settings
+        config = theirs.GPT2Config(**sizes, **special, **settings)
         model = theirs.GPT2LMHeadModel(config)
     elif name == "bert":
-        config = theirs.BertConfig(vocab_size=VOCAB, max_position_embeddings=SEQ, **ENCODER, **settings)
+        settings = {"max_position_embeddings": SEQ, "vocab_size": VOCAB} | settings
+        config = theirs.BertConfig(**ENCODER, **settings)
         model = theirs.BertForMaskedLM(config)
     else:
         config = theirs.ViTConfig(image_size=8, patch_size=4, num_labels=4, **ENCODER, **settings)
@@ -95,12 +97,13 @@ class Recorded:
         self.state_dict = partial(dict, state)
 
 
-def compare(name, mode, theirs, inputs, expected):
+def compare(name, mode, theirs, inputs, expected, *, padded=0):
     torch.set_default_dtype(torch.float64)
     colossalai.launch_from_torch({"parallel": {"tensor": MODES[mode]}}, verbose=False)
     model = FAMILIES[name].from_hugging_face(theirs, vocab_parallel_limit=1)
     logits = apply(model, inputs)
     cut = head_cut(gpc.tensor_mode)
+    expected = nn.functional.pad(expected, (0, padded), value=float("-inf"))
     spec = cut_dims(expected.shape, (cut.batch, *[()] * (expected.dim() - 2), cut.features), gpc.mesh)
     torch.testing.assert_close(logits, spec.cut(expected), atol=1e-10, rtol=1e-10)
     return logits.numel()
@@ -117,3 +120,15 @@ def test_same_logits_in_every_mode(name, mode):
     num_ranks = MODES[mode]["size"]
     sizes = run_ranks(compare, num_ranks, name, mode, theirs, inputs, expected)
     assert sum(sizes) == expected.numel()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("mode", "padded"), [("1d", 1), ("3d", 3)])
+@pytest.mark.parametrize("name", ["gpt", "bert"])
+def test_same_logits_of_a_vocabulary_that_is_padded(name, mode, padded):
+    model = hugging_face(name, vocab_size=13).double()
+    inputs = inputs_of(name, torch.float64)
+    inputs["input_ids"] = inputs["input_ids"].clamp(max=12)
+    expected = model(**inputs).logits.detach()
+    theirs = Recorded(model.config.to_dict(), model.state_dict())
+    run_ranks(partial(compare, padded=padded), MODES[mode]["size"], name, mode, theirs, inputs, expected)

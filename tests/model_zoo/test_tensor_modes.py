@@ -9,8 +9,9 @@ import torch
 import colossalai
 from colossalai.amp import AMP_TYPE
 from colossalai.core import global_context as gpc
+from colossalai.model_zoo.gpt import gpt2_small
 from colossalai.testing import ParityCase, check_parity
-from tests.model_zoo.tiny import BATCH, build, criterion_of, make_batch
+from tests.model_zoo.tiny import BATCH, VOCAB, build, criterion_of, make_batch
 from tests.parity.tensor import MODES, through_engine
 from tests.ranks import run_ranks
 
@@ -25,18 +26,19 @@ def loss_of(criterion, model, batch):
     return criterion(model(inputs), labels)
 
 
-def train(name, mode, data, vocab_parallel_limit, extra=None):
+def train(name, mode, data, vocab_parallel_limit, extra=None, vocab=VOCAB):
     """Train in a mode and in one process; the plain twin is built before there is a mode."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(3)
-    plain, plain_criterion = build(name), criterion_of(name)
+    sizes = {} if name == "vit" else {"vocab_size": vocab}
+    plain, plain_criterion = build(name, **sizes), criterion_of(name)
     config = {"parallel": {"data": data, "tensor": MODES[mode]}, "clip_grad_norm": MAX_NORM}
     colossalai.launch_from_torch(config | (extra or {}), verbose=False)
     case = ParityCase(
         build_model=partial(copy.deepcopy, plain),
         build_optimizer=partial(torch.optim.AdamW, lr=0.01),
         compute_loss=partial(loss_of, plain_criterion),
-        batches=[make_batch(name, BATCH * data, seed) for seed in range(3)],
+        batches=[make_batch(name, BATCH * data, seed, vocab) for seed in range(3)],
         max_norm=MAX_NORM,
         seed=3,
     )
@@ -45,7 +47,7 @@ def train(name, mode, data, vocab_parallel_limit, extra=None):
         partial(
             through_engine,
             case,
-            lambda twin: build(name, vocab_parallel_limit=vocab_parallel_limit),
+            lambda twin: build(name, vocab_parallel_limit=vocab_parallel_limit, **sizes),
             partial(criterion_of, name),
         ),
         slice_index=gpc.mesh.axis_rank("dp"),
@@ -65,13 +67,35 @@ def test_three_steps_with_a_whole_vocabulary(mode):
     run_ranks(train, MODES[mode]["size"], "gpt", mode, 1, None)
 
 
+@pytest.mark.parametrize("mode", EVERY_MODE)
+@pytest.mark.parametrize("name", ["gpt", "bert"])
+def test_three_steps_with_a_vocabulary_that_the_ranks_do_not_divide(name, mode):
+    run_ranks(train, MODES[mode]["size"], name, mode, 1, 1, None, 13)
+
+
+def published_loss(mode):
+    colossalai.launch_from_torch({"parallel": {"tensor": MODES[mode]} if mode else {}}, verbose=False)
+    torch.manual_seed(3)
+    model = gpt2_small(num_layers=1, hidden_size=16, num_attention_heads=4).eval()
+    ids = torch.tensor([50256, 0, 31337, 7]).repeat(8, 1)
+    return criterion_of("gpt")(model(ids), ids).item()
+
+
 @pytest.mark.parametrize("mode", ["1d", "2d"])
-def test_three_steps_with_data_parallelism(mode):
-    run_ranks(train, 2 * MODES[mode]["size"], "gpt", mode, 2, 1)
+def test_the_published_vocabulary(mode):
+    expected = run_ranks(published_loss, 1, None)[0]
+    for loss in run_ranks(published_loss, MODES[mode]["size"], mode):
+        assert loss == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["1d", "2d"])
+@pytest.mark.parametrize("name", ["gpt", "vit"])
+def test_three_steps_with_data_parallelism(name, mode):
+    run_ranks(train, 2 * MODES[mode]["size"], name, mode, 2, 1)
 
 
 def test_three_steps_under_fully_sharded_data_parallelism():
-    run_ranks(train, 4, "gpt", "1d", 2, 1, {"zero": {"stage": 3}})
+    run_ranks(train, 4, "gpt", "1d", 2, 1, {"zero": {"stage": 3}}, 13)
 
 
 def losses_in(precision, name, mode):
@@ -145,7 +169,7 @@ def test_dropout_differs_where_the_ranks_hold_different_slices():
 def refusal(mode, overrides):
     colossalai.launch_from_torch({"parallel": {"tensor": MODES[mode]}}, verbose=False)
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is what is returned
-        build("gpt", **overrides)
+        build("gpt", vocab_parallel_limit=1, **overrides)
     return str(caught.value)
 
 
@@ -153,7 +177,7 @@ def refusal(mode, overrides):
     ("mode", "overrides", "message"),
     [
         ("1d-4", {"num_attention_heads": 2}, "2 attention heads, which the 4 ranks along tp do not divide"),
-        ("2d", {"vocab_size": 17, "vocab_parallel_limit": 1}, "VocabParallelEmbedding2D: dimension 0"),
+        ("2d", {"hidden_size": 15, "num_attention_heads": 3}, "VocabParallelEmbedding2D: dimension 1"),
     ],
 )
 def test_sizes_that_the_ranks_do_not_divide_are_refused(mode, overrides, message):

@@ -29,12 +29,12 @@ def criterion_of(name: str) -> nn.Module:
     return {"gpt": GPTLMLoss, "bert": BertMLMLoss, "vit": col_nn.CrossEntropyLoss}[name]()
 
 
-def make_batch(name: str, num: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(name: str, num: int, seed: int, vocab: int = VOCAB) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     if name == "vit":
         images = torch.randn(num, 3, 8, 8, generator=generator)
         return images, torch.randint(CLASSES, (num,), generator=generator)
-    ids = torch.randint(VOCAB, (num, SEQ), generator=generator)
+    ids = torch.randint(vocab, (num, SEQ), generator=generator)
     if name == "gpt":
         return ids, ids
     hidden = torch.arange(SEQ) % 3 == 1  # as many in each sample: the mean over ranks is that over the batch

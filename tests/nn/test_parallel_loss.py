@@ -10,7 +10,16 @@ import colossalai.nn as col_nn
 from colossalai.communication import ledger
 from colossalai.nn.layer import Cut, head_cut, restart
 from colossalai.nn.loss import ParallelCrossEntropyLoss
-from tests.nn.modes import MODES, SUFFIXES, TOLERANCE, assert_small, distance, launch, slice_like
+from tests.nn.modes import (
+    MODES,
+    SUFFIXES,
+    TOLERANCE,
+    assert_small,
+    distance,
+    gradient_errors,
+    launch,
+    slice_like,
+)
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -170,3 +179,26 @@ def nothing_counts(name):
 
 def test_a_batch_of_which_nothing_counts():
     assert run_ranks(nothing_counts, 4, "2d") == [(True, 0.0)] * 4
+
+
+def padded_classes(name, classes):
+    """Classes that the ranks do not divide: the padding of the classifier is no class."""
+    mode = launch(name)
+    torch.manual_seed(9)
+    x, labels = torch.randn(8, 8), torch.randint(classes, (8,))
+    torch.manual_seed(5)
+    twin = nn.Linear(8, classes)
+    wanted = nn.functional.cross_entropy(twin(x), labels, label_smoothing=0.1)
+    wanted.backward()
+    torch.manual_seed(5)
+    restart(mode)
+    layer = col_nn.Classifier(8, classes, vocab_parallel_limit=1)
+    loss = col_nn.CrossEntropyLoss(label_smoothing=0.1)(layer(slice_like(x, layer.scheme.x)), labels)
+    loss.backward()
+    return {"loss": distance(loss, wanted), **gradient_errors(layer, twin)}
+
+
+@pytest.mark.parametrize("classes", [13, 9])
+@pytest.mark.parametrize("name", MODES)
+def test_padded_classes_with_label_smoothing(name, classes):
+    assert_small(run_ranks(padded_classes, MODES[name]["size"], name, classes))

@@ -111,7 +111,9 @@ def double(**options):
     return Model(TORCH, **options)
 
 
-@pytest.mark.parametrize(("tied", "vocab_parallel"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("tied", "vocab_parallel"), [(True, True), (True, False), (False, True), (False, False)]
+)
 @pytest.mark.parametrize("name", MODES)
 def test_three_steps(name, tied, vocab_parallel):
     losses = run_ranks(train, MODES[name]["size"], MODES[name], 1, tied, vocab_parallel, 1)
@@ -119,7 +121,8 @@ def test_three_steps(name, tied, vocab_parallel):
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "accumulation"), [("1d", 2, 1), ("2d", 2, 1), ("1d", 2, 2), ("2d", 1, 2)]
+    ("name", "data", "accumulation"),
+    [("1d", 2, 1), ("2d", 2, 1), ("1d", 2, 2), ("2d", 1, 2), ("2.5d", 1, 2), ("3d", 1, 2)],
 )
 def test_with_data_parallelism_and_accumulation(name, data, accumulation):
     run_ranks(train, MODES[name]["size"] * data, MODES[name], data, True, True, accumulation)

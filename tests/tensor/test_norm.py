@@ -1,11 +1,16 @@
 """The norm over all ranks, of replicated and sharded parameters together."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from colossalai.tensor import global_grad_norm, scale_grads
+import colossalai
+from colossalai.amp import OptimizerWrapper
+from colossalai.core import global_context as gpc
+from colossalai.tensor import count_zero_grads, global_grad_norm, scale_grads
 from tests.ranks import run_ranks
 
 
@@ -37,6 +42,56 @@ def test_a_mixture(world_size, norm_type):
     for found, doubled, expected in run_ranks(norms_of_a_mixture, world_size, norm_type):
         assert found == pytest.approx(expected, rel=1e-12)
         assert doubled == pytest.approx(expected, rel=1e-12)
+
+
+def norms_over_stages(norm_type):
+    """Each stage holds a weight of its own, the second of four nothing; the outer ones hold a tied one."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    colossalai.launch_from_torch(config={"parallel": {"pipeline": world_size}}, verbose=False)
+    stages = gpc.mesh.axis("pp")
+    own = {rank: torch.full((3,), 1.0 + rank).double() for rank in range(world_size)}
+    tied = torch.tensor([0.0, -7.0, 0.0]).double()
+    if world_size == 4:
+        del own[1]
+    grads = [own[stages.rank]] if stages.rank in own else []
+    is_outer = stages.rank in (0, world_size - 1)
+    params = []
+    for grad in [*grads, tied] if is_outer else grads:
+        params.append(torch.nn.Parameter(torch.zeros(3, dtype=torch.float64)))
+        params[-1].grad = grad.clone()
+    copies = {params[-1]} if is_outer and stages.rank > 0 else set()
+
+    def counts(param):
+        return param not in copies
+
+    expected = torch.linalg.vector_norm(torch.cat([*own.values(), tied]), norm_type).item()
+    found = global_grad_norm(params, norm_type, stages=stages.group, counts=counts).item()
+    zeros = count_zero_grads(params, stages=stages.group, counts=counts)
+    optimizer = OptimizerWrapper(
+        torch.optim.SGD(params or [torch.nn.Parameter(torch.zeros(1))], lr=1.0),
+        stages=stages.group,
+        counts=counts,
+    )
+    clipped = optimizer.clip_grad_by_norm(1e-3, norm_type).item()
+    after = global_grad_norm(params, norm_type, stages=stages.group, counts=counts).item()
+    gpc.destroy()
+    return expected, found, clipped, after, zeros
+
+
+def dist_size():
+    return int(os.environ["WORLD_SIZE"])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_stages_add_theirs(world_size, norm_type):
+    for expected, found, clipped, after, zeros in run_ranks(norms_over_stages, world_size, norm_type):
+        # A stage without parameters holds its norm in float32.
+        assert found == pytest.approx(expected, rel=1e-6)
+        assert clipped == pytest.approx(expected, rel=1e-6)
+        assert after == pytest.approx(1e-3, rel=1e-6)
+        assert zeros == 2
 
 
 @pytest.mark.unit

@@ -1,6 +1,9 @@
 """The precisions that Booster takes."""
 
 from colossalai.booster.mixed_precision._mixed_precision import (
+    FP16NaiveMixedPrecision as FP16NaiveMixedPrecision,
+)
+from colossalai.booster.mixed_precision._mixed_precision import (
     FP16TorchMixedPrecision as FP16TorchMixedPrecision,
 )
 from colossalai.booster.mixed_precision._mixed_precision import MixedPrecision as MixedPrecision

@@ -2,9 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
-from colossalai.amp import BF16Autocast, FP16Autocast, FullPrecision, Precision
+from colossalai.amp import BF16Autocast, FP16Autocast, FullPrecision, NaiveFP16, Precision
 
 
 class MixedPrecision(ABC):
@@ -42,6 +42,37 @@ class FP16TorchMixedPrecision(MixedPrecision):
 
 
 @dataclass(frozen=True)
+class FP16NaiveMixedPrecision(MixedPrecision):
+    """All in float16, with float32 masters of the weights and a dynamic loss scale.
+
+    Args:
+        log_num_zeros_in_grad: Log before every step how many elements of the gradients are 0.
+        initial_scale: The first scale.
+        min_scale: The scale does not shrink below it.
+        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor of the scale after overflows.
+        growth_interval: Number of steps without overflow before the scale grows.
+        hysteresis: Number of overflows since the last growth before the scale shrinks.
+        max_scale: The scale does not grow above it.
+        verbose: Log every skipped step and every change of the scale.
+    """
+
+    log_num_zeros_in_grad: bool = False
+    initial_scale: float = 2.0**32
+    min_scale: float = 1.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2.0**32
+    verbose: bool = False
+
+    def precision(self) -> Precision:
+        """See the base class."""
+        return NaiveFP16(**asdict(self))
+
+
+@dataclass(frozen=True)
 class _Named(MixedPrecision):
     """A precision without options."""
 
@@ -54,6 +85,7 @@ class _Named(MixedPrecision):
 
 _FACTORIES: Mapping[str, Callable[[], MixedPrecision]] = {
     "fp16": FP16TorchMixedPrecision,
+    "fp16_naive": FP16NaiveMixedPrecision,
     "bf16": lambda: _Named(BF16Autocast()),
     "fp32": lambda: _Named(FullPrecision()),
 }

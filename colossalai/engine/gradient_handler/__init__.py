@@ -5,6 +5,9 @@ from colossalai.engine.gradient_handler._build import build_gradient_handler as 
 from colossalai.engine.gradient_handler._data_parallel import (
     DataParallelGradientHandler as DataParallelGradientHandler,
 )
+from colossalai.engine.gradient_handler._pipeline_shared import (
+    PipelineSharedModuleGradientHandler as PipelineSharedModuleGradientHandler,
+)
 from colossalai.engine.gradient_handler._sequence_parallel import (
     SequenceParallelGradientHandler as SequenceParallelGradientHandler,
 )

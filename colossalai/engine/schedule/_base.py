@@ -5,7 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+
+from colossalai.runtime import to_device
 
 if TYPE_CHECKING:
     from colossalai.engine._engine import Engine
@@ -49,11 +50,6 @@ class BaseSchedule(ABC):
         else:
             data, label = batch, None
         return to_device(data, device), to_device(label, device)
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Return a nested batch with its tensors on a device."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def call_with(function: Callable[..., Any], data: Any) -> Any:

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from colossalai.model_zoo._attention import by_head
-from colossalai.model_zoo._weights import gelu_of, load_parameters, require_settings
+from colossalai.model_zoo._hugging_face import encoder_blocks, encoder_fields
+from colossalai.model_zoo._weights import load_parameters, require_settings
 from colossalai.model_zoo.bert._config import BertConfig
 from colossalai.model_zoo.bert._model import Bert
 
@@ -18,6 +17,7 @@ _BUILT_IN = {
     "tie_word_embeddings": True,
     "position_embedding_type": "absolute",
 }
+_QKV = ("attention.self.query", "attention.self.key", "attention.self.value")
 _BLOCK = {
     "attention.projection": "attention.output.dense",
     "attention_norm": "attention.output.LayerNorm",
@@ -53,16 +53,7 @@ def config_of(hf_config: Any) -> BertConfig:
         vocab_size=hf_config.vocab_size,
         type_vocab_size=hf_config.type_vocab_size,
         max_position_embeddings=hf_config.max_position_embeddings,
-        hidden_size=hf_config.hidden_size,
-        num_layers=hf_config.num_hidden_layers,
-        num_attention_heads=hf_config.num_attention_heads,
-        mlp_ratio=hf_config.intermediate_size / hf_config.hidden_size,
-        embedding_dropout=hf_config.hidden_dropout_prob,
-        dropout=hf_config.hidden_dropout_prob,
-        attention_dropout=hf_config.attention_probs_dropout_prob,
-        layer_norm_epsilon=hf_config.layer_norm_eps,
-        init_std=hf_config.initializer_range,
-        gelu=gelu_of(hf_config.hidden_act),
+        **encoder_fields(hf_config),
     )
 
 
@@ -75,10 +66,4 @@ def _weights(theirs: dict[str, Tensor], config: BertConfig) -> Iterator[tuple[st
         yield f"embedding.norm.{kind}", theirs[f"bert.embeddings.LayerNorm.{kind}"]
         yield f"head.transform.{kind}", theirs[f"cls.predictions.transform.dense.{kind}"]
         yield f"head.norm.{kind}", theirs[f"cls.predictions.transform.LayerNorm.{kind}"]
-        for layer in range(config.num_layers):
-            source, target = f"bert.encoder.layer.{layer}", f"blocks.{layer}"
-            parts = [theirs[f"{source}.attention.self.{part}.{kind}"] for part in ("query", "key", "value")]
-            fused = by_head(torch.cat(parts), config.num_attention_heads)
-            yield f"{target}.attention.qkv.{kind}", fused
-            for mine, name in _BLOCK.items():
-                yield f"{target}.{mine}.{kind}", theirs[f"{source}.{name}.{kind}"]
+    yield from encoder_blocks(theirs, config, stack="bert.encoder.layer", qkv=_QKV, others=_BLOCK)

@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from colossalai.model_zoo._head import output_layer, vocab_options
+from colossalai.model_zoo._embedding import TokensAndPositions
+from colossalai.model_zoo._head import output_layer
 from colossalai.model_zoo._transformer import PostNormBlock
 from colossalai.model_zoo._weights import draw_parameters
 from colossalai.model_zoo.bert._config import BertConfig
-from colossalai.nn.layer import Dropout, Embedding, LayerNorm, Linear
-from colossalai.nn.layer._position import PositionEmbedding
-from colossalai.nn.layer._recut import BackToFirstCut
+from colossalai.nn.layer import BackToFirstCut, Dropout, Embedding, LayerNorm, Linear
 
 
-class BertEmbedding(nn.Module):
+class BertEmbedding(TokensAndPositions):
     """The norm of token, position and segment embeddings.
 
     Args:
@@ -28,11 +27,15 @@ class BertEmbedding(nn.Module):
     """
 
     def __init__(self, config: BertConfig) -> None:
-        super().__init__()
-        options = vocab_options(config.vocab_parallel_limit)
-        self.tokens = Embedding(config.vocab_size, config.hidden_size, **options)
-        self.positions = PositionEmbedding(config.max_position_embeddings, config.hidden_size)
-        self.max_length = config.max_position_embeddings
+        super().__init__(
+            config.hidden_size,
+            config.vocab_size,
+            config.max_position_embeddings,
+            causal=False,
+            dtype=None,
+            vocab_parallel_limit=config.vocab_parallel_limit,
+        )
+        self.num_segments = config.type_vocab_size
         self.segments = Embedding(
             config.type_vocab_size, config.hidden_size, vocab_parallel_limit=config.type_vocab_size
         )
@@ -40,24 +43,20 @@ class BertEmbedding(nn.Module):
         self.dropout = Dropout(config.embedding_dropout)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
-        """Embed ids of shape (batch, seq), whole, to (batch, seq, hidden).
+        """Embed ids of shape (batch, seq), whole, to this rank's slice of (batch, seq, hidden).
 
         Args:
             input_ids: The tokens.
             token_type_ids: The segment of each; None if all belong to segment 0.
 
         Raises:
-            ValueError: The sequence is longer than the model has positions.
+            ValueError: The sequence is longer than the model has positions, or cannot be cut.
         """
-        length = input_ids.size(-1)
-        if length > self.max_length:
-            raise ValueError(
-                f"a sequence of {length} tokens, max_position_embeddings={self.max_length}: "
-                "shorten the sequences or build the model with more positions"
-            )
+        tokens, positions = self.embed(input_ids)
         segments = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
-        positions = self.positions(torch.arange(length, device=input_ids.device))
-        hidden: Tensor = self.dropout(self.norm(self.tokens(input_ids) + self.segments(segments) + positions))
+        self.cut.check(segments, self.num_segments, what="segments")
+        segments = self.segments(self.cut.own_columns(segments))
+        hidden: Tensor = self.dropout(self.norm(tokens + segments + positions))
         return hidden
 
 
@@ -102,7 +101,7 @@ class Bert(nn.Module):
     """A BERT encoder with the head of a masked language model.
 
     It follows the tensor mode of the current context: ids come whole, logits are cut along the batch and the
-    vocabulary as the mode says, and `BertMLMLoss` takes them so.
+    vocabulary, or along the sequence, as the mode says, and `BertMLMLoss` takes them so.
 
     Args:
         config: The shape of the model.

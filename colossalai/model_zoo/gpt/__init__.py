@@ -4,9 +4,9 @@ from colossalai.model_zoo.gpt._config import GPTConfig as GPTConfig
 from colossalai.model_zoo.gpt._hugging_face import from_hugging_face as from_hugging_face
 from colossalai.model_zoo.gpt._loss import GPTLMLoss as GPTLMLoss
 from colossalai.model_zoo.gpt._model import GPT as GPT
-from colossalai.model_zoo.gpt._model import GPTBlock as GPTBlock
-from colossalai.model_zoo.gpt._model import GPTEmbedding as GPTEmbedding
-from colossalai.model_zoo.gpt._model import GPTLMHead as GPTLMHead
+from colossalai.model_zoo.gpt._parts import GPTBlock as GPTBlock
+from colossalai.model_zoo.gpt._parts import GPTEmbedding as GPTEmbedding
+from colossalai.model_zoo.gpt._parts import GPTLMHead as GPTLMHead
 from colossalai.model_zoo.gpt._sizes import GPT2_LARGE as GPT2_LARGE
 from colossalai.model_zoo.gpt._sizes import GPT2_MEDIUM as GPT2_MEDIUM
 from colossalai.model_zoo.gpt._sizes import GPT2_SMALL as GPT2_SMALL

@@ -8,73 +8,21 @@ by one.
 
 import math
 
-import torch
 from torch import Tensor, nn
 
 from colossalai.model_zoo._attention import by_head
-from colossalai.model_zoo._head import output_layer, vocab_options
 from colossalai.model_zoo._transformer import PreNormBlock
 from colossalai.model_zoo._weights import draw_parameters
 from colossalai.model_zoo.gpt._config import GPTConfig
-from colossalai.nn.layer import Dropout, Embedding, LayerNorm
-from colossalai.nn.layer._position import PositionEmbedding
-
-
-class GPTEmbedding(nn.Module):
-    """Token embedding plus learned position embedding.
-
-    Args:
-        config: The shape of the model.
-    """
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__()
-        options = vocab_options(config.vocab_parallel_limit)
-        self.tokens = Embedding(config.vocab_size, config.hidden_size, **options)
-        self.positions = PositionEmbedding(config.max_position_embeddings, config.hidden_size)
-        self.max_length = config.max_position_embeddings
-        self.dropout = Dropout(config.embedding_dropout)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Embed `input_ids` of shape (batch, seq), whole, to (batch, seq, hidden).
-
-        Raises:
-            ValueError: The sequence is longer than the model has positions.
-        """
-        length = input_ids.size(-1)
-        if length > self.max_length:
-            raise ValueError(
-                f"a sequence of {length} tokens, max_position_embeddings={self.max_length}: "
-                "shorten the sequences or build the model with more positions"
-            )
-        positions = torch.arange(length, device=input_ids.device)
-        hidden: Tensor = self.dropout(self.tokens(input_ids) + self.positions(positions))
-        return hidden
-
-
-class GPTBlock(PreNormBlock):
-    """One pre-norm decoder block: causal attention and feed-forward, each added to the residual stream.
-
-    Args:
-        config: The shape of the model.
-    """
-
-    def __init__(self, config: GPTConfig) -> None:
-        super().__init__(config.block)
-
-
-def GPTLMHead(config: GPTConfig) -> nn.Module:
-    """Return the layer from the last norm to logits, with a weight of its own that `GPT` ties."""
-    return output_layer(
-        config.hidden_size, config.vocab_size, bias=False, vocab_parallel_limit=config.vocab_parallel_limit
-    )
+from colossalai.model_zoo.gpt._parts import GPTEmbedding, GPTLMHead
+from colossalai.nn.layer import LayerNorm
 
 
 class GPT(nn.Module):
     """A GPT decoder with a language-model head.
 
     It follows the tensor mode of the current context: ids come whole, logits are cut along the batch and the
-    vocabulary as the mode says, and `GPTLMLoss` takes them so.
+    vocabulary, or along the sequence, as the mode says, and `GPTLMLoss` takes them so.
 
     Args:
         config: The shape of the model.
@@ -86,10 +34,18 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = GPTEmbedding(config)
-        self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.num_layers))
+        self.embedding = GPTEmbedding(
+            config.hidden_size,
+            config.vocab_size,
+            config.max_position_embeddings,
+            dropout=config.embedding_dropout,
+            vocab_parallel_limit=config.vocab_parallel_limit,
+        )
+        self.blocks = nn.ModuleList(PreNormBlock(config.block) for _ in range(config.num_layers))
         self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.head = GPTLMHead(config)
+        self.head = GPTLMHead(
+            config.hidden_size, config.vocab_size, vocab_parallel_limit=config.vocab_parallel_limit
+        )
         self.tie_weights()
         self.reset_parameters()
 

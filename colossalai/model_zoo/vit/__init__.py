@@ -3,9 +3,9 @@
 from colossalai.model_zoo.vit._config import ViTConfig as ViTConfig
 from colossalai.model_zoo.vit._hugging_face import from_hugging_face as from_hugging_face
 from colossalai.model_zoo.vit._model import ViT as ViT
-from colossalai.model_zoo.vit._model import ViTBlock as ViTBlock
-from colossalai.model_zoo.vit._model import ViTEmbedding as ViTEmbedding
-from colossalai.model_zoo.vit._model import ViTHead as ViTHead
+from colossalai.model_zoo.vit._parts import ViTBlock as ViTBlock
+from colossalai.model_zoo.vit._parts import ViTEmbedding as ViTEmbedding
+from colossalai.model_zoo.vit._parts import ViTHead as ViTHead
 from colossalai.model_zoo.vit._sizes import VIT_BASE as VIT_BASE
 from colossalai.model_zoo.vit._sizes import VIT_HUGE as VIT_HUGE
 from colossalai.model_zoo.vit._sizes import VIT_LARGE as VIT_LARGE

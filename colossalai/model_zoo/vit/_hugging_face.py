@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from colossalai.model_zoo._attention import by_head
-from colossalai.model_zoo._weights import gelu_of, load_parameters, require_settings
+from colossalai.model_zoo._hugging_face import encoder_blocks, encoder_fields
+from colossalai.model_zoo._weights import load_parameters, require_settings
 from colossalai.model_zoo.vit._config import ViTConfig
 from colossalai.model_zoo.vit._model import ViT
 
+_QKV = ("attention.q_proj", "attention.k_proj", "attention.v_proj")
 _BLOCK = {
     "attention.projection": "attention.o_proj",
     "mlp.expansion": "mlp.fc1",
@@ -50,16 +50,7 @@ def config_of(hf_config: Any, *, num_classes: int) -> ViTConfig:
         patch_size=hf_config.patch_size,
         num_channels=hf_config.num_channels,
         num_classes=num_classes,
-        hidden_size=hf_config.hidden_size,
-        num_layers=hf_config.num_hidden_layers,
-        num_attention_heads=hf_config.num_attention_heads,
-        mlp_ratio=hf_config.intermediate_size / hf_config.hidden_size,
-        embedding_dropout=hf_config.hidden_dropout_prob,
-        dropout=hf_config.hidden_dropout_prob,
-        attention_dropout=hf_config.attention_probs_dropout_prob,
-        layer_norm_epsilon=hf_config.layer_norm_eps,
-        init_std=hf_config.initializer_range,
-        gelu=gelu_of(hf_config.hidden_act),
+        **encoder_fields(hf_config),
     )
 
 
@@ -71,10 +62,4 @@ def _weights(theirs: dict[str, Tensor], config: ViTConfig) -> Iterator[tuple[str
         yield f"embedding.patches.{kind}", patches
         yield f"norm.{kind}", theirs[f"vit.layernorm.{kind}"]
         yield f"head.classifier.{kind}", theirs[f"classifier.{kind}"]
-        for layer in range(config.num_layers):
-            source, target = f"vit.layers.{layer}", f"blocks.{layer}"
-            parts = [theirs[f"{source}.attention.{part}_proj.{kind}"] for part in "qkv"]
-            fused = by_head(torch.cat(parts), config.num_attention_heads)
-            yield f"{target}.attention.qkv.{kind}", fused
-            for mine, name in _BLOCK.items():
-                yield f"{target}.{mine}.{kind}", theirs[f"{source}.{name}.{kind}"]
+    yield from encoder_blocks(theirs, config, stack="vit.layers", qkv=_QKV, others=_BLOCK)

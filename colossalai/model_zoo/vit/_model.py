@@ -8,61 +8,11 @@ by one.
 
 from torch import Tensor, nn
 
-from colossalai.model_zoo._head import output_layer
 from colossalai.model_zoo._transformer import PreNormBlock
 from colossalai.model_zoo._weights import draw_parameters
 from colossalai.model_zoo.vit._config import ViTConfig
-from colossalai.nn.layer import Dropout, LayerNorm, PatchEmbedding
-
-
-class ViTEmbedding(nn.Module):
-    """Embedded patches after a class token, plus learned positions.
-
-    Args:
-        config: The shape of the model.
-    """
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.patches = PatchEmbedding(
-            config.image_size, config.patch_size, config.num_channels, config.hidden_size
-        )
-        self.dropout = Dropout(config.embedding_dropout)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Embed images (batch, channels, height, width), whole, to (batch, 1 + patches, hidden)."""
-        hidden: Tensor = self.dropout(self.patches(images))
-        return hidden
-
-
-class ViTBlock(PreNormBlock):
-    """One pre-norm encoder block: attention and feed-forward, each added to the residual stream.
-
-    Args:
-        config: The shape of the model.
-    """
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__(config.block)
-
-
-class ViTHead(nn.Module):
-    """The classifier of the class token.
-
-    Args:
-        config: The shape of the model.
-    """
-
-    def __init__(self, config: ViTConfig) -> None:
-        super().__init__()
-        self.classifier = output_layer(
-            config.hidden_size, config.num_classes, vocab_parallel_limit=config.vocab_parallel_limit
-        )
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Map (batch, 1 + patches, hidden) to (batch, classes)."""
-        logits: Tensor = self.classifier(hidden[:, 0])
-        return logits
+from colossalai.model_zoo.vit._parts import ViTEmbedding, ViTHead
+from colossalai.nn.layer import LayerNorm
 
 
 class ViT(nn.Module):
@@ -75,16 +25,25 @@ class ViT(nn.Module):
         config: The shape of the model.
 
     Raises:
-        ValueError: The ranks of the tensor mode do not divide a size; the message names it.
+        ValueError: The ranks of the tensor mode do not divide a size, which the message names, or the mode is
+            "sequence".
     """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = ViTEmbedding(config)
-        self.blocks = nn.ModuleList(ViTBlock(config) for _ in range(config.num_layers))
+        self.embedding = ViTEmbedding(
+            config.image_size,
+            config.patch_size,
+            config.num_channels,
+            config.hidden_size,
+            dropout=config.embedding_dropout,
+        )
+        self.blocks = nn.ModuleList(PreNormBlock(config.block) for _ in range(config.num_layers))
         self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.head = ViTHead(config)
+        self.head = ViTHead(
+            config.hidden_size, config.num_classes, vocab_parallel_limit=config.vocab_parallel_limit
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:

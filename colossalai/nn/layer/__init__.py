@@ -10,6 +10,7 @@ from colossalai.nn.layer._current import Linear as Linear
 from colossalai.nn.layer._current import PatchEmbedding as PatchEmbedding
 from colossalai.nn.layer._current import next_linear as next_linear
 from colossalai.nn.layer._divide import divide as divide
+from colossalai.nn.layer._drop_path import DropPath as DropPath
 from colossalai.nn.layer._dropout import ParallelDropout as ParallelDropout
 from colossalai.nn.layer._embedding import ParallelEmbedding as ParallelEmbedding
 from colossalai.nn.layer._embedding import ParallelPatchEmbedding as ParallelPatchEmbedding
@@ -53,7 +54,10 @@ from colossalai.nn.layer._named import VocabParallelEmbedding2D as VocabParallel
 from colossalai.nn.layer._named import VocabParallelEmbedding2p5D as VocabParallelEmbedding2p5D
 from colossalai.nn.layer._named import VocabParallelEmbedding3D as VocabParallelEmbedding3D
 from colossalai.nn.layer._norm import ParallelLayerNorm as ParallelLayerNorm
+from colossalai.nn.layer._position import ParallelPositionEmbedding as ParallelPositionEmbedding
+from colossalai.nn.layer._position import PositionEmbedding as PositionEmbedding
 from colossalai.nn.layer._product import product as product
+from colossalai.nn.layer._recut import BackToFirstCut as BackToFirstCut
 from colossalai.nn.layer._scheme import COLUMN as COLUMN
 from colossalai.nn.layer._scheme import HEAD_SCHEMES as HEAD_SCHEMES
 from colossalai.nn.layer._scheme import LINEAR_SCHEMES as LINEAR_SCHEMES

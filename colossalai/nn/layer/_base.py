@@ -7,6 +7,7 @@ from torch import nn
 
 from colossalai.communication import copy_forward_reduce_backward
 from colossalai.context import Mesh, global_context
+from colossalai.nn.layer._padded import PaddedSpec, pad_to
 from colossalai.nn.layer._spec_keeper import SpecKeeper
 from colossalai.tensor import cut_dims, set_spec
 
@@ -34,6 +35,7 @@ class ParallelModule(SpecKeeper):
         dims: tuple[tuple[str, ...], ...],
         *,
         stored_as: tuple[int, ...] | None = None,
+        padded_shape: tuple[int, ...] | None = None,
     ) -> nn.Parameter:
         """Return this rank's slice of a parameter, with its spec.
 
@@ -42,16 +44,19 @@ class ParallelModule(SpecKeeper):
             whole: The whole parameter, its dimensions in the order that is stored.
             dims: For each dimension, the axes that cut it.
             stored_as: That order where it is not torch's; see `ShardingSpec`. Checkpoints hold torch's.
+            padded_shape: The shape that it is padded to before it is cut; default: its own. See `PaddedSpec`.
 
         Raises:
             ValueError: The axes do not divide it; the message names the layer, the dimension, the axes and
                 the sizes.
         """
         try:
-            spec = cut_dims(whole.shape, dims, self.mesh, stored_as=stored_as)
+            spec = cut_dims(padded_shape or whole.shape, dims, self.mesh, stored_as=stored_as)
         except ValueError as error:
             raise ValueError(f"the {name} of {type(self).__name__}: {error}") from error
-        param = nn.Parameter(spec.cut(whole))
+        if spec.shape != whole.shape:
+            spec = PaddedSpec(spec.shape, spec.dims, spec.mesh, stored_as, unpadded=tuple(whole.shape))
+        param = nn.Parameter(spec.cut(pad_to(whole, spec.shape)))
         set_spec(param, spec)
         return param
 
@@ -99,5 +104,8 @@ def alone() -> Mesh:
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return memory for a whole parameter on the device of this rank."""
-    return torch.empty(shape, dtype=dtype, device=global_context.device)
+    """Return memory for a whole parameter on the device of this rank; none under `torch.device("meta")`."""
+    default = torch.get_default_device()
+    return torch.empty(
+        shape, dtype=dtype, device=default if default.type == "meta" else global_context.device
+    )

@@ -22,16 +22,16 @@ class ParallelDropout(nn.Dropout):
     def __init__(self, p: float = 0.5, inplace: bool = False, *, cut: Cut) -> None:
         super().__init__(p, inplace)
         self.cut = cut
-        _random_mode(cut)  # makes its state, which a checkpoint that is loaded may set before the first draw
+        random_mode(cut)  # makes its state, which a checkpoint that is loaded may set before the first draw
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input with elements zeroed and the others scaled up."""
-        mode = _random_mode(self.cut) if self.training else None
+        mode = random_mode(self.cut) if self.training else None
         with nullcontext() if mode is None else seed(mode):
             return super().forward(x)
 
 
-def _random_mode(cut: Cut) -> Hashable | None:
+def random_mode(cut: Cut) -> Hashable | None:
     """Return the mode whose random state differs along the axes of a cut alone; None: the one in force.
 
     The mode is made where nobody has drawn along these axes before.

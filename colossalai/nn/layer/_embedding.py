@@ -13,6 +13,7 @@ from colossalai.communication import reduce_forward_copy_backward, scatter_forwa
 from colossalai.context import Mesh
 from colossalai.nn.layer._base import Initializer, ParallelModule, empty_parameter
 from colossalai.nn.layer._batch import check_batch, own_part
+from colossalai.nn.layer._padded import padded_size
 from colossalai.nn.layer._scheme import Axes, Cut
 
 
@@ -21,7 +22,8 @@ class ParallelEmbedding(ParallelModule):
 
     The weight is cut along the features as the activation is, and along the vocabulary by `vocab_axes`. A
     rank then looks up the rows that it has, and the ranks' results are summed: scattered along the batch over
-    the axes that cut the batch, by all-reduce over the others. So no rank ever gathers a weight.
+    the axes that cut the batch, by all-reduce over the others. So no rank ever gathers a weight. A vocabulary
+    that the ranks do not divide gets rows that nobody looks up, see `PaddedSpec`.
 
     Bytes that a rank sends for an output slice of |y| over p ranks: nothing with a whole vocabulary; (p-1)
     |y| over an axis that also cuts the batch and as much in the backward, 2 (p-1)/p |y| over another one; and
@@ -63,7 +65,10 @@ class ParallelEmbedding(ParallelModule):
         (weight_initializer or _normal)(whole, num_embeddings, embedding_dim)
         if padding_idx is not None and weight_initializer is None:
             whole[padding_idx].zero_()
-        self.weight = self.cut_parameter("weight", whole, (vocab_axes, cut.features))
+        rows = padded_size(num_embeddings, self.mesh.axis_size(vocab_axes))
+        self.weight = self.cut_parameter(
+            "weight", whole, (vocab_axes, cut.features), padded_shape=(rows, embedding_dim)
+        )
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""

@@ -7,6 +7,7 @@ from torch import nn
 
 from colossalai.context import Mesh
 from colossalai.nn.layer._base import Initializer, ParallelModule, empty_parameter
+from colossalai.nn.layer._padded import padded_size
 from colossalai.nn.layer._product import product
 from colossalai.nn.layer._scheme import LinearScheme
 from colossalai.tensor import cut_dims, spec_of
@@ -21,7 +22,7 @@ class ParallelLinear(ParallelModule):
     Bytes that a rank sends, forward and backward, for slices of |x|, |w|, |y| bytes over p ranks (q along an
     edge): 1d column 2 (p-1)/p |x|; 1d row 2 (p-1)/p |y|; 2d 3 (q-1) (|x| + |w|); 2.5d the same and 2 (d-1)/d
     |w|; 3d 2 (q-1) (|x| + |w| + |y|); and for the gradient of a bias what its all-reduce over the batch
-    takes.
+    takes. Bytes that it keeps for the backward: |x| + |w|, in 3d q (|x| + |w|), which are gathered.
 
     Args:
         in_features: Global size of the input features.
@@ -32,6 +33,8 @@ class ParallelLinear(ParallelModule):
         mesh: The ranks; default: those of the launched job.
         weight_is_transposed: Whether the weight is stored (out, in).
         in_panels: See `product`.
+        padded: Whether output features that the ranks do not divide are padded, see `PaddedSpec`; what the
+            padding would give is minus infinity, which no softmax sees.
         weight_initializer: Fills the whole weight, (out, in); default: as torch.
         bias_initializer: Fills the whole bias; default: as torch.
         weight: The weight of another layer to be shared, such as an embedding's; cut as this layer needs it.
@@ -54,6 +57,7 @@ class ParallelLinear(ParallelModule):
         mesh: Mesh | None = None,
         weight_is_transposed: bool = False,
         in_panels: bool = True,
+        padded: bool = False,
         weight_initializer: Initializer | None = None,
         bias_initializer: Initializer | None = None,
         weight: nn.Parameter | None = None,
@@ -64,22 +68,28 @@ class ParallelLinear(ParallelModule):
         self.scheme = scheme
         self.weight_is_transposed = weight_is_transposed
         self.in_panels = in_panels
+        self.padded_out = out_features
+        if padded:
+            num_ranks = (self.mesh.axis_size(axes) for axes in (scheme.w_out, scheme.y.features))
+            self.padded_out = padded_size(out_features, *num_ranks)
+        shape = (self.padded_out, in_features)
         dims: tuple[tuple[str, ...], ...] = (scheme.w_out, scheme.w_in)
         if not weight_is_transposed:
-            dims = dims[::-1]
+            shape, dims = shape[::-1], dims[::-1]
         if weight is None:
             whole = empty_parameter(out_features, in_features, dtype=dtype)
             (weight_initializer or _torch_initializer)(whole, in_features, out_features)
             stored, order = (whole, None) if weight_is_transposed else (whole.t(), (1, 0))
-            self.weight = self.cut_parameter("weight", stored, dims, stored_as=order)
+            self.weight = self.cut_parameter("weight", stored, dims, stored_as=order, padded_shape=shape)
         else:
-            self._check_shared(weight, dims)
+            self._check_shared(weight, shape, dims)
             self.weight = weight
         self.bias: nn.Parameter | None = None
         if bias:
             whole = empty_parameter(out_features, dtype=dtype)
             (bias_initializer or _torch_bias_initializer)(whole, in_features, out_features)
-            self.bias = self.cut_parameter("bias", whole, (scheme.y.features,))
+            cut = (scheme.y.features,)
+            self.bias = self.cut_parameter("bias", whole, cut, padded_shape=(self.padded_out,))
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows: the global sizes and this rank's slice."""
@@ -94,17 +104,27 @@ class ParallelLinear(ParallelModule):
         self.check_share(x, self.in_features, self.scheme.x.features, what="features")
         weight = self.weight.t() if self.weight_is_transposed else self.weight
         bias = None if self.bias is None else self.shared_over(self.scheme.y.batch, self.bias)
-        return product(x, weight, self.scheme, self.mesh, bias=bias, in_panels=self.in_panels)
+        y = product(x, weight, self.scheme, self.mesh, bias=bias, in_panels=self.in_panels)
+        return y if self.padded_out == self.out_features else self._without_padding(y)
 
-    def _check_shared(self, weight: nn.Parameter, dims: tuple[tuple[str, ...], ...]) -> None:
-        shape = (self.out_features, self.in_features)
-        wanted = cut_dims(shape if self.weight_is_transposed else shape[::-1], dims, self.mesh)
+    def _without_padding(self, y: torch.Tensor) -> torch.Tensor:
+        """Return the output with minus infinity where there is no feature."""
+        first = self.mesh.axis_rank_in_order(self.scheme.y.features) * y.shape[-1]
+        features = torch.arange(first, first + y.shape[-1], device=y.device)
+        return y.masked_fill(features >= self.out_features, float("-inf"))
+
+    def _check_shared(
+        self, weight: nn.Parameter, shape: tuple[int, ...], dims: tuple[tuple[str, ...], ...]
+    ) -> None:
+        wanted = cut_dims(shape, dims, self.mesh)
         spec = spec_of(weight)
         found = (tuple(weight.shape), ((),) * weight.dim()) if spec is None else (spec.shape, spec.dims)
-        if found != (wanted.shape, wanted.dims):
+        features = (self.out_features, self.in_features)
+        if found != (wanted.shape, wanted.dims) or (spec is not None and spec.whole_shape != features):
             raise ValueError(
-                f"{type(self).__name__} cannot share a weight of global shape {found[0]} cut as {found[1]}: "
-                f"it needs {wanted.shape} cut as {wanted.dims}"
+                f"{type(self).__name__} cannot share a weight of global shape "
+                f"{found[0] if spec is None else spec.whole_shape} cut as {found[1]}: it needs {features} cut "
+                f"as {wanted.dims}"
             )
 
 

@@ -16,7 +16,16 @@ from colossalai.nn.layer._embedding import ParallelEmbedding, ParallelPatchEmbed
 from colossalai.nn.layer._flow import advance, current_cut, end_with, restart
 from colossalai.nn.layer._linear import ParallelLinear
 from colossalai.nn.layer._norm import ParallelLayerNorm
-from colossalai.nn.layer._scheme import COLUMN, HEAD_SCHEMES, ROW, Axes, Cut, head_scheme, linear_scheme
+from colossalai.nn.layer._scheme import (
+    COLUMN,
+    HEAD_SCHEMES,
+    ROW,
+    Axes,
+    Cut,
+    LinearScheme,
+    head_scheme,
+    linear_scheme,
+)
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
@@ -25,6 +34,10 @@ _STORED_AS_TORCH = (None, "sequence", "1d")
 
 class ModeLinear(ParallelLinear):
     """The linear layer of a mode; it follows the layer that was built before it.
+
+    Attributes:
+        mode: The mode.
+        fixed_scheme: Its scheme where it does not follow from the layer before.
 
     Args:
         in_features: Global size of the input features.
@@ -36,6 +49,7 @@ class ModeLinear(ParallelLinear):
     """
 
     mode: ClassVar[str | None]
+    fixed_scheme: ClassVar[LinearScheme | None] = None
 
     def __init__(
         self,
@@ -47,7 +61,7 @@ class ModeLinear(ParallelLinear):
         **options: Any,
     ) -> None:
         require_mode(self.mode, by=type(self).__name__)
-        scheme = options.pop("scheme", None) or linear_scheme(self.mode, current_cut(self.mode))
+        scheme = self.fixed_scheme or linear_scheme(self.mode, current_cut(self.mode))
         transposed = self.mode in _STORED_AS_TORCH
         super().__init__(
             in_features, out_features, bias, dtype, scheme=scheme, weight_is_transposed=transposed, **options
@@ -64,29 +78,10 @@ class ModeLinear(ParallelLinear):
 
 
 class Linear1D_Col(ModeLinear):
-    """The linear layer of mode "1d" whose output features are cut.
-
-    Args:
-        in_features: Global size of the input features.
-        out_features: Global size of the output features.
-        bias: Whether to add a bias.
-        dtype: Type of the parameters.
-        gather_output: Whether every rank gets all output features.
-        options: The initializers of `ParallelLinear`.
-    """
+    """The linear layer of mode "1d" whose output features are cut; see `ModeLinear`."""
 
     mode = "1d"
-
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        dtype: torch.dtype | None = None,
-        gather_output: bool = False,
-        **options: Any,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, dtype, gather_output, scheme=COLUMN, **options)
+    fixed_scheme = COLUMN
 
 
 class Linear1D_Row(ModeLinear):
@@ -102,6 +97,7 @@ class Linear1D_Row(ModeLinear):
     """
 
     mode = "1d"
+    fixed_scheme = ROW
 
     def __init__(
         self,
@@ -112,7 +108,7 @@ class Linear1D_Row(ModeLinear):
         parallel_input: bool = True,
         **options: Any,
     ) -> None:
-        super().__init__(in_features, out_features, bias, dtype, scheme=ROW, **options)
+        super().__init__(in_features, out_features, bias, dtype, **options)
         self.parallel_input = parallel_input
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -132,7 +128,8 @@ class ModeClassifier(ParallelLinear):
 
     Its weight is stored (classes, features), cut as an embedding's is, so that it can be shared with one.
     With `vocab_parallel` the classes of the output are cut, otherwise every rank gets all of them for its
-    part of the batch.
+    part of the batch. Classes that the ranks do not divide are padded; the logits of the padding are minus
+    infinity.
 
     Args:
         in_features: Global size of the features.
@@ -164,6 +161,7 @@ class ModeClassifier(ParallelLinear):
             dtype,
             scheme=scheme,
             weight_is_transposed=True,
+            padded=self.vocab_parallel,
             weight=weight,
             **options,
         )

@@ -5,7 +5,14 @@ SUMMA (van de Geijn and Watts, 1997) computes a product of two operands that are
 dimension panel by panel: in round k the ranks of column k of the grid broadcast their slice of x along the
 rows, the ranks of row k their slice of w along the columns, and every rank adds the product of the two. No
 rank ever holds more than one panel of each operand beside its own slices. The backward runs the same rounds:
-it fetches each panel again, and sums each panel's gradient to its owner.
+it fetches each panel again, and sums each panel's gradient to its owner. The sum over the panels is in
+float32 or better: in half precision each panel's product is rounded, and their sum once, at its end.
+
+[Note: what is kept for the backward]
+For slices of |x| and |w| bytes: |x| + |w| where nothing is gathered, and with panels, which are fetched
+again; q (|x| + |w|) where operands are gathered whole, as in 3D and with `in_panels=False`. To fetch those
+again would take (q-1) (|x| + |w|) more bytes, up to half of what 3D sends in forward and backward. Where
+memory is short, recomputation of the block (`recompute=True`) keeps none of it.
 """
 
 from typing import Any
@@ -44,6 +51,8 @@ def product(
         bias: Slice of the bias, whose gradient is this rank's.
         in_panels: Where both operands would be gathered along `in`, fetch one panel of each at a time instead
             (see [Note: panels]): less memory, more messages.
+
+    What a rank keeps for the backward: see [Note: what is kept for the backward].
     """
     x, w, bias = as_autocast(x), as_autocast(w), None if bias is None else as_autocast(bias)
     if not (scheme.gather_x or scheme.gather_w or scheme.scatter_y):
@@ -92,11 +101,11 @@ class _Panels(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, row: Axis, col: Axis) -> torch.Tensor:
         ctx.save_for_backward(x, w)
         ctx.row, ctx.col = row, col
-        y = x.new_zeros((*x.shape[:-1], w.shape[1]))
+        y = _zeros_of_sum(x, (*x.shape[:-1], w.shape[1]))
         flat = y.view(-1, w.shape[1])
         for k in range(row.size):  # no name for a panel: it would keep it while the next ones come
-            flat.addmm_(_panel(x, row, k).view(-1, x.shape[-1]), _panel(w, col, k))
-        return y
+            _add_product(flat, _panel(x, row, k).view(-1, x.shape[-1]), _panel(w, col, k))
+        return y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None]:
@@ -128,13 +137,29 @@ class _TransposedPanels(torch.autograd.Function):
         x, v = ctx.saved_tensors
         row, col = ctx.row, ctx.col
         flat = x.reshape(-1, x.shape[-1])
-        dx, dv = torch.zeros_like(flat), v  # dv is replaced in the round in which this rank is the owner
+        dx, dv = (
+            _zeros_of_sum(x, flat.shape),
+            v,
+        )  # dv is replaced in the round in which this rank is the owner
         for k in range(row.size):
             dy_panel = _panel(dy, row, k).view(-1, dy.shape[-1])
-            dx.addmm_(dy_panel, _panel(v, col, k))
+            _add_product(dx, dy_panel, _panel(v, col, k))
             dv = _sum_for(k, col, dy_panel.t() @ flat, otherwise=dv)
             del dy_panel  # before the next one comes
-        return dx.view_as(x), dv, None, None
+        return dx.to(x.dtype).view_as(x), dv, None, None
+
+
+def _zeros_of_sum(like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return zeros to which products are added, in float32 or better."""
+    return like.new_zeros(shape, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add a b to the total, without other memory where the types are the same."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)
 
 
 def _panel(tensor: torch.Tensor, axis: Axis, k: int) -> torch.Tensor:

@@ -19,7 +19,9 @@ class ParallelCrossEntropyLoss(nn.Module):
     """Cross entropy of logits cut as `cut` says.
 
     With p ranks along the class axes, for logits of (batch, ..., classes): three all-reduces of one number
-    for each position (1909.08053, section 3); the logits themselves are never gathered.
+    for each position (1909.08053, section 3); the logits themselves are never gathered. Label smoothing takes
+    another number for each position and a single one. Logits of minus infinity are no classes: a classifier
+    is padded with them where the ranks do not divide its classes.
 
     Args:
         ignore_index: Labels that do not count.
@@ -80,7 +82,6 @@ class ParallelCrossEntropyLoss(nn.Module):
     def _losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the loss at each position, in float32 or better."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        num_classes = logits.shape[-1] * self.mesh.axis_size(self.cut.features)
         largest = wide.detach().amax(-1)
         for name in self.cut.features:
             largest = all_reduce(largest, self.mesh.axis(name), torch.distributed.ReduceOp.MAX)
@@ -92,13 +93,21 @@ class ParallelCrossEntropyLoss(nn.Module):
         of_label = self._sum_over_classes(own.masked_fill(elsewhere, 0.0))
         if self.label_smoothing == 0.0:
             return log_sum - of_label
-        mean = self._sum_over_classes(shifted.sum(-1)) / num_classes
+        padding = shifted == float("-inf")  # classes that a padded classifier has beyond its own
+        mean = self._sum_over_classes(shifted.masked_fill(padding, 0.0).sum(-1)) / self._count(~padding)
         return log_sum - (1.0 - self.label_smoothing) * of_label - self.label_smoothing * mean
 
     def _sum_over_classes(self, part: torch.Tensor) -> torch.Tensor:
         for name in self.cut.features:
             part = reduce_forward_copy_backward(part, self.mesh.axis(name))
         return part
+
+    def _count(self, is_class: torch.Tensor) -> torch.Tensor:
+        """Return the number of classes on all ranks, which is the same at every position."""
+        count = is_class.flatten(0, -2)[:1].sum()
+        for name in self.cut.features:
+            count = all_reduce(count, self.mesh.axis(name))
+        return count
 
     def _check(self, labels: torch.Tensor, num_classes: int) -> None:
         """Look at all labels, not at this rank's part of them: all ranks raise, or none does."""

@@ -1,5 +1,6 @@
 """Data parallelism: ways to keep replicas equal, or to share one model among them."""
 
+from colossalai.nn.parallel._bucketed import Bucketed as Bucketed
 from colossalai.nn.parallel._data_method import DataMethod as DataMethod
 from colossalai.nn.parallel._data_method import broadcast_from_first as broadcast_from_first
 from colossalai.nn.parallel._ddp import Replicated as Replicated

@@ -37,6 +37,9 @@ class DataMethod(ABC):
     def set_sync(self, module: nn.Module, enabled: bool) -> None:
         """Say whether the next forward and its backward synchronize; `module` is what `apply` returned."""
 
+    def finish(self, module: nn.Module) -> None:  # noqa: B027 - most methods are done with the backward
+        """Wait until the gradients of `module`, which `apply` returned, are equal on the replicas."""
+
 
 def broadcast_from_first(module: nn.Module, group: dist.ProcessGroup) -> None:
     """Give all ranks of a group the parameters and buffers of its first rank."""

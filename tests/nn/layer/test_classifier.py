@@ -123,10 +123,11 @@ def refusals(name):
             ValueError, match=r"the weight of Classifier2D: dimension 1 .* is 7, .* along row"
         ):
             col_nn.Classifier2D(7, CLASSES)
+        padded = col_nn.VocabParallelEmbedding2D(CLASSES - 1, FEATURES)
         with pytest.raises(
-            ValueError, match=r"VocabParallelClassifier2D: dimension 0 .* is 15, .* along col"
+            ValueError, match=r"VocabParallelClassifier2D cannot share a weight of .*\(15, 8\)"
         ):
-            col_nn.VocabParallelClassifier2D(FEATURES, 15)
+            col_nn.VocabParallelClassifier2D(FEATURES, CLASSES, padded.weight)
         whole_rows = col_nn.Embedding2D(CLASSES, FEATURES)
         with pytest.raises(
             ValueError, match=r"VocabParallelClassifier2D cannot share a weight of .*\(16, 8\)"

@@ -150,8 +150,6 @@ def refusals(name):
             ValueError, match=r"Embedding2D cuts dimension 0 of .* is 7, which the 2 ranks along col"
         ):
             layer(torch.zeros(7, 3, dtype=torch.int64))
-        with pytest.raises(ValueError, match=r"the weight of VocabParallelEmbedding2D: dimension 0 .* is 15"):
-            col_nn.VocabParallelEmbedding2D(15, FEATURES)
         with pytest.raises(ValueError, match=r"the weight of Embedding2D: dimension 1 .* is 7, .* along row"):
             col_nn.Embedding2D(VOCAB, 7)
         with pytest.raises(ValueError, match=r"Embedding2D got padding_idx=16; .* has 16 entries"):

@@ -8,7 +8,7 @@ import colossalai
 import colossalai.nn as col_nn
 from colossalai.communication import ledger
 from colossalai.core import global_context as gpc
-from colossalai.nn.layer import Cut, current_cut, restart
+from colossalai.nn.layer import LINEAR_SCHEMES, Cut, current_cut, product, restart
 from tests.nn.modes import (
     MODES,
     SUFFIXES,
@@ -135,3 +135,30 @@ def refusals_without_a_mode():
 )
 def test_what_does_not_fit_is_said_before_any_collective(refuse, num_ranks):
     run_ranks(refuse, num_ranks)
+
+
+def half_precision_errors(dtype):
+    """Return how far the products of mode "2d" and of one process in half precision are from float64's."""
+    launch("2d")
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(64, size, generator=generator) for size in (256, 128))
+    w = torch.randn(256, 128, generator=generator)
+    exact = [x @ w, dy @ w.t(), x.t() @ dy]
+    x, dy, w = (tensor.to(dtype) for tensor in (x, dy, w))
+    alone = [x @ w, dy @ w.t(), x.t() @ dy]
+    cut = Cut(batch=("col",), features=("row",))
+    own_x, own_w, own_dy = (slice_like(tensor, cut).requires_grad_() for tensor in (x, w, dy))
+    y = product(own_x, own_w, LINEAR_SCHEMES["2d"][0], gpc.mesh)
+    found = [y.detach(), *torch.autograd.grad(y, [own_x, own_w], own_dy)]
+    assert {part.dtype for part in found} == {dtype}
+    return [
+        ((part.double() - slice_like(right, cut)).norm().item(), (one.double() - right).norm().item())
+        for part, one, right in zip(found, alone, exact, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_errs_no_more_than_twice_as_one_process(dtype):
+    for parts in zip(*run_ranks(half_precision_errors, 4, dtype), strict=True):  # y, dx, dw
+        error = sum(own**2 for own, _ in parts) ** 0.5
+        assert error <= 2 * parts[0][1]

@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from colossalai.cli._benchmark._saved import saved_bytes
 from colossalai.context import Mesh
 from colossalai.nn.layer import HEAD_SCHEMES, LINEAR_SCHEMES, product
+from colossalai.nn.layer._product import _add_product, _zeros_of_sum
 from tests.nn.live_bytes import LiveBytes
 
 pytestmark = pytest.mark.mesh
@@ -69,3 +71,33 @@ def test_a_transposed_operand_costs_no_second_panel(mesh):
     forward, backward, y_bytes = peaks(x, w, LINEAR_SCHEMES["2d"][0], mesh, in_panels=True)
     assert forward <= y_bytes + x.nbytes + w.nbytes
     assert backward <= 2 * (x.nbytes + w.nbytes)
+
+
+@pytest.mark.parametrize("in_panels", [True, False])
+def test_what_is_kept_for_the_backward(mesh, in_panels):
+    x, w = torch.ones(BATCH, 3, IN, requires_grad=True), torch.ones(IN, OUT, requires_grad=True)
+    with saved_bytes([]) as kept:
+        product(x, w, LINEAR_SCHEMES["2d"][0], mesh, in_panels=in_panels)
+    assert kept.num_bytes == (x.nbytes + w.nbytes) * (1 if in_panels else Q)
+
+
+@pytest.mark.parametrize("rank", [0, 7])
+def test_the_3d_product_keeps_gathered_operands(rank):
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=8)
+    axes = {"edp": 1, "ep": 1, "pp": 1, "out": 2, "inp": 2, "wgt": 2}
+    x, w = torch.ones(BATCH, 3, IN, requires_grad=True), torch.ones(IN, OUT, requires_grad=True)
+    with saved_bytes([]) as kept:
+        product(x, w, LINEAR_SCHEMES["3d"][0], Mesh(axes, rank=rank))
+    dist.destroy_process_group()
+    assert kept.num_bytes == 2 * (x.nbytes + w.nbytes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_summed_in_float32(dtype):
+    """Many panels that are all alike: a sum in half precision would stop growing."""
+    size = 1024
+    x, w = torch.full((1, 1), 1.0, dtype=dtype), torch.full((1, 1), 1.01, dtype=dtype)
+    total = _zeros_of_sum(x, (1, 1))
+    for _ in range(size):
+        _add_product(total, x, w)
+    assert total.item() == pytest.approx(size * w.item(), rel=1e-5)

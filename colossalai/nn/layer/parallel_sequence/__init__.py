@@ -1,5 +1,7 @@
 """Sequence parallelism: attention over a sequence that is cut over the ranks of the SEQUENCE axis."""
 
+from colossalai.nn.layer.parallel_sequence._order import Order as Order
+from colossalai.nn.layer.parallel_sequence._order import own_positions as own_positions
 from colossalai.nn.layer.parallel_sequence._order import zigzag_gather as zigzag_gather
 from colossalai.nn.layer.parallel_sequence._order import zigzag_positions as zigzag_positions
 from colossalai.nn.layer.parallel_sequence._order import zigzag_split as zigzag_split

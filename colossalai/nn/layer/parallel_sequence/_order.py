@@ -98,17 +98,32 @@ def zigzag_gather(x: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
 
 
 def zigzag_positions(seq_length: int, axis: Axis, *, device: torch.device | None = None) -> torch.Tensor:
+    """Return `own_positions` in zigzag order."""
+    return own_positions(seq_length, axis, order="zigzag", device=device)
+
+
+def own_positions(
+    seq_length: int, axis: Axis, *, order: Order, device: torch.device | None = None
+) -> torch.Tensor:
     """Return the positions in the whole sequence that this rank holds, for position embeddings.
 
     Args:
         seq_length: Length of the whole sequence.
         axis: The ranks that share it.
+        order: Which positions a rank holds.
         device: Where the result is.
 
     Raises:
-        ValueError: Twice the number of ranks does not divide the sequence.
+        ValueError: The ranks do not divide the sequence, in zigzag order twice their number does not.
     """
-    return _zigzag_permutation(seq_length, axis.size).chunk(axis.size)[axis.rank].to(device)
+    if order == "zigzag":
+        return _zigzag_permutation(seq_length, axis.size).chunk(axis.size)[axis.rank].to(device)
+    if seq_length % axis.size:
+        raise ValueError(
+            f"a sequence of {seq_length} positions, which {axis.size} ranks do not divide: pad it to a "
+            f"multiple of {axis.size}"
+        )
+    return torch.arange(seq_length, device=device).chunk(axis.size)[axis.rank]
 
 
 def _zigzag_permutation(seq_length: int, axis_size: int) -> torch.Tensor:

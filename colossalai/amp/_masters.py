@@ -1,0 +1,199 @@
+"""Float32 copies of the weights of a model that computes in a lower precision.
+
+[Note: who holds the weights]
+The model holds each parameter in the low precision, the optimizer its float32 copy, the master. Between two
+steps both say the same: the parameter is the master, rounded. A step takes the gradient from the parameter to
+the master, updates the master, and rounds it into the parameter. An update that is smaller than the rounding
+adds up in the master. Whoever overwrites a parameter between two steps (loads weights, clips them) is heard:
+its elements that are no longer the master's, rounded, become the master's. In-place writes are seen by the
+version that torch counts for every tensor; those through `param.data`, which torch does not count, are not.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+STATE_KEY = "master"
+"""The name of a master among the states of its parameter, in a checkpoint."""
+
+_MASTERS_KEY = "masters"  # of all masters, in what `state_dict` returns
+
+
+class Masters:
+    """The masters of an optimizer's parameters; without any, every method does nothing.
+
+    See [Note: who holds the weights].
+
+    Args:
+        pairs: The master of each parameter that has one.
+    """
+
+    def __init__(self, pairs: Mapping[nn.Parameter, nn.Parameter] | None = None) -> None:
+        self._master_of = dict(pairs or {})
+        self._param_of = {master: param for param, master in self._master_of.items()}
+        self._versions = {param: param._version for param in self._master_of}
+
+    def __len__(self) -> int:
+        return len(self._master_of)
+
+    def param_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the model's parameter of a master, any other tensor itself."""
+        return self._param_of.get(tensor, tensor)  # type: ignore[call-overload]
+
+    def with_masters(self, param_names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, str]:
+        """Return names in which the masters have the names of their parameters."""
+        names = dict(param_names)
+        names.update({self._master_of[param]: names[param] for param in self._master_of if param in names})
+        return names
+
+    def start_equal(self, group: dist.ProcessGroup) -> None:
+        """Give all ranks of a group the masters of its first rank; parameters are left to others."""
+        source = dist.get_global_rank(group, 0)
+        for master in self._param_of:
+            dist.broadcast(master.detach(), src=source, group=group)
+
+    def stand_in(self, optimizer: Optimizer) -> "Masters":
+        """Put masters in the place of an optimizer's parameters, states included, and return those."""
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        _exchange(optimizer, self._master_of)
+        return Masters({param: master for param, master in self._master_of.items() if param in held})
+
+    def take_grads(self) -> None:
+        """Give each master the gradient of its parameter: the same memory, if that is float32 already."""
+        for param, master in self._master_of.items():
+            master.grad = None if param.grad is None else param.grad.to(master.dtype)
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Forget the gradients of the parameters."""
+        for param, master in self._master_of.items():
+            master.grad = None
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """Let the masters follow what was written into parameters since the last `write_weights`."""
+        for param, master in self._master_of.items():
+            if param._version != self._versions[param]:
+                master.copy_(torch.where(param == master.to(param.dtype), master, param.to(master.dtype)))
+                self._versions[param] = param._version
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Round the masters into their parameters."""
+        if self._master_of:
+            torch._foreach_copy_(list(self._master_of), list(self._master_of.values()))
+        self._versions = {param: param._version for param in self._master_of}
+
+    @contextmanager
+    def as_states(self, optimizer: Optimizer) -> Iterator[None]:
+        """Within the block the optimizer holds the model's parameters, and masters are states of those.
+
+        So a checkpoint is written and read under the names of the model. Afterwards, a parameter whose state
+        has a master takes its value, whether it has a master here or not.
+        """
+        self.take_weights()
+        _exchange(optimizer, self._param_of)
+        for param, master in self._master_of.items():
+            optimizer.state.setdefault(param, {})[STATE_KEY] = master.detach()
+        try:
+            yield
+        finally:
+            _exchange(optimizer, self._master_of)
+            for param in _params_of(optimizer):
+                _take_from_state(param, optimizer)
+            self.write_weights()
+
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer, as torch numbers it, and with it the masters."""
+        content = optimizer.state_dict()
+        if not self._master_of:
+            return content
+        self.take_weights()
+        # Beside the states: torch's optimizers expect in a state all that they keep themselves, or nothing.
+        return {
+            **content,
+            _MASTERS_KEY: {
+                number: param.detach()
+                for number, param in enumerate(_params_of(optimizer))
+                if param in self._param_of
+            },
+        }
+
+    def load_state_dict(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, with masters or without, into parameters with or without."""
+        self.take_weights()
+        optimizer.load_state_dict(content)
+        params = _params_of(optimizer)
+        with torch.no_grad():
+            for number, master in content.get(_MASTERS_KEY, {}).items():
+                params[number].copy_(master)
+        self.write_weights()
+
+
+def cast_parameters(
+    model: nn.Module, dtype: torch.dtype, *, keep: Collection[int], grad_dtype: torch.dtype
+) -> Masters:
+    """Cast the floating parameters and buffers of a model in place, and return masters of the trainable ones.
+
+    Parameters stay the same objects. Gradients that they have are dropped.
+
+    Args:
+        model: The model.
+        dtype: The new dtype.
+        keep: The `id` of each parameter and buffer that keeps its dtype.
+        grad_dtype: The dtype in which the gradients of those with a master accumulate.
+    """
+    pairs = {}
+    for param in model.parameters():  # a tied one comes once
+        if not param.is_floating_point() or id(param) in keep:
+            continue
+        if param.requires_grad:
+            pairs[param] = _master_of(param)
+        param.grad = None
+        param.data = param.data.to(dtype)
+        if param.requires_grad and grad_dtype != dtype:
+            param.grad_dtype = grad_dtype
+    for buffer in model.buffers():
+        if buffer.is_floating_point() and id(buffer) not in keep:
+            buffer.data = buffer.data.to(dtype)
+    return Masters(pairs)
+
+
+def _master_of(param: nn.Parameter) -> nn.Parameter:
+    # A float32 parameter gives its memory to the master: it gets new one in the low precision.
+    master = nn.Parameter(param.data.float())
+    vars(master).update(vars(param))  # the sharding spec, and marks of the user's own
+    return master
+
+
+def _exchange(optimizer: Optimizer, successors: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Replace parameters in the groups of an optimizer, and as keys of its state."""
+    for group in optimizer.param_groups:
+        group["params"] = [successors.get(param, param) for param in group["params"]]
+    for param, successor in successors.items():
+        if param in optimizer.state:
+            optimizer.state[successor] = optimizer.state.pop(param)
+
+
+def _params_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+@torch.no_grad()
+def _take_from_state(param: nn.Parameter, optimizer: Optimizer) -> None:
+    state = optimizer.state.get(param, {})
+    if STATE_KEY not in state:
+        return
+    stored = state.pop(STATE_KEY)
+    if stored.data_ptr() != param.data_ptr():
+        param.copy_(stored)
+    if not state:  # an optimizer sets up a state only where there is none
+        del optimizer.state[param]

@@ -1,0 +1,163 @@
+"""Data, tensor and pipeline parallelism in one plugin."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from colossalai.amp import FullPrecision, Precision
+from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
+from colossalai.booster.plugin._plugin import Plugin
+from colossalai.context import relayout
+from colossalai.nn.parallel import Bucketed, Replicated
+from colossalai.pipeline import PipelineOptions, Schedule
+from colossalai.runtime import Plan, refuse_pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridOptions:
+    """The choices of `HybridParallelPlugin`, checked together."""
+
+    tp_size: int
+    tp_mode: str
+    tp_depth: int
+    pp_size: int
+    zero_stage: int
+    num_microbatches: int | None
+    schedule: str | Path | Schedule | None
+    num_model_chunks: int | None
+    partition: str
+    precision: MixedPrecision | None
+    max_norm: float
+    recompute: bool | Sequence[str]
+
+    def __post_init__(self) -> None:
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ValueError(f"zero_stage is {self.zero_stage!r}; it must be 0 or 1")
+        methods = ["pipeline"] if self.pp_size > 1 else []
+        refuse_pairs([*methods, *([f"ZeRO {self.zero_stage}"] if self.zero_stage else [])])
+        if self.zero_stage == 3:
+            raise ValueError("zero_stage is 3: use TorchFSDPPlugin, which shards the parameters")
+        if self.max_norm < 0:
+            raise ValueError(f"max_norm is {self.max_norm}; it must be above 0, or 0 for no clipping")
+        if self.pp_size > 1 and self.num_microbatches is None:
+            raise ValueError(
+                "a pipeline cuts every batch into microbatches: pass num_microbatches (four times pp_size, "
+                f"{4 * self.pp_size}, keeps most of the ranks busy)"
+            )
+        if self.pp_size == 1:
+            given = {
+                "num_microbatches": self.num_microbatches,
+                "schedule": self.schedule,
+                "num_model_chunks": self.num_model_chunks,
+            }
+            useless = [name for name, value in given.items() if value is not None]
+            if useless:
+                raise ValueError(f"{', '.join(useless)} needs a pipeline: pass pp_size, too")
+
+    @property
+    def parallel(self) -> dict[str, Any]:
+        """The same as `parallel` in a config."""
+        tensor = {"size": self.tp_size, "mode": self.tp_mode if self.tp_size > 1 else None}
+        if self.tp_mode == "2.5d":
+            tensor["depth"] = self.tp_depth
+        return {"pipeline": self.pp_size, "tensor": tensor}
+
+    def pipeline_options(self) -> PipelineOptions | None:
+        """Return how the pipeline is run, None without one."""
+        if self.num_microbatches is None:
+            return None
+        return PipelineOptions(
+            num_microbatches=self.num_microbatches,
+            schedule=self.schedule,
+            num_chunks=self.num_model_chunks,
+            partition=self.partition,
+        )
+
+
+class HybridParallelPlugin(Plugin):
+    """Cuts a model by layers (pipeline), by tensors, and the batch over what is left of the ranks.
+
+    The plugin lays the ranks out, so make it before the model: layers of `colossalai.nn` follow the tensor
+    mode that is in force when they are built. With a pipeline any model with a stack of blocks is cut by
+    `Booster.boost`; a stage that `colossalai.builder` or `colossalai.pipeline` made is taken as it is.
+
+    Args:
+        tp_size: Number of ranks that share a layer.
+        tp_mode: How: "1d", "2d", "2.5d", "3d".
+        tp_depth: Depth of mode "2.5d".
+        pp_size: Number of pipeline ranks.
+        zero_stage: 0; 1 shards the optimizer's states over the data-parallel ranks.
+        num_microbatches: Number of microbatches of a batch; needed with a pipeline.
+        schedule: "1f1b" (default), "gpipe", "interleaved", "zb-h1", "zb-v", the path of a CSV file of
+            actions, or a `colossalai.pipeline.Schedule`.
+        num_model_chunks: Number of stages on a rank, for "interleaved".
+        partition: "balanced" cuts blocks by their parameters, "uniform" by their number.
+        precision: "fp16", "bf16", "fp16_naive", "fp32" or an object with options.
+        max_norm: Bound of the gradient norm over all ranks; 0 for none. `optimizer.step()` clips.
+        recompute: Checkpoint activations: True for the model's blocks, or names of sub-modules.
+        sequence_parallel: Let the `tp_size` ranks share the sequence (ring attention) and not the layers.
+
+    Raises:
+        ValueError: Something does not fit together.
+        RuntimeError: Nothing has been launched.
+    """
+
+    def __init__(
+        self,
+        *,
+        tp_size: int = 1,
+        tp_mode: str = "1d",
+        tp_depth: int = 1,
+        pp_size: int = 1,
+        zero_stage: int = 0,
+        num_microbatches: int | None = None,
+        schedule: str | Path | Schedule | None = None,
+        num_model_chunks: int | None = None,
+        partition: str = "balanced",
+        precision: MixedPrecision | str | None = None,
+        max_norm: float = 0.0,
+        recompute: bool | Sequence[str] = False,
+        sequence_parallel: bool = False,
+    ) -> None:
+        if sequence_parallel and (tp_mode not in ("1d", "sequence") or tp_size == 1):
+            raise ValueError(
+                f"sequence_parallel=True lets tp_size ranks share the sequence: tp_size is {tp_size}, which "
+                f"must be at least 2, and tp_mode {tp_mode!r} must be left out"
+            )
+        self.options = HybridOptions(
+            tp_size=tp_size,
+            tp_mode="sequence" if sequence_parallel else tp_mode,
+            tp_depth=tp_depth,
+            pp_size=pp_size,
+            zero_stage=zero_stage,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            num_model_chunks=num_model_chunks,
+            partition=partition,
+            precision=mixed_precision_factory(precision) if isinstance(precision, str) else precision,
+            max_norm=max_norm,
+            recompute=recompute,
+        )
+        self.options.pipeline_options()  # its mistakes, too, are told here
+        relayout(self.options.parallel)
+
+    def plan(self, precision: Precision) -> Plan:
+        """See the base class.
+
+        Raises:
+            ValueError: Both the plugin and Booster were given a precision.
+        """
+        options = self.options
+        if options.precision is not None:
+            if not isinstance(precision, FullPrecision):
+                raise ValueError("precision is given twice: to HybridParallelPlugin and to Booster")
+            precision = options.precision.precision()
+        pipeline = options.pipeline_options()
+        return Plan(
+            data=Replicated() if pipeline is None else Bucketed(),
+            precision=precision,
+            recompute=options.recompute,
+            clip_grad_norm=options.max_norm,
+            pipeline=pipeline,
+        )

@@ -1,0 +1,142 @@
+"""`colossalai pipeline`: check what is asked, simulate the schedules, and show what comes out."""
+
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from colossalai.cli._pipeline._chart import show_charts
+from colossalai.cli._pipeline._outcome import Outcome
+from colossalai.cli._pipeline._plot import plot
+from colossalai.cli._pipeline._show import show
+from colossalai.pipeline import SCHEDULES, Costs, Schedule, make_schedule, read_schedule, simulate
+
+_PICTURES = (".png", ".svg", ".pdf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What to simulate.
+
+    Attributes:
+        num_ranks: Number of pipeline ranks; None: as many as the file has.
+        num_microbatches: Number of microbatches; None: as many as the file has.
+        names: Names of schedules; None: all, or none beside a file.
+        num_chunks: Number of stages on a rank of the interleaved schedule.
+        file: A CSV file of actions.
+        forward: Time of the forward of a microbatch through a rank's share of the model.
+        backward: The same of the whole backward.
+        weight_grad: The same of the part of the backward that computes weight gradients; None: a half.
+        p2p: Time of a message.
+        message_bytes: Size of a message; None: unknown.
+    """
+
+    num_ranks: int | None = None
+    num_microbatches: int | None = None
+    names: tuple[str, ...] | None = None
+    num_chunks: int = 2
+    file: str | None = None
+    forward: float = 1.0
+    backward: float = 2.0
+    weight_grad: float | None = None
+    p2p: float = 0.0
+    message_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Output:
+    """How to show it.
+
+    Attributes:
+        plot_file: The path of a picture.
+        has_text: Also draw with characters.
+        as_json: Print JSON in place of the table.
+    """
+
+    plot_file: str | None = None
+    has_text: bool = False
+    as_json: bool = False
+
+
+def compare(settings: Settings, output: Output) -> None:
+    """Simulate schedules side by side and show step time, bubble, memory and messages.
+
+    Raises:
+        ValueError: Something was asked that cannot be done, or a schedule cannot be run.
+    """
+    _check_output(output)
+    outcomes = [_simulate(schedule, settings) for schedule in _choose(settings)]
+    if output.plot_file is not None:
+        plot(outcomes, output.plot_file)
+    if output.as_json:
+        sys.stdout.write(json.dumps([outcome.as_dict() for outcome in outcomes], indent=2) + "\n")
+        return
+    show(outcomes)
+    if output.has_text:
+        show_charts(outcomes)
+
+
+def stage_costs(schedule: Schedule, settings: Settings) -> Costs:
+    """Return the costs of stages: a rank's share of the model, cut evenly over the stages that it holds."""
+    parts = [len(schedule.stages_of(rank)) for rank in schedule.rank_of_stage]
+    weight_grad = settings.weight_grad
+    return Costs(
+        [settings.forward / part for part in parts],
+        [settings.backward / part for part in parts],
+        settings.p2p,
+        None if weight_grad is None else [weight_grad / part for part in parts],
+    )
+
+
+def _simulate(schedule: Schedule, settings: Settings) -> Outcome:
+    timeline = simulate(schedule, stage_costs(schedule, settings))
+    return Outcome(timeline=timeline, message_bytes=settings.message_bytes)
+
+
+def _choose(settings: Settings) -> list[Schedule]:
+    """Return the schedules that were asked for by name, and that of the file."""
+    if settings.weight_grad is not None and settings.weight_grad > settings.backward:
+        raise ValueError(
+            f"--weight_grad {settings.weight_grad:g} is a part of --backward {settings.backward:g}, and "
+            "cannot be more"
+        )
+    own = [] if settings.file is None else [read_schedule(settings.file)]
+    num_ranks = _agree("--stages", settings.num_ranks, [schedule.num_ranks for schedule in own])
+    num_microbatches = _agree(
+        "--microbatches", settings.num_microbatches, [schedule.num_microbatches for schedule in own]
+    )
+    names = settings.names if settings.names is not None else (() if own else tuple(SCHEDULES))
+    named = [
+        make_schedule(
+            name, num_ranks, num_microbatches, settings.num_chunks if name == "interleaved" else None
+        )
+        for name in names
+    ]
+    return named + own
+
+
+def _agree(option: str, given: int | None, in_file: Sequence[int]) -> int:
+    """Return a number that is given, or in the file, or the same in both."""
+    if given is None and not in_file:
+        raise ValueError(f"{option} is needed, or a schedule with --file")
+    if given is not None and in_file and given != in_file[0]:
+        raise ValueError(
+            f"{option} {given}, but the schedule of --file is for {in_file[0]}: leave {option} out"
+        )
+    return in_file[0] if given is None else given
+
+
+def _check_output(output: Output) -> None:
+    if output.as_json and output.has_text:
+        raise ValueError("--json prints nothing but JSON: leave --text out")
+    if output.plot_file is None:
+        return
+    path = Path(output.plot_file)
+    if path.suffix not in _PICTURES:
+        raise ValueError(f"--plot {path}: the name must end in {', '.join(_PICTURES)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot draws with matplotlib, which is not installed: pip install matplotlib")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"there is no folder {str(path.parent)!r} to write {path.name!r} into")

@@ -1,0 +1,128 @@
+"""Schedules of a pipeline as objects: they say how a batch is run, and the engine's pipeline runs it."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from colossalai.context import global_context
+from colossalai.engine.schedule._base import BaseSchedule, DataProcess
+from colossalai.pipeline import PipelineOptions, Schedule
+
+if TYPE_CHECKING:
+    from colossalai.engine._engine import Engine
+
+
+class PipelineSchedule(BaseSchedule):
+    """Runs a batch in microbatches through the stages; 1F1B (one forward, one backward) unless told otherwise.
+
+    Every stage reads the same batches. The first one takes the data as a model without a pipeline does; each
+    later one takes what the stage before returned, and of data that is a dict the entries that its `forward`
+    has arguments for.
+
+    Args:
+        num_microbatches: Number of microbatches of a batch; the last one may be smaller.
+        data_process_func: From a batch to (data, label); see `BaseSchedule`.
+        tensor_shape: Shape of what every stage but the last returns for a microbatch; None: it is exchanged.
+        scatter_gather_tensors: Where activations are the same on all tensor-parallel ranks (1d), each sends
+            only its part, and the receivers gather it.
+        schedule: "1f1b", "gpipe", "zb-h1", or "zb-v" for two chunks on a rank; the path of a CSV file of
+            actions; or a `colossalai.pipeline.Schedule`.
+
+    Raises:
+        ValueError: A number is not positive, or there is no such schedule.
+    """
+
+    def __init__(
+        self,
+        num_microbatches: int,
+        data_process_func: DataProcess | None = None,
+        tensor_shape: Sequence[int] | None = None,
+        scatter_gather_tensors: bool = False,
+        *,
+        schedule: str | Path | Schedule | None = None,
+    ) -> None:
+        super().__init__(data_process_func)
+        self.options = PipelineOptions(
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            tensor_shape=None if tensor_shape is None else tuple(tensor_shape),
+            scatter_gather_tensors=scatter_gather_tensors,
+        )
+
+    @classmethod
+    def from_options(cls, options: PipelineOptions) -> "PipelineSchedule":
+        """Return the schedule object of options that were read from a config."""
+        made = cls(options.num_microbatches)
+        made.options = options
+        return made
+
+    def forward_back_step(
+        self,
+        engine: "Engine",
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> tuple[Any, Any, torch.Tensor | None]:
+        """See the base class; output and label are those of the rank of the last stage, None on the others.
+
+        The loss is the mean over the batch, on every rank.
+
+        Raises:
+            ValueError: The job has no pipeline, a loss is needed and there is no criterion, or the batch has
+                too few samples.
+            StopIteration: There are no more batches.
+        """
+        data, label = self.load_batch(data_iter, engine.device)
+        result = engine.training_step.run_pipeline(
+            data,
+            label,
+            engine.criterion if return_loss or not forward_only else None,
+            options=self.options,
+            forward_only=forward_only or not torch.is_grad_enabled(),
+            return_loss=return_loss,
+            return_output=return_output_label,
+        )
+        sees_output = engine.model.pipeline is not None and engine.model.pipeline.holds_last_stage
+        kept = (result.output, label) if return_output_label and sees_output else (None, None)
+        return (*kept, result.loss)
+
+
+class InterleavedPipelineSchedule(PipelineSchedule):
+    """Interleaved 1F1B: each rank holds several stages (chunks), for a smaller bubble (2104.04473).
+
+    Args:
+        num_microbatches: Number of microbatches of a batch.
+        num_model_chunks: Number of chunks on a rank, at least 2.
+        data_process_func: From a batch to (data, label); see `BaseSchedule`.
+        tensor_shape: Shape of what every stage but the last returns for a microbatch; None: it is exchanged.
+        scatter_gather_tensors: See `PipelineSchedule`.
+
+    Raises:
+        ValueError: A number is too small.
+    """
+
+    def __init__(
+        self,
+        num_microbatches: int,
+        num_model_chunks: int,
+        data_process_func: DataProcess | None = None,
+        tensor_shape: Sequence[int] | None = None,
+        scatter_gather_tensors: bool = False,
+    ) -> None:
+        super().__init__(num_microbatches, data_process_func, tensor_shape, scatter_gather_tensors)
+        self.options = PipelineOptions(
+            num_microbatches=num_microbatches,
+            schedule="interleaved",
+            num_chunks=num_model_chunks,
+            tensor_shape=self.options.tensor_shape,
+            scatter_gather_tensors=scatter_gather_tensors,
+        )
+
+
+def get_tensor_shape() -> tuple[int, ...] | None:
+    """Return the `TENSOR_SHAPE` of the launched config, None if it has none."""
+    shape = global_context.config.get("TENSOR_SHAPE")
+    return None if shape is None else tuple(shape)

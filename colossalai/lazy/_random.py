@@ -1,0 +1,70 @@
+"""The generators that initial values are drawn from: their states, and memory to draw into."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Generator, Tensor, UntypedStorage
+
+from colossalai.lazy._tape import RandomState
+
+
+class Scratch:
+    """Memory that is drawn into and not read, kept for the next draw.
+
+    Memory that is allocated and freed for each draw leaves holes between the small things that are kept, and
+    the heap grows by most of the model that is not to be allocated.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[torch.device, UntypedStorage] = {}
+
+    def like(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return a tensor of the shape, strides and type of another, with any values."""
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        num_bytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
+        if device not in self._storages or self._storages[device].nbytes() < num_bytes:
+            self._storages.pop(device, None)  # first, so that there are never two
+            self._storages[device] = UntypedStorage(num_bytes, device=device)
+        empty = torch.empty(0, dtype=tensor.dtype, device=device)
+        return empty.set_(self._storages[device], 0, tensor.shape, tensor.stride())
+
+
+def random_state(device: torch.device, generator: Generator | None) -> RandomState:
+    """Return the state that the next draw on a device will start from."""
+    if generator is not None:
+        return RandomState(generator.device, generator.get_state(), is_own=True)
+    return RandomState(device, _get(device), is_own=False)
+
+
+@contextmanager
+def drawing_from(state: RandomState | None) -> Iterator[dict[str, Generator]]:
+    """Put a state in force, and afterwards the one before it.
+
+    Yields:
+        Keyword arguments for an operation that was given a generator of its own.
+    """
+    if state is None:
+        yield {}
+    elif state.is_own:
+        yield {"generator": Generator(state.device).set_state(state.state)}
+    else:
+        kept = _get(state.device)
+        _set(state.state, state.device)
+        try:
+            yield {}
+        finally:
+            _set(kept, state.device)
+
+
+def _get(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def _set(state: Tensor, device: torch.device) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

@@ -1,0 +1,75 @@
+"""The mean cross entropy of tokens, in every tensor mode that of the whole batch.
+
+[Note: the loss of cut sequences]
+In mode "sequence" a rank has the logits of its positions. The mean is over the tokens that count on all ranks
+together, however unevenly they are spread: L = (sum over ranks of S_r) / n, with S_r the sum of the losses of
+rank r and n the number of labels that count, which every rank knows, as labels come whole. The backward of
+rank r is to leave a gradient g_r whose *mean* over the p ranks, which the data method takes, is dL. The ring
+of the attention brings back to a rank what the queries of all ranks ask of its keys; so if every rank starts
+from c dS_r, the sum of the g_r is c times the gradient of the sum of all S, and c = p / n is right. With as
+many labels on each rank this is the gradient of a rank's own mean.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from colossalai.communication import all_reduce
+from colossalai.context import Axis
+from colossalai.model_zoo._sequence import sequence_cut
+from colossalai.nn.loss import CrossEntropyLoss
+
+IGNORED = -100
+"""The label of a token that does not count."""
+
+
+class TokenLoss(nn.Module):
+    """Mean cross entropy, in nats, at the positions whose label is not -100.
+
+    In a tensor mode the logits are taken to be cut as the model that was built last leaves them.
+
+    Args:
+        causal: Whether the model is, which says how the sequences of mode "sequence" are cut.
+    """
+
+    def __init__(self, *, causal: bool) -> None:
+        super().__init__()
+        self.cut = sequence_cut(causal=causal)
+        self.loss = None if self.cut.is_cut else CrossEntropyLoss(ignore_index=IGNORED)
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Compare logits (batch, seq, vocab), a slice, with labels (batch, seq), whole; return a scalar.
+
+        Raises:
+            ValueError: The shapes do not fit, or a label is not a class.
+        """
+        if self.loss is not None:
+            loss: Tensor = self.loss(logits.flatten(0, -2), labels.flatten())
+            return loss
+        counted = labels != IGNORED
+        self.cut.check(labels[counted], logits.shape[-1], what="labels")
+        own_labels = self.cut.own_columns(labels)
+        if logits.shape[:-1] != own_labels.shape:
+            raise ValueError(
+                f"logits of shape {tuple(logits.shape)} do not fit labels of shape {tuple(labels.shape)}, of "
+                f"which this rank's part is {tuple(own_labels.shape)}"
+            )
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+        own = functional.cross_entropy(wide, own_labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        total: Tensor = _SumOverSequence.apply(own, self.cut.axis)
+        return total / counted.sum()
+
+
+class _SumOverSequence(torch.autograd.Function):
+    """See [Note: the loss of cut sequences]."""
+
+    @staticmethod
+    def forward(ctx: Any, term: Tensor, axis: Axis) -> Tensor:
+        ctx.num_ranks = axis.size
+        return all_reduce(term, axis) if axis.size > 1 else term.view_as(term)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.num_ranks, None

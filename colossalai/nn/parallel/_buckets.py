@@ -1,0 +1,64 @@
+"""Flat buckets: the gradients of several parameters in one piece of memory, so that one collective takes all.
+
+The layout only. What is done with a full bucket (an all-reduce, a reduce-scatter) is the business of others.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+Kind = tuple[torch.dtype, torch.device]
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """The gradients of some parameters, one after the other.
+
+    Attributes:
+        params: The parameters.
+        flat: The memory: the gradients, then one element for each parameter.
+        views: For each parameter its part of `flat`, in its shape.
+        marks: The elements behind the gradients, one for each parameter.
+    """
+
+    params: tuple[nn.Parameter, ...]
+    flat: torch.Tensor
+    views: tuple[torch.Tensor, ...]
+    marks: torch.Tensor
+
+
+def make_buckets(params: Iterable[nn.Parameter], *, cap_bytes: int) -> list[Bucket]:
+    """Lay parameters out in buckets, those of one dtype and device together, in the order given.
+
+    Buckets are in the order in which they become full, if gradients come in the order given.
+
+    Args:
+        params: The parameters; each once.
+        cap_bytes: A bucket is closed before it grows beyond; a larger parameter has one of its own.
+    """
+    groups: list[list[nn.Parameter]] = []
+    is_open: dict[Kind, list[nn.Parameter]] = {}
+    num_bytes: dict[Kind, int] = {}
+    for param in params:
+        kind = _kind_of(param)
+        needed = param.numel() * kind[0].itemsize
+        if kind in is_open and num_bytes[kind] + needed > cap_bytes:
+            groups.append(is_open.pop(kind))
+        num_bytes[kind] = needed + (num_bytes[kind] if kind in is_open else 0)
+        is_open.setdefault(kind, []).append(param)
+    return [_make_bucket(group) for group in (*groups, *is_open.values())]
+
+
+def _make_bucket(params: list[nn.Parameter]) -> Bucket:
+    dtype, device = _kind_of(params[0])
+    sizes = [param.numel() for param in params]
+    flat = torch.zeros(sum(sizes) + len(params), dtype=dtype, device=device)
+    *parts, marks = flat.split([*sizes, len(params)])
+    views = tuple(part.view(param.shape) for part, param in zip(parts, params, strict=True))
+    return Bucket(tuple(params), flat, views, marks)
+
+
+def _kind_of(param: nn.Parameter) -> Kind:
+    return getattr(param, "grad_dtype", None) or param.dtype, param.device

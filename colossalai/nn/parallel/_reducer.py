@@ -1,0 +1,171 @@
+"""Gradients averaged over replicas, bucket by bucket, while the backward that makes them still runs.
+
+[Note: the order of buckets]
+All ranks must start the all-reduces of a group in the same order, but gradients may come in another order on
+another rank, or not at all. So buckets wait in a queue, and only its head may start: a full bucket behind one
+that is not full waits, at worst until `finish`. The buckets of a part of the model join the queue when that
+part is told to synchronize, which all ranks do in the same order.
+
+[Note: marks]
+A parameter may have no gradient here and one on another replica; then its average is that of zero and the
+others'. Without one on any replica it must stay without: an optimizer would decay it, or move it by its
+momentum. So behind the gradients of a bucket stands a mark for each parameter, 1 where it has a gradient, and
+the all-reduce adds up the marks along with the gradients.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from colossalai.communication import start_all_reduce
+from colossalai.context import Axis
+from colossalai.nn.parallel._buckets import Bucket, make_buckets
+
+
+class GradReducer:
+    """What averages the gradients of a model cut into parts; gradients are views of its buckets.
+
+    Args:
+        parts: The parts, each of which has a last backward of its own; a parameter may be in several.
+        replicas: The ranks to average over.
+        cap_bytes: Size of a bucket.
+        overlap: Start buckets during the backward; False: in `finish` only.
+    """
+
+    def __init__(self, parts: Sequence[nn.Module], replicas: Axis, *, cap_bytes: int, overlap: bool) -> None:
+        self._replicas = replicas
+        self._overlap = overlap
+        own, shared = _trainable(parts)
+        self._buckets_of = [make_buckets(params, cap_bytes=cap_bytes) for params in own]
+        # Those of parameters that parts share are complete after the last part only.
+        self._late = make_buckets(shared, cap_bytes=cap_bytes)
+        self._place: dict[nn.Parameter, tuple[Bucket, int]] = {}
+        for bucket in self._all_buckets():
+            for index, param in enumerate(bucket.params):
+                self._place[param] = (bucket, index)
+                param.register_post_accumulate_grad_hook(self._on_grad)
+        self._queue: list[Bucket] = []
+        self._arrived: dict[Bucket, set[int]] = {}  # of the buckets in the queue
+        self._started: dict[Bucket, Callable[[], object]] = {}
+        self._synced: set[int] = set()  # parts whose buckets are, or were, in the queue
+        self._sync_all()
+
+    def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
+        """Say whether the backwards from now on are the last ones before `finish`.
+
+        Args:
+            enabled: Whether they are.
+            part: Of this part; default: of all.
+
+        Raises:
+            ValueError: It is taken back after buckets were started.
+        """
+        if not enabled:
+            if self._started:
+                raise ValueError(
+                    "synchronization is switched off while gradients are being averaged: call finish first"
+                )
+            self._forget()
+        elif part is None:
+            self._sync_all()
+        elif part not in self._synced:
+            self._enqueue(part)
+
+    def finish(self) -> None:
+        """Average what is left, and wait for all; from now on every backward is a last one again."""
+        rest = [bucket for bucket in self._all_buckets() if bucket not in {*self._started, *self._queue}]
+        for bucket in (*self._queue, *rest):
+            self._start(bucket)
+        for bucket, wait in self._started.items():
+            wait()
+            _give_grads(bucket)
+        self._started = {}
+        self._forget()
+        self._sync_all()
+
+    def _all_buckets(self) -> list[Bucket]:
+        return [*(bucket for buckets in self._buckets_of for bucket in buckets), *self._late]
+
+    def _sync_all(self) -> None:
+        for part in range(len(self._buckets_of)):
+            if part not in self._synced:
+                self._enqueue(part)
+
+    def _enqueue(self, part: int) -> None:
+        self._synced.add(part)
+        if self._overlap:
+            self._queue += self._buckets_of[part]
+            self._arrived.update({bucket: set() for bucket in self._buckets_of[part]})
+
+    def _forget(self) -> None:
+        self._queue = []
+        self._arrived = {}
+        self._synced = set()
+
+    def _on_grad(self, param: torch.Tensor) -> None:
+        """Called by autograd when a backward has added to the gradient of a parameter."""
+        bucket, index = self._place[param]  # type: ignore[index]
+        if bucket in self._started:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} got a gradient after its average was under way: "
+                "switch synchronization on right before the last backward, or use Bucketed(overlap=False) "
+                "where one backward adds several times to a parameter (reentrant checkpointing of shared "
+                "weights)"
+            )
+        _adopt(bucket, index)
+        if bucket in self._arrived:
+            self._arrived[bucket].add(index)
+            while self._queue and self._is_full(self._queue[0]):
+                self._start(self._queue.pop(0))
+
+    def _is_full(self, bucket: Bucket) -> bool:
+        return len(self._arrived[bucket]) == len(bucket.params)
+
+    def _start(self, bucket: Bucket) -> None:
+        """Begin to average a bucket: the one place where gradients are divided by the number of replicas."""
+        bucket.marks.fill_(1.0)
+        for index, param in enumerate(bucket.params):
+            if param.grad is None:
+                bucket.views[index].zero_()
+                bucket.marks[index] = 0.0
+            else:
+                _adopt(bucket, index)
+        bucket.flat.div_(self._replicas.size)  # before the sum: float16 has little room above
+        self._started[bucket] = start_all_reduce(bucket.flat, self._replicas)
+
+
+def _trainable(parts: Sequence[nn.Module]) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:
+    """Return the trainable parameters of each part alone, and those in several; the last ones first."""
+    params_of = [[param for param in part.parameters() if param.requires_grad] for part in parts]
+    num_parts: dict[nn.Parameter, int] = {}
+    for params in params_of:
+        for param in params:
+            num_parts[param] = num_parts.get(param, 0) + 1
+    own = [[param for param in reversed(params) if num_parts[param] == 1] for params in params_of]
+    return own, [param for param in reversed(num_parts) if num_parts[param] > 1]
+
+
+def _adopt(bucket: Bucket, index: int) -> None:
+    """Let the gradient of a parameter be the view of its bucket; a copy where it is not yet."""
+    param, view = bucket.params[index], bucket.views[index]
+    if param.grad is view:
+        return
+    assert param.grad is not None
+    if param.grad.layout is not torch.strided:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} has a {param.grad.layout} gradient; buckets take "
+            "dense ones: build the embedding with sparse=False"
+        )
+    view.copy_(param.grad)
+    param.grad = view
+
+
+def _give_grads(bucket: Bucket) -> None:
+    """Give averaged gradients to the parameters that had none here and have one on another replica."""
+    missing = [index for index, param in enumerate(bucket.params) if param.grad is None]
+    if missing:
+        marks = bucket.marks.tolist()
+        for index in missing:
+            if marks[index] > 0:
+                bucket.params[index].grad = bucket.views[index]

@@ -1,0 +1,232 @@
+"""Stand-ins for the parts of a model that other stages hold, so that its own forward runs on every stage.
+
+They hold no parameters. What is read off a part besides calling it (`embedding.weight.dtype`, a block's
+`attention_type`) is answered by its outline: the part itself, which has no memory here any more.
+
+[Note: a stage runs the forward of the whole model]
+Masks, positions and rotary tables are computed by the model's own code from the data, on every stage. What
+runs before the blocks is replaced by shapes: `FrontElsewhere` returns zeros. A block of an earlier stage
+returns what the last block before this stage has returned over there; so whatever the model does between
+block and block (takes the first of a tuple, say) happens as in the whole model, and the first block of this
+stage sees what it would see there. The forward ends behind the last block of the stage (`StageEnd`).
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+MakeTensor = Callable[[torch.Tensor], torch.Tensor]
+
+
+class StageEnd(BaseException):
+    """Ends the forward of a model behind the last block of a stage.
+
+    Not an `Exception`: code that handles those lets it through.
+
+    Args:
+        output: What the block returned.
+    """
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+@dataclass
+class Flow:
+    """What the stand-ins of one stage know during its forward.
+
+    Attributes:
+        received: What the block before the first one of this stage has returned; None outside of a forward.
+        has_reached_blocks: Whether a block of this stage has been called.
+    """
+
+    received: Any = None
+    has_reached_blocks: bool = False
+
+
+def new_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    """Return a tensor of the same kind (a parameter for a parameter) with memory of its own on `device`."""
+    made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor or parameter of the same shape and dtype on the meta device."""
+    return new_like(tensor, "meta")
+
+
+def copy_with(module: nn.Module, make: MakeTensor) -> nn.Module:
+    """Return a deep copy of a module in which `make` has made every tensor; none of its memory is copied."""
+    memo: dict[int, Any] = {}
+    for part in module.modules():
+        for held in (part._parameters, part._buffers, vars(part)):
+            memo.update({id(v): make(v) for v in held.values() if isinstance(v, torch.Tensor)})
+    return copy.deepcopy(module, memo)
+
+
+class _Elsewhere(nn.Module):
+    """A part that another stage holds.
+
+    Args:
+        name: Its name in the whole model.
+        outline: The part, or what answers for it.
+        flow: That of the stage.
+    """
+
+    def __init__(self, name: str, outline: nn.Module, flow: Flow) -> None:
+        super().__init__()
+        self.name = name
+        self.flow = flow
+        # Not a sub-module: what it holds belongs to another stage.
+        object.__setattr__(self, "_outline", outline)
+
+    def __getattr__(self, attribute: str) -> Any:
+        outline = self.__dict__.get("_outline")
+        if outline is None:  # it is being copied
+            raise AttributeError(attribute)
+        return getattr(outline, attribute)
+
+    @property
+    def outline(self) -> nn.Module:
+        """What answers for the part."""
+        outline: nn.Module = self.__dict__["_outline"]
+        return outline
+
+    def extra_repr(self) -> str:
+        """Say what it stands for."""
+        return f"{self.name}: {type(self.outline).__name__} of another stage"
+
+
+class FrontElsewhere(_Elsewhere):
+    """A part that runs before the blocks, on the first stage; here it returns zeros of the right shapes.
+
+    Args:
+        name: Its name in the whole model.
+        part: The part.
+        flow: That of the stage.
+        feeds_blocks: What it returns goes to the first block as it is: it has the shape of what the stage
+            receives, and the part need not be run for it. (A tensor-parallel embedding cannot be: it would
+            communicate.)
+    """
+
+    def __init__(self, name: str, part: nn.Module, flow: Flow, *, feeds_blocks: bool) -> None:
+        super().__init__(name, copy_with(part, on_meta), flow)  # this rank may hold the part in another chunk
+        self.feeds_blocks = feeds_blocks
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return something of the shape and dtype that the part would return.
+
+        Raises:
+            RuntimeError: It is called after the blocks, where its values count, or it does not run on meta
+                tensors.
+        """
+        if self.flow.has_reached_blocks:
+            raise RuntimeError(
+                f"{self.name!r} is on the first stage only, but the model calls it after its blocks: "
+                f"cut it with last=[{self.name!r}]"
+            )
+        received = _first_tensor(self.flow.received)
+        if self.feeds_blocks:
+            return received.detach()
+        try:
+            with torch.no_grad():
+                shapes = self.outline(*tree_map(_meta, args), **tree_map(_meta, kwargs))
+        except Exception as error:
+            raise RuntimeError(
+                f"{self.name!r} is on the first stage only, and it cannot be run on meta tensors, from which "
+                f"this stage would learn the shape of what it returns: cut it with everywhere=[{self.name!r}]"
+            ) from error
+        return tree_map(lambda leaf: _zeros(leaf, received.device), shapes)
+
+    def _apply(self, fn: MakeTensor, recurse: bool = True) -> nn.Module:
+        """Follow a change of dtype; the outline stays on the meta device."""
+        self.outline._apply(lambda tensor: tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype))
+        return self
+
+
+class BehindElsewhere(_Elsewhere):
+    """A part that runs after the blocks, on the last stage; here nobody calls it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            RuntimeError: Always.
+        """
+        raise RuntimeError(
+            f"{self.name!r} is on the last stage only, but the model calls it before its blocks: "
+            f"cut it with first=[{self.name!r}]"
+        )
+
+
+class BlockElsewhere(_Elsewhere):
+    """A block of another stage."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the last block of the stage before has returned."""
+        return self.flow.received
+
+
+def pack(output: Any, *, block: str) -> Any:
+    """Return what a block has returned as a message to the next stage.
+
+    Tensors go as they are, and so do tuples and dicts of them; a tuple that holds None becomes a dict.
+
+    Raises:
+        ValueError: There is something else in it.
+    """
+    if isinstance(output, torch.Tensor) or (type(output) is dict and _all_tensors(output.values())):
+        return output
+    if type(output) in (tuple, list):
+        tensors = {f"{i}/{len(output)}": value for i, value in enumerate(output) if value is not None}
+        if tensors and _all_tensors(tensors.values()):
+            return tensors if len(tensors) < len(output) else tuple(output)
+    raise ValueError(
+        f"block {block!r} returns {_describe(output)}; between two stages it must be a tensor, or a tuple or "
+        "dict of tensors (in a tuple also None): switch off caches, or cut the model by hand"
+    )
+
+
+def unpack(received: Any) -> Any:
+    """Return what the block has returned, from the message that `pack` made of it."""
+    if isinstance(received, list):
+        return tuple(received)
+    if isinstance(received, dict) and "/" in next(iter(received)):
+        length = int(next(iter(received)).rpartition("/")[2])
+        return tuple(received.get(f"{i}/{length}") for i in range(length))
+    return received
+
+
+def _all_tensors(values: Any) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in values)
+
+
+def _describe(output: Any) -> str:
+    if isinstance(output, tuple | list):
+        return f"a {type(output).__name__} of {[type(value).__name__ for value in output]}"
+    return f"a {type(output).__name__}"
+
+
+def _first_tensor(tree: Any) -> torch.Tensor:
+    tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        raise RuntimeError("this stage has received nothing: only the first stage runs without")
+    return tensors[0]
+
+
+def _meta(leaf: Any) -> Any:
+    return on_meta(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _zeros(leaf: Any, device: torch.device) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.zeros(leaf.shape, dtype=leaf.dtype, device=device)

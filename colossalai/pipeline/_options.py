@@ -1,0 +1,101 @@
+"""How a pipeline is run: its schedule, the microbatches, the chunks, and what is known of the messages."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from colossalai.pipeline._schedule import Schedule
+from colossalai.pipeline._schedule_file import read_schedule
+from colossalai.pipeline._schedules import SCHEDULES, make_schedule
+
+PARTITIONS = ("balanced", "uniform")
+_FEWEST_CHUNKS = {"interleaved": 2, "zb-v": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """What there is to choose about a pipeline.
+
+    Attributes:
+        num_microbatches: Number of microbatches that a batch is cut into.
+        schedule: A name ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"), the path of a CSV file of actions,
+            or a `Schedule`; None: "1f1b", with several chunks "interleaved".
+        num_chunks: Number of stages on a rank; None: as many as the schedule needs.
+        partition: How a whole model is cut: "balanced" (by parameters) or "uniform" (by blocks); None: the
+            model that is given is this rank's part already.
+        tensor_shape: Shape of what every stage but the last returns, if it is always the same tensor; None:
+            shapes are exchanged.
+        scatter_gather_tensors: Where activations are the same on all tensor-parallel ranks, each sends only
+            its part of one, and the receivers gather it.
+    """
+
+    num_microbatches: int
+    schedule: str | Path | Schedule | None = None
+    num_chunks: int | None = None
+    partition: str | None = None
+    tensor_shape: tuple[int, ...] | None = None
+    scatter_gather_tensors: bool = False
+
+    def __post_init__(self) -> None:
+        if self.num_microbatches < 1:
+            raise ValueError(f"num_microbatches is {self.num_microbatches}; it must be at least 1")
+        if self.partition is not None and self.partition not in PARTITIONS:
+            raise ValueError(f"partition is {self.partition!r}; it must be one of {', '.join(PARTITIONS)}")
+        if isinstance(self.schedule, str) and not self._is_file and self.schedule not in SCHEDULES:
+            raise ValueError(
+                f"there is no schedule {self.schedule!r}: choose one of {', '.join(SCHEDULES)}, "
+                "or give the path of a .csv file of actions"
+            )
+        fewest = _FEWEST_CHUNKS.get(self.name, 1)
+        if self.num_chunks is not None and (
+            self.num_chunks < fewest or (self.name == "zb-v" and self.num_chunks != 2)
+        ):
+            raise ValueError(
+                f"schedule {self.name!r} with num_chunks={self.num_chunks}: it needs "
+                f"{'exactly' if self.name == 'zb-v' else 'at least'} {fewest}"
+            )
+        if self.num_chunks is not None and self.num_chunks > 1 and self.name in ("gpipe", "1f1b", "zb-h1"):
+            raise ValueError(
+                f"schedule {self.name!r} has one chunk on a rank, not {self.num_chunks}: choose 'interleaved' "
+                "or 'zb-v'"
+            )
+
+    @property
+    def name(self) -> str:
+        """The schedule's name."""
+        if isinstance(self.schedule, Schedule):
+            return self.schedule.name
+        if self.schedule is None:
+            return "interleaved" if (self.num_chunks or 1) > 1 else "1f1b"
+        return str(self.schedule)
+
+    def chunks_per_rank(self, num_ranks: int) -> int:
+        """Return the number of stages on a rank."""
+        return self.num_chunks or len(self.make_schedule(num_ranks).stages_of(0))
+
+    def make_schedule(self, num_ranks: int, num_microbatches: int | None = None) -> Schedule:
+        """Return the schedule for a number of microbatches; default: `num_microbatches`.
+
+        Raises:
+            ValueError: A schedule from a file, or given as a value, is for other numbers.
+            OSError: The file cannot be read.
+        """
+        count = self.num_microbatches if num_microbatches is None else num_microbatches
+        if isinstance(self.schedule, Schedule):
+            return _fitting(self.schedule, num_ranks, count)
+        if self._is_file:
+            return _fitting(read_schedule(Path(self.name)), num_ranks, count)
+        num_chunks = self.num_chunks or _FEWEST_CHUNKS.get(self.name, 1)
+        return make_schedule(self.name, num_ranks, count, num_chunks)
+
+    @property
+    def _is_file(self) -> bool:
+        return isinstance(self.schedule, Path) or str(self.schedule).endswith(".csv")
+
+
+def _fitting(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Schedule:
+    if (schedule.num_ranks, schedule.num_microbatches) != (num_ranks, num_microbatches):
+        raise ValueError(
+            f"the schedule {schedule.name!r} is for {schedule.num_ranks} pipeline ranks and "
+            f"{schedule.num_microbatches} microbatches, the job has {num_ranks} and {num_microbatches}"
+        )
+    return schedule

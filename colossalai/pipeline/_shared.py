@@ -1,0 +1,185 @@
+"""Weights that several stages share, say of the embedding and the head of a language model.
+
+Each of the stages holds a parameter of its own. They are made equal once; as each step sums their gradients
+(`sync_shared_grads`) and their optimizers do the same to each, they stay equal, bit for bit.
+
+[Note: no group for those that share]
+The first of the ranks, the owner, collects the gradients and sends their sum, in the default group. A process
+group of a few pipeline ranks cannot be made without the others: torch names a group that is made by its
+members alone after the number of groups that a process has, and those that had made one more than their
+neighbours would never meet them in a later one.
+"""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from colossalai.communication._ledger import record
+from colossalai.context import Axis, ParallelMode, global_context
+
+_ATTRIBUTE = "pipeline_share"
+_numbers = itertools.count()
+
+
+@dataclass
+class Share:
+    """What a shared parameter carries.
+
+    Attributes:
+        axis: The ranks that share it; the first one is its owner.
+        number: Orders the shared parameters of this process; the ranks that share several registered them in
+            the same order.
+        summed: The gradient that was last summed, and its version then; None before the first time.
+    """
+
+    axis: Axis
+    number: int
+    summed: tuple[torch.Tensor, int] | None = None
+
+
+class PipelineSharedModuleWrapper:
+    """Shares parameters among pipeline ranks: equal at first, gradients summed in every step.
+
+    Every rank of the pipeline may build it; only the ranks named take part, and those all register the same
+    number of parameters of the same shapes in the same order. One wrapper for each set of ranks. Parameters
+    that are shared within one rank need none: use the same module or parameter there.
+
+    Args:
+        pipeline_ranks: The ranks along the pipeline axis; duplicates count once.
+
+    Raises:
+        ValueError: A rank is not one of the pipeline.
+    """
+
+    def __init__(self, pipeline_ranks: int | Sequence[int]) -> None:
+        ranks = [pipeline_ranks] if isinstance(pipeline_ranks, int) else list(pipeline_ranks)
+        self._axis = shared_axis(global_context.axis(ParallelMode.PIPELINE), ranks)
+
+    def register_module(self, module: nn.Module) -> None:
+        """Share all parameters of a module; collective over the ranks named."""
+        for param in module.parameters():
+            self.register_parameter(param)
+
+    def register_parameter(self, param: nn.Parameter) -> None:
+        """Share a parameter, whose value becomes that of the first rank; collective over the ranks named.
+
+        Raises:
+            ValueError: The parameter has no memory yet, or is shared already.
+        """
+        if self._axis is not None:
+            share_parameter(param, self._axis)
+
+
+def shared_axis(pipeline: Axis, ranks: Iterable[int]) -> Axis | None:
+    """Return the axis of some ranks of a pipeline; None on other ranks, and where there is one only.
+
+    Args:
+        pipeline: The axis of the pipeline.
+        ranks: Positions along it.
+
+    Raises:
+        ValueError: A position is outside of it.
+    """
+    places = sorted(set(ranks))
+    if not places or not 0 <= places[0] <= places[-1] < pipeline.size:
+        raise ValueError(
+            f"pipeline ranks {places} of a pipeline of {pipeline.size} ranks: name ranks from 0 to "
+            f"{pipeline.size - 1}"
+        )
+    if len(places) == 1 or pipeline.rank not in places:
+        return None
+    return Axis("pipeline_share", tuple(pipeline.ranks[place] for place in places), pipeline.mesh)
+
+
+def share_parameter(param: nn.Parameter, axis: Axis) -> None:
+    """Share a parameter over an axis, with the value of its first rank; collective over it.
+
+    Bytes: one parameter from the first rank to each of the others.
+
+    Raises:
+        ValueError: The parameter has no memory yet, or is shared already.
+    """
+    if param.is_meta:
+        raise ValueError("a parameter on the device 'meta' cannot be shared yet: materialize the model first")
+    if share_of(param) is not None:
+        raise ValueError(f"a parameter of shape {tuple(param.shape)} is shared already: share it once")
+    with torch.no_grad():
+        value = param.detach().contiguous()
+        _from_owner(value, axis)
+        param.copy_(value)
+    setattr(param, _ATTRIBUTE, Share(axis, next(_numbers)))
+
+
+def share_of(param: torch.Tensor) -> Share | None:
+    """Return how a parameter is shared, None if it is not."""
+    return getattr(param, _ATTRIBUTE, None)
+
+
+def keep_share(param: torch.Tensor, share: Share | None) -> None:
+    """Let a parameter that was put in the place of another carry the share of that one."""
+    if share is not None and share_of(param) is None:
+        setattr(param, _ATTRIBUTE, share)
+
+
+def is_shared_copy(param: torch.Tensor) -> bool:
+    """Say whether another rank of the pipeline owns the parameter, where norms and numbers count it."""
+    share = share_of(param)
+    return share is not None and share.axis.rank > 0
+
+
+def sync_shared_grads(params: Iterable[torch.Tensor]) -> None:
+    """Sum the gradients of shared parameters over the ranks that share them, in place.
+
+    Collective; for each shared parameter and each of the ranks but the first, one gradient there and one back.
+    A gradient that is missing counts as zero. Sums run in the order of the ranks.
+
+    A second call before gradients have changed does nothing: who is not sure that it was called may call it.
+    Between two calls either all of the ranks have a new backward or `zero_grad`, or none.
+
+    Args:
+        params: All parameters of this rank, in any order.
+    """
+    shared = {id(param): (share, param) for param in params if (share := share_of(param)) is not None}
+    for share, param in sorted(shared.values(), key=lambda item: (item[0].axis.ranks, item[0].number)):
+        if not param.requires_grad or _is_summed(share, param.grad):
+            continue
+        param.grad = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
+        _add_to_owner(param.grad, share.axis)
+        _from_owner(param.grad, share.axis)
+        share.summed = (param.grad, param.grad._version)
+
+
+def _add_to_owner(tensor: torch.Tensor, axis: Axis) -> None:
+    """Add the tensors of all ranks to that of the owner, in place."""
+    if axis.rank > 0:
+        _send(tensor, axis.ranks[0], axis)
+        return
+    for source in axis.ranks[1:]:
+        other = torch.empty_like(tensor)
+        dist.recv(other, source)
+        tensor.add_(other)
+
+
+def _from_owner(tensor: torch.Tensor, axis: Axis) -> None:
+    """Overwrite the tensor of all ranks with that of the owner."""
+    if axis.rank > 0:
+        dist.recv(tensor, axis.ranks[0])
+        return
+    for target in axis.ranks[1:]:
+        _send(tensor, target, axis)
+
+
+def _send(tensor: torch.Tensor, target: int, axis: Axis) -> None:
+    with record("shift", axis.name, tensor, axis.size):
+        dist.send(tensor, target)
+
+
+def _is_summed(share: Share, grad: torch.Tensor | None) -> bool:
+    if grad is None or share.summed is None:
+        return False
+    summed, version = share.summed
+    return summed is grad and grad._version == version

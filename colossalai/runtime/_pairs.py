@@ -1,0 +1,71 @@
+"""Which methods cannot be combined, and why: the one table that refuses them and that the documents show."""
+
+from collections.abc import Iterable, Sequence
+
+METHODS = (
+    *("data parallelism", "tensor 1d", "tensor 2d", "tensor 2.5d", "tensor 3d", "sequence"),
+    *("pipeline", "ZeRO 1", "ZeRO 2", "ZeRO 3", "mixed precision", "recompute", "accumulation"),
+)
+"""The methods that can be asked for, in the order of the table."""
+
+REFUSED = {
+    frozenset({"pipeline", "ZeRO 2"}): (
+        "stage 2 shards the gradients as soon as a backward is done, which a pipeline would do once for "
+        "every microbatch: use stage 1 with a pipeline"
+    ),
+    frozenset({"pipeline", "ZeRO 3"}): (
+        "stage 3 gathers the parameters for every forward and backward, which a pipeline would do once for "
+        "every microbatch: use stage 1 with a pipeline, or stage 3 without one"
+    ),
+}
+"""For each pair that is refused, the reason and what to do instead."""
+
+NOT_YET = {
+    "ZeRO 1": "has not landed yet: leave it out, or use stage 3 without a pipeline",
+    "ZeRO 2": "has not landed yet: use stage 3 without a pipeline",
+}
+"""Methods that are planned and not there."""
+
+
+def refuse_pairs(methods: Iterable[str]) -> None:
+    """Raise if two of the methods cannot be combined, or one is not there.
+
+    Raises:
+        ValueError: The first such pair, with the reason.
+    """
+    chosen = set(methods)
+    for pair, reason in REFUSED.items():
+        if pair <= chosen:
+            first, second = sorted(pair, key=METHODS.index)
+            raise ValueError(f"{first} and {second} cannot be combined: {reason}")
+    for method in METHODS:
+        if method in chosen and method in NOT_YET:
+            raise ValueError(f"{method} {NOT_YET[method]}")
+
+
+def pairs_table() -> list[str]:
+    """Return the table of pairs as lines of Markdown; a number refers to the reasons below it."""
+    rows = [method for method in METHODS if method not in NOT_YET]
+    marks = {
+        pair: f"no ({number})"
+        for number, pair in enumerate((pair for pair in REFUSED if pair <= set(rows)), start=1)
+    }
+    lines = ["| | " + " | ".join(rows) + " |", "| --- " * (len(rows) + 1) + "|"]
+    for row in rows:
+        lines.append(f"| {row} | " + " | ".join(_mark(row, other, marks) for other in rows) + " |")
+    reasons = [f"{mark[4:-1]}. {REFUSED[pair]}." for pair, mark in marks.items()]
+    return [*lines, "", *reasons]
+
+
+def _mark(row: str, column: str, marks: dict[frozenset[str], str]) -> str:
+    if row == column or {row, column} <= _tensor_modes(METHODS) or {row, column} <= _zero_stages(METHODS):
+        return ""  # one of a kind at a time
+    return marks.get(frozenset({row, column}), "yes")
+
+
+def _tensor_modes(methods: Sequence[str]) -> set[str]:
+    return {method for method in methods if method.startswith("tensor") or method == "sequence"}
+
+
+def _zero_stages(methods: Sequence[str]) -> set[str]:
+    return {method for method in methods if method.startswith("ZeRO")}

@@ -1,0 +1,104 @@
+"""Naive float16 over several ranks, through both doors."""
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+from colossalai.amp import AMP_TYPE
+from colossalai.booster import Booster
+from colossalai.booster.mixed_precision import FP16NaiveMixedPrecision
+from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
+from colossalai.core import global_context as gpc
+from colossalai.tensor import spec_of
+from tests.model_zoo.tiny import build, criterion_of, make_batch
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+NUM_STEPS = 12
+
+
+def make_gpt():
+    # Ranks start apart on purpose: the doors make them equal, masters included. Slices of one tensor do not.
+    seed = 7 if gpc.mesh.axis_size("dp") == 1 else gpc.get_global_rank()
+    torch.manual_seed(seed)
+    model = build("gpt")
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2), criterion_of("gpt")
+
+
+def my_batches():
+    dp = gpc.mesh.axis("dp")
+    for step in range(NUM_STEPS):
+        yield tuple(part.chunk(dp.size)[dp.rank] for part in make_batch("gpt", 8, step % 2))
+
+
+def masters_of(optimizer):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {optimizer.param_names[param]: param for param in params}
+
+
+def through_engine(parallel, fp16):
+    config = {"parallel": parallel, "clip_grad_norm": 1.0, "gradient_accumulation": 2}
+    if fp16 is not None:
+        config["fp16"] = fp16
+    colossalai.launch_from_torch(config=config, verbose=False)
+    model, optimizer, criterion = make_gpt()
+    engine, *_ = colossalai.initialize(model, optimizer, criterion, verbose=False)
+    losses = []
+    for ids, labels in my_batches():
+        engine.zero_grad()
+        loss = engine.criterion(engine(ids), labels)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    masters = masters_of(engine.optimizer)
+    cut = {name for name, master in masters.items() if spec_of(master) is not None}
+    gpc.destroy()
+    return losses, {name: master.detach() for name, master in masters.items()}, cut
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tensor": {"size": 2, "mode": "1d"}}], ids=["dp", "tp"])
+def test_the_config_door_follows_float32(parallel):
+    reference = run_ranks(through_engine, 2, parallel, None)
+    naive = {"mode": AMP_TYPE.NAIVE, "initial_scale": 2.0**10}
+    results = run_ranks(through_engine, 2, parallel, naive)
+    for (losses, _, cut), (expected, _, cut_before) in zip(results, reference, strict=True):
+        # 11 bits: 0.05 % per operation, some thirty in a row, over 6 updates
+        assert losses == pytest.approx(expected, rel=0.02)
+        assert losses != expected
+        assert losses[-1] < losses[0]
+        assert cut == cut_before
+        assert bool(cut) == bool(parallel)
+    if not parallel:
+        assert all(torch.equal(results[0][1][name], results[1][1][name]) for name in results[0][1])
+
+
+def through_booster():
+    colossalai.launch_from_torch(config={}, verbose=False)
+    precision = FP16NaiveMixedPrecision(initial_scale=16.0, hysteresis=2, growth_interval=100)
+    booster = Booster(mixed_precision=precision, plugin=TorchDDPPlugin())
+    model = nn.Linear(4, 4)
+    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    history = []
+    for step in range(5):
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        booster.backward(boosted(torch.ones(2, 4)).sum(), optimizer)
+        if step in (1, 3) and gpc.get_global_rank() == 1:
+            model.weight.grad.view(-1)[0] = float("inf")
+        optimizer.step()
+        history.append((optimizer.stepped, not torch.equal(model.weight, before), optimizer.scaler.scale))
+    weights = {name: master.detach() for name, master in masters_of(optimizer).items()}
+    with pytest.raises(ValueError, match="sharded parameters cannot be combined"):
+        Booster(mixed_precision="fp16_naive", plugin=TorchFSDPPlugin()).boost(nn.Linear(2, 2))
+    gpc.destroy()
+    return history, weights
+
+
+def test_the_plugin_door_skips_on_all_ranks_together():
+    (history, weights), (other_history, other_weights) = run_ranks(through_booster, 2)
+    made, skipped = (True, True), (False, False)
+    expected = [(*made, 16.0), (*skipped, 16.0), (*made, 16.0), (*skipped, 8.0), (*made, 8.0)]
+    assert history == other_history == expected
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)

@@ -1,0 +1,55 @@
+"""Memory of a process that builds a large model lazily and materializes a part of it."""
+
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from colossalai.lazy import LazyInitContext, is_lazy, materialize
+from tests.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.skipif(
+        not Path("/proc/self/clear_refs").exists(),
+        reason="needs /proc/self/clear_refs to reset the peak",
+    ),
+]
+
+LAYER_MIB = 4
+SLACK_MIB = 10
+
+
+def resident(line: str) -> float:
+    """Return the resident memory (VmRSS) or its peak (VmHWM), in MiB."""
+    entries = Path("/proc/self/status").read_text().splitlines()
+    fields = dict(entry.split(":", 1) for entry in entries)
+    return int(fields[line].split()[0]) / 1024
+
+
+def build(num_layers: int, initialize: str) -> nn.Sequential:
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(num_layers)])
+    for layer in model:
+        getattr(nn.init, initialize)(layer.weight, std=0.02)
+    return model
+
+
+def measure(initialize: str) -> tuple[float, float]:
+    """Return the peaks after building 40 layers and after materializing 10 of them, in MiB."""
+    with LazyInitContext():
+        build(1, initialize)  # what is imported on first use
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    with LazyInitContext():
+        model = build(40, initialize)
+    built = resident("VmHWM") - before
+    materialize(model[10:20])
+    assert [is_lazy(layer) for layer in model] == [True] * 10 + [False] * 10 + [True] * 20
+    return built, resident("VmHWM") - before
+
+
+@pytest.mark.parametrize(("initialize", "num_temporaries"), [("normal_", 1), ("trunc_normal_", 3)])
+def test_peak_is_that_of_the_part_and_of_one_initialization(initialize: str, num_temporaries: int) -> None:
+    [(built, peak)] = run_ranks(measure, 1, initialize)
+    assert built < num_temporaries * LAYER_MIB + SLACK_MIB
+    assert 9 * LAYER_MIB < peak < (10 + num_temporaries) * LAYER_MIB + SLACK_MIB
