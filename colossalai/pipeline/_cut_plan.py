@@ -95,11 +95,11 @@ def _try(model: nn.Module, anatomy: Anatomy, sample: Any) -> Trial | None:
     reason = f"what data it takes ({argument!r}) is not known"
     if guessed is not None:
         try:
-            return _checked(run_trial(model, guessed, stack=anatomy.stack, parts=parts), anatomy)
-        except ValueError:
-            raise
+            trial = run_trial(model, guessed, stack=anatomy.stack, parts=parts)
         except Exception as error:  # foreign code on data that we made up: anything may happen
             reason = f"{type(error).__name__}: {error}"
+        else:
+            return _checked(trial, anatomy)
     get_dist_logger().log_once(
         f"cut_model makes no trial run of {type(model).__name__} ({reason}): what runs before and after the "
         "blocks is taken from the order of registration; give sample=, or first= and last="

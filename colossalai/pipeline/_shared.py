@@ -134,8 +134,8 @@ def is_shared_copy(param: torch.Tensor) -> bool:
 def sync_shared_grads(params: Iterable[torch.Tensor]) -> None:
     """Sum the gradients of shared parameters over the ranks that share them, in place.
 
-    Collective; for each shared parameter and each of the ranks but the first, one gradient there and one back.
-    A gradient that is missing counts as zero. Sums run in the order of the ranks.
+    Collective; for each shared parameter and each of its ranks but the first, one gradient there, one back. A
+    gradient that is missing counts as zero. Sums run in the order of the ranks.
 
     A second call before gradients have changed does nothing: who is not sure that it was called may call it.
     Between two calls either all of the ranks have a new backward or `zero_grad`, or none.

@@ -1,5 +1,7 @@
 """A model in a pipeline, through each of the two doors, as subjects of the parity check."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -10,13 +12,17 @@ from colossalai.core import global_context as gpc
 from colossalai.testing import ParityCase, Subject
 from tests.parity.tensor import whole
 
+Criterion = Callable[..., Tensor]
+
 NUM_MICROBATCHES = 4
 
 
-def through_engine(case: ParityCase, model: nn.Module) -> Subject:
+def through_engine(
+    case: ParityCase, model: nn.Module, criterion: Criterion = nn.functional.cross_entropy
+) -> Subject:
     """The config door: the whole model is given, and `partition` in the config says that it is to be cut."""
     optimizer = case.build_optimizer(model.parameters())
-    engine, *_ = colossalai.initialize(model, optimizer, nn.functional.cross_entropy, verbose=False)
+    engine, *_ = colossalai.initialize(model, optimizer, criterion, verbose=False)
 
     def step(batch: tuple[Tensor, ...]) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)

@@ -58,3 +58,25 @@ def test_a_schedule_is_one_process(schedule: str, num_ranks: int) -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_accumulation_is_one_large_batch(schedule: str) -> None:
     run_ranks(by_engine, 2, schedule, 2, None)
+
+
+def by_booster(options: dict[str, Any], max_norm: float | None) -> list[float]:
+    colossalai.launch_from_torch({}, verbose=False)
+    case = case_of(max_norm)
+    losses = check_parity(case, partial(through_booster, case, options), **slice_of_batch_of(options))
+    gpc.destroy()
+    return losses
+
+
+def slice_of_batch_of(options: dict[str, Any]) -> dict[str, int]:
+    """As `slice_of_batch`, before the plugin has laid the mesh."""
+    inner = options.get("pp_size", 1)
+    num_slices = int(os.environ["WORLD_SIZE"]) // inner
+    return {"slice_index": int(os.environ["RANK"]) // inner, "num_slices": num_slices}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
+def test_the_plugin_door_is_one_process(schedule: str) -> None:
+    chunks = {"num_model_chunks": 2} if schedule == "interleaved" else {}
+    run_ranks(by_booster, 4, {"pp_size": 2, "schedule": schedule, **chunks}, 0.1)
+

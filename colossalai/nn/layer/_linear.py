@@ -123,8 +123,8 @@ class ParallelLinear(ParallelModule):
         if found != (wanted.shape, wanted.dims) or (spec is not None and spec.whole_shape != features):
             raise ValueError(
                 f"{type(self).__name__} cannot share a weight of global shape "
-                f"{found[0] if spec is None else spec.whole_shape} cut as {found[1]}: it needs {features} cut "
-                f"as {wanted.dims}"
+                f"{found[0] if spec is None else spec.whole_shape} cut as {found[1]}: it needs {features} "
+                f"cut as {wanted.dims}"
             )
 
 

@@ -1,0 +1,77 @@
+"""Pipeline, tensor and data parallelism together train as one process does."""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+from colossalai.core import global_context as gpc
+from colossalai.testing import ParityCase, Subject, check_parity
+from tests.model_zoo.tiny import BATCH, build, criterion_of, make_batch
+from tests.parity.pipeline import slice_of_batch, through_engine
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+MAX_NORM = 0.3
+TENSOR = {"none": None, "1d": {"size": 2, "mode": "1d"}, "2d": {"size": 4, "mode": "2d"}}
+
+
+def train(name: str, mode: str, schedule: str, pipeline: int, data: int) -> list[float]:
+    """Train over data x pipeline x tensor ranks; the plain twin is built before there is a mode."""
+    torch.set_default_dtype(torch.float64)
+    sizes = {"num_layers": 4}
+    torch.manual_seed(3)
+    plain, plain_criterion = build(name, **sizes), criterion_of(name)
+    config: dict[str, Any] = {
+        "parallel": {
+            "pipeline": {"size": pipeline, "schedule": schedule, "partition": "uniform"},
+            "tensor": TENSOR[mode],
+        },
+        "NUM_MICRO_BATCHES": 2,
+        "clip_grad_norm": MAX_NORM,
+    }
+    colossalai.launch_from_torch(config, verbose=False)
+
+    def apply(twin: nn.Module) -> Subject:
+        torch.manual_seed(3)
+        model = build(name, vocab_parallel_limit=1, **sizes)
+        return through_engine(case, model, criterion_of(name))
+
+    case = ParityCase(
+        build_model=partial(copy.deepcopy, plain),
+        build_optimizer=partial(torch.optim.AdamW, lr=0.01),
+        compute_loss=lambda model, batch: plain_criterion(model(batch[0]), batch[1]),
+        batches=[make_batch(name, 2 * BATCH * data, seed) for seed in range(3)],
+        max_norm=MAX_NORM,
+        seed=3,
+    )
+    losses = check_parity(case, apply, **slice_of_batch())
+    gpc.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "schedule", "pipeline", "data"),
+    [
+        ("gpt", "none", "1f1b", 2, 2),
+        ("gpt", "1d", "1f1b", 2, 1),
+        ("gpt", "1d", "zb-h1", 2, 2),
+        ("gpt", "1d", "zb-v", 2, 1),
+        ("gpt", "1d", "gpipe", 4, 1),
+        ("gpt", "1d", "interleaved", 2, 2),
+        ("gpt", "2d", "1f1b", 2, 1),
+        ("gpt", "2d", "zb-v", 2, 1),
+        ("bert", "1d", "1f1b", 2, 1),
+        ("vit", "1d", "1f1b", 2, 2),
+        ("vit", "2d", "zb-h1", 2, 1),
+    ],
+)
+def test_three_steps(name: str, mode: str, schedule: str, pipeline: int, data: int) -> None:
+    size = (TENSOR[mode] or {"size": 1})["size"]
+    losses = run_ranks(train, size * pipeline * data, name, mode, schedule, pipeline, data)
+    assert len(set(losses[0])) == 3
