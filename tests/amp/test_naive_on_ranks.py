@@ -102,3 +102,43 @@ def test_the_plugin_door_skips_on_all_ranks_together():
     expected = [(*made, 16.0), (*skipped, 16.0), (*made, 16.0), (*skipped, 8.0), (*made, 8.0)]
     assert history == other_history == expected
     assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+
+
+def through_a_pipeline(fp16):
+    config = {"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 4, "clip_grad_norm": 1.0}
+    if fp16:
+        config["fp16"] = {"mode": AMP_TYPE.NAIVE, "initial_scale": 2.0**10, "hysteresis": 1}
+    colossalai.launch_from_torch(config=config, verbose=False)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4))
+    stage = model[:2] if gpc.mesh.axis("pp").rank == 0 else model[2:]
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=1e-2)
+    engine, *_ = colossalai.initialize(stage, optimizer, nn.CrossEntropyLoss(), verbose=False)
+    generator = torch.Generator().manual_seed(gpc.mesh.axis("dp").rank)
+    losses, stepped = [], []
+    for step in range(12):
+        x = torch.randn(16, 8, generator=generator)
+        engine.zero_grad()
+        _, _, loss = engine.execute_schedule(iter([(x, x[:, :4].argmax(1))]))
+        params = list(engine.model.unwrap().parameters())
+        if step == 10 and gpc.get_global_rank() == 0:
+            params[0].grad.view(-1)[0] = float("inf")
+        engine.step()
+        losses.append(loss.item())
+        stepped.append(engine.optimizer.stepped)
+    kinds = {(param.dtype, param.grad.dtype) for param in params}
+    gpc.destroy()
+    return losses, stepped, kinds
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_pipeline_follows_float32(world_size):
+    reference = run_ranks(through_a_pipeline, world_size, False)
+    for (losses, stepped, kinds), (expected, _, _) in zip(
+        run_ranks(through_a_pipeline, world_size, True), reference, strict=True
+    ):
+        # 11 bits: 0.05 % per operation, some ten in a row, over 10 updates
+        assert losses[:11] == pytest.approx(expected[:11], rel=0.01)
+        assert losses != expected
+        assert stepped == [True] * 10 + [False, True]  # an overflow on one stage, on one replica
+        assert kinds == {(torch.float16, torch.float32)}

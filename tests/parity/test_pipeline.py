@@ -5,7 +5,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 import colossalai
@@ -35,8 +34,13 @@ def case_of(max_norm: float | None = None):
 
 def by_engine(schedule: str, accumulation: int, max_norm: float | None) -> list[float]:
     config: dict[str, Any] = {
-        "parallel": {"pipeline": {"size": 2 if os.environ["WORLD_SIZE"] == "2" else 4, "schedule": schedule,
-                                  "partition": "balanced"}},
+        "parallel": {
+            "pipeline": {
+                "size": 2 if os.environ["WORLD_SIZE"] == "2" else 4,
+                "schedule": schedule,
+                "partition": "balanced",
+            }
+        },
         "NUM_MICRO_BATCHES": NUM_MICROBATCHES,
         "NUM_CHUNKS": 2 if schedule in ("interleaved", "zb-v") else None,
         "gradient_accumulation": accumulation,
@@ -79,4 +83,3 @@ def slice_of_batch_of(options: dict[str, Any]) -> dict[str, int]:
 def test_the_plugin_door_is_one_process(schedule: str) -> None:
     chunks = {"num_model_chunks": 2} if schedule == "interleaved" else {}
     run_ranks(by_booster, 4, {"pp_size": 2, "schedule": schedule, **chunks}, 0.1)
-

@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from colossalai.model_zoo.bert import Bert, BertConfig
+from colossalai.model_zoo.gpt import GPT, GPTConfig
+from colossalai.model_zoo.vit import ViT, ViTConfig
+
 BATCH, SEQ, VOCAB = 3, 8, 31
 
 
@@ -57,14 +61,11 @@ def hugging_face(name: str, **changes: Any) -> Callable[[], nn.Module]:
     return build
 
 
-_TEXT = {"vocab_size": VOCAB, "max_position_embeddings": 16}
+_HF_TEXT = {"vocab_size": VOCAB, "max_position_embeddings": 16}
 _OPTIONS: dict[str, dict[str, Any]] = {
-    "GPT2LMHeadModel": dict(_TEXT, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
+    "GPT2LMHeadModel": dict(_HF_TEXT, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0),
     "BertForMaskedLM": dict(
-        _TEXT, intermediate_size=32, hidden_dropout_prob=0, attention_probs_dropout_prob=0
-    ),
-    "BertForSequenceClassification": dict(
-        _TEXT, intermediate_size=32, hidden_dropout_prob=0, attention_probs_dropout_prob=0
+        _HF_TEXT, intermediate_size=32, hidden_dropout_prob=0, attention_probs_dropout_prob=0
     ),
     "ViTForImageClassification": {
         "image_size": 8,
@@ -72,15 +73,41 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "intermediate_size": 32,
         "hidden_dropout_prob": 0,
     },
-    "OPTForCausalLM": dict(_TEXT, ffn_dim=32, dropout=0, word_embed_proj_dim=8),
-    "LlamaForCausalLM": dict(_TEXT, intermediate_size=32),
-    "T5ForConditionalGeneration": {},
+    "OPTForCausalLM": dict(_HF_TEXT, ffn_dim=32, dropout=0, word_embed_proj_dim=8),
+    "LlamaForCausalLM": dict(_HF_TEXT, intermediate_size=32),
 }
 _CONFIGS = {
     "GPT2LMHeadModel": "GPT2Config",
     "BertForMaskedLM": "BertConfig",
-    "BertForSequenceClassification": "BertConfig",
     "ViTForImageClassification": "ViTConfig",
     "OPTForCausalLM": "OPTConfig",
     "LlamaForCausalLM": "LlamaConfig",
+}
+
+
+SHAPE = {"hidden_size": 16, "num_layers": 5, "num_attention_heads": 2}
+TEXT = dict(SHAPE, vocab_size=VOCAB, max_position_embeddings=16)
+
+
+def seeded(build):
+    """Return a function that builds the same model each time, and leaves the same random state.
+
+    So dropout, which is drawn in the order of the blocks, is the same in the whole model and in its stages.
+    """
+
+    def built():
+        torch.manual_seed(0)
+        return build().double()
+
+    return built
+
+
+ZOO = {
+    "gpt": Case(seeded(lambda: GPT(GPTConfig(**TEXT))), tokens, lambda output: output),
+    "bert": Case(seeded(lambda: Bert(BertConfig(**TEXT))), tokens, lambda output: output),
+    "vit": Case(
+        seeded(lambda: ViT(ViTConfig(image_size=8, patch_size=4, num_classes=5, **SHAPE))),
+        lambda: {"images": images()["pixel_values"]},
+        lambda output: output,
+    ),
 }

@@ -10,44 +10,15 @@ from torch import nn
 
 from colossalai.checkpoint_io._model_store import model_store
 from colossalai.lazy import LazyInitContext
-from colossalai.model_zoo.bert import Bert, BertConfig
 from colossalai.model_zoo.gpt import GPT, GPTConfig
-from colossalai.model_zoo.vit import ViT, ViTConfig
 from colossalai.pipeline._auto_cut import cut_model
 from colossalai.pipeline._chunks import ChunkList
 from colossalai.pipeline._model_stage import tied_parameters
-from colossalai.runtime._recompute import find_blocks
-from tests.pipeline.chain import check_cut, cut_all, run_chain
-from tests.pipeline.models import VOCAB, Case, images, tokens
+from colossalai.runtime._recompute import apply_recompute, find_blocks
+from tests.pipeline.chain import check_cut, cut_all, loss_grad, run_chain
+from tests.pipeline.models import TEXT, ZOO, Case, seeded
 
 pytestmark = pytest.mark.unit
-
-SHAPE = {"hidden_size": 16, "num_layers": 5, "num_attention_heads": 2}
-TEXT = dict(SHAPE, vocab_size=VOCAB, max_position_embeddings=16)
-
-
-def seeded(build):
-    """Return a function that builds the same model each time, and leaves the same random state.
-
-    So dropout, which is drawn in the order of the blocks, is the same in the whole model and in its stages.
-    """
-
-    def built():
-        torch.manual_seed(0)
-        return build().double()
-
-    return built
-
-
-ZOO = {
-    "gpt": Case(seeded(lambda: GPT(GPTConfig(**TEXT))), tokens, lambda output: output),
-    "bert": Case(seeded(lambda: Bert(BertConfig(**TEXT))), tokens, lambda output: output),
-    "vit": Case(
-        seeded(lambda: ViT(ViTConfig(image_size=8, patch_size=4, num_classes=5, **SHAPE))),
-        lambda: {"images": images()["pixel_values"]},
-        lambda output: output,
-    ),
-}
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
@@ -238,6 +209,17 @@ def test_a_stage_follows_type_mode_and_copies():
         twin.get_parameter("norm.weight").zero_()
     twin.load_state_dict(state)
     assert torch.equal(twin.get_parameter("norm.weight"), stage.get_parameter("norm.weight"))
+
+
+def test_recomputed_blocks_of_a_stage():
+    whole = ZOO["vit"].build()
+    expected = whole(**ZOO["vit"].data())
+    expected.backward(loss_grad(expected))
+    stages = [apply_recompute(stage, True) for stage in cut_all(ZOO["vit"], 2)]
+    torch.testing.assert_close(run_chain(stages, ZOO["vit"]), expected.detach(), rtol=1e-10, atol=1e-10)
+    for stage in stages:
+        for name, param in stage.named_parameters():
+            torch.testing.assert_close(param.grad, whole.get_parameter(name).grad, rtol=1e-10, atol=1e-10)
 
 
 class Skips(nn.Module):

@@ -1,0 +1,224 @@
+"""Models that were never written for a pipeline, and stages cut by the user's own hand."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import colossalai
+from colossalai.builder import build_pipeline_model
+from colossalai.core import global_context as gpc
+from colossalai.engine.schedule import InterleavedPipelineSchedule, PipelineSchedule
+from colossalai.lazy import LazyInitContext
+from colossalai.pipeline import PipelineSharedModuleWrapper
+from colossalai.testing import ParityCase, Subject, check_parity
+from tests.parity.pipeline import slice_of_batch, subject_of, through_engine
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+VOCAB = 24
+
+
+def gpt2() -> nn.Module:
+    """Return a GPT-2 of transformers, with tied embedding and head."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=8,
+        n_embd=8,
+        n_layer=4,
+        n_head=2,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
+    )
+    return GPT2LMHeadModel(config)
+
+
+def language_loss(output: object, labels: Tensor) -> Tensor:
+    logits = output["logits"] if isinstance(output, dict) else output.logits
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def token_case(build_model, seed: int = 1) -> ParityCase:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCAB, (3, 8, 6), generator=generator)
+    return ParityCase(
+        build_model=build_model,
+        build_optimizer=partial(torch.optim.AdamW, lr=0.01),
+        compute_loss=lambda model, batch: language_loss(model(batch[0]), batch[1]),
+        batches=[(part, part.roll(-1, dims=1)) for part in ids],
+        max_norm=0.5,
+    )
+
+
+def hugging_face(schedule: str, lazily: bool) -> None:
+    config = {
+        "parallel": {"pipeline": {"size": 2, "schedule": schedule, "partition": "balanced"}},
+        "NUM_MICRO_BATCHES": 4,
+        "clip_grad_norm": 0.5,
+    }
+    colossalai.launch_from_torch(config, verbose=False)
+    case = token_case(gpt2)
+
+    def apply(model: nn.Module) -> Subject:
+        if lazily:
+            torch.manual_seed(case.seed)
+            with LazyInitContext():
+                lazy = gpt2().double()
+            return through_engine(case, lazy, language_loss)
+        return through_engine(case, model, language_loss)
+
+    check_parity(case, apply, **slice_of_batch())
+    gpc.destroy()
+
+
+@pytest.mark.parametrize(("schedule", "lazily"), [("1f1b", True), ("zb-v", False)])
+def test_a_gpt2_of_transformers(schedule: str, lazily: bool) -> None:
+    run_ranks(hugging_face, 2, schedule, lazily, timeout=120)
+
+
+class Layers(nn.Sequential):
+    """Six layers of their own widths; no two cuts have the same shapes."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 7), nn.LayerNorm(7), nn.Linear(7, 8), nn.Linear(8, 3)
+        )
+
+
+def layer_case() -> ParityCase:
+    generator = torch.Generator().manual_seed(2)
+    return ParityCase(
+        build_model=Layers,
+        build_optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        compute_loss=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
+        batches=[
+            (torch.randn(10, 5, generator=generator), torch.randn(10, 3, generator=generator))
+            for _ in range(3)
+        ],
+    )
+
+
+def sequential(num_chunks: int, uneven: int) -> None:
+    """Cut an `nn.Sequential`; the schedule is an object; ten samples in `uneven` microbatches."""
+    colossalai.launch_from_torch({"parallel": {"pipeline": 2}}, verbose=False)
+    case = layer_case()
+
+    def apply(model: nn.Module) -> Subject:
+        part = build_pipeline_model(model, num_chunks=num_chunks)
+        schedule = (
+            InterleavedPipelineSchedule(uneven, num_chunks) if num_chunks > 1 else PipelineSchedule(uneven)
+        )
+        optimizer = case.build_optimizer(part.parameters())
+        engine, *_ = colossalai.initialize(
+            part, optimizer, nn.functional.mse_loss, schedule=schedule, verbose=False
+        )
+
+        def step(batch: tuple[Tensor, ...]) -> Tensor:
+            engine.zero_grad()
+            output, label, loss = engine.execute_schedule(iter([batch]))
+            assert (output is None) == (not gpc.is_pipeline_last_stage()) == (label is None)
+            assert output is None or output.shape == (10, 3)
+            engine.step()
+            return loss
+
+        return subject_of(engine.model, engine.optimizer, step)
+
+    check_parity(case, apply, **slice_of_batch())
+    gpc.destroy()
+
+
+@pytest.mark.parametrize(("num_chunks", "num_microbatches"), [(1, 4), (1, 3), (2, 2), (3, 4)])
+def test_a_sequential_with_a_smaller_last_microbatch(num_chunks: int, num_microbatches: int) -> None:
+    run_ranks(sequential, 2, num_chunks, num_microbatches)
+
+
+class HandMade(nn.Module):
+    """A stage as users write it: `first` embeds, `last` has the head, which shares the embedding's weight."""
+
+    def __init__(self, *, first: bool, last: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 6) if first else None
+        self.block = nn.Linear(6, 6)
+        self.head = nn.Linear(6, VOCAB, bias=False) if last else None
+
+    def forward(self, hidden=None, input_ids=None, attention_mask=None):
+        if self.embedding is not None:
+            hidden = self.embedding(input_ids)
+        hidden = torch.tanh(self.block(hidden)) * attention_mask[..., None]
+        return hidden if self.head is None else self.head(hidden)
+
+
+class Whole(nn.Module):
+    """What the two stages are together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = nn.ModuleList([HandMade(first=True, last=False), HandMade(first=False, last=True)])
+        self.stages[1].head.weight = self.stages[0].embedding.weight
+
+    def forward(self, input_ids, attention_mask):
+        hidden = self.stages[0](input_ids=input_ids, attention_mask=attention_mask)
+        return self.stages[1](hidden, attention_mask=attention_mask)
+
+
+def hand_made() -> None:
+    config = {
+        "parallel": {"pipeline": 2},
+        "NUM_MICRO_BATCHES": 2,
+        "gradient_handler": [{"type": "PipelineSharedModuleGradientHandler"}],
+        "clip_grad_norm": 0.1,
+    }
+    colossalai.launch_from_torch(config, verbose=False)
+    stage = gpc.mesh.axis_rank("pp")
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(VOCAB, (3, 8, 5), generator=generator)
+    masks = torch.randint(2, (3, 8, 5), generator=generator).double()
+
+    def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    case = ParityCase(
+        build_model=Whole,
+        build_optimizer=partial(torch.optim.AdamW, lr=0.05),
+        compute_loss=lambda model, batch: loss_of(model(batch[0], batch[1]), batch[0]),
+        batches=[*zip(ids, masks, strict=True)],
+        max_norm=0.1,
+    )
+
+    def apply(model: nn.Module) -> Subject:
+        own = model.stages[stage]
+        shared = (own.head or own.embedding).weight
+        wrapper = PipelineSharedModuleWrapper([0, 1])
+        if stage == 1:  # what the wrapper makes equal
+            own.head.weight = nn.Parameter(torch.zeros_like(shared))
+        wrapper.register_module(own.head if stage == 1 else own.embedding)
+        optimizer = case.build_optimizer(own.parameters())
+        engine, *_ = colossalai.initialize(own, optimizer, loss_of, verbose=False)
+
+        def step(batch: tuple[Tensor, ...]) -> Tensor:
+            engine.zero_grad()
+            data = {"input_ids": batch[0], "attention_mask": batch[1]}
+            _, _, loss = engine.execute_schedule(iter([(data, batch[0])]))
+            engine.step()
+            return loss
+
+        def named(kind: str) -> dict[str, Tensor]:
+            renamed = {"head.weight": "stages.0.embedding.weight"}
+            return {
+                renamed.get(name, f"stages.{stage}.{name}"): getattr(param, kind).detach().clone()
+                for name, param in engine.model.unwrap().named_parameters()
+            }
+
+        return Subject(step=step, gradients=lambda: named("grad"), parameters=lambda: named("data"))
+
+    check_parity(case, apply, slice_index=0, num_slices=1)
+    gpc.destroy()
+
+
+def test_stages_made_by_hand_with_shared_weights_and_keyword_data() -> None:
+    run_ranks(hand_made, 2)

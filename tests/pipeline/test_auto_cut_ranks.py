@@ -1,0 +1,64 @@
+"""Cut models on ranks of their own: tensor-parallel ones, and the memory that building a stage takes."""
+
+import re
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+import colossalai
+from colossalai.core import global_context as gpc
+from colossalai.lazy import LazyInitContext
+from colossalai.model_zoo.gpt import GPT, GPTConfig
+from colossalai.pipeline._auto_cut import cut_model
+from tests.pipeline.chain import check_cut
+from tests.pipeline.models import TEXT, ZOO
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def _cut_with_tensor_parallel(name, mode, size):
+    """Cut a tensor-parallel model, chain its stages on each rank; return where its parts went."""
+    config = {"parallel": {"tensor": {"size": size, "mode": mode}}}
+    colossalai.launch_from_torch(config=config, verbose=False)
+    stages = check_cut(ZOO[name], 2)
+    parts = [sorted({name.partition(".")[0] for name, _ in stage.named_parameters()}) for stage in stages]
+    gpc.destroy()
+    return parts
+
+
+@pytest.mark.parametrize(("name", "mode", "size"), [("gpt", "1d", 2), ("bert", "1d", 2), ("vit", "2d", 4)])
+def test_tensor_parallel_models_are_cut_without_a_trial(name, mode, size):
+    behind = ["head"] if name == "bert" else ["head", "norm"]
+    for parts in run_ranks(_cut_with_tensor_parallel, size, name, mode, size):
+        assert parts == [["blocks", "embedding"], ["blocks", *behind]]
+
+
+def _peak_of_building_a_stage(lazily):
+    """Return the bytes that building and cutting has added at most, and those of the stage."""
+    shape = {**TEXT, "hidden_size": 512, "num_layers": 8}
+    torch.randn(2**20)
+    before = _peak(reset=True)
+    with LazyInitContext() if lazily else nullcontext():
+        model = GPT(GPTConfig(**shape))
+    stage = LazyInitContext.materialize(cut_model(model, 4, [1]))
+    del model
+    return _peak() - before, sum(param.nbytes for param in stage.parameters())
+
+
+def _peak(*, reset=False):
+    """Return the largest resident memory of this process, in bytes; since now, if it is reset."""
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+)", status)[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak memory from /proc")
+def test_a_lazily_built_stage_never_takes_the_memory_of_the_others():
+    ((lazy_peak, own),) = run_ranks(_peak_of_building_a_stage, 1, True)
+    ((eager_peak, _),) = run_ranks(_peak_of_building_a_stage, 1, False)
+    assert own > 20 * 2**20
+    assert own <= lazy_peak < 2 * own < 4 * own < eager_peak
