@@ -30,6 +30,7 @@ from colossalai.runtime import (
     TrainingStep,
     WatchedLoader,
     assemble,
+    observers_of,
     replicas_of,
     tensor_axis_of,
 )
@@ -101,7 +102,7 @@ def initialize(
         schedule=schedule or _default_schedule(plan),
         mesh=mesh,
         device=device,
-        replicas=replicas_of(global_context),
+        observers=observers_of(global_context),
         gradient_handlers=handlers,
     )
     if verbose:

@@ -259,7 +259,7 @@ class Booster:
         if not gather_dtensor:
             raise ValueError("gather_dtensor=False is not there yet for optimizers: save whole tensors")
         checkpoint_io.save_optimizer(
-            wrapped.unwrap(),
+            wrapped,
             checkpoint,
             param_names=wrapped.param_names,
             shard=shard,
@@ -274,7 +274,7 @@ class Booster:
             ValueError: The optimizer has not been boosted, or names or shapes do not fit.
         """
         wrapped = _boosted_optimizer(optimizer)
-        checkpoint_io.load_optimizer(wrapped.unwrap(), checkpoint, param_names=wrapped.param_names)
+        checkpoint_io.load_optimizer(wrapped, checkpoint, param_names=wrapped.param_names)
 
     def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
         """Save the state of a scheduler to a file; every rank calls it, rank 0 writes."""

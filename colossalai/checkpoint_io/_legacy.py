@@ -21,7 +21,7 @@ from colossalai.checkpoint_io._optimizer_loading import (
     optimizer_names_elsewhere,
     plan_optimizer_loading,
 )
-from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, optimizer_store, parameter_names
+from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, opened, optimizer_store, parameter_names
 from colossalai.checkpoint_io._parts import names_elsewhere
 from colossalai.checkpoint_io._staging import staged
 from colossalai.checkpoint_io._store import Store
@@ -51,6 +51,17 @@ def save_checkpoint(
         ValueError: The optimizer holds parameters that are not the model's, or a state is not plain.
         OSError: The file cannot be written; on all ranks. What was there before is still there.
     """
+    with opened(optimizer) as raw:
+        _save(file, epoch, model, raw, lr_scheduler)
+
+
+def _save(
+    file: str | Path,
+    epoch: int,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    lr_scheduler: Stateful | None,
+) -> None:
     stores = {"model": (model_store(model), MODEL)}
     if optimizer is not None:
         stores["optimizer"] = (optimizer_store(optimizer, parameter_names(model)), OPTIMIZER)
@@ -124,4 +135,5 @@ def load_checkpoint(
         updates.apply()
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(with_own_memory(content["lr_scheduler"]))
-    return content["epoch"]
+    epoch: int = content["epoch"]
+    return epoch

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._agreement import on_every_rank
 from colossalai.checkpoint_io._optimizer_loading import optimizer_names_elsewhere, plan_optimizer_loading
-from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, ParamNames, optimizer_store
+from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, ParamNames, opened, optimizer_store
 from colossalai.checkpoint_io._store import Layout
 from colossalai.checkpoint_io._store_reading import load_store
 from colossalai.checkpoint_io._store_writing import save_store
@@ -43,9 +43,10 @@ def save_optimizer(
             shape than the slice that its parameter is.
         OSError: The checkpoint cannot be written; on all ranks. What was there before is still there.
     """
-    store = optimizer_store(optimizer, param_names, prefix=prefix or "")
     layout = Layout(shard=shard, size_per_shard=size_per_shard, use_safetensors=use_safetensors)
-    save_store(checkpoint, store, OPTIMIZER, layout)
+    with opened(optimizer) as raw:
+        assert raw is not None
+        save_store(checkpoint, optimizer_store(raw, param_names, prefix=prefix or ""), OPTIMIZER, layout)
 
 
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path, *, param_names: ParamNames) -> None:
@@ -65,10 +66,12 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path, *, param_names:
         OSError: It cannot be read.
     """
     store = load_store(checkpoint, OPTIMIZER)
-    elsewhere = optimizer_names_elsewhere(optimizer, param_names)
-    loading = on_every_rank(
-        lambda: plan_optimizer_loading(
-            optimizer, store, param_names, source=str(checkpoint), elsewhere=elsewhere
+    with opened(optimizer) as raw:
+        assert raw is not None
+        elsewhere = optimizer_names_elsewhere(raw, param_names)
+        loading = on_every_rank(
+            lambda: plan_optimizer_loading(
+                raw, store, param_names, source=str(checkpoint), elsewhere=elsewhere
+            )
         )
-    )
-    loading.apply()
+        loading.apply()

@@ -9,13 +9,15 @@ The content, which is also what a single torch file holds:
     optimizer     the name of the class
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from colossalai.amp import OptimizerWrapper
 from colossalai.checkpoint_io._index import Stems
 from colossalai.checkpoint_io._names import listed
 from colossalai.checkpoint_io._parts import merge_by_name, prefix_of, tied_names, with_other_ranks
@@ -28,6 +30,19 @@ ParamNames = Mapping[nn.Parameter, str]
 _PARTS = {"state", "param_groups", "shapes", "other_state", "optimizer"}
 # Not hyper-parameters: these, the second being torch's own, name the parameters at hand.
 _NAMES_IN_GROUP = ("params", "param_names")
+
+
+@contextmanager
+def opened(optimizer: Optimizer | None) -> Iterator[Optimizer | None]:
+    """Within the block, give the optimizer that holds the parameters of the model, as they are named.
+
+    What a door returned may keep others in their place: float32 masters, slices.
+    """
+    if isinstance(optimizer, OptimizerWrapper):
+        with optimizer.for_checkpoint() as raw:
+            yield raw
+    else:
+        yield optimizer
 
 
 def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:

@@ -11,7 +11,7 @@ the previous training state or the new one. Which one is the newest complete one
 """
 
 import platform
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,13 @@ from colossalai.checkpoint_io._optimizer_loading import (
     optimizer_names_elsewhere,
     plan_optimizer_loading,
 )
-from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, ParamNames, optimizer_store, parameter_names
+from colossalai.checkpoint_io._optimizer_store import (
+    OPTIMIZER,
+    ParamNames,
+    opened,
+    optimizer_store,
+    parameter_names,
+)
 from colossalai.checkpoint_io._parts import names_elsewhere
 from colossalai.checkpoint_io._shelf import newest_complete, next_serial, prune, step_folder
 from colossalai.checkpoint_io._staging import staged
@@ -60,7 +66,7 @@ class TrainingState:
 
     Attributes:
         model: The raw module, which may be sharded.
-        optimizer: The raw optimizer.
+        optimizer: The optimizer, the raw one or what a door returned.
         param_names: The names of its parameters; those of `model` if not given.
         lr_scheduler: The scheduler.
         dataloader: The position in the data. The state of rank 0 is saved and given to all ranks.
@@ -103,7 +109,11 @@ def save_training_state(folder: str | Path, state: TrainingState, *, step: int, 
     """
     if step < 0 or keep_last < 1:
         raise ValueError(f"step={step} must be at least 0 and keep_last={keep_last} at least 1")
-    folder = Path(folder)
+    with opened(state.optimizer) as raw:
+        return _save(Path(folder), replace(state, optimizer=raw), step=step, keep_last=keep_last)
+
+
+def _save(folder: Path, state: TrainingState, *, step: int, keep_last: int) -> Path:
     path = folder / step_folder(step)
     stores = _stores(state)
     parts = {name: part.state_dict() for name, part in state.small_parts.items()}
@@ -149,7 +159,11 @@ def load_training_state(path: str | Path, state: TrainingState) -> dict[str, Any
         ValueError: The training state is damaged, lacks a part, or does not fit; nothing was overwritten.
         OSError: It cannot be read.
     """
-    path = Path(path)
+    with opened(state.optimizer) as raw:
+        return _load(Path(path), replace(state, optimizer=raw))
+
+
+def _load(path: Path, state: TrainingState) -> dict[str, Any]:
     elsewhere = names_elsewhere(module_names(state.model))
     states_elsewhere: frozenset[str] = frozenset()
     if state.optimizer is not None:

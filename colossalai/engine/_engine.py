@@ -23,7 +23,8 @@ class Engine:
         schedule: How `execute_schedule` runs a batch.
         mesh: The ranks.
         device: The device of this rank.
-        replicas: The ranks that work on different parts of the data; default: those along `dp`.
+        observers: The ranks whose losses and outputs together are those of the whole batch, each part seen
+            equally often; default: those along `dp` and, where there is a pipeline, its ranks.
         gradient_handlers: What makes gradients equal over the ranks, if not DDP.
     """
 
@@ -35,14 +36,14 @@ class Engine:
         schedule: BaseSchedule,
         mesh: Mesh,
         device: torch.device,
-        replicas: Axis | None = None,
+        observers: Axis | None = None,
         gradient_handlers: Sequence[BaseGradientHandler] = (),
     ) -> None:
         self.training_step = training_step
         self.schedule = schedule
         self.mesh = mesh
         self.device = device
-        self.replicas = replicas or mesh.axis("dp")
+        self.observers = observers or mesh.axis(("dp", "pp") if self.model.pipeline else "dp")
         self.gradient_handlers = tuple(gradient_handlers)
         self._criterion = criterion
 
@@ -71,6 +72,11 @@ class Engine:
     def accumulation_steps(self) -> int:
         """Number of microbatches that make one optimizer step."""
         return self.training_step.accumulation_steps
+
+    @property
+    def sees_output(self) -> bool:
+        """Whether this rank gets output and label: in a pipeline, the one that holds the last stage."""
+        return self.model.pipeline is None or self.model.pipeline.holds_last_stage
 
     @property
     def training(self) -> bool:

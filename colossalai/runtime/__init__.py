@@ -1,6 +1,7 @@
 """The core that both doors stand on: a plan, its application to a model, and a training step."""
 
 from colossalai.runtime._assemble import assemble as assemble
+from colossalai.runtime._assemble import observers_of as observers_of
 from colossalai.runtime._assemble import replicas_of as replicas_of
 from colossalai.runtime._assemble import tensor_axis_of as tensor_axis_of
 from colossalai.runtime._data import DataParallelLoader as DataParallelLoader

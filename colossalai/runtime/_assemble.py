@@ -25,6 +25,17 @@ def replicas_of(context: ParallelContext) -> Axis:
     return context.mesh.axis(("dp", "tp") if context.tensor_mode == "sequence" else "dp")
 
 
+def observers_of(context: ParallelContext) -> Axis:
+    """Return the ranks whose losses and outputs together are those of the whole batch.
+
+    The replicas and, in a pipeline, its stages: the loss is seen on all of them, the output on the last.
+    """
+    names = ("dp", "pp") if context.pipeline_parallel_size > 1 else ("dp",)
+    if context.tensor_mode == "sequence":
+        names = (*names, "tp")
+    return context.mesh.axis(names if len(names) > 1 else "dp")
+
+
 def tensor_axis_of(context: ParallelContext) -> Axis | None:
     """Return the ranks whose activations are the same between layers; None in modes that cut them."""
     return context.mesh.axis("tp") if context.tensor_mode == "1d" else None

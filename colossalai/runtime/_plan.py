@@ -57,7 +57,13 @@ class Plan:
         Raises:
             ConfigException: A feature has not landed yet, or two that are asked for do not go together.
         """
-        pipeline = pipeline or _pipeline_options(config)
+        try:
+            return Plan._from_config(config, pipeline or _pipeline_options(config))
+        except ValueError as error:
+            raise error if isinstance(error, ConfigException) else ConfigException(str(error)) from error
+
+    @staticmethod
+    def _from_config(config: Config, pipeline: PipelineOptions | None) -> "Plan":
         if pipeline is None:
             _warn_of_what_has_no_effect(config)
         handlers = config.get("gradient_handler") or config.get("gradient_handlers") or ()
@@ -77,10 +83,7 @@ def _precision(fp16: Mapping[str, Any] | None) -> Precision:
     if fp16 is None:
         return FullPrecision()
     options = {key: value for key, value in fp16.items() if key != "mode"}
-    try:
-        return precision_of(precision_mode(fp16["mode"]), options)
-    except ValueError as error:
-        raise ConfigException(str(error)) from error
+    return precision_of(precision_mode(fp16["mode"]), options)
 
 
 def _pipeline_options(config: Config) -> PipelineOptions | None:
@@ -95,16 +98,13 @@ def _pipeline_options(config: Config) -> PipelineOptions | None:
             f"the number of stages, {4 * written['size']}, keeps most of the ranks busy)"
         )
     shape = config.get("TENSOR_SHAPE")
-    try:
-        return PipelineOptions(
-            num_microbatches=config["NUM_MICRO_BATCHES"],
-            num_chunks=config.get("NUM_CHUNKS"),
-            schedule=written.get("schedule"),
-            partition=written.get("partition"),
-            tensor_shape=None if shape is None else tuple(shape),
-        )
-    except ValueError as error:
-        raise ConfigException(f"parallel.pipeline: {error}") from error
+    return PipelineOptions(
+        num_microbatches=config["NUM_MICRO_BATCHES"],
+        num_chunks=config.get("NUM_CHUNKS"),
+        schedule=written.get("schedule"),
+        partition=written.get("partition"),
+        tensor_shape=None if shape is None else tuple(shape),
+    )
 
 
 def _data_method(zero: Mapping[str, Any] | None, handlers: Sequence[Any], *, in_pipeline: bool) -> DataMethod:

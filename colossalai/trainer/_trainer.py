@@ -59,7 +59,7 @@ class Trainer:
             engine.schedule = schedule
         self.timer = MultiTimer(on=False) if timer is None else timer
         self.states: dict[str, Any] = {}
-        self.metrics = {phase: MetricTable(engine.replicas, engine.device) for phase in ("train", "test")}
+        self.metrics = {phase: MetricTable(engine.observers, engine.device) for phase in ("train", "test")}
         self.hooks: list[BaseHook] = []
         self.cur_epoch = 0
         self.cur_step = 0

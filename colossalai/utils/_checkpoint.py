@@ -7,7 +7,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai import checkpoint_io
-from colossalai.amp import OptimizerWrapper
 from colossalai.runtime import ModelWrapper
 
 
@@ -27,7 +26,7 @@ def save_checkpoint(
         optimizer: Its optimizer, or the engine's.
         lr_scheduler: A scheduler.
     """
-    checkpoint_io.save_checkpoint(file, epoch, _raw_model(model), _raw_optimizer(optimizer), lr_scheduler)
+    checkpoint_io.save_checkpoint(file, epoch, _raw_model(model), optimizer, lr_scheduler)
 
 
 def load_checkpoint(
@@ -46,14 +45,8 @@ def load_checkpoint(
         lr_scheduler: A scheduler.
         strict: Whether missing and unexpected names are errors.
     """
-    return checkpoint_io.load_checkpoint(
-        file, _raw_model(model), _raw_optimizer(optimizer), lr_scheduler, strict=strict
-    )
+    return checkpoint_io.load_checkpoint(file, _raw_model(model), optimizer, lr_scheduler, strict=strict)
 
 
 def _raw_model(model: nn.Module) -> nn.Module:
     return model.unwrap() if isinstance(model, ModelWrapper) else model
-
-
-def _raw_optimizer(optimizer: Optimizer | None) -> Optimizer | None:
-    return optimizer.unwrap() if isinstance(optimizer, OptimizerWrapper) else optimizer

@@ -115,7 +115,7 @@ def build_job(data: TextData, folder: Path) -> Job:
     )
     state = TrainingState(
         model=engine.model.unwrap(),
-        optimizer=engine.optimizer.unwrap(),
+        optimizer=engine.optimizer,
         param_names=engine.optimizer.param_names,
         lr_scheduler=lr_scheduler,
         dataloader=train_loader,

@@ -202,7 +202,7 @@ def errors():
         _ = engine.criterion
     gpc.destroy()
     colossalai.launch_from_torch(config={"parallel": {"pipeline": 2}}, verbose=False)
-    with pytest.raises(ValueError, match="no pipeline schedule yet"):
+    with pytest.raises(ValueError, match="add NUM_MICRO_BATCHES to the config"):
         colossalai.initialize(make_model(), verbose=False)
 
 

@@ -32,14 +32,18 @@ def train(name, mode, data, vocab_parallel_limit, extra=None, vocab=VOCAB):
     torch.manual_seed(3)
     sizes = {} if name == "vit" else {"vocab_size": vocab}
     plain, plain_criterion = build(name, **sizes), criterion_of(name)
-    config = {"parallel": {"data": data, "tensor": MODES[mode]}, "clip_grad_norm": MAX_NORM}
+    max_norm = (
+        MAX_NORM if data > 1 else None
+    )  # clipping hides gradients that are a multiple of the right ones
+    config = {"parallel": {"data": data, "tensor": MODES[mode]}, "clip_grad_norm": max_norm or 0.0}
     colossalai.launch_from_torch(config | (extra or {}), verbose=False)
     case = ParityCase(
         build_model=partial(copy.deepcopy, plain),
-        build_optimizer=partial(torch.optim.AdamW, lr=0.01),
+        # Keys have a bias whose gradient is 0 but for rounding: Adam divides that by eps.
+        build_optimizer=partial(torch.optim.AdamW, lr=0.01, eps=1e-6),
         compute_loss=partial(loss_of, plain_criterion),
         batches=[make_batch(name, BATCH * data, seed, vocab) for seed in range(3)],
-        max_norm=MAX_NORM,
+        max_norm=max_norm,
         seed=3,
     )
     return check_parity(

@@ -11,7 +11,7 @@ from colossalai.model_zoo.bert import Bert, BertConfig
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.model_zoo.vit import ViT, ViTConfig
 
-BATCH, SEQ, VOCAB = 3, 8, 31
+BATCH, SEQ, VOCAB = 4, 8, 31
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def test_a_stage_follows_type_mode_and_copies():
     stage = cut_model(case.build(), 2, [1]).float().eval()
     assert not any(module.training for module in stage.modules())
     twin = copy.deepcopy(stage)
-    received = torch.randn(3, 8, 16)
+    received = torch.randn(4, 8, 16)
     assert torch.equal(stage(received, case.data()), twin(received, case.data()))
     assert {id(p) for p in twin.parameters()}.isdisjoint({id(p) for p in stage.parameters()})
     assert stage.embedding.tokens.weight.dtype == torch.float32

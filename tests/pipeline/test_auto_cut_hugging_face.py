@@ -41,7 +41,7 @@ def t5() -> nn.Module:
 
 
 def translation() -> dict[str, torch.Tensor]:
-    return {**tokens(), "decoder_input_ids": torch.arange(1, 16).reshape(3, 5)}
+    return {**tokens(), "decoder_input_ids": torch.arange(1, 21).reshape(4, 5)}
 
 
 @pytest.mark.parametrize("sample", [None, translation()])

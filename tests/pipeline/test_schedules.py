@@ -70,6 +70,7 @@ def test_one_rank_and_chunk_trains_microbatch_by_microbatch(name, num_microbatch
     assert row == " ".join(f"0F{number} 0B{number}" for number in range(num_microbatches))
 
 
+@settings(deadline=None)
 @given(sizes)
 def test_one_chunk_is_1f1b(size):
     num_ranks, num_microbatches, _ = size
@@ -94,6 +95,7 @@ def test_live_microbatches_are_bounded(size):
         assert peaks("interleaved", num_chunks)[0] == num_ranks + (num_ranks - 1) / num_chunks
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 9))
 def test_a_schedule_is_the_same_every_time(name, num_ranks, num_microbatches):
     first, second = (make_schedule(name, num_ranks, num_microbatches) for _ in range(2))

@@ -30,7 +30,7 @@ def _train_shared(ranks, steps, in_place):
     """Train a shared weight, a shared module and one of a rank's own; return what happens to them."""
     pp = launch(3)
     torch.manual_seed(10 + pp.rank)
-    weight, own = nn.Parameter(torch.randn(2, 2)), nn.Parameter(torch.randn(2))
+    weight, own = nn.Parameter(torch.randn(2, 2).t()), nn.Parameter(torch.randn(2))
     module = nn.Linear(2, 1)
     wrapper = PipelineSharedModuleWrapper(ranks)
     if pp.rank in ranks:  # the others may call it, too
@@ -62,7 +62,7 @@ def _train_shared(ranks, steps, in_place):
 def test_shared_weights_stay_equal(in_place):
     first, middle, last = run_ranks(_train_shared, 3, [2, 0], 3, in_place)
     torch.manual_seed(10)
-    drawn = torch.randn(2, 2)
+    drawn = torch.randn(2, 2).t()
     assert torch.equal(first[0], last[0])
     assert torch.equal(first[1], last[1])
     # ranks 0 and 2 give gradients 1 and 3, three times with lr 0.1

@@ -5,8 +5,11 @@ import torch
 from torch import nn
 
 from colossalai.context import Config, ConfigException, Mesh
-from colossalai.nn.parallel import FullySharded, Replicated, Unsynchronized
-from colossalai.runtime import Plan, assemble
+from colossalai.nn.parallel import Bucketed, FullySharded, Replicated, Unsynchronized
+from colossalai.pipeline import PipelineOptions
+from colossalai.runtime import Plan, assemble, pairs_table, refuse_pairs
+from colossalai.runtime._pairs import REFUSED
+from tests.ranks import ROOT
 
 pytestmark = pytest.mark.unit
 
@@ -73,10 +76,48 @@ def test_plans_from_configs():
     assert (plan.accumulation_steps, plan.clip_grad_norm, plan.data) == (4, 1, FullySharded())
     assert isinstance(Plan.from_config(Config(gradient_handler=[{"type": "X"}])).data, Unsynchronized)
     assert isinstance(Plan.from_config(Config(gradient_handlers=[])).data, Replicated)
-    with pytest.raises(ConfigException, match="zero stage 1 is not there yet"):
+    with pytest.raises(ConfigException, match="ZeRO 1 has not landed yet"):
         Plan.from_config(Config(zero={"stage": 1}))
-    with pytest.raises(ConfigException, match="NAIVE is not there yet"):
-        Plan.from_config(Config(fp16={"mode": "naive"}))
+    with pytest.raises(ConfigException, match="APEX is not there yet"):
+        Plan.from_config(Config(fp16={"mode": "apex"}))
+
+
+def test_plans_of_pipelines():
+    parallel = {"pipeline": {"size": 2, "schedule": "zb-v", "partition": "uniform"}}
+    plan = Plan.from_config(Config(parallel=parallel, NUM_MICRO_BATCHES=3, TENSOR_SHAPE=(1, 2)))
+    assert plan.pipeline == PipelineOptions(
+        num_microbatches=3, schedule="zb-v", partition="uniform", tensor_shape=(1, 2)
+    )
+    assert isinstance(plan.data, Bucketed)
+    shared = [{"type": "PipelineSharedModuleGradientHandler"}]
+    config = Config(parallel=parallel, NUM_MICRO_BATCHES=3, gradient_handler=shared)
+    assert isinstance(Plan.from_config(config).data, Bucketed)
+    mistakes = {
+        r"add NUM_MICRO_BATCHES .* 8, keeps": {"parallel": parallel},
+        r"pipeline and ZeRO 2 cannot be combined: .* use stage 1": {"zero": {"stage": 2}},
+        r"pipeline and ZeRO 3 cannot be combined": {"zero": {"stage": 3}},
+        r"no schedule '2f2b': choose one of gpipe": {
+            "parallel": {"pipeline": {"size": 2, "schedule": "2f2b"}}
+        },
+        r"partition is 'best'": {"parallel": {"pipeline": {"size": 2, "partition": "best"}}},
+        r"'1f1b' has one chunk on a rank, not 2": {
+            "NUM_CHUNKS": 2,
+            "parallel": {"pipeline": {"size": 2, "schedule": "1f1b"}},
+        },
+        r"'zb-v' with num_chunks=3: it needs exactly 2": {"NUM_CHUNKS": 3},
+    }
+    for message, wrong in mistakes.items():
+        enough = {} if "add NUM" in message else {"NUM_MICRO_BATCHES": 4}
+        with pytest.raises(ConfigException, match=message):
+            Plan.from_config(Config(**({"parallel": parallel} | enough | wrong)))
+
+
+def test_the_table_of_pairs_is_the_one_that_refuses():
+    table = (ROOT / "docs/features/pipeline.md").read_text()
+    assert "\n".join(pairs_table()) in table
+    for pair in REFUSED:
+        with pytest.raises(ValueError, match="cannot be combined"):
+            refuse_pairs(pair)
 
 
 def test_a_key_without_effect_is_said_once(capfd):

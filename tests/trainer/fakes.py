@@ -29,7 +29,8 @@ class FakeEngine:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.criterion = nn.CrossEntropyLoss()
         self.mesh = Mesh({"dp": 1}, rank=0)
-        self.replicas = self.mesh.axis("dp")
+        self.observers = self.mesh.axis("dp")
+        self.sees_output = True
         self.device = torch.device("cpu")
         self.schedule: Any = SimpleNamespace(data_process_func=None)
         self.accumulation_steps = accumulation_steps

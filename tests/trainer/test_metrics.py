@@ -72,6 +72,7 @@ def test_accuracy_without_outputs_is_an_error() -> None:
 
 def test_a_rank_without_the_end_of_the_model_measures_nothing() -> None:
     engine = FakeEngine()
+    engine.sees_output = False
     engine.execute_schedule = lambda *_, **__: (None, None, None)
     assert evaluate(engine, LossHook(), AccuracyHook(Accuracy())) == {}
 

@@ -85,8 +85,7 @@ class PipelineSchedule(BaseSchedule):
             return_loss=return_loss,
             return_output=return_output_label,
         )
-        sees_output = engine.model.pipeline is not None and engine.model.pipeline.holds_last_stage
-        kept = (result.output, label) if return_output_label and sees_output else (None, None)
+        kept = (result.output, label) if return_output_label and engine.sees_output else (None, None)
         return (*kept, result.loss)
 
 

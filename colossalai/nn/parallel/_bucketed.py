@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from colossalai.communication import broadcast
 from colossalai.context import Axis
 from colossalai.nn.parallel._data_method import DataMethod, broadcast_from_first
 from colossalai.nn.parallel._reducer import GradReducer
@@ -23,7 +23,8 @@ class _Handle:
     """What a module, or a part of one, is to its reducer."""
 
     reducer: GradReducer
-    part: int | None
+    replicas: Axis
+    part: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +46,6 @@ class Bucketed(DataMethod):
     _handles: WeakKeyDictionary[nn.Module, _Handle] = field(
         default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
     )
-    _replicas: WeakKeyDictionary[nn.Module, Axis] = field(
-        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         if not self.bucket_cap_mb > 0:
@@ -67,9 +65,9 @@ class Bucketed(DataMethod):
         reducer = GradReducer(
             parts, replicas, cap_bytes=int(self.bucket_cap_mb * 2**20), overlap=self.overlap
         )
-        self._handles.update({part: _Handle(reducer, number) for number, part in enumerate(parts)})
-        self._handles[module] = _Handle(reducer, None)
-        self._replicas[module] = replicas
+        for number, part in enumerate(parts):
+            self._handles[part] = _Handle(reducer, replicas, number)
+        self._handles[module] = _Handle(reducer, replicas)
         return module
 
     def set_sync(self, module: nn.Module, enabled: bool) -> None:
@@ -96,7 +94,7 @@ class Bucketed(DataMethod):
             return
         handle.reducer.finish()
         if self.broadcast_buffers:
-            _broadcast_buffers(module, self._replicas[module])
+            _broadcast_buffers(module, handle.replicas)
 
 
 def _broadcast_buffers(module: nn.Module, replicas: Axis) -> None:
@@ -105,8 +103,7 @@ def _broadcast_buffers(module: nn.Module, replicas: Axis) -> None:
     for buffer in _floating_buffers(module):
         kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     for buffers in kinds.values():
-        flat = torch.cat([buffer.flatten() for buffer in buffers])
-        dist.broadcast(flat, src=dist.get_global_rank(replicas.group, 0), group=replicas.group)
+        flat = broadcast(torch.cat([buffer.flatten() for buffer in buffers]), replicas.ranks[0], replicas)
         for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(part.view(buffer.shape))
 

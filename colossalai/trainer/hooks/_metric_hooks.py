@@ -92,7 +92,7 @@ class AccuracyHook(MetricHook):
             ValueError: There is a loss, but no output to look at.
         """
         output, label, loss = results
-        if output is None and loss is None:  # a rank without the end of the model
+        if not trainer.engine.sees_output:
             return
         if output is None:
             raise ValueError(
