@@ -186,9 +186,9 @@ def relayout(parallel: Mapping[str, Any]) -> None:
             "leave `parallel` out of the config, or make the two the same"
         )
     seed = get_seeds()[ParallelMode.GLOBAL]
-    mesh.forget_groups()
     config["parallel"] = dict(parallel)
     global_context.init_parallel_groups(rank=mesh.rank, world_size=mesh.world_size)
+    global_context.mesh.take_groups_of(mesh)
     seed_layout_modes(seed, global_context.mesh, global_context.tensor_axes)
 
 

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from colossalai.context._groups import make_group
+
 Axes = str | Sequence[str]
 
 
@@ -133,6 +135,10 @@ class Mesh:
             self._groups[key] = self._make_group(key)
         return self._groups[key]
 
+    def take_groups_of(self, other: "Mesh") -> None:
+        """Go on with the groups of another mesh over the same ranks."""
+        self._groups = other._groups
+
     def forget_groups(self) -> None:
         """Let go of all groups: layers hold a mesh beyond the job, and no group may outlive the job.
 
@@ -168,6 +174,4 @@ class Mesh:
             world = dist.group.WORLD
             assert world is not None, "the default process group exists as long as the mesh does"
             return world
-        group = dist.new_group(list(ranks), use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup), f"rank {self.rank} is not one of {ranks}"
-        return group
+        return make_group(ranks, purpose="mesh")

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from colossalai.context._config import Config, load_config
 from colossalai.context._features import check_config
 from colossalai.context._group_initializer import own_groups
+from colossalai.context._groups import make_group
 from colossalai.context._layout import Layout
 from colossalai.context._mesh import Axis, Mesh
 from colossalai.context._parallel_mode import ParallelMode, mode_axes
@@ -170,9 +171,7 @@ class ParallelContext:
             return group
         ranks = tuple(self.get_ranks_in_group(mode))
         if ranks not in self._cpu_groups:
-            self._cpu_groups[ranks] = dist.new_group(
-                list(ranks), backend="gloo", use_local_synchronization=True
-            )
+            self._cpu_groups[ranks] = make_group(ranks, purpose="cpu", backend="gloo")
         return self._cpu_groups[ranks]
 
     def is_first_rank(self, mode: Hashable) -> bool:

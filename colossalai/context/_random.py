@@ -58,7 +58,7 @@ def seed_all_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> None:
 
 
 def seed_layout_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> None:
-    """Make the random states that depend on where in the mesh a rank is; the state in force is not touched."""
+    """Make the random states that depend on the place in the mesh; the state in force is not touched."""
     slice_of_data = (mesh.axis_rank("dp"), mesh.axis_rank("pp"))
     tensor_rank = mesh.axis_rank(tensor_axes)
     add_seed(ParallelMode.DATA, _mix(seed, "data", *slice_of_data), overwrite=True)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: models cut into stages, schedules as values, and one executor that runs any of them."""
+"""Pipeline parallelism: models cut into stages, schedules as values, one executor that runs any of them."""
 
 from colossalai.pipeline._auto_cut import cut_model as cut_model
 from colossalai.pipeline._chunks import ChunkList as ChunkList
@@ -6,9 +6,11 @@ from colossalai.pipeline._chunks import has_full_names as has_full_names
 from colossalai.pipeline._costs import Costs as Costs
 from colossalai.pipeline._executor import PipelineExecutor as PipelineExecutor
 from colossalai.pipeline._executor import PipelineResult as PipelineResult
+from colossalai.pipeline._messages import Message as Message
 from colossalai.pipeline._messages import messages_between as messages_between
 from colossalai.pipeline._microbatch import merge_outputs as merge_outputs
 from colossalai.pipeline._microbatch import microbatch_weights as microbatch_weights
+from colossalai.pipeline._microbatch import num_samples_in as num_samples_in
 from colossalai.pipeline._microbatch import split_batch as split_batch
 from colossalai.pipeline._model_stage import ModelStage as ModelStage
 from colossalai.pipeline._model_stage import PartOfStack as PartOfStack
@@ -24,6 +26,7 @@ from colossalai.pipeline._schedule import Schedule as Schedule
 from colossalai.pipeline._schedule_file import read_schedule as read_schedule
 from colossalai.pipeline._schedule_file import write_schedule as write_schedule
 from colossalai.pipeline._schedules import SCHEDULES as SCHEDULES
+from colossalai.pipeline._schedules import forward_only as forward_only
 from colossalai.pipeline._schedules import make_schedule as make_schedule
 from colossalai.pipeline._shared import PipelineSharedModuleWrapper as PipelineSharedModuleWrapper
 from colossalai.pipeline._shared import is_shared_copy as is_shared_copy

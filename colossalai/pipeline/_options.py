@@ -55,8 +55,8 @@ class PipelineOptions:
             )
         if self.num_chunks is not None and self.num_chunks > 1 and self.name in ("gpipe", "1f1b", "zb-h1"):
             raise ValueError(
-                f"schedule {self.name!r} has one chunk on a rank, not {self.num_chunks}: choose 'interleaved' "
-                "or 'zb-v'"
+                f"schedule {self.name!r} has one chunk on a rank, not {self.num_chunks}: choose "
+                "'interleaved' or 'zb-v'"
             )
 
     @property

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from colossalai.communication._ledger import record
+from colossalai.communication import all_reduce_in_place
 from colossalai.context import Axis, ParallelMode, global_context
 
 _ATTRIBUTE = "pipeline_share"
@@ -98,7 +98,7 @@ def shared_axis(pipeline: Axis, ranks: Iterable[int]) -> Axis | None:
 def share_parameter(param: nn.Parameter, axis: Axis) -> None:
     """Share a parameter over an axis, with the value of its first rank; collective over it.
 
-    Bytes: one parameter from the first rank to each of the others.
+    Bytes: one broadcast of the parameter.
 
     Raises:
         ValueError: The parameter has no memory yet, or is shared already.
@@ -109,7 +109,7 @@ def share_parameter(param: nn.Parameter, axis: Axis) -> None:
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is shared already: share it once")
     with torch.no_grad():
         value = param.detach().contiguous()
-        _from_owner(value, axis)
+        dist.broadcast(value, src=axis.ranks[0], group=axis.group)
         param.copy_(value)
     setattr(param, _ATTRIBUTE, Share(axis, next(_numbers)))
 
@@ -134,8 +134,7 @@ def is_shared_copy(param: torch.Tensor) -> bool:
 def sync_shared_grads(params: Iterable[torch.Tensor]) -> None:
     """Sum the gradients of shared parameters over the ranks that share them, in place.
 
-    Collective; for each shared parameter and each of its ranks but the first, one gradient there, one back. A
-    gradient that is missing counts as zero. Sums run in the order of the ranks.
+    Collective; one all-reduce for each shared parameter. A gradient that is missing counts as zero.
 
     A second call before gradients have changed does nothing: who is not sure that it was called may call it.
     Between two calls either all of the ranks have a new backward or `zero_grad`, or none.
@@ -147,35 +146,9 @@ def sync_shared_grads(params: Iterable[torch.Tensor]) -> None:
     for share, param in sorted(shared.values(), key=lambda item: (item[0].axis.ranks, item[0].number)):
         if not param.requires_grad or _is_summed(share, param.grad):
             continue
-        param.grad = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
-        _add_to_owner(param.grad, share.axis)
-        _from_owner(param.grad, share.axis)
+        grad = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
+        param.grad = all_reduce_in_place(grad, share.axis)
         share.summed = (param.grad, param.grad._version)
-
-
-def _add_to_owner(tensor: torch.Tensor, axis: Axis) -> None:
-    """Add the tensors of all ranks to that of the owner, in place."""
-    if axis.rank > 0:
-        _send(tensor, axis.ranks[0], axis)
-        return
-    for source in axis.ranks[1:]:
-        other = torch.empty_like(tensor)
-        dist.recv(other, source)
-        tensor.add_(other)
-
-
-def _from_owner(tensor: torch.Tensor, axis: Axis) -> None:
-    """Overwrite the tensor of all ranks with that of the owner."""
-    if axis.rank > 0:
-        dist.recv(tensor, axis.ranks[0])
-        return
-    for target in axis.ranks[1:]:
-        _send(tensor, target, axis)
-
-
-def _send(tensor: torch.Tensor, target: int, axis: Axis) -> None:
-    with record("shift", axis.name, tensor, axis.size):
-        dist.send(tensor, target)
 
 
 def _is_summed(share: Share, grad: torch.Tensor | None) -> bool:

@@ -22,6 +22,7 @@ from colossalai.pipeline import (
     Schedule,
     merge_outputs,
     microbatch_weights,
+    num_samples_in,
     split_batch,
     sync_shared_grads,
 )
@@ -110,12 +111,13 @@ class Pipeline:
             sync: Whether the gradients of this batch, and those before it, are made equal over the replicas.
 
         Raises:
-            ValueError: A loss is needed and there is no criterion, or the batch has too few samples.
+            ValueError: A loss is needed and there is no criterion.
         """
         options = options or self.options
         if criterion is None and (return_loss or not forward_only):
             raise ValueError("a loss is needed and there is no criterion: pass one to the door")
-        microbatches = split_batch((data, label), options.num_microbatches)
+        batch = (data, label)
+        microbatches = split_batch(batch, min(options.num_microbatches, num_samples_in(batch)))
         shares = microbatch_weights(microbatches)
         executor = self._executor(options)
         self._is_closing = sync = sync and not forward_only

@@ -1,6 +1,7 @@
 """What a training works with: model, optimizer, loaders, engine, and all that a checkpoint holds."""
 
 import json
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import colossalai
 from colossalai.checkpoint_io import (
     TrainingState,
     latest_training_state,
+    load_model,
     load_training_state,
     save_training_state,
 )
@@ -24,6 +26,7 @@ from colossalai.core import global_context as gpc
 from colossalai.engine import Engine
 from colossalai.model_zoo.gpt import GPT, GPTConfig, GPTLMLoss
 from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
+from colossalai.tensor import spec_of
 from colossalai.utils import get_dataloader
 
 CHECKPOINT_FOLDER = "checkpoints"
@@ -49,6 +52,8 @@ class Job:
         lr_scheduler: Steps with the optimizer.
         state: All that a checkpoint holds.
         folder: Where the run leaves its files.
+        num_params: Number of parameters of the whole model.
+        tokens_in_step: Number of tokens in an optimizer step, over all ranks.
         step: Optimizer steps made.
     """
 
@@ -59,6 +64,8 @@ class Job:
     lr_scheduler: Any
     state: TrainingState
     folder: Path
+    num_params: int
+    tokens_in_step: int
     step: int = 0
 
     def save(self) -> None:
@@ -91,6 +98,7 @@ def build_job(data: TextData, folder: Path) -> Job:
     """
     config = gpc.config
     model = build_model(config)
+    num_params = count_parameters(model)
     optimizer = build_optimizer(model, config)
     lr_scheduler = CosineAnnealingWarmupLR(
         optimizer, total_steps=config.TOTAL_STEPS, warmup_steps=config.WARMUP_STEPS
@@ -129,6 +137,8 @@ def build_job(data: TextData, folder: Path) -> Job:
         lr_scheduler=lr_scheduler,
         state=state,
         folder=folder,
+        num_params=num_params,
+        tokens_in_step=global_batch_size(config) * config.SEQ_LEN,
     )
 
 
@@ -146,6 +156,21 @@ def build_model(config: Config) -> GPT:
             init_std=config.INIT_STD,
         )
     )
+
+
+def count_parameters(model: GPT) -> int:
+    """Count the parameters of a whole model, of which a tensor-parallel rank may hold slices."""
+    specs = [(param, spec_of(param)) for param in model.parameters()]
+    return sum(math.prod(spec.whole_shape) if spec else param.numel() for param, spec in specs)
+
+
+def trained_model(folder: Path, config: Config) -> GPT:
+    """Return the model of the newest checkpoint in one process, however it was spread in training."""
+    checkpoint = latest_training_state(folder / CHECKPOINT_FOLDER)
+    assert checkpoint is not None, "a training ends with a checkpoint"
+    model = build_model(config)
+    load_model(model, checkpoint / "model")
+    return model
 
 
 def build_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from colossalai.cluster.dist_coordinator import priority_execution
 from data import TextData, load_text_data
-from job import CHECKPOINT_FOLDER, IDENTITY_FILE, Job, build_job, global_batch_size
+from job import CHECKPOINT_FOLDER, IDENTITY_FILE, Job, build_job, trained_model
 from report import METRICS_FILE, PICTURE_FILE, TENSORBOARD_FOLDER, FileReport, Report
 from sample import sample_text
 from torch import Tensor
@@ -28,7 +28,6 @@ import colossalai
 from colossalai.context import Config
 from colossalai.core import global_context as gpc
 from colossalai.engine import Engine
-from colossalai.utils import is_dp_rank_0, is_no_pp_or_last_stage, is_tp_rank_0
 
 SAMPLE_FILE = "sample.txt"
 PROMPT = "def "
@@ -52,12 +51,13 @@ def main() -> None:
         report.say(describe(job, data))
         train(job, report)
         loss = validate(job.engine, job.validation_loader)
-        finish(job, data, report, loss=loss)
+        report.validation(job.step, loss=loss)
+        dist.barrier()  # all end together: those that do not report wait for the one that does
+        gpc.destroy()
+        finish(job, data, config, report, loss=loss)
         report.say(f"{time.perf_counter() - started:.0f} seconds in all")
     finally:
         report.close()
-    dist.barrier()  # all end together: those that do not report wait for the one that does
-    gpc.destroy()
     if loss >= data.unigram_entropy:
         sys.exit(f"validation loss {loss:.3f} is not below the unigram entropy {data.unigram_entropy:.3f}")
 
@@ -88,8 +88,8 @@ def remove_run(folder: Path) -> None:
 
 
 def make_report(job: Job, data: TextData) -> Report:
-    """One rank reports: the first of those that see the loss."""
-    if not (is_no_pp_or_last_stage() and is_dp_rank_0() and is_tp_rank_0()):
+    """One rank reports; all see the loss."""
+    if gpc.get_global_rank() != 0:
         return Report()
     return FileReport(
         job.folder,
@@ -100,10 +100,9 @@ def make_report(job: Job, data: TextData) -> Report:
 
 
 def describe(job: Job, data: TextData) -> str:
-    num_params = sum(param.numel() for param in job.engine.model.parameters())
     start = f"resuming at step {job.step}" if job.step else "starting at step 0"
     return (
-        f"{num_params / 1e6:.1f}M parameters, {dist.get_world_size()} processes on {job.engine.device.type}; "
+        f"{job.num_params / 1e6:.1f}M parameters, {gpc.mesh} on {job.engine.device.type}; "
         f"{data.train.size:,} tokens to train on, {data.validation.size:,} to validate on; "
         f"{start} of {gpc.config.TOTAL_STEPS}"
     )
@@ -124,17 +123,13 @@ def train(job: Job, report: Report) -> None:
         lr = engine.optimizer.param_groups[0]["lr"]
         job.lr_scheduler.step()
         job.step += 1
-        report.train(job.step, loss=mean_over_ranks(losses), lr=lr, num_tokens=tokens_in_step())
+        report.train(job.step, loss=mean_over_ranks(losses), lr=lr, num_tokens=job.tokens_in_step)
         losses.clear()
         is_last = job.step == config.TOTAL_STEPS
         if job.step % config.VALIDATE_EVERY == 0 and not is_last:
             report.validation(job.step, loss=validate(engine, job.probe_loader))
         if job.step % config.CHECKPOINT_EVERY == 0 or is_last:
             job.save()
-
-
-def tokens_in_step() -> int:
-    return global_batch_size(gpc.config) * gpc.config.SEQ_LEN
 
 
 def endless(loader: Iterable[Any]) -> Iterator[Any]:
@@ -146,37 +141,35 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
 def validate(engine: Engine, loader: Any) -> float:
     """Return the mean loss over a loader, in nats per token; the model is left in training mode."""
     engine.eval()
-    batches = iter(loader)
     losses: list[Tensor | None] = []
-    for _ in range(len(loader)):
-        _, label, loss = engine.execute_schedule(batches, forward_only=True)
-        losses += [loss] * len(label)
+    for batch in loader:
+        _, _, loss = engine.execute_schedule(iter([batch]), forward_only=True, return_output_label=False)
+        losses += [loss] * len(batch[0])
     engine.train()
     return mean_over_ranks(losses)
 
 
 def mean_over_ranks(losses: Iterable[Tensor | None]) -> float:
-    """Return the mean of the losses of all ranks; a rank that sees no loss holds None."""
+    """Return the mean of the losses that all ranks have seen."""
     seen = [loss.item() for loss in losses if loss is not None]
     total = torch.tensor([math.fsum(seen), len(seen)], dtype=torch.float64)
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
 
-def finish(job: Job, data: TextData, report: Report, *, loss: float) -> None:
-    """Record the results, and show where they are."""
-    report.validation(job.step, loss=loss)
+def finish(job: Job, data: TextData, config: Config, report: Report, *, loss: float) -> None:
+    """Show the results, and where they are; the job has ended, and one process goes on."""
     if not report.is_active:
         return
     sample = sample_text(
-        job.engine.model.unwrap(),
+        trained_model(job.folder, config),
         data.tokenizer,
         prompt=PROMPT,
         num_tokens=SAMPLE_TOKENS,
-        context=gpc.config.SEQ_LEN,
+        context=config.SEQ_LEN,
     )
     (job.folder / SAMPLE_FILE).write_text(sample)
-    report.draw(title=f"GPT after {job.step} steps, {job.step * tokens_in_step():,} tokens")
+    report.draw(title=f"GPT after {job.step} steps, {job.step * job.tokens_in_step:,} tokens")
     report.say(f"\n{sample}\n")
     report.say(results(data, loss=loss))
     report.say(f"in {job.folder}: {', '.join(sorted(path.name for path in job.folder.iterdir()))}")

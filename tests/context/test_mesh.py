@@ -3,10 +3,12 @@
 import math
 
 import pytest
+import torch
 
+import colossalai
 from colossalai.context import Config, Mesh, ParallelContext, ParallelMode
-
-pytestmark = pytest.mark.unit
+from colossalai.core import global_context as gpc
+from tests.ranks import run_ranks
 
 M = ParallelMode
 
@@ -66,6 +68,7 @@ def expected_tensor(rank, mode, tp, depth):
     }
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("mode", "world", "pp", "tp", "depth"),
     [
@@ -98,11 +101,13 @@ def test_groups_of_every_mode(mode, world, pp, tp, depth):
         assert context.tensor_parallel_size == tp
 
 
+@pytest.mark.unit
 def test_sequence_dp_joins_data_and_sequence():
     context = context_of(3, 8, {"pipeline": 2, "tensor": {"size": 2, "mode": "sequence"}})
     assert context.get_ranks_in_group(M.SEQUENCE_DP) == [2, 3, 6, 7]
 
 
+@pytest.mark.unit
 def test_experts_are_a_second_view_of_the_data_axis():
     context = context_of(5, 16, {"tensor": {"size": 2, "mode": "1d"}, "moe": {"size": 4}})
     assert context.get_ranks_in_group(M.DATA) == [1, 3, 5, 7, 9, 11, 13, 15]
@@ -110,6 +115,7 @@ def test_experts_are_a_second_view_of_the_data_axis():
     assert context.get_ranks_in_group(M.MOE_DATA) == [5, 13]
 
 
+@pytest.mark.unit
 def test_stages():
     first, last = (context_of(rank, 4, {"pipeline": 4}) for rank in (0, 3))
     assert first.is_pipeline_first_stage()
@@ -118,6 +124,7 @@ def test_stages():
     assert not last.is_pipeline_first_stage()
 
 
+@pytest.mark.unit
 def test_a_mode_that_the_job_has_not_is_named():
     context = context_of(0, 4, {"tensor": {"size": 4, "mode": "2d"}})
     assert not context.is_initialized(M.PARALLEL_1D)
@@ -125,11 +132,13 @@ def test_a_mode_that_the_job_has_not_is_named():
         context.get_ranks_in_group(M.PARALLEL_1D)
 
 
+@pytest.mark.unit
 def test_nothing_launched_is_said():
     with pytest.raises(RuntimeError, match="nothing has been launched"):
         ParallelContext().get_global_rank()
 
 
+@pytest.mark.unit
 def test_axes_are_taken_in_grid_order_whatever_the_order_asked():
     mesh = Mesh({"dp": 2, "pp": 2, "tp": 2}, rank=5)
     assert mesh.ranks(("tp", "dp")) == mesh.ranks(("dp", "tp")) == [0, 1, 4, 5]
@@ -137,3 +146,25 @@ def test_axes_are_taken_in_grid_order_whatever_the_order_asked():
     assert mesh.axis_size(("dp", "tp")) == 4
     with pytest.raises(ValueError, match="no mesh axis"):
         mesh.ranks("rows")
+
+
+def uneven_groups() -> list[list[int]]:
+    """Ask for groups such that ranks have made different numbers of them when they meet."""
+    colossalai.launch_from_torch({"parallel": {"pipeline": 4}}, verbose=False)
+    mesh, rank = gpc.mesh, gpc.get_global_rank()
+    seen = []
+    for members in ((0, 3), (0, 1), (1, 2), (2, 3), (3, 2), (0, 1, 2, 3)[::-1]):
+        if rank in members:
+            value = torch.tensor([rank])
+            torch.distributed.all_reduce(value, group=mesh.group_of(members))
+            seen.append(value.item())
+    again = Mesh(mesh.axes, rank=rank, views={"dp": ("edp", "ep")})  # a second one makes groups of its own
+    if rank in (0, 3):
+        torch.distributed.barrier(group=again.group_of((0, 3)))
+    gpc.destroy()
+    return seen
+
+
+@pytest.mark.dist
+def test_groups_meet_whatever_else_their_members_have_made() -> None:
+    assert run_ranks(uneven_groups, 4, timeout=30) == [[3, 1, 6], [1, 3, 6], [3, 5, 5, 6], [3, 5, 5, 6]]

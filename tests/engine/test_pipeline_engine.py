@@ -97,8 +97,8 @@ def mistakes() -> None:
         ValueError, match=r"a stage of a pipeline, which cannot be called: use engine.execute"
     ):
         engine(x)
-    with pytest.raises(ValueError, match=r"3 samples .*4 microbatches"):
-        engine.execute_schedule(iter([(x[:3], y[:3])]))
+    few = engine.execute_schedule(iter([(x[:3], y[:3])]), forward_only=True)[2]  # fewer than microbatches
+    assert few is not None
     gpc.destroy()
     colossalai.launch_from_torch({"parallel": {"pipeline": 2}, "NUM_MICRO_BATCHES": 2}, verbose=False)
     with pytest.raises(ValueError, match=r"has 1 stages on this rank.* has 3: pass one module"):
@@ -268,7 +268,7 @@ def plugin_mistakes() -> None:
         Booster(plugin=plugin, mixed_precision="fp16")
     with pytest.raises(ValueError, match="which TorchDDPPlugin does not run"):
         Booster(plugin=TorchDDPPlugin())
-    with pytest.raises(ValueError, match="launched with parallel=.* the plugin says"):
+    with pytest.raises(ValueError, match=r"launched with parallel=.* the plugin says"):
         HybridParallelPlugin(tp_size=2)
     booster = Booster(plugin=plugin)
     model = nn.Linear(2, 2)

@@ -22,7 +22,8 @@ class PipelineSchedule(BaseSchedule):
     has arguments for.
 
     Args:
-        num_microbatches: Number of microbatches of a batch; the last one may be smaller.
+        num_microbatches: Number of microbatches of a batch; the last one may be smaller, and a batch of fewer
+            samples has as many as samples.
         data_process_func: From a batch to (data, label); see `BaseSchedule`.
         tensor_shape: Shape of what every stage but the last returns for a microbatch; None: it is exchanged.
         scatter_gather_tensors: Where activations are the same on all tensor-parallel ranks (1d), each sends
@@ -71,8 +72,7 @@ class PipelineSchedule(BaseSchedule):
         The loss is the mean over the batch, on every rank.
 
         Raises:
-            ValueError: The job has no pipeline, a loss is needed and there is no criterion, or the batch has
-                too few samples.
+            ValueError: The job has no pipeline, or a loss is needed and there is no criterion.
             StopIteration: There are no more batches.
         """
         data, label = self.load_batch(data_iter, engine.device)
