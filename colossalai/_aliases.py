@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 ALIASES: Mapping[str, str] = {
+    "colossalai.builder.pipeline": "colossalai.builder._pipeline",
     "colossalai.cluster.dist_coordinator": "colossalai.cluster._dist_coordinator",
     "colossalai.constants": "colossalai.context._group_initializer",
     "colossalai.context.config": "colossalai.context._config",
@@ -27,6 +28,9 @@ ALIASES: Mapping[str, str] = {
     "colossalai.nn.layer.parallel_2p5d": "colossalai.nn.layer._batch",
     "colossalai.nn.layer.parallel_3d": "colossalai.nn.layer._batch",
     "colossalai.nn.layer.utils": "colossalai.nn.layer._divide",
+    "colossalai.nn.layer.wrapper": "colossalai.pipeline._shared",
+    "colossalai.pipeline.pipelinable": "colossalai.pipeline._pipelinable",
+    "colossalai.pipeline.utils": "colossalai.pipeline._partition",
     "colossalai.utils.activation_checkpoint": "colossalai.runtime._recompute",
     "colossalai.utils.cuda": "colossalai.utils._device",
     "colossalai.utils.data_sampler": "colossalai.utils._dataloader",

@@ -47,8 +47,8 @@ def arguments(workplace: Path, output: str, config: Path = CONFIG) -> list[str]:
     return [*named, f"--output={workplace / output}"]
 
 
-def train(workplace: Path, output: str, *more: str, config: Path = CONFIG) -> None:
-    run_ranks(run_script, 2, "gpt/train.py", *arguments(workplace, output, config), *more)
+def train(workplace: Path, output: str, *more: str, config: Path = CONFIG, num_ranks: int = 2) -> None:
+    run_ranks(run_script, num_ranks, "gpt/train.py", *arguments(workplace, output, config), *more)
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
@@ -105,6 +105,23 @@ def test_a_killed_run_resumes_to_the_losses_of_an_undisturbed_one(undisturbed: P
     assert metrics(workplace / "killed") == metrics(undisturbed)
 
 
+def test_a_hybrid_run_goes_on_where_a_data_parallel_one_stopped(undisturbed: Path, workplace: Path) -> None:
+    folder = workplace / "hybrid"
+    shutil.copytree(undisturbed, folder)
+    shutil.rmtree(folder / "checkpoints" / "step-00000060")
+    parallel = {"pipeline": {"size": 2, "partition": "balanced"}, "tensor": {"size": 2, "mode": "1d"}}
+    config = changed_config(workplace, BATCH_SIZE=8, NUM_MICRO_BATCHES=4, parallel=parallel)
+    train(workplace, "hybrid", config=config, num_ranks=4)
+    wanted, found = metrics(undisturbed), metrics(folder)
+    assert [record["step"] for record in found] == [record["step"] for record in wanted]
+    assert found[:45] == wanted[:45]
+    # The same batches and the same weights at step 45; only the dropout masks are others.
+    for mine, theirs in zip(found[45:], wanted[45:], strict=True):
+        key = "loss" if "loss" in mine else "validation_loss"
+        assert mine[key] == pytest.approx(theirs[key], rel=0.06)
+        assert mine[key] != theirs[key]
+
+
 def test_fresh_starts_over(undisturbed: Path, workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = workplace / "fresh"
     shutil.copytree(undisturbed, folder)
@@ -133,7 +150,7 @@ def test_too_little_text_for_a_batch_is_refused(workplace: Path) -> None:
         train(workplace, "short", config=config)
 
 
-def changed_config(workplace: Path, **changes: float) -> Path:
+def changed_config(workplace: Path, **changes: Any) -> Path:
     path = workplace / "changed_config.py"
     path.write_text(CONFIG.read_text() + "".join(f"{key} = {value!r}\n" for key, value in changes.items()))
     return path

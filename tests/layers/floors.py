@@ -51,7 +51,7 @@ TENSORS_ONLY = ("amp", "nn.optimizer", "nn.lr_scheduler", "nn.init")
 
 # Names that say nothing about what is inside. The facade folders are documented names.
 VAGUE_NAMES = ("utils", "util", "common", "helpers", "helper", "misc")
-FACADES = ("utils", "testing")
+FACADES = ("utils", "testing", "builder")
 
 # Where the name of one vendor's devices has to be spelled, and why.
 VENDOR_FILES = {
