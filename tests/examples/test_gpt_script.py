@@ -114,12 +114,11 @@ def test_a_hybrid_run_goes_on_where_a_data_parallel_one_stopped(undisturbed: Pat
     train(workplace, "hybrid", config=config, num_ranks=4)
     wanted, found = metrics(undisturbed), metrics(folder)
     assert [record["step"] for record in found] == [record["step"] for record in wanted]
-    assert found[:45] == wanted[:45]
     # The same batches and the same weights at step 45; only the dropout masks are others.
-    for mine, theirs in zip(found[45:], wanted[45:], strict=True):
+    for mine, theirs in zip(found, wanted, strict=True):
         key = "loss" if "loss" in mine else "validation_loss"
         assert mine[key] == pytest.approx(theirs[key], rel=0.06)
-        assert mine[key] != theirs[key]
+        assert (mine[key] == theirs[key]) == (mine["step"] <= 45)
 
 
 def test_fresh_starts_over(undisturbed: Path, workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:

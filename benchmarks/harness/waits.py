@@ -1,0 +1,43 @@
+"""How long a rank waits for others: the time spent in `wait` of everything that torch.distributed starts."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+
+@dataclass
+class Waiting:
+    """A sum of waiting times.
+
+    Attributes:
+        seconds: The sum so far.
+    """
+
+    seconds: float = 0.0
+
+
+@contextmanager
+def timed_waits() -> Iterator[Waiting]:
+    """Count the waiting time within the block, whoever waits.
+
+    It is the time that the host is held up: all of it with gloo, next to nothing with a backend that puts
+    messages into the queue of a device.
+    """
+    waiting = Waiting()
+    original = dist.Work.wait
+
+    def wait(work: dist.Work, *args: object) -> bool:
+        start = time.perf_counter()
+        try:
+            return original(work, *args)
+        finally:
+            waiting.seconds += time.perf_counter() - start
+
+    dist.Work.wait = wait
+    try:
+        yield waiting
+    finally:
+        dist.Work.wait = original
