@@ -68,9 +68,11 @@ class ErrorHook:
         if issubclass(kind, KeyboardInterrupt):
             return  # the user knows; and every rank would say it
         text = "".join(traceback.format_exception(kind, error, _frames_of_the_user(trace)))
-        message = traceback.format_exception_only(kind, error)[-1].strip()
+        told = traceback.TracebackException(kind, error, None)
+        told.__notes__ = None  # they follow the message, and the text has them
+        *_, message = told.format_exception_only()
         # A child that the script forked has inherited this hook; it is not the rank.
-        if not (self.error_file and self.pid == os.getpid() and self._write(message, text, exit_code=1)):
+        if not (self.error_file and self.pid == os.getpid() and self._write(message.strip(), text, exit_code=1)):
             sys.stderr.write(text)
 
     def record_exit(self, error: SystemExit) -> None:

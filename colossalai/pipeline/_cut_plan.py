@@ -102,7 +102,9 @@ def _try(model: nn.Module, anatomy: Anatomy, sample: Any) -> Trial | None:
             return _checked(trial, anatomy)
     get_dist_logger().log_once(
         f"cut_model makes no trial run of {type(model).__name__} ({reason}): what runs before and after the "
-        "blocks is taken from the order of registration; give sample=, or first= and last="
+        "blocks is taken from the order of registration; give cut_model sample=, or first= and last=",
+        level="INFO",
+        ranks=[0],
     )
     return None
 

@@ -310,7 +310,8 @@ class PipelineExecutor:
         if run.compute_loss is None:
             return []
         loss = run.compute_loss(output, microbatch)
-        run.losses[microbatch] = loss.detach()
+        # The mean of mse_loss is a number in a storage of all the squares, which a clone lets go.
+        run.losses[microbatch] = loss.detach().clone()
         if run.forward_only:
             return []
         return [get_gradient_edge(loss * run.loss_factors[microbatch]) if loss.requires_grad else None]

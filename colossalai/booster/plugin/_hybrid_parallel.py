@@ -103,7 +103,7 @@ class HybridParallelPlugin(Plugin):
         RuntimeError: Nothing has been launched.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument for each documented choice
         self,
         *,
         tp_size: int = 1,
