@@ -14,3 +14,4 @@ from colossalai.amp._precision import NaiveFP16 as NaiveFP16
 from colossalai.amp._precision import Precision as Precision
 from colossalai.amp._scaler import DynamicLossScaler as DynamicLossScaler
 from colossalai.amp._scaler import LossScaler as LossScaler
+from colossalai.amp._stand_ins import StandIns as StandIns

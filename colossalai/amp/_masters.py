@@ -18,13 +18,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-STATE_KEY = "master"
-"""The name of a master among the states of its parameter, in a checkpoint."""
+from colossalai.amp._stand_ins import MASTERS_KEY, STATE_KEY, StandIns
 
-_MASTERS_KEY = "masters"  # of all masters, in what `state_dict` returns
-
-
-class Masters:
+class Masters(StandIns):
     """The masters of an optimizer's parameters; without any, every method does nothing.
 
     See [Note: who holds the weights].
@@ -40,6 +36,10 @@ class Masters:
 
     def __len__(self) -> int:
         return len(self._master_of)
+
+    def master_of(self, param: nn.Parameter) -> nn.Parameter | None:
+        """Return the master of a parameter, None if it has none."""
+        return self._master_of.get(param)
 
     def param_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the model's parameter of a master, any other tensor itself."""
@@ -120,7 +120,7 @@ class Masters:
         # Beside the states: torch's optimizers expect in a state all that they keep themselves, or nothing.
         return {
             **content,
-            _MASTERS_KEY: {
+            MASTERS_KEY: {
                 number: param.detach()
                 for number, param in enumerate(_params_of(optimizer))
                 if param in self._param_of
@@ -133,7 +133,7 @@ class Masters:
         optimizer.load_state_dict(content)
         params = _params_of(optimizer)
         with torch.no_grad():
-            for number, master in content.get(_MASTERS_KEY, {}).items():
+            for number, master in content.get(MASTERS_KEY, {}).items():
                 params[number].copy_(master)
         self.write_weights()
 

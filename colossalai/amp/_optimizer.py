@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp._masters import Masters
 from colossalai.amp._scaler import DynamicLossScaler, LossScaler
+from colossalai.amp._stand_ins import StandIns
 from colossalai.tensor import count_zero_grads, global_grad_norm, local_grads, scale_grads
 
 
@@ -22,7 +23,7 @@ class OptimizerWrapper(Optimizer):
         scaler: The loss scaler of the precision.
         group: The ranks that decide together whether a step is made; None for this process alone.
         param_names: Name of each of the model's parameters.
-        masters: The masters that stand in the optimizer for the model's parameters.
+        masters: What stands in the optimizer for the model's parameters: float32 masters, slices.
         before_step: Called with this wrapper before every update, when the gradients are true.
         max_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
         stages: The ranks of a pipeline, each of which holds other parameters; None without one.
@@ -36,7 +37,7 @@ class OptimizerWrapper(Optimizer):
         scaler: LossScaler | None = None,
         group: dist.ProcessGroup | None = None,
         param_names: Mapping[nn.Parameter, str] | None = None,
-        masters: Masters | None = None,
+        masters: StandIns | None = None,
         before_step: Callable[["OptimizerWrapper"], None] | None = None,
         max_norm: float = 0.0,
         stages: dist.ProcessGroup | None = None,
@@ -46,7 +47,7 @@ class OptimizerWrapper(Optimizer):
         self.optim = optim
         self.scaler = scaler or LossScaler()
         self.group = group
-        self.masters = Masters() if masters is None else masters
+        self.masters: StandIns = Masters() if masters is None else masters
         self.param_names = self.masters.with_masters(param_names or {})
         self.max_norm = max_norm
         self._before_step = before_step
@@ -94,7 +95,7 @@ class OptimizerWrapper(Optimizer):
             raise ValueError(f"max_norm is {max_norm}; it must be above 0")
         if not self._prepare():
             return torch.tensor(float("inf"))
-        norm = global_grad_norm(self._params(), norm_type, stages=self._stages, counts=self._is_counted)
+        norm = global_grad_norm(self._measured(), norm_type, stages=self._stages, counts=self._is_counted)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         scale_grads(self._params(), factor)
         return norm
@@ -119,7 +120,7 @@ class OptimizerWrapper(Optimizer):
     def count_zero_grads(self) -> int:
         """Return how many elements of the gradients are 0, over all ranks; collective."""
         self._prepare()
-        return count_zero_grads(self._params(), stages=self._stages, counts=self._is_counted)
+        return count_zero_grads(self._measured(), stages=self._stages, counts=self._is_counted)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters, unless a rank found an overflow; `stepped` says which.
@@ -188,6 +189,9 @@ class OptimizerWrapper(Optimizer):
 
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.optim.param_groups for param in group["params"]]
+
+    def _measured(self) -> list[nn.Parameter]:
+        return self.masters.measured(self._params())
 
     def _prepare(self) -> bool:
         """Unscale the gradients, once between a backward and the step; say whether the step may be made."""

@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 from colossalai.amp import Masters, OptimizerWrapper, apply_precision
 from colossalai.checkpoint_io import parameter_names
 from colossalai.context import Axis, Mesh, ParallelContext, ParallelMode, get_seeds, set_mode
+from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import Replicated
 from colossalai.pipeline import is_shared_copy
 from colossalai.runtime._pipeline import Pipeline
@@ -73,6 +74,7 @@ def assemble(
     """
     _check(model, optimizer)
     replicas = replicas or mesh.axis("dp")
+    _warn_of_uncut(model, mesh, replicas)
     if plan.pipeline is not None:
         model = take_stages(model, optimizer, options=plan.pipeline, axis=mesh.axis("pp"), device=device)
     names = {id(param): name for name, param in model.named_parameters()}
@@ -125,6 +127,17 @@ def _param_names(model: nn.Module, plan: Plan) -> dict[nn.Parameter, str]:
     if plan.pipeline is not None:
         return parameter_names(model)
     return {param: name for name, param in model.named_parameters()}
+
+
+def _warn_of_uncut(model: nn.Module, mesh: Mesh, replicas: Axis) -> None:
+    """Say it where there are tensor-parallel ranks and the model has nothing for them to share."""
+    num_sharing = mesh.world_size // (replicas.size * mesh.axes.get("pp", 1))
+    if num_sharing > 1 and all(spec_of(param) is None for param in model.parameters()):
+        get_dist_logger().log_once(
+            f"tensor parallelism cuts nothing of {type(model).__name__}: {num_sharing} ranks each compute "
+            "all of it: build it with layers of colossalai.nn, or leave tensor parallelism out",
+            ranks=[0],
+        )
 
 
 def _is_counted(param: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ from colossalai.tensor._norm import global_grad_norm as global_grad_norm
 from colossalai.tensor._norm import local_grads as local_grads
 from colossalai.tensor._norm import local_slice as local_slice
 from colossalai.tensor._norm import scale_grads as scale_grads
+from colossalai.tensor._norm import set_fragment as set_fragment
 from colossalai.tensor._norm import sharding_groups as sharding_groups
 from colossalai.tensor._spec import ShardingSpec as ShardingSpec
 from colossalai.tensor._spec import cut_dims as cut_dims

@@ -16,6 +16,8 @@ from colossalai.tensor._spec import spec_of
 
 Groups = tuple[dist.ProcessGroup, ...]
 
+_FRAGMENT_OF = "fragment_of"
+
 
 def local_slice(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor: the local part of a DTensor, any other tensor itself."""
@@ -27,8 +29,12 @@ def local_slice(tensor: torch.Tensor) -> torch.Tensor:
 def sharding_groups(tensor: torch.Tensor) -> Groups:
     """Return the process groups over which a tensor is cut; none for a replicated one.
 
-    A DTensor that carries a spec is cut by both: a tensor-parallel slice that FSDP has cut further.
+    A DTensor that carries a spec is cut by both: a tensor-parallel slice that FSDP has cut further. So is a
+    fragment of a tensor that carries one.
     """
+    whole, group = getattr(tensor, _FRAGMENT_OF, (None, None))
+    if whole is not None:
+        return (*sharding_groups(whole), group)
     spec = spec_of(tensor)
     groups = () if spec is None else tuple(spec.mesh.group(axis) for axis in spec.axes)
     if not _is_dtensor(tensor):
@@ -36,6 +42,11 @@ def sharding_groups(tensor: torch.Tensor) -> Groups:
     mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
     shards = tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
     return groups + shards
+
+
+def set_fragment(tensor: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Let a tensor know that it is one of the pieces, of any length, that a group has of another one."""
+    setattr(tensor, _FRAGMENT_OF, (whole, group))
 
 
 def local_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:

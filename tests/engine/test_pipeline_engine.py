@@ -115,28 +115,12 @@ def test_mistakes_are_told() -> None:
     run_ranks(mistakes, 2)
 
 
-def fit() -> dict[str, float]:
-    torch.manual_seed(1024)
-    engine = build(Net())
-    trainer = Trainer(engine)
-    x, y = data()
-    trainer.fit(
-        [(x, y)] * 3,
-        epochs=2,
-        test_dataloader=[(x, y), (x[:5], y[:5])],
-        hooks=[hooks.LossHook(), hooks.AccuracyHook(Accuracy())],
-    )
-    prediction = trainer.predict(x)
-    assert (prediction is None) == (not engine.sees_output)
-    values = trainer.metrics["test"].epoch_values
-    gpc.destroy()
-    return values
-
-
-def fit_alone() -> dict[str, float]:
-    colossalai.launch_from_torch({}, verbose=False)
+def fit(pipelined: bool) -> dict[str, float]:
     torch.manual_seed(1024)
     model = Net()
+    colossalai.launch_from_torch(
+        {"parallel": PARALLEL, "NUM_MICRO_BATCHES": 4} if pipelined else {}, verbose=False
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = colossalai.initialize(model, optimizer, nn.CrossEntropyLoss(), verbose=False)
     trainer = Trainer(engine)
@@ -147,14 +131,15 @@ def fit_alone() -> dict[str, float]:
         test_dataloader=[(x, y), (x[:5], y[:5])],
         hooks=[hooks.LossHook(), hooks.AccuracyHook(Accuracy())],
     )
+    assert (trainer.predict(x) is None) == (not engine.sees_output)
     gpc.destroy()
     return trainer.metrics["test"].epoch_values
 
 
 def test_the_trainer_shows_the_same_on_every_rank_as_alone() -> None:
-    alone = run_ranks(fit_alone, 1)[0]
+    alone = run_ranks(fit, 1, False)[0]
     for num_ranks in (2, 4):
-        for values in run_ranks(fit, num_ranks):
+        for values in run_ranks(fit, num_ranks, True):
             assert values == pytest.approx(alone, rel=1e-5)
 
 

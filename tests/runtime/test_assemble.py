@@ -4,14 +4,16 @@ import pytest
 import torch
 from torch import nn
 
+import colossalai
 from colossalai.context import Config, ConfigException, Mesh
+from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import Bucketed, FullySharded, Replicated, Unsynchronized
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble, pairs_table, refuse_pairs
 from colossalai.runtime._pairs import REFUSED
-from tests.ranks import ROOT
+from tests.ranks import ROOT, run_ranks
 
-pytestmark = pytest.mark.unit
+pytestmark = pytest.mark.dist
 
 
 @pytest.fixture
@@ -124,3 +126,14 @@ def test_a_key_without_effect_is_said_once(capfd):
     for _ in range(2):
         Plan.from_config(Config(NUM_MICRO_BATCHES=4))
     assert capfd.readouterr().err.count("NUM_MICRO_BATCHES has no effect") == 1
+
+
+def test_tensor_parallelism_that_cuts_nothing_is_said(capfd):
+    run_ranks(uncut, 2)
+    assert "cuts nothing of Linear: 2 ranks each compute all of it" in capfd.readouterr().out
+
+
+def uncut():
+    colossalai.launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, verbose=False)
+    colossalai.initialize(nn.Linear(2, 2), verbose=False)
+    gpc.destroy()

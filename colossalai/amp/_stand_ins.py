@@ -1,0 +1,71 @@
+"""What may stand in an optimizer for the parameters of a model: float32 masters, slices, or nothing else."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+STATE_KEY = "master"
+"""The name of a master among the states of its parameter, in a checkpoint."""
+
+MASTERS_KEY = "masters"
+"""The key of all masters in what `state_dict` returns."""
+
+
+class StandIns(ABC):
+    """The tensors that an optimizer updates in the place of a model's parameters."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return how many parameters have a stand-in."""
+
+    @abstractmethod
+    def param_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the model's parameter of a stand-in, any other tensor itself."""
+
+    @abstractmethod
+    def with_masters(self, param_names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, str]:
+        """Return names in which the stand-ins have the names of their parameters."""
+
+    def measured(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return what norms are taken of: the same parameters on all ranks that share them.
+
+        Args:
+            params: What the optimizer holds.
+        """
+        return list(params)
+
+    @abstractmethod
+    def take_grads(self) -> None:
+        """Give each stand-in the gradient of its parameter."""
+
+    @abstractmethod
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Forget the gradients of the parameters."""
+
+    @abstractmethod
+    def take_weights(self) -> None:
+        """Let the stand-ins follow what was written into parameters since the last `write_weights`."""
+
+    @abstractmethod
+    def write_weights(self) -> None:
+        """Bring what the optimizer has updated into the parameters."""
+
+    @abstractmethod
+    def as_states(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Within the block the optimizer holds the model's parameters, with whole states, masters among them.
+
+        So a checkpoint is written and read under the names of the model.
+        """
+
+    @abstractmethod
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the state of an optimizer, as torch numbers it, and with it the masters."""
+
+    @abstractmethod
+    def load_state_dict(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        """Load what `state_dict` returned, with masters or without, into parameters with or without."""

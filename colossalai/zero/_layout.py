@@ -1,0 +1,131 @@
+"""Where the parameters of an optimizer lie in flat buckets, and which part of a bucket is whose.
+
+A bucket holds parameters of one kind, one after the other, and is cut into one section for each rank. The
+part of a parameter that lies in the section of a rank is that rank's fragment of it. For optimizers that
+treat each element alone the sections are equally long and cut parameters anywhere. For those that need whole
+tensors a section holds whole parameters; they are dealt out so that each rank gets about as many elements.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+Kind = tuple[torch.dtype, torch.dtype, torch.device]
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """The layout of some parameters in one flat piece of memory.
+
+    Attributes:
+        params: The parameters, in the order in which they lie.
+        starts: Where each begins.
+        bounds: Begin and end of the section of each rank; sections follow one another.
+        grad_dtype: The dtype of the gradients.
+        cuts_params: Whether a parameter may lie in several sections.
+    """
+
+    params: tuple[nn.Parameter, ...]
+    starts: tuple[int, ...]
+    bounds: tuple[tuple[int, int], ...]
+    grad_dtype: torch.dtype
+    cuts_params: bool
+
+    @property
+    def numel(self) -> int:
+        """Number of elements, with the padding that makes equal sections."""
+        return self.bounds[-1][1]
+
+    @property
+    def section_sizes(self) -> list[int]:
+        """Number of elements in the section of each rank."""
+        return [end - begin for begin, end in self.bounds]
+
+    @property
+    def num_used(self) -> int:
+        """Number of elements without the padding, which stands at the end."""
+        return self.starts[-1] + self.params[-1].numel()
+
+    def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        """Return the part of the memory `flat` where a parameter lies, in its shape."""
+        param = self.params[index]
+        return flat[self.starts[index] : self.starts[index] + param.numel()].view(param.shape)
+
+    def section(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
+        """Return the section of a rank."""
+        begin, end = self.bounds[rank]
+        return flat[begin:end]
+
+    def overlap(self, index: int, rank: int) -> tuple[int, int]:
+        """Return begin and end, counted from the start of a parameter, of a rank's fragment of it."""
+        begin, end = self.bounds[rank]
+        start = self.starts[index]
+        first = max(begin, start) - start
+        return first, max(first, min(end, start + self.params[index].numel()) - start)
+
+
+def lay_out(
+    params: Sequence[nn.Parameter], *, num_ranks: int, cap_bytes: int, owners: Mapping[nn.Parameter, int]
+) -> list[Bucket]:
+    """Lay parameters out in buckets, in the order in which those become full.
+
+    Args:
+        params: The parameters in the order in which their gradients come; each once.
+        num_ranks: Number of sections.
+        cap_bytes: A bucket of gradients is closed before it grows beyond; a larger parameter has its own.
+        owners: The rank that gets a parameter as a whole, for those that must not be cut.
+    """
+    groups: list[list[nn.Parameter]] = []
+    is_open: dict[tuple[Kind, bool], list[nn.Parameter]] = {}
+    for param in params:
+        key = (_kind_of(param), param in owners)
+        group = is_open.get(key)
+        size = sum(member.numel() for member in group or ()) + param.numel()
+        if group is None or size * _grad_dtype(param).itemsize > cap_bytes:
+            group = is_open[key] = []
+            groups.append(group)
+        group.append(param)
+    position = {param: number for number, param in enumerate(params)}
+    groups.sort(key=lambda group: position[group[-1]])
+    return [_make_bucket(group, num_ranks, owners) for group in groups]
+
+
+def deal_out(params: Sequence[nn.Parameter], num_ranks: int) -> dict[nn.Parameter, int]:
+    """Return an owner for each parameter: the largest first, each to the rank with the fewest elements."""
+    loads = [0] * num_ranks
+    owners = {}
+    for param in sorted(params, key=lambda param: -param.numel()):
+        rank = loads.index(min(loads))
+        owners[param] = rank
+        loads[rank] += param.numel()
+    return owners
+
+
+def _make_bucket(
+    params: Sequence[nn.Parameter], num_ranks: int, owners: Mapping[nn.Parameter, int]
+) -> Bucket:
+    cuts_params = params[0] not in owners
+    if not cuts_params:
+        params = sorted(params, key=lambda param: owners[param])
+    starts, total = [], 0
+    for param in params:
+        starts.append(total)
+        total += param.numel()
+    if cuts_params:
+        size = -(-total // num_ranks)
+        ends = [size * (rank + 1) for rank in range(num_ranks)]
+    else:
+        held = [sum(p.numel() for p in params if owners[p] <= rank) for rank in range(num_ranks)]
+        ends = held
+    bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
+    return Bucket(tuple(params), tuple(starts), bounds, _grad_dtype(params[0]), cuts_params)
+
+
+def _kind_of(param: nn.Parameter) -> Kind:
+    return param.dtype, _grad_dtype(param), param.device
+
+
+def _grad_dtype(param: nn.Parameter) -> torch.dtype:
+    return getattr(param, "grad_dtype", None) or param.dtype

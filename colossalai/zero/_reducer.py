@@ -1,0 +1,305 @@
+"""Gradients averaged over replicas bucket by bucket while the backward runs, of which each rank keeps a slice.
+
+The rules of the order in which buckets start are those of `colossalai.nn.parallel`: all ranks start them in
+the same order, so a full bucket behind one that is not full waits, at worst until `flush`.
+
+[Note: rounds]
+A round ends with `flush`, which averages whatever has not been yet. In a round each bucket is averaged once,
+as soon as it is full if backwards synchronize. The means of several rounds add up in the slices until
+`forget`. With stage 1 the full gradients of a round stay in buckets that are kept for ever; a round may last
+over many backwards. With stage 2 a bucket has memory while it is under way only; every backward is a round.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from colossalai.communication import all_reduce_in_place
+from colossalai.context import Axis
+from colossalai.zero._exchange import start_mean
+from colossalai.zero._layout import Bucket
+
+_MAX_UNDER_WAY = 2  # each has a receive buffer as large as the bucket
+
+
+class BucketGrads:
+    """The gradients of a bucket: full ones of this rank, and its slice of the mean.
+
+    Args:
+        bucket: The layout.
+        rank: This rank among the replicas.
+        is_kept: Whether the memory of full gradients is kept between rounds.
+    """
+
+    def __init__(self, bucket: Bucket, *, rank: int, is_kept: bool) -> None:
+        self.bucket = bucket
+        self.slice: torch.Tensor | None = None
+        self.seen: set[int] = set()  # parameters that have had a gradient here since `forget`
+        self.arrived: set[int] = set()  # in this round
+        self._rank = rank
+        self._is_kept = is_kept
+        self._flat: torch.Tensor | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all gradients of this round have arrived."""
+        return len(self.arrived) == len(self.bucket.params)
+
+    @property
+    def has_new(self) -> bool:
+        """Whether there are gradients that no round has averaged."""
+        return any(param.grad is not None for param in self.bucket.params)
+
+    def take(self, index: int) -> None:
+        """Note the gradient of a parameter; move it into the bucket, if that is kept."""
+        self.arrived.add(index)
+        if self._is_kept:
+            self._adopt(index)
+
+    def fill(self) -> torch.Tensor:
+        """Return the bucket with all gradients of this rank in it; the parameters lose theirs."""
+        for index, param in enumerate(self.bucket.params):
+            if param.grad is None:
+                self.bucket.view(self._memory(), index).zero_()
+            else:
+                self._adopt(index)
+                self.seen.add(index)
+        for param in self.bucket.params:
+            param.grad = None
+        flat = self._memory()
+        if not self._is_kept:
+            self._flat = None
+        return flat
+
+    @torch.no_grad()
+    def add_mean(self, mean: torch.Tensor, flat: torch.Tensor) -> None:
+        """Add this rank's section of a mean; `flat` is what `fill` has returned."""
+        if self._is_kept:
+            home = self.bucket.section(flat, self._rank)
+            if self.slice is None:
+                self.slice = home if mean is flat else home.copy_(mean)
+            else:
+                self.slice += mean
+        elif self.slice is None:
+            self.slice = mean.to(self.bucket.grad_dtype)
+        else:
+            self.slice += mean
+
+    def forget(self, *, set_to_none: bool) -> None:
+        """Drop the slice, and full gradients; or make them zero."""
+        for param in self.bucket.params:
+            if set_to_none or param.grad is None:
+                param.grad = None
+            else:
+                param.grad.zero_()
+        if set_to_none:
+            self.slice = None
+            self.seen.clear()
+        elif self.slice is not None:
+            self.slice.zero_()
+        self.arrived.clear()
+
+    def _memory(self) -> torch.Tensor:
+        if self._flat is None:
+            bucket = self.bucket
+            self._flat = torch.empty(bucket.numel, dtype=bucket.grad_dtype, device=bucket.params[0].device)
+            self._flat[bucket.num_used :].zero_()
+        elif self.slice is not None and self.slice.data_ptr() == self._own_ptr():
+            self.slice = self.slice.clone()  # an earlier mean, where new gradients go
+        return self._flat
+
+    def _own_ptr(self) -> int:
+        assert self._flat is not None
+        return self.bucket.section(self._flat, self._rank).data_ptr()
+
+    def _adopt(self, index: int) -> None:
+        """Let the gradient of a parameter be its view of the bucket; a copy where it is not yet."""
+        param = self.bucket.params[index]
+        assert param.grad is not None
+        if param.grad.layout is not torch.strided:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} has a {param.grad.layout} gradient; buckets take "
+                "dense ones: build the embedding with sparse=False"
+            )
+        view = self.bucket.view(self._memory(), index)
+        if param.grad.data_ptr() != view.data_ptr():
+            view.copy_(param.grad)
+            param.grad = view
+
+
+class ShardedReducer:
+    """What averages the gradients of a model cut into parts, and keeps this rank's slices of the means.
+
+    See [Note: rounds].
+
+    Args:
+        parts: The buckets of each part, which has a last backward of its own.
+        late: Buckets that are complete at `flush` only.
+        replicas: The ranks to average over.
+        stage: 1 or 2.
+        overlap: Start buckets during the backward; False: in `flush` only.
+        dtype: What is sent; None: gradients as they are.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Sequence[Bucket]],
+        late: Sequence[Bucket],
+        replicas: Axis,
+        *,
+        stage: int,
+        overlap: bool,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._replicas = replicas
+        self._stage = stage
+        self._overlap = overlap
+        self._dtype = dtype
+
+        def grads_of(buckets: Sequence[Bucket]) -> list[BucketGrads]:
+            return [BucketGrads(bucket, rank=replicas.rank, is_kept=stage == 1) for bucket in buckets]
+
+        self._parts = [grads_of(buckets) for buckets in parts]
+        self._late = grads_of(late)
+        self._place: dict[torch.Tensor, tuple[BucketGrads, int]] = {}
+        for grads in self.all_grads:
+            for index, param in enumerate(grads.bucket.params):
+                self._place[param] = (grads, index)
+                param.register_post_accumulate_grad_hook(self._on_grad)
+        self._queue: deque[BucketGrads] = deque()
+        self._queued_parts: set[int] = set()
+        self._started: set[BucketGrads] = set()
+        self._under_way: deque[Callable[[], None]] = deque()
+        self._is_dirty = True  # whether there may be gradients, on any rank, that no round has averaged
+        self._ran = False  # whether a forward whose backward averages began in this round
+        self._enqueue_all()
+
+    @property
+    def all_grads(self) -> list[BucketGrads]:
+        """The gradients of all buckets."""
+        return [*(grads for part in self._parts for grads in part), *self._late]
+
+    def on_forward(self) -> None:
+        """Told of each forward of the whole model that a backward may follow; collective."""
+        if self._ran:  # its backward may have begun to average
+            self.flush()
+        self._is_dirty = True
+        self._ran = bool(self._queued_parts)
+
+    def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
+        """Say whether the backwards from now on average; with stage 2 they always do.
+
+        Args:
+            enabled: Whether they do.
+            part: Of this part; default: of all.
+
+        Raises:
+            ValueError: It is taken back after buckets were started.
+        """
+        self._is_dirty = True
+        if self._stage == 2 or (enabled and part is None):
+            self._enqueue_all()
+        elif enabled:
+            assert part is not None
+            self._enqueue(part)
+        else:
+            if self._ran:
+                self.flush()
+            if self._started:
+                raise ValueError(
+                    "synchronization is switched off while gradients are being averaged: call finish first"
+                )
+            self._forget_queue()
+
+    def flush(self) -> None:
+        """Average what has not been, wait for all, and begin a new round; collective over the replicas."""
+        for grads in (*self._queue, *self._late, *self._unqueued()):
+            self._start(grads)
+        while self._under_way:
+            self._under_way.popleft()()
+        for grads in self.all_grads:
+            grads.arrived.clear()
+        self._started.clear()
+        self._forget_queue()
+        self._enqueue_all()
+        self._is_dirty = self._ran = False
+
+    def finish(self) -> None:
+        """Flush unless nothing can have come since the last time.
+
+        Raises:
+            ValueError: Something has come all the same.
+        """
+        if self._is_dirty:
+            self.flush()
+        elif any(grads.has_new for grads in self.all_grads):
+            raise ValueError(
+                "there are gradients of a backward whose forward did not go through the model that the door "
+                "returned: call that one, or optimizer.zero_grad() before"
+            )
+
+    def forget(self, *, set_to_none: bool) -> None:
+        """Forget all gradients; collective."""
+        if self._ran:
+            self.flush()  # what has been started has to be ended
+        for grads in self.all_grads:
+            grads.forget(set_to_none=set_to_none)
+        self._is_dirty = True
+
+    def marks(self) -> list[bool]:
+        """Return for each parameter, bucket by bucket, whether any replica has had a gradient; collective."""
+        here = [
+            index in grads.seen for grads in self.all_grads for index in range(len(grads.bucket.params))
+        ]
+        if self._replicas.size == 1 or not here:
+            return here
+        marks = torch.tensor(here, dtype=torch.uint8, device=self.all_grads[0].bucket.params[0].device)
+        return all_reduce_in_place(marks, self._replicas, dist.ReduceOp.MAX).bool().tolist()
+
+    def _unqueued(self) -> list[BucketGrads]:
+        return [
+            grads
+            for number, part in enumerate(self._parts)
+            if number not in self._queued_parts or not self._overlap
+            for grads in part
+        ]
+
+    def _enqueue_all(self) -> None:
+        for part in range(len(self._parts)):
+            self._enqueue(part)
+
+    def _enqueue(self, part: int) -> None:
+        if part not in self._queued_parts:
+            self._queued_parts.add(part)
+            if self._overlap:
+                self._queue += self._parts[part]
+                for grads in self._parts[part]:  # of earlier backwards: they have to come once more
+                    grads.arrived.clear()
+
+    def _forget_queue(self) -> None:
+        self._queue.clear()
+        self._queued_parts.clear()
+
+    def _on_grad(self, param: torch.Tensor) -> None:
+        """Called by autograd when a backward has added to the gradient of a parameter."""
+        grads, index = self._place[param]
+        if grads in self._started:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} got a gradient after its average was under way: "
+                "run all backwards but the last one under no_sync, or use overlap=False "
+                "(overlap_communication=False) where one backward adds several times to a parameter "
+                "(reentrant checkpointing of shared weights)"
+            )
+        grads.take(index)
+        while self._queue and self._queue[0].is_full:
+            self._start(self._queue.popleft())
+
+    def _start(self, grads: BucketGrads) -> None:
+        if len(self._under_way) == _MAX_UNDER_WAY:
+            self._under_way.popleft()()
+        flat = grads.fill()
+        mean = start_mean(flat, grads.bucket, self._replicas, self._dtype)
+        self._started.add(grads)
+        self._under_way.append(lambda: grads.add_mean(mean(), flat))

@@ -1,0 +1,59 @@
+"""A stage of a pipeline is killed in the middle of a step: the job ends at once and says which one it was."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import is_gone, start
+
+pytestmark = pytest.mark.dist
+
+# Stage 2 stops in the forward of microbatch 5 of the second step, and says so.
+TRAINS = """
+import os, time
+import torch
+from torch import nn
+import colossalai
+from colossalai.builder import build_pipeline_model
+
+class Stopping(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 8 + 6:
+            os.write(1, b"stopped:0\\n")
+            time.sleep(60)
+        return super().forward(x)
+
+os.write(1, f"{os.environ['RANK']}:{os.getpid()}\\n".encode())  # one write: the ranks share the file
+colossalai.launch_from_torch({"parallel": {"pipeline": 4}, "NUM_MICRO_BATCHES": 8}, verbose=False)
+kinds = [nn.Linear, nn.Linear, Stopping, nn.Linear]
+model = build_pipeline_model(nn.Sequential(*(kind(8, 8) for kind in kinds)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+engine, *_ = colossalai.initialize(model, optimizer, nn.MSELoss(), verbose=False)
+while True:
+    engine.zero_grad()
+    engine.execute_schedule(iter([torch.ones(2, 16, 8).unbind()]))
+    engine.step()
+"""
+
+
+def test_a_stage_that_is_killed_in_a_step_is_named(tmp_path: Path) -> None:
+    command = start(tmp_path, "run", "--nproc_per_node", "4", "job.py", script=TRAINS)
+    try:
+        pids = dict(word.split(":") for word in command.wait_for_words(5))
+        killed = time.monotonic()
+        os.kill(int(pids["2"]), signal.SIGKILL)
+        assert command.wait(15) == 128 + signal.SIGKILL
+        assert time.monotonic() - killed < 15
+        assert all(is_gone(int(pids[rank])) for rank in "0123")
+    finally:
+        command.end()
+    assert f"colossalai run: rank 2 (pid {pids['2']}) was killed by SIGKILL" in command.err
+    for neighbour in (1, 3):
+        assert f"rank {neighbour} (pid {pids[str(neighbour)]}) failed with exit code 1: RuntimeError: "
+        assert f"stage 2 (rank 2) is gone while stage {neighbour} (rank {neighbour}) waited" in command.err
+    assert "Traceback" not in command.err
