@@ -1,4 +1,4 @@
-"""Step time, memory and bubble of pipeline schedules: colossalai.pipeline against torch.distributed.pipelining.
+"""Step time, memory and bubble of pipelines: colossalai.pipeline against torch.distributed.pipelining.
 
     colossalai run --nproc_per_node 2 benchmarks/pipeline.py --json results.json
 
@@ -9,10 +9,10 @@ collected, gradients are not scaled afterwards.
 
 - `peak_mib` is the largest rank's peak of live tensors, from the copying of its parameters to the end of the
   second step: parameters, gradients, activations, buffers of messages; see `harness/memory.py`.
-- `idle` is the part of a step in which a rank waits for messages or has already ended, the mean over ranks and
-  rounds; see `harness/waits.py`. `idle_simulated` is that of our schedule in `colossalai.pipeline.simulate`,
-  with costs measured here: for each stage the median time of its actions without their waiting, for a message
-  that of a ping-pong of its size.
+- `idle` is the part of a step in which a rank waits for messages or has already ended: the mean over ranks,
+  the median over rounds of their own; see `harness/waits.py`. `idle_simulated` is that of our schedule in
+  `colossalai.pipeline.simulate`, with costs measured here: for each stage the median time of its actions
+  without their waiting, for a message that of a ping-pong of its size.
 """
 
 import argparse
@@ -20,10 +20,12 @@ import copy
 import os
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -79,7 +81,7 @@ def make_stages(schedule: Schedule, args: argparse.Namespace) -> dict[int, nn.Mo
     return found
 
 
-class Variant:
+class Variant(ABC):
     """A pipeline of one of the two libraries.
 
     Args:
@@ -93,9 +95,9 @@ class Variant:
         self.batch = batch
         self.num_microbatches = num_microbatches
 
+    @abstractmethod
     def run(self) -> list[torch.Tensor]:
         """Run forwards and backwards; return the losses of the microbatches, of which the sum is the loss."""
-        raise NotImplementedError
 
     def step(self) -> list[torch.Tensor]:
         """Run forwards and backwards of a new step."""
@@ -165,6 +167,9 @@ class Theirs(Variant):
         return [loss.detach() for loss in losses]
 
 
+KINDS: Mapping[str, type[Ours] | type[Theirs]] = {"theirs": Theirs, "ours": Ours}
+
+
 def check_same(theirs: Variant, ours: Variant) -> None:
     """Require that both have the same losses and gradients."""
     close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-6)
@@ -208,7 +213,7 @@ def measure_idle(variants: Mapping[str, Variant], rounds: int) -> dict[str, floa
 def measure_costs(ours: Ours, schedule: Schedule, rounds: int, p2p: float) -> Costs:
     """Return what the actions of our pipeline take, without what they wait."""
     seconds: defaultdict[tuple[int, Op], list[float]] = defaultdict(list)
-    execute = ours.executor._execute
+    execute = ours.executor._execute  # what the executor calls for each action; no door of users leads to it
 
     def timed(action: Action, *args: Any) -> None:
         with timed_waits() as waiting:
@@ -216,11 +221,10 @@ def measure_costs(ours: Ours, schedule: Schedule, rounds: int, p2p: float) -> Co
             execute(action, *args)
             seconds[action.stage, action.op].append(time.perf_counter() - start - waiting.seconds)
 
-    ours.executor._execute = timed
-    for _ in range(rounds):
-        dist.barrier()
-        ours.step()
-    ours.executor._execute = execute
+    with mock.patch.object(ours.executor, "_execute", timed):
+        for _ in range(rounds):
+            dist.barrier()
+            ours.step()
     own = {key: statistics.median(values) for key, values in seconds.items()}
     medians = {key: value for part in _from_all_ranks(own) for key, value in part.items()}
     stages = range(schedule.num_stages)
@@ -257,12 +261,12 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     size = (args.microbatches * args.batch, args.seq, args.hidden)
     batch = torch.randn(size, device=get_current_device()), torch.randn(size, device=get_current_device())
     stages = make_stages(schedule, args)
-    build = {
-        kind.__name__.lower(): lambda kind=kind: kind(name, copy.deepcopy(stages), batch, args.microbatches)
-        for kind in (Theirs, Ours)
-    }
-    memory = {key: peak_bytes(make) for key, make in build.items()}
-    variants = {key: make() for key, make in build.items()}
+
+    def build(kind: str) -> Variant:
+        return KINDS[kind](name, copy.deepcopy(stages), batch, args.microbatches)
+
+    memory = {kind: peak_bytes(partial(build, kind)) for kind in KINDS}
+    variants = {kind: build(kind) for kind in KINDS}
     check_same(variants["theirs"], variants["ours"])
     steps = {key: variant.step for key, variant in variants.items()}
     times = slowest(time_rounds(steps, rounds=args.rounds, warmup=args.warmup))
@@ -302,16 +306,23 @@ def main() -> None:
     add("--batch", default=2, help="sequences of a microbatch (default: %(default)s)")
     add("--seq", default=64, help="tokens in a sequence (default: %(default)s)")
     add("--hidden", default=256, help="features of a token (default: %(default)s)")
-    add("--layers", default=4, help="blocks of the model, in equal parts on all stages (default: %(default)s)")
+    add(
+        "--layers", default=4, help="blocks of the model, in equal parts on all stages (default: %(default)s)"
+    )
     parser.add_argument("--schedules", nargs="+", choices=THEIRS, default=list(THEIRS), help="default: all")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
-    colossalai.launch_from_torch(
-        config={"parallel": {"pipeline": int(os.environ["WORLD_SIZE"])}}, verbose=False
-    )
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size < 2:
+        parser.error("one rank is no pipeline: give --nproc_per_node 2 or more to `colossalai run`")
+    if args.layers % (2 * world_size):
+        parser.error(
+            f"--layers is {args.layers}; take a multiple of {2 * world_size}, two stages for each rank"
+        )
+    colossalai.launch_from_torch(config={"parallel": {"pipeline": world_size}}, verbose=False)
     rows = [row for name in args.schedules for row in measure(name, args)]
     report(
-        f"Pipeline schedules, {dist.get_world_size()} ranks; theirs is torch.distributed.pipelining",
+        f"Pipeline schedules, {world_size} ranks; theirs is torch.distributed.pipelining",
         rows,
         settings=vars(args),
         json_file=args.json,

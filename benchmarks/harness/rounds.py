@@ -66,7 +66,7 @@ def report(
 
     table = Table(*rows[0], title=title)
     for row in rows:
-        table.add_row(*map(str, row.values()))
+        table.add_row(*("-" if value is None else str(value) for value in row.values()))
     Console().print(table)
     if json_file is not None:
         content = {"title": title, "settings": dict(settings), "machine": machine(), "rows": rows}

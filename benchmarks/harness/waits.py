@@ -4,6 +4,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -29,15 +31,12 @@ def timed_waits() -> Iterator[Waiting]:
     waiting = Waiting()
     original = dist.Work.wait
 
-    def wait(work: dist.Work, *args: object) -> bool:
+    def wait(work: dist.Work, *args: Any) -> bool:
         start = time.perf_counter()
         try:
             return original(work, *args)
         finally:
             waiting.seconds += time.perf_counter() - start
 
-    dist.Work.wait = wait
-    try:
+    with mock.patch.object(dist.Work, "wait", wait):
         yield waiting
-    finally:
-        dist.Work.wait = original

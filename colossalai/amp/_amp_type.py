@@ -9,9 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from colossalai.amp._apex import ApexPrecision
+from colossalai.amp._low_weights import NaiveFP16, PureBF16
 from colossalai.amp._model import PrecisionModule
 from colossalai.amp._optimizer import OptimizerWrapper
-from colossalai.amp._precision import BF16Autocast, FP16Autocast, NaiveFP16, Precision
+from colossalai.amp._precision import BF16Autocast, FP16Autocast, Precision
 
 
 class AMP_TYPE(Enum):
@@ -23,10 +25,25 @@ class AMP_TYPE(Enum):
     APEX = "apex"
 
 
+def bf16(*, master_weights: bool = False) -> Precision:
+    """Return one of the two ways to use bfloat16.
+
+    Args:
+        master_weights: Hold the model in bfloat16, with float32 masters in the optimizer; default: autocast.
+
+    Raises:
+        ValueError: `master_weights` is not a bool.
+    """
+    if not isinstance(master_weights, bool):
+        raise ValueError(f"master_weights is {master_weights!r}; it must be True or False")
+    return PureBF16() if master_weights else BF16Autocast()
+
+
 _PRECISIONS: Mapping[AMP_TYPE, Callable[..., Precision]] = {
     AMP_TYPE.TORCH: FP16Autocast,
-    AMP_TYPE.BF16: BF16Autocast,
+    AMP_TYPE.BF16: bf16,
     AMP_TYPE.NAIVE: NaiveFP16,
+    AMP_TYPE.APEX: ApexPrecision,
 }
 
 
@@ -34,14 +51,9 @@ def precision_of(mode: AMP_TYPE | str, options: Mapping[str, Any] | None = None)
     """Return the precision of a mode with its options.
 
     Raises:
-        ValueError: There is no such mode, it has not landed yet, or an option does not fit.
+        ValueError: There is no such mode, or an option does not fit.
     """
     amp_type = AMP_TYPE(mode)
-    if amp_type not in _PRECISIONS:
-        raise ValueError(
-            f"AMP_TYPE.{amp_type.name} is not there yet: use AMP_TYPE.TORCH or AMP_TYPE.NAIVE (float16) "
-            "or AMP_TYPE.BF16 (bfloat16)"
-        )
     try:
         return _PRECISIONS[amp_type](**(options or {}))
     except TypeError as error:
@@ -64,14 +76,14 @@ def convert_to_amp(
     overflow.
 
     Args:
-        model: The model; its parameters stay in their dtype, except under AMP_TYPE.NAIVE.
+        model: The model; its parameters stay in their dtype, unless the mode casts them.
         optimizer: Its optimizer.
         criterion: The loss function.
         mode: The mixed-precision mode.
         amp_config: Options of the mode, as in `fp16=dict(mode=..., ...)` of a config.
 
     Raises:
-        ValueError: The mode has not landed yet, or an option does not fit.
+        ValueError: An option does not fit.
     """
     precision = precision_of(mode, amp_config)
     names = {param: name for name, param in model.named_parameters()}
@@ -87,3 +99,25 @@ def convert_to_amp(
         before_step=precision.before_step,
     )
     return PrecisionModule(model, precision, device.type), wrapped, criterion
+
+
+def convert_to_apex_amp(
+    model: nn.Module, optimizer: Optimizer, amp_config: Mapping[str, Any] | None = None
+) -> tuple[nn.Module, OptimizerWrapper]:
+    """Give a model and an optimizer one of Apex's optimization levels; see `convert_to_amp`.
+
+    Args:
+        model: The model; O0, O2 and O3 cast it in place.
+        optimizer: Its optimizer.
+        amp_config: Options as in `fp16=dict(mode=AMP_TYPE.APEX, ...)` of a config.
+
+    Raises:
+        ValueError: An option does not fit.
+    """
+    options = {key: value for key, value in (amp_config or {}).items() if key != "mode"}
+    converted, wrapped, _ = convert_to_amp(model, optimizer, _no_criterion, AMP_TYPE.APEX, options)
+    return converted, wrapped
+
+
+def _no_criterion(*_: torch.Tensor) -> torch.Tensor:
+    raise AssertionError("nobody calls this criterion")

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp._stand_ins import MASTERS_KEY, STATE_KEY, StandIns
 
+
 class Masters(StandIns):
     """The masters of an optimizer's parameters; without any, every method does nothing.
 
@@ -40,6 +41,10 @@ class Masters(StandIns):
     def master_of(self, param: nn.Parameter) -> nn.Parameter | None:
         """Return the master of a parameter, None if it has none."""
         return self._master_of.get(param)
+
+    def without(self, params: Collection[nn.Parameter]) -> "Masters":
+        """Return the masters of all other parameters."""
+        return Masters({param: master for param, master in self._master_of.items() if param not in params})
 
     def param_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the model's parameter of a master, any other tensor itself."""
@@ -106,6 +111,7 @@ class Masters(StandIns):
         try:
             yield
         finally:
+            self.take_weights()  # some may have been loaded in the block
             _exchange(optimizer, self._master_of)
             for param in _params_of(optimizer):
                 _take_from_state(param, optimizer)
@@ -139,7 +145,12 @@ class Masters(StandIns):
 
 
 def cast_parameters(
-    model: nn.Module, dtype: torch.dtype, *, keep: Collection[int], grad_dtype: torch.dtype
+    model: nn.Module,
+    dtype: torch.dtype,
+    *,
+    keep: Collection[int],
+    grad_dtype: torch.dtype,
+    with_masters: bool = True,
 ) -> Masters:
     """Cast the floating parameters and buffers of a model in place, and return masters of the trainable ones.
 
@@ -150,16 +161,18 @@ def cast_parameters(
         dtype: The new dtype.
         keep: The `id` of each parameter and buffer that keeps its dtype.
         grad_dtype: The dtype in which the gradients of those with a master accumulate.
+        with_masters: False makes none: the optimizer works on what the model holds.
     """
     pairs = {}
     for param in model.parameters():  # a tied one comes once
         if not param.is_floating_point() or id(param) in keep:
             continue
-        if param.requires_grad:
+        has_master = with_masters and param.requires_grad
+        if has_master:
             pairs[param] = _master_of(param)
         param.grad = None
         param.data = param.data.to(dtype)
-        if param.requires_grad and grad_dtype != dtype:
+        if has_master and grad_dtype != dtype:
             param.grad_dtype = grad_dtype
     for buffer in model.buffers():
         if buffer.is_floating_point() and id(buffer) not in keep:

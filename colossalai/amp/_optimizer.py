@@ -10,9 +10,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp._masters import Masters
-from colossalai.amp._scaler import DynamicLossScaler, LossScaler
+from colossalai.amp._overflow import Overflow, share_name
+from colossalai.amp._scaler import CheckedLossScaler, LossScaler
 from colossalai.amp._stand_ins import StandIns
 from colossalai.tensor import count_zero_grads, global_grad_norm, local_grads, scale_grads
+
+_STAGE_PLACES = 2**20  # more parameters than a stage of a pipeline has
+_LAST_PLACE = 2**39  # of a parameter that has no name
 
 
 class OptimizerWrapper(Optimizer):
@@ -26,8 +30,11 @@ class OptimizerWrapper(Optimizer):
         masters: What stands in the optimizer for the model's parameters: float32 masters, slices.
         before_step: Called with this wrapper before every update, when the gradients are true.
         max_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
+        norm_type: The p of that norm.
         stages: The ranks of a pipeline, each of which holds other parameters; None without one.
         counts: False for a parameter of the model that another stage holds, too, and counts in norms.
+        param_places: Place of each parameter in the model, if that is not the order of `param_names` (and
+            before it the order of the stages).
     """
 
     def __init__(
@@ -40,8 +47,10 @@ class OptimizerWrapper(Optimizer):
         masters: StandIns | None = None,
         before_step: Callable[["OptimizerWrapper"], None] | None = None,
         max_norm: float = 0.0,
+        norm_type: float = 2.0,
         stages: dist.ProcessGroup | None = None,
         counts: Callable[[torch.Tensor], bool] | None = None,
+        param_places: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
         # The base class is for isinstance() only: everything it would set up is the optimizer's own.
         self.optim = optim
@@ -50,9 +59,11 @@ class OptimizerWrapper(Optimizer):
         self.masters: StandIns = Masters() if masters is None else masters
         self.param_names = self.masters.with_masters(param_names or {})
         self.max_norm = max_norm
+        self.norm_type = norm_type
         self._before_step = before_step
         self._stages = stages
         self._counts = counts
+        self._places = param_places or self._default_places(param_names or {})
         self.stepped = False
         self._may_step: bool | None = None
 
@@ -71,6 +82,7 @@ class OptimizerWrapper(Optimizer):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward of the scaled loss; `kwargs` go to `Tensor.backward`."""
         self._may_step = None
+        self.masters.before_backward()
         (loss if self.scaler.scale == 1.0 else loss * self.scaler.scale).backward(**kwargs)
 
     def start_backward(self) -> float:
@@ -127,17 +139,19 @@ class OptimizerWrapper(Optimizer):
 
         Raises:
             ValueError: A closure is given, but the precision scales the loss.
+            RepeatedOverflowError: Too many steps in a row were skipped.
         """
-        if closure is not None and isinstance(self.scaler, DynamicLossScaler):
+        if closure is not None and isinstance(self.scaler, CheckedLossScaler):
             raise ValueError(
                 "a closure computes gradients that are not scaled: with float16 call backward and step"
             )
         if self.max_norm > 0:
-            self.clip_grad_by_norm(self.max_norm)
+            self.clip_grad_by_norm(self.max_norm, self.norm_type)
         self.stepped = self._prepare()
         result = self._update(closure) if self.stepped else None
-        self.scaler.update(stepped=self.stepped)
         self._may_step = None
+        overflow = self.scaler.overflow
+        self.scaler.update(stepped=self.stepped, reason="" if overflow is None else self._reason(overflow))
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -180,9 +194,19 @@ class OptimizerWrapper(Optimizer):
         if self._before_step is not None:
             self._before_step(self)
         self.masters.take_weights()
-        result = self.optim.step(closure)
+        result = self.optim.step(None if closure is None else self._with_grads_taken(closure))
         self.masters.write_weights()
         return result
+
+    def _with_grads_taken(self, closure: Callable[[], float]) -> Callable[[], float]:
+        """Return a closure after which what stands in for the parameters has their new gradients."""
+
+        def compute() -> float:
+            loss = closure()
+            self.masters.take_grads()
+            return loss
+
+        return compute
 
     def _is_counted(self, param: torch.Tensor) -> bool:
         return self._counts is None or self._counts(self.masters.param_of(param))
@@ -197,5 +221,22 @@ class OptimizerWrapper(Optimizer):
         """Unscale the gradients, once between a backward and the step; say whether the step may be made."""
         if self._may_step is None:
             self.masters.take_grads()
-            self._may_step = self.scaler.prepare(local_grads(self._params()), self.group)
+            params = [param for param in self._params() if param.grad is not None]
+            places = [self._place(param) for param in params]
+            self._may_step = self.scaler.prepare(local_grads(params), self.group, places=places)
         return self._may_step
+
+    def _default_places(self, param_names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, int]:
+        stage = 0 if self._stages is None else dist.get_rank(self._stages)
+        return {param: stage * _STAGE_PLACES + place for place, param in enumerate(param_names)}
+
+    def _place(self, param: torch.Tensor) -> int:
+        return self._places.get(self.masters.param_of(param), _LAST_PLACE)  # type: ignore[call-overload]
+
+    def _reason(self, overflow: Overflow) -> str:
+        """Say where an overflow stands; under a pipeline, ranks tell each other the name."""
+        names = (name for param, name in self.param_names.items() if self._place(param) == overflow.place)
+        name = next(names, "<not a parameter of the model>")
+        if self._stages is not None and self.group is not None:
+            name = share_name(name, overflow, self.group)
+        return f"skipped for inf or nan in the gradient of {name!r} on rank {overflow.global_rank}"

@@ -6,28 +6,24 @@ state that goes with it.
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from colossalai.amp._masters import Masters, cast_parameters
+from colossalai.amp._masters import Masters
 from colossalai.amp._optimizer import OptimizerWrapper
-from colossalai.amp._scaler import DynamicLossScaler, LossScaler
-from colossalai.logging import get_dist_logger
-
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+from colossalai.amp._scaler import MAX_CONSECUTIVE_SKIPS, DynamicLossScaler, LossScaler
 
 
 class Precision:
-    """What a precision does around a step; the base class leaves everything as the model has it.
+    """What a precision does around a step; the base class leaves everything as the model has it."""
 
-    Attributes:
-        has_masters: Whether `convert_model` gives parameters float32 masters.
-    """
-
-    has_masters: ClassVar[bool] = False
+    @property
+    def has_masters(self) -> bool:
+        """Whether `convert_model` gives parameters float32 masters."""
+        return False
 
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
         """Return the context in which the forward runs."""
@@ -76,7 +72,7 @@ class _Autocast(Precision):
         return torch.autocast(device_type, dtype=self.dtype)
 
     def convert_output(self, output: Any) -> Any:
-        return tree_map_only(torch.Tensor, _to_float32, output)
+        return tree_map_only(torch.Tensor, to_float32, output)
 
 
 @dataclass(frozen=True)
@@ -96,6 +92,7 @@ class FP16Autocast(_Autocast):
         backoff_factor: Factor of the scale after an overflow.
         growth_interval: Number of steps without overflow before the scale grows.
         enabled: False leaves the loss unscaled.
+        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
     """
 
     dtype = torch.float16
@@ -105,6 +102,7 @@ class FP16Autocast(_Autocast):
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     enabled: bool = True
+    max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS
 
     def make_scaler(self) -> LossScaler:
         if not self.enabled:
@@ -114,80 +112,10 @@ class FP16Autocast(_Autocast):
             growth_factor=self.growth_factor,
             backoff_factor=self.backoff_factor,
             growth_interval=self.growth_interval,
+            max_consecutive_skips=self.max_consecutive_skips,
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class NaiveFP16(Precision):
-    """All in float16, with float32 masters of the weights and a dynamic loss scale.
-
-    Parameters, inputs and outputs are float16; what the model returns is float32 again, so that the loss is
-    computed in it. Batch normalization keeps parameters and statistics in float32: variances overflow
-    float16, and torch's kernels take float16 inputs along with them. See [Note: who holds the weights].
-
-    Attributes:
-        log_num_zeros_in_grad: Log before every step how many elements of the gradients are 0.
-        initial_scale: The first scale.
-        min_scale: The scale does not shrink below it.
-        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
-        backoff_factor: Factor of the scale after overflows.
-        growth_interval: Number of steps without overflow before the scale grows.
-        hysteresis: Number of overflows since the last growth before the scale shrinks.
-        max_scale: The scale does not grow above it.
-        verbose: Log every skipped step and every change of the scale.
-    """
-
-    has_masters: ClassVar[bool] = True
-
-    log_num_zeros_in_grad: bool = False
-    initial_scale: float = 2.0**32
-    min_scale: float = 1.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 1000
-    hysteresis: int = 2
-    max_scale: float = 2.0**32
-    verbose: bool = False
-
-    def __post_init__(self) -> None:
-        self.make_scaler()  # it checks the options
-
-    def convert_model(self, model: nn.Module, *, float32_grads: bool) -> Masters:
-        kept = [module for module in model.modules() if isinstance(module, _BATCH_NORMS)]
-        return cast_parameters(
-            model,
-            torch.float16,
-            keep={id(tensor) for module in kept for tensor in (*module.parameters(), *module.buffers())},
-            grad_dtype=torch.float32 if float32_grads else torch.float16,
-        )
-
-    def convert_input(self, inputs: Any) -> Any:
-        return tree_map_only(torch.Tensor, _to_float16, inputs)
-
-    def convert_output(self, output: Any) -> Any:
-        return tree_map_only(torch.Tensor, _to_float32, output)
-
-    def make_scaler(self) -> LossScaler:
-        return DynamicLossScaler(
-            init_scale=self.initial_scale,
-            growth_factor=self.growth_factor,
-            backoff_factor=self.backoff_factor,
-            growth_interval=self.growth_interval,
-            hysteresis=self.hysteresis,
-            min_scale=self.min_scale,
-            max_scale=self.max_scale,
-            verbose=self.verbose,
-        )
-
-    def before_step(self, optimizer: OptimizerWrapper) -> None:
-        if self.log_num_zeros_in_grad:
-            num_zeros = optimizer.count_zero_grads()
-            get_dist_logger().info(f"{num_zeros} elements of the gradients are 0", ranks=[0])
-
-
-def _to_float16(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.half() if tensor.is_floating_point() else tensor
-
-
-def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
+def to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of 16 bits as float32, any other as it is."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -1,39 +1,80 @@
-"""Loss scaling: multiply the loss so that small gradients do not vanish in float16, divide before the step.
+"""Loss scaling: multiply the loss, lest small gradients vanish in float16; divide before the step."""
 
-[Note: one overflow decision]
-An inf or nan may stand in the gradients of one rank only (each rank of a sharded model sees its own slices).
-If that rank alone skipped its step, the replicas would drift apart. So the ranks take the maximum of their
-findings, once per step, and all skip or none does.
-"""
-
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from colossalai.amp._overflow import Overflow, find_overflow
 from colossalai.logging import get_dist_logger
+
+MAX_CONSECUTIVE_SKIPS = 50
+"""Skipped steps in a row after which training stops, if nothing else is said."""
+
+_HISTORY_LENGTH = 100
+_REPORT_LENGTH = 5
+
+
+class RepeatedOverflowError(RuntimeError):
+    """So many steps in a row were skipped that going on makes no sense."""
+
+
+@dataclass(frozen=True)
+class ScaleRecord:
+    """A step that was skipped, or that changed the loss scale.
+
+    Attributes:
+        step: Number of the step, skipped ones included, from 1.
+        scale: The loss scale after it.
+        reason: What happened.
+    """
+
+    step: int
+    scale: float
+    reason: str
 
 
 class LossScaler:
-    """The scaler of precisions that need none: the loss stays as it is and no step is skipped."""
+    """The scaler of precisions that need none: the loss stays as it is and no step is skipped.
+
+    Attributes:
+        scale: The factor of the loss.
+        overflow: What the last `prepare` found, if the step must be skipped.
+    """
 
     scale: float = 1.0
+    overflow: Overflow | None = None
 
-    def prepare(self, grads: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> bool:
+    def prepare(
+        self,
+        grads: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None,
+        *,
+        places: Sequence[int] | None = None,
+    ) -> bool:
         """Bring the gradients to their true size, in place, and say whether the step may be made.
 
         Args:
             grads: This rank's gradients (slices, where they are sharded).
             group: The ranks that decide together.
+            places: For each gradient, the place of its parameter in the model; default: their own order.
 
         Returns:
             False if any rank found an inf or nan: then no rank may step.
         """
         return True
 
-    def update(self, *, stepped: bool) -> None:
-        """Adapt the scale after a step that was made, or skipped."""
+    def update(self, *, stepped: bool, reason: str = "") -> None:
+        """Adapt the scale after a step that was made, or skipped.
+
+        Args:
+            stepped: Whether it was made.
+            reason: Why it was skipped.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has to be saved."""
@@ -43,7 +84,139 @@ class LossScaler:
         """Go back to what `state_dict` returned."""
 
 
-class DynamicLossScaler(LossScaler):
+class CheckedLossScaler(LossScaler, ABC):
+    """A scaler that skips steps with an overflow, and keeps account of them; abstract.
+
+    Args:
+        init_scale: The first scale.
+        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
+        verbose: Log every change of the scale.
+        quiet: Do not warn of skipped steps.
+    """
+
+    def __init__(
+        self,
+        *,
+        init_scale: float,
+        max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
+        verbose: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        if max_consecutive_skips < 0:
+            raise ValueError(
+                f"max_consecutive_skips is {max_consecutive_skips}; it must be at least 1, or 0 for no bound"
+            )
+        self.scale = float(init_scale)
+        self.max_consecutive_skips = max_consecutive_skips
+        self.verbose = verbose
+        self.quiet = quiet
+        self.num_steps = 0
+        self.num_skips_in_a_row = 0
+        self._history: deque[ScaleRecord] = deque(maxlen=_HISTORY_LENGTH)
+
+    @abstractmethod
+    def _adapt(self, *, stepped: bool) -> str:
+        """Change the scale after a step, if need be; return the reason if it grew."""
+
+    @property
+    def history(self) -> tuple[ScaleRecord, ...]:
+        """The last hundred skipped steps and changes of the scale, the latest one last."""
+        return tuple(self._history)
+
+    def prepare(
+        self,
+        grads: Sequence[torch.Tensor],
+        group: dist.ProcessGroup | None,
+        *,
+        places: Sequence[int] | None = None,
+    ) -> bool:
+        """See the base class. One all-reduce of one int64 over `group`."""
+        self.overflow = find_overflow(grads, group, range(len(grads)) if places is None else places)
+        if self.overflow is not None:
+            return False
+        if grads and self.scale != 1.0:
+            torch._foreach_mul_(list(grads), 1.0 / self.scale)
+        return True
+
+    def update(self, *, stepped: bool, reason: str = "") -> None:
+        """Adapt the scale, keep a record, and warn of a skipped step.
+
+        Raises:
+            RepeatedOverflowError: `max_consecutive_skips` steps in a row were skipped; on all ranks, since
+                they skip together.
+        """
+        self.num_steps += 1
+        before = self.scale
+        growth = self._adapt(stepped=stepped)
+        if stepped:
+            self.num_skips_in_a_row = 0
+            if self.scale != before:
+                self._record(growth, before, "info" if self.verbose else "")
+            return
+        self.num_skips_in_a_row += 1
+        self._record(reason or "overflow: the step was skipped", before, "" if self.quiet else "warning")
+        if self.num_skips_in_a_row == self.max_consecutive_skips:
+            raise RepeatedOverflowError(self._report())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale, the counts and the history."""
+        return {
+            "scale": self.scale,
+            "num_steps": self.num_steps,
+            "num_skips_in_a_row": self.num_skips_in_a_row,
+            "history": [astuple(record) for record in self._history],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to what `state_dict` returned."""
+        self.scale = float(state["scale"])
+        self.num_steps = int(state.get("num_steps", 0))  # older checkpoints have the scale only
+        self.num_skips_in_a_row = int(state.get("num_skips_in_a_row", 0))
+        self._history.clear()
+        self._history.extend(ScaleRecord(*record) for record in state.get("history", []))
+
+    def _record(self, reason: str, before: float, level: str) -> None:
+        self._history.append(ScaleRecord(self.num_steps, self.scale, reason))
+        if level:
+            message = f"step {self.num_steps}: {reason}; loss scale {before:g}, now {self.scale:g}"
+            getattr(get_dist_logger(), level)(message, ranks=[0])
+
+    def _report(self) -> str:
+        latest = "; ".join(
+            f"step {record.step}: {record.reason} (loss scale then {record.scale:g})"
+            for record in self.history[-_REPORT_LENGTH:]
+        )
+        return (
+            f"{self.num_skips_in_a_row} steps in a row were skipped. The latest: {latest}. If the scale is "
+            "small by now, the gradients themselves are inf or nan: look at the loss, the data, the learning "
+            "rate and the named parameter. max_consecutive_skips sets the bound"
+        )
+
+
+class StaticLossScaler(CheckedLossScaler):
+    """A scale that stays as it is; a step with an overflow is skipped all the same.
+
+    Args:
+        scale: The scale, above 0.
+        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
+        quiet: Do not warn of skipped steps.
+
+    Raises:
+        ValueError: The scale is not above 0.
+    """
+
+    def __init__(
+        self, scale: float, *, max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS, quiet: bool = False
+    ) -> None:
+        if not scale > 0:
+            raise ValueError(f"the loss scale is {scale}; it must be above 0")
+        super().__init__(init_scale=scale, max_consecutive_skips=max_consecutive_skips, quiet=quiet)
+
+    def _adapt(self, *, stepped: bool) -> str:
+        return ""
+
+
+class DynamicLossScaler(CheckedLossScaler):
     """A scale that grows while all is well and shrinks at an overflow (Micikevicius et al., 1710.03740).
 
     Args:
@@ -55,7 +228,12 @@ class DynamicLossScaler(LossScaler):
             all the same.
         min_scale: The scale does not shrink below it.
         max_scale: The scale does not grow above it.
-        verbose: Log every skipped step and every change of the scale.
+        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
+        verbose: Log every change of the scale.
+        quiet: Do not warn of skipped steps.
+
+    Raises:
+        ValueError: A number is not what it must be.
     """
 
     def __init__(
@@ -68,7 +246,9 @@ class DynamicLossScaler(LossScaler):
         hysteresis: int = 1,
         min_scale: float = 0.0,
         max_scale: float = float("inf"),
+        max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
         verbose: bool = False,
+        quiet: bool = False,
     ) -> None:
         if init_scale <= 0 or growth_factor <= 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
             raise ValueError(
@@ -81,7 +261,9 @@ class DynamicLossScaler(LossScaler):
                 f"hysteresis {hysteresis}, min_scale {min_scale}, max_scale {max_scale}, first scale "
                 f"{init_scale}: hysteresis must be at least 1, the first scale between the other two"
             )
-        self.scale = float(init_scale)
+        super().__init__(
+            init_scale=init_scale, max_consecutive_skips=max_consecutive_skips, verbose=verbose, quiet=quiet
+        )
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
         self.growth_interval = growth_interval
@@ -89,60 +271,36 @@ class DynamicLossScaler(LossScaler):
         self.hysteresis = hysteresis
         self.min_scale = min_scale
         self.max_scale = max_scale
-        self.verbose = verbose
         self._overflows = 0  # since the last growth
 
-    def prepare(self, grads: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> bool:
-        """See the base class. One all-reduce of one float32 over `group`."""
-        overflow = _has_overflow(grads)
-        if group is not None:  # see [Note: one overflow decision]
-            dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=group)
-        if overflow.item():
-            return False
-        if grads:
-            torch._foreach_mul_(list(grads), 1.0 / self.scale)
-        return True
-
-    def update(self, *, stepped: bool) -> None:
-        """Shrink the scale after enough skipped steps, grow it after enough good ones."""
-        before = self.scale
-        if stepped:
-            self._count_good_step()
-        else:
-            self._count_overflow()
-        if self.verbose and (not stepped or self.scale != before):
-            what = "a step was made" if stepped else "overflow: the step was skipped"
-            get_dist_logger().info(f"{what}; loss scale {before:g}, now {self.scale:g}", ranks=[0])
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the scale and the counts of good steps and overflows."""
-        return {"scale": self.scale, "good_steps": self.good_steps, "overflows": self._overflows}
+        """Return the scale, the history, and the counts of good steps and overflows."""
+        return {**super().state_dict(), "good_steps": self.good_steps, "overflows": self._overflows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go back to what `state_dict` returned."""
-        self.scale = float(state["scale"])
-        self.good_steps = int(state["good_steps"])
-        self._overflows = int(state.get("overflows", 0))  # older checkpoints have none
+        super().load_state_dict(state)
+        self.good_steps = int(state.get("good_steps", 0))  # a static scale has none
+        self._overflows = int(state.get("overflows", 0))  # nor have older checkpoints
 
-    def _count_good_step(self) -> None:
+    def _adapt(self, *, stepped: bool) -> str:
+        """Shrink the scale after enough skipped steps, grow it after enough good ones."""
+        if stepped:
+            return self._count_good_step()
+        self._count_overflow()
+        return ""
+
+    def _count_good_step(self) -> str:
         self.good_steps += 1
-        if self.good_steps == self.growth_interval:
-            self.scale = min(self.scale * self.growth_factor, self.max_scale)
-            self.good_steps = 0
-            self._overflows = 0
+        if self.good_steps < self.growth_interval:
+            return ""
+        self.scale = min(self.scale * self.growth_factor, self.max_scale)
+        self.good_steps = 0
+        self._overflows = 0
+        return f"{self.growth_interval} steps without overflow"
 
     def _count_overflow(self) -> None:
         self.good_steps = 0
         self._overflows += 1
         if self._overflows >= self.hysteresis:
             self.scale = max(self.scale * self.backoff_factor, self.min_scale)
-
-
-def _has_overflow(grads: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return 1.0 if any element is inf or nan, else 0.0, as a float32 scalar on the gradients' device."""
-    if not grads:
-        device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return torch.zeros((), device=device)
-    largest = torch._foreach_norm(list(grads), float("inf"))
-    finite = torch.stack([norm.isfinite() for norm in largest]).all()
-    return 1.0 - finite.float()

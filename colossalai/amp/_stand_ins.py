@@ -39,6 +39,9 @@ class StandIns(ABC):
         """
         return list(params)
 
+    def before_backward(self) -> None:  # noqa: B027 - most have nothing to prepare
+        """Prepare for a backward."""
+
     @abstractmethod
     def take_grads(self) -> None:
         """Give each stand-in the gradient of its parameter."""

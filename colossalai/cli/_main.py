@@ -25,6 +25,11 @@ Examples:
   colossalai pipeline --stages 4 --microbatches 8 --schedule 1f1b,zb-v --text
   colossalai pipeline --stages 8 --microbatches 32 --chunks 4 --p2p 0.05 --plot schedules.png
   colossalai pipeline --file mine.csv --schedule zb-h1 --json"""
+_MEMORY_EXAMPLES = """\b
+Examples:
+  colossalai memory --model gpt2-xl --dp 8 --zero 2
+  colossalai memory --model gpt3 --dp 16 --tp 8 --pp 12 --zero 1 --recompute --explain
+  colossalai memory --model path/to/config.json --batch 4 --seq 512 --precision bf16 --json"""
 
 _POSITIVE = click.IntRange(min=1)
 _TIME = click.FloatRange(min=0)
@@ -216,5 +221,70 @@ def pipeline(
     output = Output(plot_file=plot_file, has_text=has_text, as_json=as_json)
     try:
         compare(Settings(names=chosen, **settings), output)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+
+
+@main.command(epilog=_MEMORY_EXAMPLES)
+@click.option(
+    "--model",
+    required=True,
+    metavar="NAME",
+    help="A model such as gpt2-xl (a wrong name lists all), or a config.json of Hugging Face transformers.",
+)
+@click.option("--dp", type=_POSITIVE, default=1, show_default=True, metavar="N", help="Data-parallel ranks.")
+@click.option(
+    "--tp", type=_POSITIVE, default=1, show_default=True, metavar="T", help="Ranks that share a layer (1d)."
+)
+@click.option(
+    "--pp", type=_POSITIVE, default=1, show_default=True, metavar="P", help="Pipeline ranks (1f1b)."
+)
+@click.option(
+    "--zero",
+    type=click.IntRange(0, 3),
+    default=0,
+    show_default=True,
+    help="Stage of ZeRO: 1 cuts optimizer states over the data-parallel ranks, 2 gradients, 3 parameters.",
+)
+@click.option(
+    "--precision",
+    default="bf16_master",
+    show_default=True,
+    metavar="NAME",
+    help="fp32; bf16, fp16 (autocast); bf16_master, fp16_naive (16 bits and float32 masters, as ZeRO's).",
+)
+@click.option(
+    "--batch",
+    type=_POSITIVE,
+    default=1,
+    show_default=True,
+    metavar="B",
+    help="Samples in a forward of a rank.",
+)
+@click.option(
+    "--seq", type=_POSITIVE, metavar="S", help="Length of the sequences; the model's longest if not given."
+)
+@click.option("--recompute", is_flag=True, help="Blocks keep their input only and are recomputed.")
+@click.option(
+    "--attention",
+    type=click.Choice(["sdpa", "eager"]),
+    default="sdpa",
+    show_default=True,
+    help="Fused, or with attention weights written out.",
+)
+@click.option("--explain", is_flag=True, help="Also print the formula of each row, with its numbers.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, formulas included, without tables.")
+def memory(as_json: bool, explain: bool, **settings: Any) -> None:
+    """Estimate what a rank holds in training with Adam: parameters, gradients, states, activations.
+
+    Neither weights nor ranks are needed: parameters are counted on the meta device. With a pipeline, the
+    stage that needs most is shown.
+    """
+    from colossalai.cli._memory import Settings, show_memory
+
+    if as_json and explain:
+        raise click.UsageError("--json has the formulas: leave --explain out")
+    try:
+        show_memory(Settings(**settings), as_json=as_json, explain=explain)
     except ValueError as error:
         raise click.UsageError(str(error)) from error

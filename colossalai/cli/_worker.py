@@ -72,7 +72,9 @@ class ErrorHook:
         told.__notes__ = None  # they follow the message, and the text has them
         *_, message = told.format_exception_only()
         # A child that the script forked has inherited this hook; it is not the rank.
-        if not (self.error_file and self.pid == os.getpid() and self._write(message.strip(), text, exit_code=1)):
+        if not (
+            self.error_file and self.pid == os.getpid() and self._write(message.strip(), text, exit_code=1)
+        ):
             sys.stderr.write(text)
 
     def record_exit(self, error: SystemExit) -> None:

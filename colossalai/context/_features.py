@@ -20,18 +20,21 @@ from colossalai.context._config import Config, ConfigException
 from colossalai.context._layout import Layout, parse_layout
 from colossalai.logging import get_dist_logger
 
-_SCALER_KEYS = ("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled")
+_SCALER_KEYS = (
+    *("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"),
+    "max_consecutive_skips",
+)
 PRECISION_KEYS: Mapping[str, tuple[str, ...]] = {
     "torch": _SCALER_KEYS,
-    "bf16": (),
+    "bf16": ("master_weights",),
     "naive": (
         *("log_num_zeros_in_grad", "initial_scale", "min_scale", "growth_factor", "backoff_factor"),
-        *("growth_interval", "hysteresis", "max_scale", "verbose"),
+        *("growth_interval", "hysteresis", "max_scale", "max_consecutive_skips", "verbose"),
     ),
     "apex": (
         *("enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32"),
         *("master_weights", "loss_scale", "cast_model_outputs", "num_losses", "verbosity"),
-        *("min_loss_scale", "max_loss_scale"),
+        *("min_loss_scale", "max_loss_scale", "max_consecutive_skips"),
     ),
 }
 """The keys of `fp16=dict(mode=...)` beside `mode`, for every mode (a value of `colossalai.amp.AMP_TYPE`)."""
@@ -76,10 +79,36 @@ def _check_fp16(value: Any) -> None:
         raise ConfigException("fp16 has no mode: write fp16=dict(mode=AMP_TYPE.TORCH)")
     mode = precision_mode(value["mode"])
     check_keys(value, ("mode", *PRECISION_KEYS[mode]), f"fp16 (mode {mode!r})")
-    if mode == "torch":
-        _check_scaler(value)
-    if mode == "naive":
-        _check_naive(value)
+    _PRECISION_CHECKS[mode](value)
+
+
+def _check_bf16(value: Mapping[str, Any]) -> None:
+    check_bool(value.get("master_weights", False), "fp16.master_weights")
+
+
+def _check_apex(value: Mapping[str, Any]) -> None:
+    """Check the options one by one; whether they go with the level is for `ApexPrecision` to say."""
+    level = value.get("opt_level", "O1")
+    if level not in _APEX_LEVELS:
+        raise ConfigException(f"fp16.opt_level is {level!r}; it must be one of {', '.join(_APEX_LEVELS)}")
+    check_bool(value.get("enabled", True), "fp16.enabled")
+    for key in ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights"):
+        if value.get(key) is not None:
+            check_bool(value[key], f"fp16.{key}")
+    check_positive(value.get("num_losses", 1), "fp16.num_losses")
+    check_number(value.get("verbosity", 1), "fp16.verbosity", least=0)
+    _check_bound(value)
+    for key in ("loss_scale", "min_loss_scale", "max_loss_scale"):
+        if value.get(key) is not None and (key, value[key]) != ("loss_scale", "dynamic"):
+            check_number(value[key], f"fp16.{key}", least=0, positive=True)
+
+
+def _check_bound(value: Mapping[str, Any]) -> None:
+    bound = value.get("max_consecutive_skips", 1)
+    if type(bound) is not int or bound < 0:
+        raise ConfigException(
+            f"fp16.max_consecutive_skips is {bound!r}; it must be a whole number, 0 for no bound"
+        )
 
 
 def _check_scaler(value: Mapping[str, Any]) -> None:
@@ -90,6 +119,7 @@ def _check_scaler(value: Mapping[str, Any]) -> None:
     if backoff >= 1:
         raise ConfigException(f"fp16.backoff_factor is {backoff}; it must be below 1")
     check_positive(value.get("growth_interval", 2000), "fp16.growth_interval")
+    _check_bound(value)
 
 
 def _check_naive(value: Mapping[str, Any]) -> None:
@@ -105,6 +135,15 @@ def _check_naive(value: Mapping[str, Any]) -> None:
             f"fp16.initial_scale is {first:g}; it must be between min_scale ({least:g}) and max_scale "
             f"({greatest:g})"
         )
+
+
+_APEX_LEVELS = ("O0", "O1", "O2", "O3")
+_PRECISION_CHECKS: Mapping[str, Callable[[Mapping[str, Any]], None]] = {
+    "torch": _check_scaler,
+    "bf16": _check_bf16,
+    "naive": _check_naive,
+    "apex": _check_apex,
+}
 
 
 def _check_handlers(value: Any) -> None:

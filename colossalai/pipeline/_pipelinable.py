@@ -11,6 +11,7 @@ model = pipelinable.partition(1, gpc.pipeline_parallel_size, gpc.get_local_rank(
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from itertools import pairwise
 from typing import Any, Literal, Self
 
@@ -179,9 +180,8 @@ def _check_once(steps: Sequence[Step]) -> None:
 def _named(model: nn.Module, name: str) -> nn.Module:
     modules = dict(model.named_modules(remove_duplicate=False))
     if not name or name not in modules:
-        raise ValueError(
-            f"exec_seq names {name!r}, which is no module of the model; there are {[*modules][1:]}"
-        )
+        near = get_close_matches(name, modules, n=3) or [child for child, _ in model.named_children()]
+        raise ValueError(f"exec_seq names {name!r}, which is no module of the model; there are {near}")
     return modules[name]
 
 

@@ -4,18 +4,19 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp import Masters, OptimizerWrapper, apply_precision
+from colossalai.amp import Masters, OptimizerWrapper, StandIns, apply_precision
 from colossalai.checkpoint_io import parameter_names
 from colossalai.context import Axis, Mesh, ParallelContext, ParallelMode, get_seeds, set_mode
 from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import Replicated
-from colossalai.pipeline import is_shared_copy
+from colossalai.pipeline import is_shared_copy, share_of
 from colossalai.runtime._pipeline import Pipeline
 from colossalai.runtime._plan import Plan
 from colossalai.runtime._recompute import apply_recompute, find_blocks
 from colossalai.runtime._stages import take_stages
 from colossalai.runtime._wrapper import ModelWrapper
 from colossalai.tensor import ShardingSpec, set_spec, spec_of
+from colossalai.zero import ZeroReplicas
 
 
 def replicas_of(context: ParallelContext) -> Axis:
@@ -82,7 +83,8 @@ def assemble(
     model.to(device)
     blocks = find_blocks(model)
     masters = _convert(plan, model, replicas)
-    apply_recompute(model, plan.recompute)
+    stages = mesh.axis("pp") if plan.pipeline is not None else None
+    apply_recompute(model, plan.recompute, stages=stages)
     computing = model
     if plan.pipeline is None:  # which applies the precision stage by stage
         computing = apply_precision(model, plan.precision, device.type)
@@ -91,17 +93,15 @@ def assemble(
     wrapped = None
     if optimizer is not None:
         _follow_replaced_params(optimizer, model, names)
-        masters = masters.stand_in(optimizer)
-        if plan.precision.has_masters and replicas.size > 1:
-            masters.start_equal(replicas.group)
         wrapped = OptimizerWrapper(
             optimizer,
             scaler=plan.precision.make_scaler(),
             group=mesh.group(tuple(mesh.axes)),
             param_names=_param_names(model, plan),
-            masters=masters,
+            masters=_stand_in(plan, applied, optimizer, masters, replicas),
             before_step=plan.precision.before_step,
             max_norm=plan.clip_grad_norm,
+            norm_type=plan.clip_norm_type,
             stages=None if plan.pipeline is None else mesh.group("pp"),
             counts=None if plan.pipeline is None else _is_counted,
         )
@@ -120,6 +120,19 @@ def assemble(
             data=plan.data,
         )
     return ModelWrapper(model, applied, plan.data, pipeline=pipeline), wrapped
+
+
+def _stand_in(
+    plan: Plan, applied: nn.Module, optimizer: Optimizer, masters: Masters, replicas: Axis
+) -> StandIns:
+    """Put masters, or the slices that this rank updates, in the place of the optimizer's parameters."""
+    if isinstance(plan.data, ZeroReplicas):
+        shared = [param for param in applied.parameters() if share_of(param) is not None]
+        return plan.data.shard(applied, optimizer, masters, late=shared)
+    own = masters.stand_in(optimizer)
+    if plan.precision.has_masters and replicas.size > 1:
+        own.start_equal(replicas.group)
+    return own
 
 
 def _param_names(model: nn.Module, plan: Plan) -> dict[nn.Parameter, str]:
@@ -163,7 +176,9 @@ def _convert(plan: Plan, model: nn.Module, replicas: Axis) -> Masters:
             "use data parallelism, or with sharded parameters the precision 'fp16' or 'bf16'"
         )
     # Torch's DistributedDataParallel reduces gradients in the dtype of the parameters only.
-    float32_grads = replicas.size == 1 or not isinstance(plan.data, Replicated)
+    # Under ZeRO they have its size, too, which is what the memory of gradients is reckoned with.
+    ddp = isinstance(plan.data, Replicated) and replicas.size > 1
+    float32_grads = not ddp and not isinstance(plan.data, ZeroReplicas)
     return plan.precision.convert_model(model, float32_grads=float32_grads)
 
 

@@ -20,15 +20,9 @@ REFUSED = {
 }
 """For each pair that is refused, the reason and what to do instead."""
 
-NOT_YET = {
-    "ZeRO 1": "has not landed yet: leave it out, or use stage 3 without a pipeline",
-    "ZeRO 2": "has not landed yet: use stage 3 without a pipeline",
-}
-"""Methods that are planned and not there."""
-
 
 def refuse_pairs(methods: Iterable[str]) -> None:
-    """Raise if two of the methods cannot be combined, or one is not there.
+    """Raise if two of the methods cannot be combined.
 
     Raises:
         ValueError: The first such pair, with the reason.
@@ -38,21 +32,14 @@ def refuse_pairs(methods: Iterable[str]) -> None:
         if pair <= chosen:
             first, second = sorted(pair, key=METHODS.index)
             raise ValueError(f"{first} and {second} cannot be combined: {reason}")
-    for method in METHODS:
-        if method in chosen and method in NOT_YET:
-            raise ValueError(f"{method} {NOT_YET[method]}")
 
 
 def pairs_table() -> list[str]:
     """Return the table of pairs as lines of Markdown; a number refers to the reasons below it."""
-    rows = [method for method in METHODS if method not in NOT_YET]
-    marks = {
-        pair: f"no ({number})"
-        for number, pair in enumerate((pair for pair in REFUSED if pair <= set(rows)), start=1)
-    }
-    lines = ["| | " + " | ".join(rows) + " |", "| --- " * (len(rows) + 1) + "|"]
-    for row in rows:
-        lines.append(f"| {row} | " + " | ".join(_mark(row, other, marks) for other in rows) + " |")
+    marks = {pair: f"no ({number})" for number, pair in enumerate(REFUSED, start=1)}
+    lines = ["| | " + " | ".join(METHODS) + " |", "| --- " * (len(METHODS) + 1) + "|"]
+    for row in METHODS:
+        lines.append(f"| {row} | " + " | ".join(_mark(row, other, marks) for other in METHODS) + " |")
     reasons = [f"{mark[4:-1]}. {REFUSED[pair]}." for pair, mark in marks.items()]
     return [*lines, "", *reasons]
 

@@ -129,7 +129,7 @@ class Pipeline:
             part = microbatches[number][1]
             output = self._precision.convert_output(output)
             assert criterion is not None
-            return criterion(output) if part is None else criterion(output, part)
+            return _checked(criterion(output) if part is None else criterion(output, part))
 
         result = executor.run(
             [self._precision.convert_input(part) for part, _ in microbatches],
@@ -139,8 +139,7 @@ class Pipeline:
             keep_outputs=return_output,
         )
         if sync:
-            self._data.finish(self.model)
-            sync_shared_grads(self.model.parameters())
+            self._make_equal()
         return BatchResult(
             output=None if result.outputs is None else self._joined(result.outputs, shares),
             loss=self._mean_loss(result.losses, shares, options) if return_loss else None,
@@ -148,6 +147,14 @@ class Pipeline:
 
     def _joined(self, outputs: list[Any], shares: list[float]) -> Any:
         return merge_outputs([self._precision.convert_output(output) for output in outputs], shares)
+
+    def _make_equal(self) -> None:
+        """Make the gradients equal over the replicas, and those of shared weights over their stages."""
+        if self._data.shards_gradients:  # afterwards no rank has all of them
+            sync_shared_grads(self.model.parameters())
+        self._data.finish(self.model)
+        if not self._data.shards_gradients:
+            sync_shared_grads(self.model.parameters())
 
     def _before_last_backward(self, chunk: int) -> None:
         if self._is_closing:
@@ -191,3 +198,14 @@ class Pipeline:
 
     def _stage_context(self) -> AbstractContextManager[Any]:
         return self._precision.forward_context(self._device.type)
+
+
+def _checked(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        kind = type(loss).__name__
+        found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {kind}"
+        raise ValueError(
+            f"the criterion returned a loss of {found}; it must be a tensor with one value, the mean over "
+            "the samples that it was given"
+        )
+    return loss.reshape(())

@@ -11,6 +11,7 @@ from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import Bucketed, DataMethod, FullySharded, Replicated, Unsynchronized
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime._pairs import refuse_pairs
+from colossalai.zero import ZeroReplicas
 
 _PIPELINE_KEYS = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE")
 
@@ -25,6 +26,7 @@ class Plan:
         recompute: Parts that are checkpointed: True for the model's blocks, or names of sub-modules.
         accumulation_steps: Number of microbatches that make one optimizer step.
         clip_grad_norm: Bound of the gradient norm; 0 for none.
+        clip_norm_type: The p of that norm.
         gradient_handlers: One dict for each gradient handler, with its registered `type`.
         pipeline: How the model is cut into stages and a batch goes through them; None: it is not.
     """
@@ -34,6 +36,7 @@ class Plan:
     recompute: bool | Sequence[str] = False
     accumulation_steps: int = 1
     clip_grad_norm: float = 0.0
+    clip_norm_type: float = 2.0
     gradient_handlers: tuple[Mapping[str, Any], ...] = ()
     pipeline: PipelineOptions | None = None
 
@@ -44,6 +47,8 @@ class Plan:
     def methods(self) -> list[str]:
         """What is used, in the words of the table of pairs."""
         used = {"pipeline": self.pipeline is not None, "ZeRO 3": isinstance(self.data, FullySharded)}
+        if isinstance(self.data, ZeroReplicas):
+            used[f"ZeRO {self.data.stage}"] = True
         return [name for name, is_used in used.items() if is_used]
 
     @staticmethod
@@ -112,10 +117,11 @@ def _data_method(zero: Mapping[str, Any] | None, handlers: Sequence[Any], *, in_
         own = Bucketed() if in_pipeline else Replicated()
         return Unsynchronized() if any(map(_averages, handlers)) else own
     stage = zero.get("stage", 1)
-    if stage != 3:
-        refuse_pairs([f"ZeRO {stage}", *(["pipeline"] if in_pipeline else [])])
+    refuse_pairs([f"ZeRO {stage}", *(["pipeline"] if in_pipeline else [])])
     if handlers:
         raise ConfigException("zero makes the gradients equal itself: remove the gradient handlers")
+    if stage != 3:
+        return ZeroReplicas(stage=stage, cpu_offload=zero.get("cpu_offload", False))
     return FullySharded(cpu_offload=zero.get("cpu_offload", False))
 
 

@@ -6,15 +6,18 @@ must not disturb what is drawn after it. torch's own checkpoint only restores th
 holds the state of one mode; so its handling is switched off and a snapshot of all modes is replayed.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import nn
 
+from colossalai.context import Axis
 from colossalai.context._random import replay, snapshot
 from colossalai.pipeline import ChunkList, PartOfStack
 
@@ -43,55 +46,103 @@ def checkpoint(
         )
 
 
-def apply_recompute(module: nn.Module, select: bool | Sequence[str]) -> nn.Module:
+def apply_recompute(
+    module: nn.Module, select: bool | Sequence[str], *, stages: Axis | None = None
+) -> nn.Module:
     """Checkpoint parts of a module, in place; names of parameters do not change.
 
     Args:
         module: The module.
         select: True for its blocks (see `find_blocks`), or names of sub-modules.
+        stages: Where the module is a stage of a pipeline, its ranks, which all call this: a name may be that
+            of another stage's part, and blocks are what any stage has several of.
 
     Raises:
         ValueError: A name is not a sub-module, or the module has no blocks.
     """
     if not select:
         return module
-    if select is True:
-        chosen = find_blocks(module)
-        if not chosen:
-            raise ValueError(
-                "recompute=True finds no stack of blocks (nn.ModuleList or nn.Sequential): name sub-modules"
-            )
-    else:
-        chosen = [_submodule(module, name) for name in select]
+    chosen = _blocks(module, stages) if select is True else _named(module, list(select), stages)
     for part in chosen:
         part.forward = partial(checkpoint, part.forward, False)
     return module
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the repeated parts of a model: members of its outermost stacks of modules of one class."""
+    """Return the repeated parts of a model: members of its outermost stacks that are of one class.
+
+    Where there is something else in the stack (an embedding, a head), members without parts of their own,
+    such as linear layers, are no blocks.
+    """
     members = list(dict.fromkeys(module.children()))
     if isinstance(module, PartOfStack):
         return members
-    is_stack = isinstance(module, nn.ModuleList | nn.Sequential) and len(members) > 1
-    is_stack = is_stack and not isinstance(module, ChunkList)
-    if is_stack and len({type(member) for member in members}) == 1 and _has_params(members[0]):
-        return members
-    return [block for member in members for block in find_blocks(member)]
+    repeated = _repeated(members) if _is_stack(module) else set()
+    return [
+        block for member in members for block in ([member] if member in repeated else find_blocks(member))
+    ]
+
+
+def _is_stack(module: nn.Module) -> bool:
+    return isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(module, ChunkList)
+
+
+def _repeated(members: Sequence[nn.Module]) -> set[nn.Module]:
+    counts = Counter(type(member) for member in members if _has_params(member))
+    are_alike = len({type(member) for member in members}) == 1
+    return {
+        member
+        for member in members
+        if counts[type(member)] > 1 and (are_alike or next(member.children(), None) is not None)
+    }
 
 
 def _has_params(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
-def _submodule(module: nn.Module, name: str) -> nn.Module:
-    try:
-        return module.get_submodule(name)
-    except AttributeError:
-        names = [known for known, _ in module.named_modules() if known]
+def _blocks(module: nn.Module, stages: Axis | None) -> list[nn.Module]:
+    chosen = find_blocks(module)
+    # A stage may hold one block only, in which nothing is repeated.
+    kinds = {kind for found in _of_all({_kind(block) for block in chosen}, stages) for kind in found}
+    if not kinds:
         raise ValueError(
-            f"recompute names {name!r}, which is not a sub-module; there are {names[:20]}"
-        ) from None
+            "recompute=True finds no stack of blocks (nn.ModuleList or nn.Sequential): name sub-modules"
+        )
+    return chosen or _outermost(module, kinds)
+
+
+def _kind(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _outermost(module: nn.Module, kinds: set[str]) -> list[nn.Module]:
+    """Return the modules of some classes that are not inside another one of them."""
+    if _kind(module) in kinds:
+        return [module]
+    return [found for child in module.children() for found in _outermost(child, kinds)]
+
+
+def _named(module: nn.Module, names: list[str], stages: Axis | None) -> list[nn.Module]:
+    known = dict(module.named_modules(remove_duplicate=False))
+    absent = _of_all({name for name in names if not name or name not in known}, stages)
+    for name in names:
+        if all(name in others for others in absent):
+            of_what = " of any stage" if stages is not None else ""
+            raise ValueError(
+                f"recompute names {name!r}, which is not a sub-module{of_what}; there are "
+                f"{[each for each in known if each][:20]}"
+            )
+    return [known[name] for name in names if name not in absent[0 if stages is None else stages.rank]]
+
+
+def _of_all(found: set[str], stages: Axis | None) -> list[set[str]]:
+    """Return what every stage has found."""
+    if stages is None:
+        return [found]
+    gathered = [found] * stages.size
+    dist.all_gather_object(gathered, found, group=stages.group)
+    return gathered
 
 
 def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

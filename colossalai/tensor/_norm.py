@@ -32,8 +32,9 @@ def sharding_groups(tensor: torch.Tensor) -> Groups:
     A DTensor that carries a spec is cut by both: a tensor-parallel slice that FSDP has cut further. So is a
     fragment of a tensor that carries one.
     """
-    whole, group = getattr(tensor, _FRAGMENT_OF, (None, None))
-    if whole is not None:
+    fragment: tuple[torch.Tensor, dist.ProcessGroup] | None = getattr(tensor, _FRAGMENT_OF, None)
+    if fragment is not None:
+        whole, group = fragment
         return (*sharding_groups(whole), group)
     spec = spec_of(tensor)
     groups = () if spec is None else tuple(spec.mesh.group(axis) for axis in spec.axes)

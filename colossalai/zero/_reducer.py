@@ -1,4 +1,4 @@
-"""Gradients averaged over replicas bucket by bucket while the backward runs, of which each rank keeps a slice.
+"""Gradients averaged over replicas bucket by bucket while the backward runs; each rank keeps a slice.
 
 The rules of the order in which buckets start are those of `colossalai.nn.parallel`: all ranks start them in
 the same order, so a full bucket behind one that is not full waits, at worst until `flush`.
@@ -173,7 +173,7 @@ class ShardedReducer:
         self._started: set[BucketGrads] = set()
         self._under_way: deque[Callable[[], None]] = deque()
         self._is_dirty = True  # whether there may be gradients, on any rank, that no round has averaged
-        self._ran = False  # whether a forward whose backward averages began in this round
+        self._ran = False  # whether a backward that averages began in this round
         self._enqueue_all()
 
     @property
@@ -181,9 +181,9 @@ class ShardedReducer:
         """The gradients of all buckets."""
         return [*(grads for part in self._parts for grads in part), *self._late]
 
-    def on_forward(self) -> None:
-        """Told of each forward of the whole model that a backward may follow; collective."""
-        if self._ran:  # its backward may have begun to average
+    def before_backward(self) -> None:
+        """Begin a new round if the backward before has averaged; collective."""
+        if self._ran:
             self.flush()
         self._is_dirty = True
         self._ran = bool(self._queued_parts)
@@ -236,13 +236,13 @@ class ShardedReducer:
             self.flush()
         elif any(grads.has_new for grads in self.all_grads):
             raise ValueError(
-                "there are gradients of a backward whose forward did not go through the model that the door "
-                "returned: call that one, or optimizer.zero_grad() before"
+                "there are gradients of a backward that nobody has announced: run it by "
+                "optimizer.backward(loss), booster.backward(loss, optimizer) or engine.backward(loss)"
             )
 
     def forget(self, *, set_to_none: bool) -> None:
         """Forget all gradients; collective."""
-        if self._ran:
+        if self._ran or self._started:
             self.flush()  # what has been started has to be ended
         for grads in self.all_grads:
             grads.forget(set_to_none=set_to_none)
@@ -250,9 +250,7 @@ class ShardedReducer:
 
     def marks(self) -> list[bool]:
         """Return for each parameter, bucket by bucket, whether any replica has had a gradient; collective."""
-        here = [
-            index in grads.seen for grads in self.all_grads for index in range(len(grads.bucket.params))
-        ]
+        here = [index in grads.seen for grads in self.all_grads for index in range(len(grads.bucket.params))]
         if self._replicas.size == 1 or not here:
             return here
         marks = torch.tensor(here, dtype=torch.uint8, device=self.all_grads[0].bucket.params[0].device)
@@ -288,9 +286,8 @@ class ShardedReducer:
         if grads in self._started:
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} got a gradient after its average was under way: "
-                "run all backwards but the last one under no_sync, or use overlap=False "
-                "(overlap_communication=False) where one backward adds several times to a parameter "
-                "(reentrant checkpointing of shared weights)"
+                "run backwards by optimizer.backward(loss), and use overlap_communication=False where one "
+                "backward adds several times to a parameter (reentrant checkpointing of shared weights)"
             )
         grads.take(index)
         while self._queue and self._queue[0].is_full:

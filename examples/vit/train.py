@@ -34,11 +34,11 @@ def main() -> None:
     train_dataloader = get_dataloader(
         train_dataset, shuffle=True, batch_size=config.BATCH_SIZE, drop_last=True
     )
-    test_dataloader = get_dataloader(test_dataset, batch_size=config.TEST_BATCH_SIZE, drop_last=True)
+    test_dataloader = get_dataloader(test_dataset, batch_size=config.TEST_BATCH_SIZE)
     model = ViT(
         ViTConfig(
             image_size=8,
-            patch_size=2,
+            patch_size=config.PATCH_SIZE,
             num_channels=1,
             num_classes=NUM_CLASSES,
             hidden_size=config.HIDDEN_SIZE,

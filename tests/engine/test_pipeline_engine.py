@@ -115,6 +115,19 @@ def test_mistakes_are_told() -> None:
     run_ranks(mistakes, 2)
 
 
+def loss_of_samples() -> None:
+    colossalai.launch_from_torch({"parallel": PARALLEL, "NUM_MICRO_BATCHES": 4}, verbose=False)
+    model, criterion = Net(), nn.CrossEntropyLoss(reduction="none")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = colossalai.initialize(model, optimizer, criterion, verbose=False)
+    engine.execute_schedule(iter([data()]))
+
+
+def test_a_criterion_gives_one_value() -> None:
+    with pytest.raises(RanksError, match=r"the criterion returned a loss of shape \(2,\); it must be a"):
+        run_ranks(loss_of_samples, 2)
+
+
 def fit(pipelined: bool) -> dict[str, float]:
     torch.manual_seed(1024)
     model = Net()

@@ -11,6 +11,7 @@ from colossalai.nn.parallel import Bucketed, FullySharded, Replicated, Unsynchro
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble, pairs_table, refuse_pairs
 from colossalai.runtime._pairs import REFUSED
+from colossalai.zero import ZeroReplicas
 from tests.ranks import ROOT, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -78,8 +79,8 @@ def test_plans_from_configs():
     assert (plan.accumulation_steps, plan.clip_grad_norm, plan.data) == (4, 1, FullySharded())
     assert isinstance(Plan.from_config(Config(gradient_handler=[{"type": "X"}])).data, Unsynchronized)
     assert isinstance(Plan.from_config(Config(gradient_handlers=[])).data, Replicated)
-    with pytest.raises(ConfigException, match="ZeRO 1 has not landed yet"):
-        Plan.from_config(Config(zero={"stage": 1}))
+    for stage in (1, 2):
+        assert Plan.from_config(Config(zero={"stage": stage})).data == ZeroReplicas(stage=stage)
     with pytest.raises(ConfigException, match="APEX is not there yet"):
         Plan.from_config(Config(fp16={"mode": "apex"}))
 

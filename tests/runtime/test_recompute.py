@@ -115,3 +115,9 @@ def test_refusals():
         apply_recompute(nn.Linear(2, 2), True)
     with pytest.raises(ValueError, match=r"'block\.0', which is not a sub-module; there are \['blocks'"):
         apply_recompute(Net(), ["block.0"])
+
+
+def test_blocks_beside_other_parts_of_a_stack_are_found():
+    stack = nn.Sequential(nn.Linear(6, 6), Block(), Block(), nn.Linear(6, 6), Net())
+    assert find_blocks(stack) == [stack[1], stack[2], *stack[4].blocks]
+    assert find_blocks(nn.Sequential(nn.Linear(6, 6), Block())) == []

@@ -1,6 +1,15 @@
 """The precisions that Booster takes."""
 
 from colossalai.booster.mixed_precision._mixed_precision import (
+    PRECISION_NAMES as PRECISION_NAMES,
+)
+from colossalai.booster.mixed_precision._mixed_precision import (
+    BF16MixedPrecision as BF16MixedPrecision,
+)
+from colossalai.booster.mixed_precision._mixed_precision import (
+    FP16ApexMixedPrecision as FP16ApexMixedPrecision,
+)
+from colossalai.booster.mixed_precision._mixed_precision import (
     FP16NaiveMixedPrecision as FP16NaiveMixedPrecision,
 )
 from colossalai.booster.mixed_precision._mixed_precision import (
@@ -10,3 +19,4 @@ from colossalai.booster.mixed_precision._mixed_precision import MixedPrecision a
 from colossalai.booster.mixed_precision._mixed_precision import (
     mixed_precision_factory as mixed_precision_factory,
 )
+from colossalai.booster.mixed_precision._table import precision_table as precision_table

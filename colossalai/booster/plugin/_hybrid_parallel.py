@@ -12,6 +12,7 @@ from colossalai.context import relayout
 from colossalai.nn.parallel import Bucketed, Replicated
 from colossalai.pipeline import PipelineOptions, Schedule
 from colossalai.runtime import Plan, refuse_pairs
+from colossalai.zero import ZeroReplicas
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class HybridOptions:
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero_stage is {self.zero_stage!r}; it must be 0 or 1")
+            raise ValueError(f"zero_stage is {self.zero_stage!r}; it must be 0, 1 or 2")
         methods = ["pipeline"] if self.pp_size > 1 else []
         refuse_pairs([*methods, *([f"ZeRO {self.zero_stage}"] if self.zero_stage else [])])
         if self.zero_stage == 3:
@@ -87,7 +88,8 @@ class HybridParallelPlugin(Plugin):
         tp_mode: How: "1d", "2d", "2.5d", "3d".
         tp_depth: Depth of mode "2.5d".
         pp_size: Number of pipeline ranks.
-        zero_stage: 0; 1 shards the optimizer's states over the data-parallel ranks.
+        zero_stage: 0; 1 shards the optimizer's states over the data-parallel ranks, 2 (without a pipeline)
+            their gradients, too.
         num_microbatches: Number of microbatches of a batch; needed with a pipeline.
         schedule: "1f1b" (default), "gpipe", "interleaved", "zb-h1", "zb-v", the path of a CSV file of
             actions, or a `colossalai.pipeline.Schedule`.
@@ -154,8 +156,9 @@ class HybridParallelPlugin(Plugin):
                 raise ValueError("precision is given twice: to HybridParallelPlugin and to Booster")
             precision = options.precision.precision()
         pipeline = options.pipeline_options()
+        replicated = Replicated() if pipeline is None else Bucketed()
         return Plan(
-            data=Replicated() if pipeline is None else Bucketed(),
+            data=ZeroReplicas(stage=options.zero_stage) if options.zero_stage else replicated,
             precision=precision,
             recompute=options.recompute,
             clip_grad_norm=options.max_norm,

@@ -1,4 +1,13 @@
-"""Optimizers that torch does not have: layer-wise learning rates for large batches."""
+"""Optimizers: Adam and SGD on torch's fused kernels, states on disk, layer-wise rates for large batches."""
 
+from colossalai.nn.optimizer._adam_kernel import AdamOptions as AdamOptions
+from colossalai.nn.optimizer._adam_kernel import Slot as Slot
+from colossalai.nn.optimizer._adam_kernel import mixed_adam_step as mixed_adam_step
+from colossalai.nn.optimizer._cpu_adam import CPUAdam as CPUAdam
+from colossalai.nn.optimizer._disk import DiskOptions as DiskOptions
+from colossalai.nn.optimizer._fused_adam import FusedAdam as FusedAdam
+from colossalai.nn.optimizer._fused_lamb import FusedLAMB as FusedLAMB
+from colossalai.nn.optimizer._fused_sgd import FusedSGD as FusedSGD
+from colossalai.nn.optimizer._hybrid_adam import HybridAdam as HybridAdam
 from colossalai.nn.optimizer._lamb import Lamb as Lamb
 from colossalai.nn.optimizer._lars import Lars as Lars

@@ -93,26 +93,43 @@ class Lamb(Optimizer):
         return loss
 
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
-        updates = self._adam_directions(params, group)
-        if group["weight_decay"] != 0:
-            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        updates = self._adam_directions(params, self._gradients(params, group), group)
+        decay = self._decay_of_update(group)
+        if decay != 0:
+            torch._foreach_add_(updates, params, alpha=decay)
         scales = [-group["lr"]] * len(params)
-        if not group["adam"]:
+        if self._has_trust_ratio(group):
             ratios = _trust_ratios(whole_norms(params), whole_norms(updates))
             scales = list((-group["lr"] * ratios).unbind())
         torch._foreach_mul_(updates, scales)
         torch._foreach_add_(params, updates)
 
-    def _adam_directions(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    def _gradients(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """Return what enters the averages."""
+        return [param.grad for param in params if param.grad is not None]
+
+    def _average(self, averages: list[Tensor], grads: list[Tensor], beta1: float) -> None:
+        """Move the first averages on."""
+        torch._foreach_lerp_(averages, grads, 1 - beta1)
+
+    def _decay_of_update(self, group: dict[str, Any]) -> float:
+        """Return the weight decay that is a part of the update."""
+        return group["weight_decay"]
+
+    def _has_trust_ratio(self, group: dict[str, Any]) -> bool:
+        return not group["adam"]
+
+    def _adam_directions(
+        self, params: list[Tensor], grads: list[Tensor], group: dict[str, Any]
+    ) -> list[Tensor]:
         """Move the averages on and return the first, corrected, over the root of the second."""
         beta1, beta2 = group["betas"]
-        grads = [param.grad for param in params if param.grad is not None]
         states = [self._state_of(param) for param in params]
         averages = [state["exp_avg"] for state in states]
         square_averages = [state["exp_avg_sq"] for state in states]
         for state in states:
             state["step"] += 1
-        torch._foreach_lerp_(averages, grads, 1 - beta1)
+        self._average(averages, grads, beta1)
         torch._foreach_mul_(square_averages, beta2)
         torch._foreach_addcmul_(square_averages, grads, grads, 1 - beta2)
         # Each parameter has its own step: one that was frozen for a while is behind the others.

@@ -5,16 +5,18 @@ forwards of other microbatches lie between a forward and its backward, and a par
 a forward as a whole has no place for a wrapper. Here the gradients are averaged by hooks on the parameters.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
-from colossalai.communication import broadcast
 from colossalai.context import Axis
-from colossalai.nn.parallel._data_method import DataMethod, broadcast_from_first
+from colossalai.nn.parallel._data_method import (
+    DataMethod,
+    broadcast_floating_buffers,
+    broadcast_from_first,
+)
 from colossalai.nn.parallel._reducer import GradReducer
 
 
@@ -94,19 +96,4 @@ class Bucketed(DataMethod):
             return
         handle.reducer.finish()
         if self.broadcast_buffers:
-            _broadcast_buffers(module, handle.replicas)
-
-
-def _broadcast_buffers(module: nn.Module, replicas: Axis) -> None:
-    """Give all replicas the floating buffers of the first one, one broadcast for each dtype and device."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for buffer in _floating_buffers(module):
-        kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    for buffers in kinds.values():
-        flat = broadcast(torch.cat([buffer.flatten() for buffer in buffers]), replicas.ranks[0], replicas)
-        for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-            buffer.copy_(part.view(buffer.shape))
-
-
-def _floating_buffers(module: nn.Module) -> Iterator[torch.Tensor]:
-    return (buffer for buffer in module.buffers() if buffer.is_floating_point())
+            broadcast_floating_buffers(module, handle.replicas)

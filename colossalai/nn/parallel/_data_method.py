@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from colossalai.communication import broadcast
 from colossalai.context import Axis
 
 
@@ -16,9 +17,11 @@ class DataMethod(ABC):
 
     Attributes:
         shards_parameters: Whether a rank holds only slices of the parameters.
+        shards_gradients: Whether a rank holds only slices of the averaged gradients.
     """
 
     shards_parameters: ClassVar[bool] = False
+    shards_gradients: ClassVar[bool] = False
 
     @abstractmethod
     def apply(
@@ -46,6 +49,18 @@ def broadcast_from_first(module: nn.Module, group: dist.ProcessGroup) -> None:
     source = dist.get_global_rank(group, 0)
     for tensor in _tensors(module):
         dist.broadcast(tensor.detach(), src=source, group=group)
+
+
+def broadcast_floating_buffers(module: nn.Module, replicas: Axis) -> None:
+    """Give all replicas the floating buffers of the first one, one broadcast for each dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for buffer in module.buffers():
+        if buffer.is_floating_point():
+            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for buffers in kinds.values():
+        flat = broadcast(torch.cat([buffer.flatten() for buffer in buffers]), replicas.ranks[0], replicas)
+        for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+            buffer.copy_(part.view(buffer.shape))
 
 
 def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:

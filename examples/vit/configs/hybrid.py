@@ -3,7 +3,7 @@
 from base import *  # noqa: F403 - the values that all three share
 
 BATCH_SIZE = 64
-NUM_MICRO_BATCHES = 4
+NUM_MICRO_BATCHES = 2
 
 parallel = {
     "pipeline": {"size": 2, "partition": "balanced", "schedule": "1f1b"},

@@ -1,0 +1,117 @@
+"""Precisions in which the model itself holds 16 bits, and the optimizer float32 masters of the weights."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from colossalai.amp._masters import Masters, cast_parameters
+from colossalai.amp._optimizer import OptimizerWrapper
+from colossalai.amp._precision import Precision, to_float32
+from colossalai.amp._scaler import MAX_CONSECUTIVE_SKIPS, DynamicLossScaler, LossScaler
+from colossalai.logging import get_dist_logger
+
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+def tensors_of_batch_norms(model: nn.Module) -> set[int]:
+    """Return the `id` of each parameter and buffer of the batch normalizations of a model."""
+    found = [module for module in model.modules() if isinstance(module, _BATCH_NORMS)]
+    return {id(tensor) for module in found for tensor in (*module.parameters(), *module.buffers())}
+
+
+def cast_floats(nest: Any, dtype: torch.dtype) -> Any:
+    """Return a nest of tuples, lists and dicts with its floating-point tensors in another dtype."""
+    return tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, nest
+    )
+
+
+class _LowWeights(Precision):
+    """All in 16 bits, with float32 masters of the weights.
+
+    Parameters, inputs and outputs have 16 bits; what the model returns is float32 again, so that the loss is
+    computed in it. Batch normalization keeps parameters and statistics in float32: variances overflow
+    float16, and torch's kernels take 16-bit inputs along with them. See [Note: who holds the weights].
+    """
+
+    dtype: torch.dtype
+
+    @property
+    def has_masters(self) -> bool:
+        return True
+
+    def convert_model(self, model: nn.Module, *, float32_grads: bool) -> Masters:
+        return cast_parameters(
+            model,
+            self.dtype,
+            keep=tensors_of_batch_norms(model),
+            grad_dtype=torch.float32 if float32_grads else self.dtype,
+        )
+
+    def convert_input(self, inputs: Any) -> Any:
+        return cast_floats(inputs, self.dtype)
+
+    def convert_output(self, output: Any) -> Any:
+        return tree_map_only(torch.Tensor, to_float32, output)
+
+
+@dataclass(frozen=True)
+class PureBF16(_LowWeights):
+    """All in bfloat16, with float32 masters of the weights; bfloat16 needs no loss scale."""
+
+    dtype = torch.bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class NaiveFP16(_LowWeights):
+    """All in float16, with float32 masters of the weights and a dynamic loss scale.
+
+    Attributes:
+        log_num_zeros_in_grad: Log before every step how many elements of the gradients are 0.
+        initial_scale: The first scale.
+        min_scale: The scale does not shrink below it.
+        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor of the scale after overflows.
+        growth_interval: Number of steps without overflow before the scale grows.
+        hysteresis: Number of overflows since the last growth before the scale shrinks.
+        max_scale: The scale does not grow above it.
+        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
+        verbose: Log every change of the scale.
+    """
+
+    dtype = torch.float16
+
+    log_num_zeros_in_grad: bool = False
+    initial_scale: float = 2.0**32
+    min_scale: float = 1.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2.0**32
+    max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS
+    verbose: bool = False
+
+    def __post_init__(self) -> None:
+        self.make_scaler()  # it checks the options
+
+    def make_scaler(self) -> LossScaler:
+        return DynamicLossScaler(
+            init_scale=self.initial_scale,
+            growth_factor=self.growth_factor,
+            backoff_factor=self.backoff_factor,
+            growth_interval=self.growth_interval,
+            hysteresis=self.hysteresis,
+            min_scale=self.min_scale,
+            max_scale=self.max_scale,
+            max_consecutive_skips=self.max_consecutive_skips,
+            verbose=self.verbose,
+        )
+
+    def before_step(self, optimizer: OptimizerWrapper) -> None:
+        if self.log_num_zeros_in_grad:
+            num_zeros = optimizer.count_zero_grads()
+            get_dist_logger().info(f"{num_zeros} elements of the gradients are 0", ranks=[0])

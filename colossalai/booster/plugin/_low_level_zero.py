@@ -1,0 +1,127 @@
+"""Data parallelism with the optimizer's states, and the gradients, cut over the ranks."""
+
+from collections.abc import Sequence
+from inspect import signature
+
+import torch
+
+from colossalai.amp import FullPrecision, NaiveFP16, Precision, PureBF16
+from colossalai.booster.mixed_precision import MixedPrecision
+from colossalai.booster.plugin._plugin import Plugin
+from colossalai.logging import get_dist_logger
+from colossalai.runtime import Plan
+from colossalai.zero import ZeroReplicas
+
+_SCALER_OPTIONS = (
+    *("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval"),
+    *("hysteresis", "max_scale"),
+)
+
+
+class LowLevelZeroPlugin(Plugin):
+    """ZeRO: stage 1 cuts optimizer states (float32 masters included) over the ranks, stage 2 also gradients.
+
+    Optimizers that treat each element alone work on slices, others get whole tensors; see
+    `colossalai.zero.declare_elementwise`.
+
+    Args:
+        stage: 1 or 2.
+        precision: "bf16" and "fp16": all in that precision, with float32 masters of the weights in the
+            optimizer. "fp32": as the model is. Or a `MixedPrecision` object.
+        initial_scale: First loss scale of "fp16"; so are all up to `max_scale`.
+        min_scale: The scale does not shrink below it.
+        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor of the scale after overflows.
+        growth_interval: Number of steps without overflow before the scale grows.
+        hysteresis: Number of overflows since the last growth before the scale shrinks.
+        max_scale: The scale does not grow above it.
+        max_norm: Bound of the gradient norm over all ranks, to which `optimizer.step()` clips; 0 for none.
+        norm_type: The p of that norm.
+        reduce_bucket_size_in_m: Size of a bucket of gradients in MB (1024 * 1024 bytes).
+        communication_dtype: The dtype in which gradients are sent; None: their own.
+        overlap_communication: Average gradients while the backward runs; False: right before the step.
+        cpu_offload: Keep optimizer states and masters in host memory.
+        verbose: Log every change of the loss scale.
+        recompute: Checkpoint activations: True for the model's blocks, or names of sub-modules.
+
+    Raises:
+        ValueError: An option is not what it must be.
+    """
+
+    def __init__(  # noqa: PLR0913 - the documented options
+        self,
+        stage: int = 1,
+        precision: MixedPrecision | str = "bf16",
+        initial_scale: float = 2.0**32,
+        min_scale: float = 1.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2.0**32,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        reduce_bucket_size_in_m: float = 12.0,
+        communication_dtype: torch.dtype | None = None,
+        overlap_communication: bool = True,
+        cpu_offload: bool = False,
+        verbose: bool = False,
+        *,
+        recompute: bool | Sequence[str] = False,
+    ) -> None:
+        if max_norm < 0 or norm_type < 1:
+            raise ValueError(
+                f"max_norm is {max_norm} and norm_type {norm_type}: the bound must be above 0, or 0 for no "
+                "clipping, and the p of the norm at least 1"
+            )
+        given = locals()
+        scaler = {name: given[name] for name in _SCALER_OPTIONS}
+        self.precision = _precision(precision, scaler, verbose)
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.recompute = recompute
+        self.method = ZeroReplicas(
+            stage=stage,
+            bucket_cap_mb=reduce_bucket_size_in_m,
+            overlap=overlap_communication,
+            cpu_offload=cpu_offload,
+            communication_dtype=communication_dtype,
+        )
+
+    def plan(self, precision: Precision) -> Plan:
+        """See the base class.
+
+        Raises:
+            ValueError: Booster was given a precision, too.
+        """
+        if not isinstance(precision, FullPrecision):
+            raise ValueError(
+                "Booster is given a precision, and LowLevelZeroPlugin has one of its own (default 'bf16'): "
+                "give it to the plugin only"
+            )
+        return Plan(
+            data=self.method,
+            precision=self.precision,
+            recompute=self.recompute,
+            clip_grad_norm=self.max_norm,
+            clip_norm_type=self.norm_type,
+        )
+
+
+def _precision(name: MixedPrecision | str, scaler: dict[str, float], verbose: bool) -> Precision:
+    if name == "fp16":
+        return NaiveFP16(**scaler, verbose=verbose)  # type: ignore[arg-type]
+    defaults = signature(LowLevelZeroPlugin.__init__).parameters
+    useless = [key for key, value in scaler.items() if value != defaults[key].default]
+    if useless:
+        get_dist_logger().log_once(
+            f"{', '.join(useless)}: no effect, only precision='fp16' has a loss scale", ranks=[0]
+        )
+    if isinstance(name, MixedPrecision):
+        return name.precision()
+    named = {"bf16": PureBF16, "fp32": FullPrecision}
+    if name not in named:
+        raise ValueError(
+            f"precision is {name!r}; it must be 'bf16', 'fp16', 'fp32' or a MixedPrecision object"
+        )
+    return named[name]()

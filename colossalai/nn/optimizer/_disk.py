@@ -1,0 +1,440 @@
+"""Optimizer states in files: while one block of them is updated, the next is read and the last is written.
+
+[Note: states on disk]
+Each key of the states ("exp_avg", ...) has a file, in which every parameter has a region that begins at a
+page. A *block* is a run of at most `buffer_size` bytes at the same place in the files of all keys; it holds
+many small parameters or a piece of a large one. A buffer takes a block through read, update and write; then
+the next one.
+
+`optimizer.state` holds tensors that are mappings of the files: whoever reads them (`state_dict`, a
+checkpoint) sees what is on disk. A state that is any other tensor (loaded from a checkpoint) is *in memory*,
+has the say, and goes to disk with its block. So a block that cannot be written is not lost: its states become
+such tensors.
+"""
+
+import mmap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from colossalai.logging import get_dist_logger
+from colossalai.nn.optimizer._adam_kernel import HALF_DTYPES, flat, is_dense, local
+from colossalai.nn.optimizer._disk_file import PAGE, PrivateFolder, StateFile
+
+MASTER = "master"
+"""The key of the float32 weights among the states of a half parameter."""
+
+States = Mapping[Tensor, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class DiskOptions:
+    """How states go to disk and back.
+
+    Args:
+        depth: Buffers, each with its thread: one is updated while the others are read and written.
+        buffer_size: Bytes of a buffer for each kind of state.
+        direct: Whether to go past the page cache (`O_DIRECT`) where the file system can. Without it reads and
+            writes are as fast as memory as long as the machine has memory to spare.
+
+    Raises:
+        ValueError: An option is out of range.
+    """
+
+    depth: int = 3
+    buffer_size: int = 4 * 2**20
+    direct: bool = True
+
+    def __post_init__(self) -> None:
+        if self.depth < 1:
+            raise ValueError(
+                f"depth={self.depth} is out of range; give 1 or more, 3 to read, update and write"
+            )
+        if self.buffer_size < PAGE or self.buffer_size % PAGE:
+            raise ValueError(f"buffer_size={self.buffer_size} must be a positive multiple of {PAGE}")
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The elements `start` to `stop` of a parameter, as they lie in memory, in a block.
+
+    Attributes:
+        param: The parameter.
+        start: Its first element.
+        stop: The element behind the last one.
+        offset: Where its states begin in the block, in bytes.
+    """
+
+    param: Tensor
+    start: int
+    stop: int
+    offset: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the parameter ends here."""
+        return self.stop == local(self.param).numel()
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """A run of bytes at the same place in the files of all keys."""
+
+    files: Mapping[str, StateFile]
+    dtype: torch.dtype
+    offset: int
+    num_bytes: int
+    pieces: Sequence[Piece]
+
+
+@dataclass(eq=False)
+class _Buffer:
+    """Memory for one block, aligned to pages."""
+
+    memory: mmap.mmap
+    size: int
+    block: Block | None = None  # whose states are in it
+
+    def part(self, number: int, num_bytes: int) -> memoryview:
+        return memoryview(self.memory)[number * self.size : number * self.size + num_bytes]
+
+    def states_of(self, piece: Piece, block: Block) -> dict[str, Tensor]:
+        numel = piece.stop - piece.start
+        return {
+            key: torch.frombuffer(
+                self.memory, dtype=block.dtype, count=numel, offset=number * self.size + piece.offset
+            )
+            for number, key in enumerate(block.files)
+        }
+
+    def exchange(self, following: Block | None, *, read: bool) -> None:
+        """Write what is in the buffer, then read the following block into it."""
+        if self.block is not None:
+            for number, file in enumerate(self.block.files.values()):
+                file.write(self.part(number, self.block.num_bytes), self.block.offset)
+            self.block = None
+        if following is not None and read:
+            for number, file in enumerate(following.files.values()):
+                file.read(self.part(number, following.num_bytes), following.offset)
+
+
+@dataclass
+class _Pass:
+    """One walk over blocks: how far it is."""
+
+    buffers: list[_Buffer]
+    visited: set[Block] = field(default_factory=set)
+
+
+class DiskOffload:
+    """A fraction of the states of an optimizer, in files.
+
+    See [Note: states on disk].
+
+    Args:
+        fraction: The fraction of all states, from 0 to 1; whole parameters are taken, the largest first.
+        folder: Where to make the private folder; None for the system's temporary folder.
+        options: How states go to disk and back.
+
+    Raises:
+        ValueError: The fraction is out of range.
+        OSError: The folder cannot be made.
+    """
+
+    def __init__(self, fraction: float, folder: str | Path | None, options: DiskOptions) -> None:
+        if not 0 <= fraction <= 1:
+            raise ValueError(f"nvme_offload_fraction={fraction!r} is out of range; give a number from 0 to 1")
+        self._fraction = fraction
+        self._parent = folder
+        self._options = options
+        self._folder = PrivateFolder(folder) if fraction else None
+        self._seen: set[Tensor] = set()
+        self._blocks_of: dict[Tensor, list[Block]] = {}  # of the parameters on disk
+        self._mapped: dict[Tensor, dict[str, Tensor]] = {}
+        self._files: list[StateFile] = []
+        self._file_names = map("{:04d}".format, count())
+        self._buffers: list[_Buffer] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DiskOffload, (self._fraction, self._parent, self._options)  # a copy starts without files
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any states are to be on disk."""
+        return self._folder is not None
+
+    @property
+    def folder(self) -> Path | None:
+        """The private folder."""
+        return None if self._folder is None else self._folder.path
+
+    def holds(self, param: Tensor) -> bool:
+        """Return whether the states of a parameter are on disk."""
+        return param in self._blocks_of
+
+    def plan(self, params: Sequence[Tensor]) -> None:
+        """Decide which of the parameters that are new have their states on disk, and make the files.
+
+        Raises:
+            OSError: The files cannot be made; nothing has changed.
+        """
+        new = [param for param in params if param not in self._seen] if self.is_used else []
+        able = [param for param in new if _is_able(param)]
+        if new and not able:
+            get_dist_logger().log_once(
+                "nvme_offload_fraction has no effect on parameters that are on an accelerator or not dense: "
+                "only states in the memory of the host go to disk",
+                level="warning",
+            )
+        budget = self._fraction * sum(local(param).numel() for param in able)
+        chosen = set()
+        for param in sorted(able, key=lambda param: -local(param).numel()):
+            if (numel := local(param).numel()) <= budget:
+                chosen.add(param)
+                budget -= numel
+        kinds: dict[tuple[torch.dtype, tuple[str, ...]], list[Tensor]] = {}
+        for param in able:
+            if param in chosen:
+                kinds.setdefault(_kind(param), []).append(param)
+        for (dtype, keys), members in kinds.items():
+            self._add_files(members, dtype, keys)
+        self._seen.update(new)
+
+    def check(self) -> None:
+        """Raise an OSError if a file is smaller than it was."""
+        for file in self._files:
+            file.check()
+
+    def visit(
+        self, states: States, params: Collection[Tensor], *, done: set[Block]
+    ) -> Iterator[list[tuple[Piece, dict[str, Tensor]]]]:
+        """Yield pieces of parameters with their states, to be updated in place before the next are asked for.
+
+        States that are in memory go to disk on the way, of all parameters.
+
+        Args:
+            states: The states of the optimizer.
+            params: The parameters to be yielded.
+            done: Blocks that are not to be yielded; those that were are added.
+
+        Raises:
+            OSError: Reading or writing failed. States that could not be written are in memory.
+        """
+        blocks = self._blocks_to_visit(states, set(params), done)
+        if not blocks:
+            return
+        self.check()
+        for file in self._files:
+            file.forget_pages()
+        walk = _Pass(self._empty_buffers())
+        try:
+            yield from self._walk(walk, blocks, states, set(params), done)
+        except BaseException:
+            self._settle(walk, states)
+            raise
+        self._settle(walk, states)
+
+    def _walk(
+        self, walk: _Pass, blocks: Sequence[Block], states: States, params: set[Tensor], done: set[Block]
+    ) -> Iterator[list[tuple[Piece, dict[str, Tensor]]]]:
+        depth = len(walk.buffers)
+
+        def exchange(number: int) -> Future[None]:
+            following = blocks[number] if number < len(blocks) else None
+            read = following is not None and any(self._is_mapped(states, p.param) for p in following.pieces)
+            return pool.submit(walk.buffers[number % depth].exchange, following, read=read)
+
+        with ThreadPoolExecutor(depth, thread_name_prefix="states") as pool:
+            futures = [exchange(number) for number in range(depth)]
+            for number, block in enumerate(blocks):
+                buffer = walk.buffers[number % depth]
+                futures[number % depth].result()
+                pieces = [(piece, buffer.states_of(piece, block)) for piece in block.pieces]
+                for piece, values in pieces:
+                    if not self._is_mapped(states, piece.param):
+                        _fill(piece, values, states.get(piece.param, {}))
+                if block not in done:
+                    yield [(piece, values) for piece, values in pieces if piece.param in params]
+                    done.add(block)
+                buffer.block = block
+                walk.visited.add(block)
+                futures[number % depth] = exchange(number + depth)
+            for future in futures:
+                future.result()
+
+    def _settle(self, walk: _Pass, states: States) -> None:
+        """Let the states of each parameter that was visited say where they are: on disk, or in memory."""
+        unwritten = {buffer.block: buffer for buffer in walk.buffers if buffer.block is not None}
+        params = {piece.param for block in walk.visited for piece in block.pieces}
+        for param in params:
+            blocks = self._blocks_of[param]
+            is_written = not unwritten.keys() & set(blocks)
+            if is_written and (self._is_mapped(states, param) or walk.visited.issuperset(blocks)):
+                states[param].update(self._mapped[param])
+            else:
+                states[param].update(self._in_memory(param, walk, states, unwritten))
+
+    def _in_memory(
+        self, param: Tensor, walk: _Pass, states: States, unwritten: Mapping[Block, _Buffer]
+    ) -> dict[str, Tensor]:
+        """Put the states of a parameter together from wherever they are."""
+        is_mapped = self._is_mapped(states, param)
+        tensors = {key: torch.empty_like(local(tensor)) for key, tensor in self._mapped[param].items()}
+        for block in self._blocks_of[param]:
+            piece = next(piece for piece in block.pieces if piece.param is param)
+            values = {key: flat(tensor)[piece.start : piece.stop] for key, tensor in tensors.items()}
+            if block in unwritten:
+                for key, source in unwritten[block].states_of(piece, block).items():
+                    values[key].copy_(source)
+            elif is_mapped or block in walk.visited:
+                for key, value in values.items():
+                    block.files[key].check()
+                    offset = block.offset + piece.offset
+                    value.copy_(block.files[key].tensor(offset, value.numel(), block.dtype))
+            else:
+                _fill(piece, values, states[param])
+        return {key: _shaped(tensor, param) for key, tensor in tensors.items()}
+
+    def _is_mapped(self, states: States, param: Tensor) -> bool:
+        state = states.get(param, {})
+        return all(state.get(key) is tensor for key, tensor in self._mapped[param].items())
+
+    def _blocks_to_visit(self, states: States, params: set[Tensor], done: set[Block]) -> list[Block]:
+        in_memory = {
+            param
+            for param, tensors in self._mapped.items()
+            if not self._is_mapped(states, param) and states.get(param, {}).keys() & tensors.keys()
+        }
+        blocks: dict[Block, None] = {}
+        for param, blocks_of_param in self._blocks_of.items():
+            for block in blocks_of_param:
+                if param in in_memory or (param in params and block not in done):
+                    blocks[block] = None
+        return list(blocks)
+
+    def _add_files(self, params: Sequence[Tensor], dtype: torch.dtype, keys: Sequence[str]) -> None:
+        assert self._folder is not None
+        offsets, size = _regions(params, dtype)
+        name = next(self._file_names)
+        files: dict[str, StateFile] = {}
+        try:
+            for key in keys:
+                path = self._folder.path / f"{name}.{key}"
+                files[key] = StateFile(path, size, direct=self._options.direct)
+        except OSError:
+            for file in files.values():
+                file.path.unlink()
+            raise
+        for block in _blocks(params, offsets, files, dtype, self._options.buffer_size):
+            for piece in block.pieces:
+                self._blocks_of.setdefault(piece.param, []).append(block)
+        for param, offset in zip(params, offsets, strict=True):
+            numel = local(param).numel()
+            self._mapped[param] = {
+                key: _shaped(file.tensor(offset, numel, dtype), param) for key, file in files.items()
+            }
+        self._files += files.values()
+
+    def _empty_buffers(self) -> list[_Buffer]:
+        if not self._buffers:
+            size = self._options.buffer_size
+            self._buffers = [
+                _Buffer(mmap.mmap(-1, len((*_KEYS, MASTER)) * size), size) for _ in range(self._options.depth)
+            ]
+        for buffer in self._buffers:
+            buffer.block = None
+        return self._buffers
+
+
+_KEYS = ("exp_avg", "exp_avg_sq")
+
+
+def _kind(param: Tensor) -> tuple[torch.dtype, tuple[str, ...]]:
+    """Return the dtype and the keys of the states of a parameter."""
+    if param.dtype in HALF_DTYPES:
+        return torch.float32, (*_KEYS, MASTER)
+    return param.dtype, _KEYS
+
+
+def _is_able(param: Tensor) -> bool:
+    held = local(param)
+    return held.device.type == "cpu" and held.numel() > 0 and is_dense(held)
+
+
+def _fill(piece: Piece, values: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Take the states of a piece from memory; those that there are not yet begin as they should."""
+    held = local(piece.param)
+    for key, value in values.items():
+        if key in state:
+            source = local(state[key])
+            if source.stride() != held.stride():
+                source = torch.empty_like(held, dtype=source.dtype).copy_(source)
+            value.copy_(flat(source)[piece.start : piece.stop])
+        elif key == MASTER:
+            value.copy_(flat(held.detach())[piece.start : piece.stop])
+        else:
+            value.zero_()
+
+
+def _shaped(tensor: Tensor, param: Tensor) -> Tensor:
+    """Return a tensor with the shape and the layout of a parameter; a DTensor if that is one."""
+    from torch.distributed.tensor import DTensor
+
+    held = local(param)
+    shaped = tensor.as_strided(held.shape, held.stride())
+    if not isinstance(param, DTensor):
+        return shaped
+    return DTensor.from_local(
+        shaped,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def _regions(params: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[int], int]:
+    """Return where the region of each parameter begins, and the size of the file, in bytes."""
+    offsets = []
+    end = 0
+    for param in params:
+        offsets.append(end)
+        end += _pages(local(param).numel() * dtype.itemsize)
+    return offsets, end
+
+
+def _blocks(
+    params: Sequence[Tensor],
+    offsets: Sequence[int],
+    files: Mapping[str, StateFile],
+    dtype: torch.dtype,
+    size: int,
+) -> Iterator[Block]:
+    begin = end = 0  # of the block, in the file
+    pieces: list[Piece] = []
+    for param, offset in zip(params, offsets, strict=True):
+        numel = local(param).numel()
+        start = 0
+        while start < numel:
+            position = offset + start * dtype.itemsize
+            if position - begin == size:
+                yield Block(files, dtype, begin, end - begin, pieces)
+                begin, pieces = position, []
+            room = (begin + size - position) // dtype.itemsize
+            stop = min(numel, start + room)
+            pieces.append(Piece(param, start, stop, position - begin))
+            end = offset + _pages(stop * dtype.itemsize)
+            start = stop
+    if pieces:
+        yield Block(files, dtype, begin, end - begin, pieces)
+
+
+def _pages(num_bytes: int) -> int:
+    return -(-num_bytes // PAGE) * PAGE

@@ -1,0 +1,171 @@
+"""Files for states: positioned reads and writes, past the page cache where the file system has it.
+
+[Note: private folders]
+Each offload has a folder of its own, with a file `owner` that the process keeps locked. The kernel releases
+the lock when the process ends, however it ends: a folder whose `owner` can be locked is a leftover. A process
+identifier in the name could not tell, for it may be given to another process, in another container too.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from colossalai.logging import get_dist_logger
+
+PAGE = 4096
+"""Offsets and lengths of reads and writes are multiples of it, as `O_DIRECT` asks."""
+
+_PREFIX = "colossalai-states-"
+_OWNER = "owner"
+
+
+class PrivateFolder:
+    """A folder that goes with this object, with the process, or, after a crash, at the next start.
+
+    See [Note: private folders].
+
+    Args:
+        parent: Where to make it; it is made if it is not there. None for the system's temporary folder.
+
+    Raises:
+        OSError: It cannot be made.
+
+    Attributes:
+        path: The folder.
+    """
+
+    def __init__(self, parent: str | Path | None) -> None:
+        root = Path(tempfile.gettempdir() if parent is None else parent).absolute()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(root)
+            # Under a name that nobody takes for a leftover, until it is locked.
+            new = Path(tempfile.mkdtemp(prefix=f".new-{_PREFIX}{os.getpid()}-", dir=root))
+            owner = os.open(new / _OWNER, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.path = new.rename(root / new.name.removeprefix(".new-"))
+        except OSError as error:
+            raise explained(error, root, needed=0) from error
+        self._finalizer = weakref.finalize(self, _remove, self.path, owner, os.getpid())
+
+
+class StateFile:
+    """A file of a fixed size, full of zeros at first.
+
+    Args:
+        path: Where to make it.
+        size: Its bytes, a multiple of `PAGE`. The disk's space is taken at once.
+        direct: Whether to go past the page cache, if the file system can.
+
+    Raises:
+        OSError: It cannot be made; with the path, the bytes needed and the bytes free.
+    """
+
+    def __init__(self, path: Path, size: int, *, direct: bool) -> None:
+        self.path = path
+        self.size = size
+        try:
+            self._fd = _open(path, direct=direct)
+        except OSError as error:
+            raise explained(error, path, needed=size) from error
+        self._finalizer = weakref.finalize(self, os.close, self._fd)
+        try:
+            os.posix_fallocate(self._fd, 0, size)
+            self._mapping = mmap.mmap(self._fd, size)
+        except OSError as error:
+            path.unlink()
+            raise explained(error, path, needed=size) from error
+
+    def check(self) -> None:
+        """Raise an OSError if the file is no longer as large as it was."""
+        size = os.fstat(self._fd).st_size
+        if size < self.size:
+            self._raise_shrunk(size)
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return a part of the file as a tensor in shared memory: it reads and writes the file itself."""
+        return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset)
+
+    def forget_pages(self) -> None:
+        """Give back the memory of what was read through `tensor`; nothing is lost."""
+        self._mapping.madvise(mmap.MADV_DONTNEED)
+
+    def read(self, buffer: memoryview, offset: int) -> None:
+        """Fill a buffer; both are aligned to pages."""
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(self._fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise explained(error, self.path, needed=len(buffer)) from error
+            if count == 0:
+                self._raise_shrunk(offset + done)
+            done += count
+
+    def write(self, buffer: memoryview, offset: int) -> None:
+        """Write a buffer; both are aligned to pages."""
+        done = 0
+        while done < len(buffer):
+            try:
+                done += os.pwritev(self._fd, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise explained(error, self.path, needed=len(buffer) - done) from error
+
+    def _raise_shrunk(self, size: int) -> None:
+        error = OSError(errno.EIO, f"the file ends after {size} bytes: it was cut from outside")
+        raise explained(error, self.path, needed=self.size)
+
+
+def explained(error: OSError, path: Path, *, needed: int) -> OSError:
+    """Return an error of the same kind that says which file, how much it needs, and how much there is."""
+    folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
+    free = shutil.disk_usage(folder).free
+    return OSError(
+        error.errno,
+        f"{error.strerror} (optimizer states on disk: {needed} bytes needed, {free} bytes free in {folder})",
+        str(path),
+    )
+
+
+def _open(path: Path, *, direct: bool) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
+    if direct:
+        try:
+            return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            path.unlink(missing_ok=True)  # some file systems make the file before they refuse
+            get_dist_logger().info(
+                f"{path.parent} is on a file system without O_DIRECT: states pass the page cache", ranks=[0]
+            )
+    return os.open(path, flags, 0o600)
+
+
+def _remove_leftovers(root: Path) -> None:
+    for folder in root.glob(f"{_PREFIX}*"):
+        try:
+            owner = os.open(folder / _OWNER, os.O_RDWR)
+        except (FileNotFoundError, PermissionError):  # being removed by another process, or another user's
+            continue
+        try:
+            fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:  # in use
+            os.close(owner)
+            continue
+        shutil.rmtree(folder, ignore_errors=True)  # another process may be at it as well
+        os.close(owner)
+
+
+def _remove(path: Path, owner: int, pid: int) -> None:
+    if os.getpid() == pid:  # not in a fork, which ends earlier than its parent
+        shutil.rmtree(path, ignore_errors=True)
+    os.close(owner)

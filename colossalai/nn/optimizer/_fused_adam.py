@@ -1,0 +1,67 @@
+"""Adam with the arguments of the fused Adam that libraries of kernels have."""
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from colossalai.nn.optimizer._adam import Adam, disk_offload
+from colossalai.nn.optimizer._disk import DiskOptions
+from colossalai.registry import OPTIMIZERS
+
+
+@OPTIMIZERS.register_module
+class FusedAdam(Adam):
+    """Adam on torch's fused kernels.
+
+    Args:
+        params: Parameters, or groups of them with their own options.
+        lr: Learning rate.
+        bias_correction: Whether the averages, which start at 0, are corrected for it.
+        betas: Rates of the running averages of the gradient and of its square.
+        eps: Added to the denominator.
+        adamw_mode: Whether the decay is decoupled as in AdamW, and not a part of the gradient.
+        weight_decay: Weight decay.
+        amsgrad: Not supported.
+        set_grad_none: Whether `zero_grad` drops gradients where it is not told.
+
+    Raises:
+        ValueError: An option is out of range, or `amsgrad` is set.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adamw_mode: bool = True,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        if amsgrad:
+            raise ValueError("amsgrad=True is not supported; use torch.optim.AdamW(amsgrad=True)")
+        self.set_grad_none = set_grad_none
+        super().__init__(
+            params,
+            lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            decoupled_weight_decay=adamw_mode,
+            offload=disk_offload(0.0, None, DiskOptions()),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget the gradients.
+
+        Args:
+            set_to_none: Whether to drop them and not write zeros; `set_grad_none` if not given.
+        """
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

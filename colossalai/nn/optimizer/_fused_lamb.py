@@ -1,0 +1,134 @@
+"""LAMB with the arguments of the fused LAMB that libraries of kernels have; `_lamb.py` has the formulas."""
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from colossalai.nn.optimizer._check import check_not_negative
+from colossalai.nn.optimizer._closure import loss_of
+from colossalai.nn.optimizer._lamb import Lamb
+from colossalai.nn.optimizer._whole_tensor import tensors_with_grad, whole_norms
+from colossalai.registry import OPTIMIZERS
+
+
+@OPTIMIZERS.register_module
+class FusedLAMB(Lamb):
+    """Lamb that clips the gradients, with a trust ratio only where there is weight decay.
+
+    Args:
+        params: Parameters, or groups of them with their own options.
+        lr: Learning rate.
+        bias_correction: Whether the averages, which start at 0, are corrected for it.
+        betas: Rates of the running averages of the gradient and of its square.
+        eps: Added to the denominator.
+        weight_decay: Weight decay.
+        amsgrad: Not supported.
+        adamw_mode: Whether the decay is a part of the update, and not of the gradient.
+        grad_averaging: Whether a gradient enters the first average with weight 1 - beta1, and not 1.
+        set_grad_none: Whether `zero_grad` drops gradients where it is not told.
+        max_grad_norm: The norm of all gradients that this process holds is clipped to it before the update;
+            0 to leave them. Under a method that cuts or spreads parameters, give 0, and clip where the
+            norm over all ranks is known: `clip_grad_norm` of the config, `max_norm` of a plugin.
+        use_nvlamb: Whether parameters without weight decay have a trust ratio too.
+
+    Raises:
+        ValueError: An option is out of range, or `amsgrad` is set.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.01,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        grad_averaging: bool = True,
+        set_grad_none: bool = True,
+        max_grad_norm: float = 1.0,
+        use_nvlamb: bool = False,
+    ) -> None:
+        if amsgrad:
+            raise ValueError("amsgrad=True is not supported: LAMB has no such variant")
+        check_not_negative(max_grad_norm=max_grad_norm)
+        self.adamw_mode = adamw_mode
+        self.grad_averaging = grad_averaging
+        self.set_grad_none = set_grad_none
+        self.max_grad_norm = max_grad_norm
+        self.use_nvlamb = use_nvlamb
+        self._grad_scale: Tensor | None = None  # within a step: what clips the gradients
+        super().__init__(
+            params,
+            lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            bias_correction=bias_correction,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("adamw_mode", "grad_averaging", "set_grad_none", "max_grad_norm", "use_nvlamb", "_grad_scale")
+        return {**super().__getstate__(), **{name: vars(self)[name] for name in own}}
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss and the gradients anew.
+
+        Returns:
+            What `closure` returns, None without one.
+        """
+        loss = loss_of(closure)
+        self._grad_scale = self._clip_factor() if self.max_grad_norm > 0 else None
+        super().step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget the gradients.
+
+        Args:
+            set_to_none: Whether to drop them and not write zeros; `set_grad_none` if not given.
+        """
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def _clip_factor(self) -> Tensor | None:
+        lists = [params for group in self.param_groups for params in tensors_with_grad(group["params"])]
+        grads = [[param.grad for param in params if param.grad is not None] for params in lists]
+        if not grads:
+            return None
+        norm = torch.cat([whole_norms(members).to(grads[0][0].device) for members in grads]).norm()
+        return (self.max_grad_norm / norm).clamp(max=1.0)
+
+    def _gradients(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        grads = super()._gradients(params, group)
+        if self._grad_scale is not None:
+            grads = list(torch._foreach_mul(grads, self._grad_scale.to(grads[0].device, grads[0].dtype)))
+        if not self.adamw_mode and group["weight_decay"] != 0:
+            grads = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
+        return grads
+
+    def _average(self, averages: list[Tensor], grads: list[Tensor], beta1: float) -> None:
+        if self.grad_averaging:
+            super()._average(averages, grads, beta1)
+        else:
+            torch._foreach_mul_(averages, beta1)
+            torch._foreach_add_(averages, grads)
+
+    def _decay_of_update(self, group: dict[str, Any]) -> float:
+        return group["weight_decay"] if self.adamw_mode else 0.0
+
+    def _has_trust_ratio(self, group: dict[str, Any]) -> bool:
+        return self.use_nvlamb or group["weight_decay"] != 0

@@ -1,0 +1,164 @@
+"""Momentum SGD on torch's fused kernels.
+
+For a weight w with gradient g and momentum buffer u, which is g at first,
+
+    u = momentum * u + (1 - dampening) * g        d = g + momentum * u with Nesterov's momentum, else u
+    w = w - lr * d
+
+Weight decay is a part of g, or, after the momentum, of d: then it is `w = w * (1 - lr * weight_decay) - lr *
+d`.
+"""
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
+
+from colossalai.nn.optimizer._adam_kernel import is_dense, laid_out_as, local
+from colossalai.nn.optimizer._check import check_not_negative
+from colossalai.nn.optimizer._closure import loss_of
+from colossalai.nn.optimizer._whole_tensor import tensors_with_grad
+from colossalai.registry import OPTIMIZERS
+
+
+@OPTIMIZERS.register_module
+class FusedSGD(Optimizer):
+    """Stochastic gradient descent with the state of `torch.optim.SGD`.
+
+    Args:
+        params: Parameters, or groups of them with their own options.
+        lr: Learning rate.
+        momentum: Rate of the momentum.
+        dampening: How much of the gradient does not enter the momentum.
+        weight_decay: Weight decay.
+        nesterov: Whether to look ahead along the momentum.
+        wd_after_momentum: Whether the weight decay does not enter the momentum.
+        set_grad_none: Whether `zero_grad` drops gradients where it is not told.
+
+    Raises:
+        ValueError: An option is out of range, or Nesterov's momentum is combined with what it excludes.
+    """
+
+    elementwise = True
+    """The update of an element needs that element alone: slices may be updated one by one."""
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        wd_after_momentum: bool = False,
+        set_grad_none: bool = True,
+    ) -> None:
+        check_not_negative(lr=float(lr), momentum=momentum, weight_decay=weight_decay)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                f"nesterov=True with momentum={momentum} and dampening={dampening}: give a momentum above 0 "
+                f"and a dampening of 0"
+            )
+        self.set_grad_none = set_grad_none
+        options = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "wd_after_momentum": wd_after_momentum,
+            "maximize": False,
+            "foreach": None,
+            "differentiable": False,
+            "fused": True,
+        }
+        super().__init__(params, options)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # one of torch's SGD lacks some
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss and the gradients anew.
+
+        Returns:
+            What `closure` returns, None without one.
+        """
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            for params in tensors_with_grad(group["params"]):
+                new = [param for param in params if self.state[param].get("momentum_buffer") is None]
+                old = [param for param in params if self.state[param].get("momentum_buffer") is not None]
+                self._update(new, group, is_first_step=True)
+                self._update(old, group, is_first_step=False)
+        return loss
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget the gradients.
+
+        Args:
+            set_to_none: Whether to drop them and not write zeros; `set_grad_none` if not given.
+        """
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    def _update(self, params: list[Tensor], group: dict[str, Any], *, is_first_step: bool) -> None:
+        if not params:
+            return
+        held = [local(param).detach() for param in params]
+        # Torch's fused kernels go through memory in a line: layouts must agree, and have no holes.
+        weights = [param if is_dense(param) else param.contiguous() for param in held]
+        grads = [
+            laid_out_as(local(param.grad), weight)
+            for param, weight in zip(params, weights, strict=True)
+            if param.grad is not None
+        ]
+        buffers: list[Tensor] = []
+        if group["momentum"] != 0:
+            buffers = [self._buffer(*pair) for pair in zip(params, weights, strict=True)]
+        weight_decay = group["weight_decay"]
+        if group["wd_after_momentum"] and weight_decay != 0:
+            torch._foreach_mul_(weights, 1 - float(group["lr"]) * weight_decay)
+            weight_decay = 0.0
+        torch._fused_sgd_(
+            weights,
+            grads,
+            buffers,
+            weight_decay=weight_decay,
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            is_first_step=is_first_step,
+        )
+        for param, weight in zip(held, weights, strict=True):
+            if weight is not param:
+                param.copy_(weight)
+
+    def _buffer(self, param: Tensor, weight: Tensor) -> Tensor:
+        """Return the momentum buffer, laid out as the weight; a first step writes it before it reads it."""
+        state = self.state[param]
+        if state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        buffer = local(state["momentum_buffer"])
+        if buffer.stride() != weight.stride():
+            buffer = state["momentum_buffer"] = laid_out_as(buffer, weight)
+        return buffer

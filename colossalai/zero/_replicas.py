@@ -1,0 +1,182 @@
+"""ZeRO stages 1 and 2 as a way of data parallelism (1910.02054).
+
+Every rank holds all parameters; of the optimizer's states (stage 1), and of the gradients, too (stage 2), it
+holds a slice. Per rank, with Psi parameters on n ranks, bytes p, g and s per element of parameters, gradients
+and optimizer states (masters included):
+
+    stage 1: (p + g + s / n) Psi        stage 2: (p + (g + s) / n) Psi
+
+Each step sends (n-1)/n of the gradients and (n-1)/n of the parameters, and one byte for each parameter.
+"""
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.amp import Masters
+from colossalai.context import Axis
+from colossalai.logging import get_dist_logger
+from colossalai.nn.parallel import DataMethod, broadcast_floating_buffers, broadcast_from_first
+from colossalai.zero._elementwise import is_elementwise
+from colossalai.zero._layout import Bucket, deal_out, lay_out
+from colossalai.zero._reducer import ShardedReducer
+from colossalai.zero._shards import Shards
+
+
+@dataclass
+class _Handle:
+    """What a module, or a part of one, has to do with ZeRO; its optimizers come later."""
+
+    parts: list[nn.Module]
+    replicas: Axis
+    reducers: list[ShardedReducer] = field(default_factory=list)
+    part: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZeroReplicas(DataMethod):
+    """Every rank updates its slice of the parameters and gets the others' slices back.
+
+    Gradients are averaged in flat buckets while the backward runs. A parameter that has a gradient on no
+    replica stays as it is.
+
+    Attributes:
+        stage: 1: optimizer states are cut; 2: gradients, too.
+        bucket_cap_mb: Size of a bucket of gradients in MB (1024 * 1024 bytes).
+        overlap: Average during the backward; False: right before the step.
+        cpu_offload: Keep optimizer states, and the slices they belong to, in host memory.
+        communication_dtype: The dtype in which gradients are sent; None: their own.
+        broadcast_buffers: Give all replicas the floating buffers of the first one before each step.
+    """
+
+    shards_gradients: ClassVar[bool] = True
+
+    stage: int = 1
+    bucket_cap_mb: float = 25.0
+    overlap: bool = True
+    cpu_offload: bool = False
+    communication_dtype: torch.dtype | None = None
+    broadcast_buffers: bool = True
+    _handles: WeakKeyDictionary[nn.Module, _Handle] = field(
+        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        if self.stage not in (1, 2):
+            raise ValueError(f"stage is {self.stage!r}; it must be 1 or 2")
+        if not self.bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be above 0")
+        dtype = self.communication_dtype
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"communication_dtype is {dtype}; it must be a floating one, or None")
+
+    def apply(
+        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
+    ) -> nn.Module:
+        """See the base class; `module` itself is returned, and `shard` cuts its optimizers.
+
+        The children of an `nn.ModuleList` are its parts: `set_sync` can be called for each of them.
+        """
+        if replicas.size > 1:
+            broadcast_from_first(module, replicas.group)
+        handle = _Handle(list(module) if isinstance(module, nn.ModuleList) else [module], replicas)
+        for number, part in enumerate(handle.parts):
+            self._handles[part] = _Handle(handle.parts, replicas, handle.reducers, number)
+        self._handles[module] = handle
+        return module
+
+    def shard(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        masters: Masters,
+        *,
+        late: Collection[nn.Parameter] = (),
+    ) -> Shards:
+        """Cut an optimizer of a module over the replicas, and return what stands in it for the parameters.
+
+        Parameters that no optimizer holds are not averaged.
+
+        Args:
+            module: What `apply` returned.
+            optimizer: The optimizer; its groups and states are changed in place.
+            masters: Float32 masters of the parameters that have one; given up to their slices here.
+            late: Parameters whose gradients are complete after all backwards only.
+
+        Raises:
+            ValueError: The optimizer cannot be cut.
+        """
+        handle = self._handles[module]
+        num_ranks = handle.replicas.size
+        if self.cpu_offload and all(param.device.type == "cpu" for param in module.parameters()):
+            get_dist_logger().log_once("cpu_offload has no effect: the model is in host memory", ranks=[0])
+        if num_ranks > 1:
+            masters.start_equal(handle.replicas.group)
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        own, shared = _trainable(handle.parts, held, late)
+        owners = {}
+        if not is_elementwise(optimizer):
+            owners = deal_out([*(param for params in own for param in params), *shared], num_ranks)
+
+        def buckets_of(params: list[nn.Parameter]) -> list[Bucket]:
+            cap_bytes = int(self.bucket_cap_mb * 2**20)
+            return lay_out(params, num_ranks=num_ranks, cap_bytes=cap_bytes, owners=owners)
+
+        with torch.no_grad():
+            reducer = ShardedReducer(
+                [buckets_of(params) for params in own],
+                buckets_of(shared),
+                handle.replicas,
+                stage=self.stage,
+                overlap=self.overlap,
+                dtype=self.communication_dtype,
+            )
+            handle.reducers.append(reducer)
+            return Shards(
+                optimizer,
+                reducer,
+                handle.replicas,
+                master_of=masters.master_of,
+                offload=self.cpu_offload,
+                reducers=handle.reducers,
+                before_step=lambda: self._give_buffers(module, handle.replicas),
+            )
+
+    def set_sync(self, module: nn.Module, enabled: bool) -> None:
+        """See the base class; with stage 2 every backward synchronizes, or slices could not add up."""
+        handle = self._handles[module]
+        for reducer in handle.reducers:
+            reducer.set_sync(enabled, part=handle.part)
+
+    def finish(self, module: nn.Module) -> None:
+        """Wait until all gradients are averaged; see [Note: rounds] of the reducer."""
+        for reducer in self._handles[module].reducers:
+            reducer.finish()
+
+    def _give_buffers(self, module: nn.Module, replicas: Axis) -> None:
+        if self.broadcast_buffers and replicas.size > 1:
+            broadcast_floating_buffers(module, replicas)
+
+
+def _trainable(
+    parts: list[nn.Module], held: Collection[nn.Parameter], late: Collection[nn.Parameter]
+) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:
+    """Return the parameters of each part alone, and those late or in several; the last first."""
+    late = set(late)
+    params_of = [list(_held(part, held)) for part in parts]
+    num_parts: dict[nn.Parameter, int] = {}
+    for params in params_of:
+        for param in params:
+            num_parts[param] = num_parts.get(param, 0) + 1
+    alone = {param for param, number in num_parts.items() if number == 1 and param not in late}
+    own = [[param for param in reversed(params) if param in alone] for params in params_of]
+    return own, [param for param in reversed(num_parts) if param not in alone]
+
+
+def _held(part: nn.Module, held: Collection[nn.Parameter]) -> Iterator[nn.Parameter]:
+    return (param for param in part.parameters() if param.requires_grad and param in held)

@@ -1,0 +1,289 @@
+"""The fragments that stand in an optimizer for parameters, each on the rank that updates it.
+
+[Note: three kinds of memory]
+The parameters of a bucket are views of one flat piece of memory. A fragment of a parameter that is updated in
+its own dtype and place is a view of the same memory: the optimizer writes the parameter itself. One that is
+updated in float32 while the parameter is lower, or on the host while the parameter is on a device, has memory
+of its own (the master), on its rank only; after a step it is rounded into the flat memory. Then all ranks
+gather the flat memory.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.amp import StandIns
+from colossalai.context import Axis
+from colossalai.tensor import set_fragment
+from colossalai.zero._exchange import start_gather
+from colossalai.zero._layout import Bucket
+from colossalai.zero._reducer import BucketGrads, ShardedReducer
+from colossalai.zero._states import StateExchange
+
+MasterOf = Callable[[nn.Parameter], torch.Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """What a rank has of a parameter.
+
+    Attributes:
+        param: The parameter.
+        tensor: What the optimizer holds; flat, or in the parameter's shape if it is the whole of it. It may
+            have no elements, and then the optimizer does not hold it.
+        home: The part of the parameter's memory that it stands for.
+        place: Begin and end of it in the section of this rank.
+        has_own_memory: Whether it is not `home` itself; see [Note: three kinds of memory].
+    """
+
+    param: nn.Parameter
+    tensor: nn.Parameter
+    home: torch.Tensor
+    place: tuple[int, int]
+    has_own_memory: bool
+
+
+class Shards(StandIns):
+    """The fragments of an optimizer's parameters.
+
+    Args:
+        optimizer: The optimizer; its groups get the fragments, its states are cut.
+        reducer: What averages the gradients of its parameters.
+        replicas: The ranks over which they are cut.
+        master_of: The float32 master of a parameter, if it has one.
+        offload: Keep fragments and states in host memory.
+        reducers: Those of all optimizers of the model, whose backwards are the same.
+        before_step: Called, once all gradients are there, before every step.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        reducer: ShardedReducer,
+        replicas: Axis,
+        *,
+        master_of: MasterOf,
+        offload: bool,
+        reducers: Sequence[ShardedReducer],
+        before_step: Callable[[], None],
+    ) -> None:
+        self._reducer = reducer
+        self._reducers = reducers
+        self._before_step = before_step
+        self._replicas = replicas
+        self._flats: list[tuple[Bucket, torch.Tensor]] = []
+        self._views: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._fragments: dict[nn.Parameter, Fragment] = {}
+        for grads in reducer.all_grads:
+            self._add_bucket(grads.bucket, master_of, offload)
+        self._param_of = {fragment.tensor: param for param, fragment in self._fragments.items()}
+        self._whole_groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._exchange = StateExchange(
+            {param: fragment.tensor for param, fragment in self._fragments.items()},
+            {
+                param: [bucket.overlap(index, rank) for rank in range(replicas.size)]
+                for bucket, _ in self._flats
+                for index, param in enumerate(bucket.params)
+            },
+            replicas,
+        )
+        self._exchange.cut(optimizer)
+        self._put_fragments(optimizer)
+        self._versions = {param: param._version for param in self._fragments}
+
+    def __len__(self) -> int:
+        return len(self._fragments)
+
+    def param_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return self._param_of.get(tensor, tensor)  # type: ignore[call-overload]
+
+    def with_masters(self, param_names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, str]:
+        """See the base class."""
+        names = dict(param_names)
+        for fragment, param in self._param_of.items():
+            if param in names:
+                names[fragment] = names[param]
+        return names
+
+    def measured(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """See the base class; empty fragments count, too."""
+        rest = [param for param in params if param not in self._param_of]
+        return [*(fragment.tensor for fragment in self._fragments.values()), *rest]
+
+    def before_backward(self) -> None:
+        """See the base class; collective, if a backward before has averaged."""
+        for reducer in self._reducers:
+            reducer.before_backward()
+
+    def take_grads(self) -> None:
+        """Finish the reduction and give each fragment its part of the mean; collective.
+
+        Raises:
+            ValueError: A parameter that was frozen at the door has a gradient.
+        """
+        self._reducer.finish()
+        self._before_step()
+        marks = iter(self._reducer.marks())
+        for grads in self._reducer.all_grads:
+            for param in grads.bucket.params:
+                self._take_grad(self._fragments[param], grads, has_grad=next(marks))
+        for params in self._whole_groups:
+            for param in params:
+                if param not in self._fragments and param.grad is not None:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(param.shape)} was frozen at the door and has a "
+                        "gradient now, which ZeRO does not average: freeze it after the door, not before"
+                    )
+
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """See the base class."""
+        self._reducer.forget(set_to_none=set_to_none)
+        for fragment in self._fragments.values():
+            fragment.tensor.grad = None
+
+    @torch.no_grad()
+    def take_weights(self) -> None:
+        """See the base class; parameters that were given other memory come back to their buckets."""
+        written = {param for param in self._fragments if param._version != self._versions[param]}
+        for param, view in self._views:
+            if param.data_ptr() != view.data_ptr():
+                view.copy_(param)
+                param.data = view
+                written.add(param)
+        for param in written:
+            fragment = self._fragments[param]
+            if fragment.has_own_memory:
+                home = fragment.home.to(fragment.tensor.device)
+                rounded = fragment.tensor.to(home.dtype)
+                fragment.tensor.copy_(
+                    torch.where(home == rounded, fragment.tensor, home.to(fragment.tensor.dtype))
+                )
+            self._versions[param] = param._version
+
+    @torch.no_grad()
+    def write_weights(self) -> None:
+        """Round the masters into the buckets and gather those; collective."""
+        masters = [fragment for fragment in self._fragments.values() if fragment.has_own_memory]
+        if masters:
+            torch._foreach_copy_([f.home for f in masters], [f.tensor.detach() for f in masters])
+            for fragment in masters:
+                fragment.tensor.grad = None  # a copy in float32; the slice of the mean is still there
+        waits = [start_gather(flat, bucket, self._replicas) for bucket, flat in self._flats]
+        for wait in waits:
+            wait()
+        self._versions = {param: param._version for param in self._fragments}
+
+    @contextmanager
+    def as_states(self, optimizer: Optimizer) -> Iterator[None]:
+        """See the base class; collective."""
+        self.take_weights()
+        self._exchange.gather(optimizer, masters=self._masters())
+        self._put_params(optimizer)
+        try:
+            yield
+        finally:
+            self.take_weights()  # some may have been loaded in the block
+            masters = self._exchange.cut(optimizer)
+            self._put_fragments(optimizer)
+            self._take_masters(masters)
+
+    def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the whole state, the same that it would be without ZeRO; collective."""
+        with self.as_states(optimizer):
+            return self._exchange.numbered(optimizer)
+
+    def load_state_dict(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
+        """See the base class; every rank passes the same."""
+        self.take_weights()
+        masters = self._exchange.load_numbered(optimizer, content, self._whole_groups)
+        self._put_fragments(optimizer)
+        self._take_masters(masters)
+
+    def whole_grads(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the whole mean gradients of the parameters that have one, after `take_grads`; collective."""
+        found: dict[nn.Parameter, torch.Tensor] = {}
+        marks = iter(self._reducer.marks())
+        for grads, (bucket, _) in zip(self._reducer.all_grads, self._flats, strict=True):
+            device = bucket.params[0].device
+            flat = torch.zeros(bucket.numel, dtype=bucket.grad_dtype, device=device)
+            for param in bucket.params:
+                self._put_grad(param, bucket.section(flat, self._replicas.rank))
+            start_gather(flat, bucket, self._replicas)()
+            for index, param in enumerate(grads.bucket.params):
+                if next(marks):
+                    found[param] = bucket.view(flat, index)
+        return found
+
+    def _add_bucket(self, bucket: Bucket, master_of: MasterOf, offload: bool) -> None:
+        first = bucket.params[0]
+        flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+        self._flats.append((bucket, flat))
+        device = torch.device("cpu") if offload else first.device
+        section_start = bucket.bounds[self._replicas.rank][0]
+        for index, param in enumerate(bucket.params):
+            view = bucket.view(flat, index)
+            view.copy_(param.detach())
+            param.data = view
+            self._views.append((param, view))
+            begin, end = bucket.overlap(index, self._replicas.rank)
+            whole = end - begin == param.numel() and not bucket.cuts_params
+            shape = param.shape if whole else (end - begin,)
+            home = view.view(-1)[begin:end].view(shape)
+            master = master_of(param)
+            own = home if master is None else master.detach().reshape(-1)[begin:end].view(shape)
+            has_own_memory = master is not None or device != first.device
+            if has_own_memory:
+                own = own.to(device, copy=True)
+            tensor = nn.Parameter(own)
+            if self._replicas.size > 1:
+                set_fragment(tensor, param, self._replicas.group)
+            offset = max(bucket.starts[index] + begin - section_start, 0)
+            place = (offset, offset + end - begin)
+            self._fragments[param] = Fragment(param, tensor, home, place, has_own_memory)
+
+    def _take_grad(self, fragment: Fragment, grads: BucketGrads, *, has_grad: bool) -> None:
+        if not has_grad or grads.slice is None:
+            fragment.tensor.grad = None
+            return
+        begin, end = fragment.place
+        mean = grads.slice[begin:end].view(fragment.tensor.shape)
+        fragment.tensor.grad = mean.to(fragment.tensor.device, fragment.tensor.dtype)
+
+    def _put_grad(self, param: nn.Parameter, section: torch.Tensor) -> None:
+        fragment = self._fragments[param]
+        begin, end = fragment.place
+        if fragment.tensor.grad is not None:
+            section[begin:end].copy_(fragment.tensor.grad.reshape(-1))
+
+    def _masters(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return this rank's parts of the masters by parameter."""
+        return {
+            param: fragment.tensor.detach()
+            for param, fragment in self._fragments.items()
+            if fragment.tensor.dtype != param.dtype
+        }
+
+    @torch.no_grad()
+    def _take_masters(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Let fragments take the values of masters that were loaded, or of parameters that were."""
+        for param, part in masters.items():
+            self._fragments[param].tensor.copy_(part.view(self._fragments[param].tensor.shape))
+        self.write_weights()
+
+    def _put_params(self, optimizer: Optimizer) -> None:
+        for group, params in zip(optimizer.param_groups, self._whole_groups, strict=True):
+            group["params"] = list(params)
+
+    def _put_fragments(self, optimizer: Optimizer) -> None:
+        for group, params in zip(optimizer.param_groups, self._whole_groups, strict=True):
+            group["params"] = [
+                self._fragments[param].tensor if param in self._fragments else param
+                for param in params
+                if param not in self._fragments or self._fragments[param].tensor.numel() > 0
+            ]

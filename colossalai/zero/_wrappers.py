@@ -1,0 +1,243 @@
+"""ZeRO for a model and its optimizers without Booster and without a config.
+
+model = zero_model_wrapper(model, zero_stage=2)
+optimizer = zero_optim_wrapper(model, optimizer)
+optimizer.backward(loss)
+optimizer.step()
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.amp import (
+    DynamicLossScaler,
+    FullPrecision,
+    LossScaler,
+    Masters,
+    NaiveFP16,
+    OptimizerWrapper,
+    Precision,
+    PureBF16,
+    apply_precision,
+)
+from colossalai.context import Axis, global_context
+from colossalai.logging import get_dist_logger
+from colossalai.zero._replicas import ZeroReplicas
+
+_PRECISIONS: dict[str, Precision] = {"bf16": PureBF16(), "fp16": NaiveFP16(), "fp32": FullPrecision()}
+
+
+class ZeroModel(nn.Module):
+    """What `zero_model_wrapper` returns. Names and attributes are those of the model that was given.
+
+    Args:
+        raw: The model that was given.
+        computing: The same in a precision.
+        data: The method, applied to `computing`.
+        replicas: The ranks over which optimizers are cut.
+        masters: Float32 masters that no optimizer has taken yet.
+        precision: The precision.
+    """
+
+    def __init__(
+        self,
+        raw: nn.Module,
+        computing: nn.Module,
+        *,
+        data: ZeroReplicas,
+        replicas: Axis,
+        masters: Masters,
+        precision: Precision,
+    ) -> None:
+        super().__init__()
+        self.module = computing
+        self.data = data
+        self.replicas = replicas
+        self.masters = masters
+        self.precision = precision
+        object.__setattr__(self, "_raw", raw)  # not a sub-module: its parameters are those of `module`
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "_raw" not in self.__dict__:
+                raise
+            return getattr(self._raw, name)
+
+    def unwrap(self) -> nn.Module:
+        """Return the model that was given."""
+        raw: nn.Module = self.__dict__["_raw"]
+        return raw
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within the block, backwards add to gradients; with stage 1 they send nothing."""
+        self.data.set_sync(self.module, enabled=False)
+        try:
+            yield
+        finally:
+            self.data.set_sync(self.module, enabled=True)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the model that was given, under its own names."""
+        return self.unwrap().state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load a state into the model that was given."""
+        return self.unwrap().load_state_dict(*args, **kwargs)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters under the names of the model that was given."""
+        return self.unwrap().named_parameters(prefix, recurse, remove_duplicate)
+
+
+class LowLevelZeroOptimizer(OptimizerWrapper):
+    """An optimizer that works on this rank's slices of the parameters; see `zero_optim_wrapper`.
+
+    Args:
+        model: What `zero_model_wrapper` returned; it may have several optimizers, of different parameters.
+        optimizer: Any optimizer of some or all of its parameters; it is changed in place.
+        scaler: The loss scaler.
+        max_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
+        norm_type: The p of that norm.
+    """
+
+    def __init__(
+        self,
+        model: ZeroModel,
+        optimizer: Optimizer,
+        *,
+        scaler: LossScaler | None = None,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+    ) -> None:
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        shards = model.data.shard(model.module, optimizer, model.masters)
+        model.masters = model.masters.without(held)
+        super().__init__(
+            optimizer,
+            scaler=scaler,
+            group=model.replicas.mesh.group(tuple(model.replicas.mesh.axes)),
+            param_names={param: name for name, param in model.named_parameters()},
+            masters=shards,
+            before_step=model.precision.before_step,
+            max_norm=max_norm,
+            norm_type=norm_type,
+        )
+
+
+def zero_model_wrapper(
+    model: nn.Module,
+    zero_stage: int = 1,
+    gemini_config: dict[str, Any] | None = None,
+    *,
+    precision: str = "bf16",
+    bucket_cap_mb: float = 25.0,
+    overlap_communication: bool = True,
+    communication_dtype: torch.dtype | None = None,
+    cpu_offload: bool = False,
+) -> ZeroModel:
+    """Prepare a model for ZeRO over the data-parallel ranks; call it before `zero_optim_wrapper`.
+
+    Args:
+        model: The model; it is moved to the device of this rank and changed in place.
+        zero_stage: 1 cuts optimizer states, 2 also gradients.
+        gemini_config: For stage 3, which is not there yet.
+        precision: "bf16" or "fp16": all in that precision, with float32 masters; "fp32": as the model is.
+        bucket_cap_mb: Size of a bucket of gradients in MB (1024 * 1024 bytes).
+        overlap_communication: Average gradients while the backward runs.
+        communication_dtype: The dtype in which gradients are sent; None: their own.
+        cpu_offload: Keep optimizer states and masters in host memory.
+
+    Raises:
+        RuntimeError: Nothing has been launched.
+        ValueError: An argument is not what it must be.
+    """
+    if zero_stage == 3:
+        raise ValueError("zero_stage is 3, which is not there yet: use TorchFSDPPlugin, or stage 1 or 2")
+    if gemini_config is not None:
+        raise ValueError(f"gemini_config is for stage 3, and zero_stage is {zero_stage}: leave it out")
+    if precision not in _PRECISIONS:
+        raise ValueError(f"precision is {precision!r}; it must be one of {list(_PRECISIONS)}")
+    data = ZeroReplicas(
+        stage=zero_stage,
+        bucket_cap_mb=bucket_cap_mb,
+        overlap=overlap_communication,
+        communication_dtype=communication_dtype,
+        cpu_offload=cpu_offload,
+    )
+    device = global_context.device
+    in_sequence = global_context.tensor_mode == "sequence"  # those that share one hold the same weights
+    replicas = global_context.mesh.axis(("dp", "tp") if in_sequence else "dp")
+    model.to(device)
+    chosen = _PRECISIONS[precision]
+    masters = chosen.convert_model(model, float32_grads=False)
+    computing = apply_precision(model, chosen, device.type)
+    data.apply(computing, blocks=[], replicas=replicas, device=device)
+    return ZeroModel(model, computing, data=data, replicas=replicas, masters=masters, precision=chosen)
+
+
+def zero_optim_wrapper(
+    model: nn.Module,
+    optimizer: Optimizer,
+    initial_scale: float = 2.0**16,
+    growth_factor: float = 2.0,
+    backoff_factor: float = 0.5,
+    growth_interval: int = 1000,
+    hysteresis: int = 2,
+    min_scale: float = 1.0,
+    max_scale: float = 2.0**32,
+    max_norm: float = 0.0,
+    norm_type: float = 2.0,
+) -> LowLevelZeroOptimizer:
+    """Cut an optimizer of a model over the data-parallel ranks; call its `backward(loss)` and `step()`.
+
+    Args:
+        model: What `zero_model_wrapper` returned.
+        optimizer: The optimizer; it is changed in place.
+        initial_scale: First loss scale of precision "fp16"; so are all up to `max_scale`.
+        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor of the scale after overflows.
+        growth_interval: Number of steps without overflow before the scale grows.
+        hysteresis: Number of overflows since the last growth before the scale shrinks.
+        min_scale: The scale does not shrink below it.
+        max_scale: The scale does not grow above it.
+        max_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
+        norm_type: The p of that norm.
+
+    Raises:
+        ValueError: The model has not been through `zero_model_wrapper`, or the optimizer cannot be cut.
+    """
+    if not isinstance(model, ZeroModel):
+        raise ValueError(
+            f"the model is a {type(model).__name__}: pass what zero_model_wrapper(model, ...) returned"
+        )
+    scaler: LossScaler | None = None
+    if isinstance(model.precision, NaiveFP16):
+        scaler = DynamicLossScaler(
+            init_scale=initial_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            min_scale=min_scale,
+            max_scale=max_scale,
+        )
+    elif initial_scale != 2.0**16:
+        get_dist_logger().log_once(
+            "initial_scale has no effect: only zero_model_wrapper(..., precision='fp16') has a loss scale",
+            ranks=[0],
+        )
+    return LowLevelZeroOptimizer(model, optimizer, scaler=scaler, max_norm=max_norm, norm_type=norm_type)

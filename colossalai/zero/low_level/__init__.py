@@ -1,0 +1,3 @@
+"""The ZeRO optimizer under its documented name."""
+
+from colossalai.zero._wrappers import LowLevelZeroOptimizer as LowLevelZeroOptimizer

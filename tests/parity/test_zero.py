@@ -1,0 +1,100 @@
+"""ZeRO stages 1 and 2 train as one process does, through both doors."""
+
+import os
+from functools import partial
+from typing import Any
+
+import pytest
+
+import colossalai
+from colossalai.booster.plugin import LowLevelZeroPlugin
+from colossalai.core import global_context as gpc
+from colossalai.testing import check_parity
+from tests.parity.doors import make_case
+from tests.parity.pipeline import slice_of_batch
+from tests.parity.test_pipeline import case_of
+from tests.parity.zero import pipeline_through_booster, through_booster, through_engine, through_pipeline
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def by_engine(stage: int, accumulation: int, max_norm: float | None) -> list[float]:
+    config: dict[str, Any] = {
+        "zero": {"stage": stage},
+        "gradient_accumulation": accumulation,
+        "clip_grad_norm": max_norm or 0.0,
+    }
+    colossalai.launch_from_torch(config, verbose=False)
+    case = make_case(max_norm=max_norm)
+    losses = check_parity(case, partial(through_engine, case))
+    gpc.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("accumulation", "max_norm"), [(1, None), (4, 0.1)])
+def test_the_config_door_is_one_process(
+    num_ranks: int, stage: int, accumulation: int, max_norm: float | None
+) -> None:
+    for losses in run_ranks(by_engine, num_ranks, stage, accumulation, max_norm):
+        assert losses[-1] < losses[0]
+
+
+def by_booster(stage: int, accumulation: int, max_norm: float | None, overlap: bool) -> list[float]:
+    colossalai.launch_from_torch({}, verbose=False)
+    case = make_case(max_norm=max_norm)
+    plugin = LowLevelZeroPlugin(
+        stage,
+        precision="fp32",
+        max_norm=max_norm or 0.0,
+        reduce_bucket_size_in_m=0.0002,  # 26 elements: several buckets, one of them for a large parameter
+        overlap_communication=overlap,
+    )
+    losses = check_parity(case, partial(through_booster, case, plugin, accumulation))
+    gpc.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "stage", "accumulation", "overlap"),
+    [(2, 1, 1, True), (2, 2, 4, True), (4, 1, 4, True), (4, 2, 1, True), (2, 1, 2, False), (2, 2, 2, False)],
+)
+def test_the_plugin_door_is_one_process(num_ranks: int, stage: int, accumulation: int, overlap: bool) -> None:
+    run_ranks(by_booster, num_ranks, stage, accumulation, 0.1, overlap)
+
+
+def in_pipeline(schedule: str, accumulation: int) -> list[float]:
+    """Two stages on two replicas each; the embedding and the head are tied."""
+    config: dict[str, Any] = {
+        "zero": {"stage": 1},
+        "parallel": {"pipeline": {"size": 2, "schedule": schedule, "partition": "balanced"}},
+        "NUM_MICRO_BATCHES": 4,
+        "gradient_accumulation": accumulation,
+        "clip_grad_norm": 0.1,
+    }
+    colossalai.launch_from_torch(config, verbose=False)
+    case = case_of(max_norm=0.1)
+    losses = check_parity(case, partial(through_pipeline, case), **slice_of_batch())
+    gpc.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(("schedule", "accumulation"), [("1f1b", 1), ("1f1b", 2), ("zb-v", 1)])
+def test_stage_1_in_a_pipeline_is_one_process(schedule: str, accumulation: int) -> None:
+    run_ranks(in_pipeline, 4, schedule, accumulation)
+
+
+def by_hybrid_plugin() -> list[float]:
+    colossalai.launch_from_torch({}, verbose=False)
+    case = make_case(max_norm=0.1)
+    place = {"slice_index": int(os.environ["RANK"]) // 2, "num_slices": 2}
+    apply = partial(pipeline_through_booster, case, {"pp_size": 2, "zero_stage": 1})
+    losses = check_parity(case, apply, **place)
+    gpc.destroy()
+    return losses
+
+
+def test_the_hybrid_plugin_with_stage_1_is_one_process() -> None:
+    run_ranks(by_hybrid_plugin, 4)

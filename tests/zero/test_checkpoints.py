@@ -1,0 +1,171 @@
+"""Optimizer states under ZeRO are saved whole, and loaded under another number of ranks or without ZeRO."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import colossalai
+from colossalai.booster import Booster
+from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
+from colossalai.core import global_context as gpc
+from tests.ranks import run_ranks
+from tests.zero.test_training import build_optimizer
+from tests.zero.training import Net, assert_same, batch_of, plugin
+
+pytestmark = pytest.mark.dist
+
+
+def build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Net().double()
+    return model, build_optimizer(name, model)
+
+
+def plain_run(name: str, num_steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Train without any of this."""
+    model, optimizer = build(name)
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        model(batch_of(step)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def boosted(name: str, stage: int) -> tuple[Booster, nn.Module, torch.optim.Optimizer]:
+    colossalai.launch_from_torch({}, verbose=False)
+    booster = Booster(plugin=plugin(stage) if stage else TorchDDPPlugin())
+    model, optimizer, *_ = booster.boost(*build(name))
+    return booster, model, optimizer
+
+
+def train(booster: Booster, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    replicas = gpc.mesh.axis("dp")
+    for step in steps:
+        optimizer.zero_grad()
+        x = batch_of(step).chunk(replicas.size)[replicas.rank]
+        booster.backward(model(x).square().mean(), optimizer)
+        optimizer.step()
+
+
+def save(name: str, stage: int, folder: Path) -> None:
+    booster, model, optimizer = boosted(name, stage)
+    train(booster, model, optimizer, range(2))
+    booster.save_model(model, folder / "model.pt")
+    booster.save_optimizer(optimizer, folder / "optimizer.pt")
+    train(booster, model, optimizer, range(2, 3))  # saving has changed nothing
+    assert_same(model, plain_run(name, 3)[0], 2)
+    gpc.destroy()
+
+
+def load(name: str, stage: int, folder: Path) -> None:
+    booster, model, optimizer = boosted(name, stage)
+    if stage:
+        train(booster, model, optimizer, range(5, 6))  # what is loaded takes the place of what is there
+    booster.load_model(model, folder / "model.pt")
+    booster.load_optimizer(optimizer, folder / "optimizer.pt")
+    train(booster, model, optimizer, range(2, 4))
+    assert_same(model, plain_run(name, 4)[0], 3)
+    gpc.destroy()
+
+
+@pytest.mark.parametrize(
+    ("name", "saved", "loaded"),
+    [
+        ("AdamW", (1, 4), (2, 2)),
+        ("AdamW", (2, 2), (0, 1)),
+        ("AdamW", (0, 1), (1, 4)),
+        ("SGD", (2, 4), (1, 2)),
+        ("Adafactor", (1, 2), (2, 4)),
+        ("Adafactor", (2, 4), (0, 1)),
+    ],
+)
+def test_a_run_goes_on(name: str, saved: tuple[int, int], loaded: tuple[int, int], tmp_path: Path) -> None:
+    """`saved` and `loaded` are a stage (0: without ZeRO) and a number of ranks."""
+    run_ranks(save, saved[1], name, saved[0], tmp_path)
+    run_ranks(load, loaded[1], name, loaded[0], tmp_path)
+
+
+def state_dicts(name: str, stage: int) -> None:
+    booster, model, optimizer = boosted(name, stage)
+    train(booster, model, optimizer, range(2))
+    plain, plain_optimizer = plain_run(name, 2)
+    expected, actual = plain_optimizer.state_dict(), copy.deepcopy(optimizer.state_dict())
+    assert actual["state"].keys() == expected["state"].keys()
+    for number, state in expected["state"].items():
+        assert state.keys() == actual["state"][number].keys()
+        for key, value in state.items():
+            torch.testing.assert_close(actual["state"][number][key], value, rtol=0, atol=1e-10)
+    assert [group["params"] for group in actual["param_groups"]] == [
+        group["params"] for group in expected["param_groups"]
+    ]
+    train(booster, model, optimizer, range(2, 3))
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(actual)
+    train(booster, model, optimizer, range(2, 4))
+    assert_same(model, plain_run(name, 4)[0], 3)
+    with pytest.raises(ValueError, match=r"groups of \[1\] parameters, the optimizer of \[9\]"):
+        optimizer.load_state_dict({"state": {}, "param_groups": [{"params": [0]}]})
+    gpc.destroy()
+
+
+@pytest.mark.parametrize(("name", "stage"), [("AdamW", 1), ("SGD", 2), ("Adafactor", 1), ("ASGD", 2)])
+def test_the_state_dict_is_that_of_one_process(name: str, stage: int) -> None:
+    run_ranks(state_dicts, 2, name, stage)
+
+
+def after_some_steps(stage: int) -> None:
+    """Boost an optimizer that has made steps: its states are cut."""
+    colossalai.launch_from_torch({}, verbose=False)
+    booster = Booster(plugin=plugin(stage))
+    model, optimizer, *_ = booster.boost(*plain_run("AdamW", 2))
+    train(booster, model, optimizer, range(2, 4))
+    assert_same(model, plain_run("AdamW", 4)[0], 3)
+    gpc.destroy()
+
+
+def test_an_optimizer_that_has_made_steps() -> None:
+    run_ranks(after_some_steps, 2, 1)
+
+
+def low_run(folder: Path, steps: range, *, starts: bool) -> dict[str, Tensor]:
+    colossalai.launch_from_torch({}, verbose=False)
+    booster = Booster(plugin=LowLevelZeroPlugin(2))
+    torch.manual_seed(0)
+    model = Net()
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+    if not starts:
+        booster.load_model(model, folder / "model.pt")
+        booster.load_optimizer(optimizer, folder / "optimizer.pt")
+    for step in steps:
+        optimizer.zero_grad()
+        booster.backward(model(batch_of(step).float()).square().mean(), optimizer)
+        optimizer.step()
+        if step == 1:
+            booster.save_model(model, folder / "model.pt")
+            booster.save_optimizer(optimizer, folder / "optimizer.pt")
+    content = optimizer.state_dict()
+    gpc.destroy()
+    assert all(param.dtype == torch.bfloat16 for param in model.parameters())
+    return {f"{number}": master.clone() for number, master in content["masters"].items()}
+
+
+def test_float32_masters_go_on_bit_for_bit(tmp_path: Path) -> None:
+    """On the same batch on all ranks, so that the number of ranks changes nothing."""
+    (whole, _) = run_ranks(low_run_started, 2, tmp_path)
+    for masters in run_ranks(low_run_resumed, 4, tmp_path):
+        assert masters.keys() == whole.keys()
+        assert len(masters) == 9
+        for name, master in masters.items():
+            assert master.dtype == torch.float32
+            assert torch.equal(master, whole[name]), name
+
+
+def low_run_started(folder: Path) -> dict[str, Tensor]:
+    return low_run(folder, range(4), starts=True)
+
+
+def low_run_resumed(folder: Path) -> dict[str, Tensor]:
+    return low_run(folder, range(2, 4), starts=False)

@@ -1,0 +1,130 @@
+"""Bytes per rank and bytes sent are those of the formulas (1910.02054), at 1, 2 and 4 ranks."""
+
+import gc
+import itertools
+import time
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+from colossalai.booster import Booster
+from colossalai.booster.plugin import LowLevelZeroPlugin
+from colossalai.communication import ledger
+from colossalai.core import global_context as gpc
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+WIDTH = 64
+
+
+class Bytes(NamedTuple):
+    """Bytes per parameter of the model."""
+
+    params: float
+    grads: float
+    states: float
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*itertools.chain(*((nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))))
+
+
+def storage_bytes(tensors) -> int:
+    """Return the bytes of the memory behind tensors, each piece once."""
+    return sum(
+        {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+        }.values()
+    )
+
+
+def measure(stage: int, precision: str, num_microbatches: int) -> Bytes:
+    """Train two steps, and count before the last gradients are forgotten."""
+    colossalai.launch_from_torch({}, verbose=False)
+    booster = Booster(plugin=LowLevelZeroPlugin(stage, precision=precision, reduce_bucket_size_in_m=0.02))
+    model = build()
+    num_params = sum(param.numel() for param in model.parameters())
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for _ in range(2):
+        optimizer.zero_grad()
+        for number in range(num_microbatches):
+            if number < num_microbatches - 1:
+                with booster.no_sync(model):
+                    booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
+            else:
+                booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
+        optimizer.step()
+    params = list(model.parameters())
+    held = [param for group in optimizer.param_groups for param in group["params"]]
+    in_model = {param.untyped_storage().data_ptr() for param in params}
+    masters = [param for param in held if param.untyped_storage().data_ptr() not in in_model]
+    states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    known = {tensor.untyped_storage().data_ptr() for tensor in (*params, *masters, *states)}
+    time.sleep(0.1)  # the thread that has sent a bucket lets go of it a moment after everybody has waited
+    gc.collect()
+    rest = [
+        tensor
+        for tensor in gc.get_objects()
+        if isinstance(tensor, torch.Tensor)
+        and tensor.is_floating_point()
+        and tensor.numel() > 1
+        and tensor.untyped_storage().data_ptr() not in known
+    ]
+    gpc.destroy()
+    return Bytes(
+        storage_bytes(params) / num_params,
+        storage_bytes(rest) / num_params,  # whatever there is beside
+        storage_bytes([*masters, *states]) / num_params,
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("precision", "num_microbatches"), [("bf16", 1), ("bf16", 3), ("fp32", 1)])
+def test_bytes_per_rank(num_ranks: int, stage: int, precision: str, num_microbatches: int) -> None:
+    element, state = (2, 12) if precision == "bf16" else (4, 8)
+    grads = element if stage == 1 else element / num_ranks
+    for found in run_ranks(measure, num_ranks, stage, precision, num_microbatches):
+        assert tuple(found) == pytest.approx((element, grads, state / num_ranks), rel=0.05)
+
+
+def sent(stage: int, num_microbatches: int) -> tuple[float, float, float, int]:
+    colossalai.launch_from_torch({}, verbose=False)
+    booster = Booster(plugin=LowLevelZeroPlugin(stage, precision="fp32", reduce_bucket_size_in_m=0.02))
+    model = build()
+    num_params = sum(param.numel() for param in model.parameters())
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    with ledger() as book:
+        for _ in range(num_microbatches - 1):
+            with booster.no_sync(model):
+                booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
+        quiet = book.num_bytes()
+        booster.backward(model(torch.ones(2, WIDTH)).square().mean(), optimizer)
+        optimizer.step()
+    unit = 4 * num_params
+    gpc.destroy()
+    return (
+        quiet / unit,
+        book.num_bytes("reduce_scatter") / unit,
+        book.num_bytes("all_gather") / unit,
+        int(book.num_bytes("all_reduce")),
+    )
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize(("stage", "num_microbatches"), [(1, 1), (1, 3), (2, 1), (2, 3)])
+def test_bytes_sent(num_ranks: int, stage: int, num_microbatches: int) -> None:
+    """2 Psi in all, on a ring of n ranks (n-1)/n of that; with stage 2 gradients once per microbatch."""
+    share = (num_ranks - 1) / num_ranks
+    rounds = num_microbatches if stage == 2 else 1
+    for quiet, scattered, gathered, marks in run_ranks(sent, num_ranks, stage, num_microbatches):
+        assert scattered == pytest.approx(rounds * share)
+        assert gathered == pytest.approx(share)
+        assert marks == 2 * share * 8  # one byte for each of 8 parameters
+        assert quiet <= (rounds - 1) * share
+        assert (quiet == 0) == (rounds == 1)

@@ -1,0 +1,275 @@
+"""ZeRO without Booster: several optimizers of one model, several models, the shapes of a loop."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+from colossalai.booster import Booster
+from colossalai.booster.plugin import TorchDDPPlugin
+from colossalai.core import global_context as gpc
+from colossalai.zero import LowLevelZeroOptimizer, zero_model_wrapper, zero_optim_wrapper
+from tests.ranks import run_ranks
+from tests.zero.training import Net, adamw, assert_same, batch_of, plugin
+
+pytestmark = pytest.mark.dist
+
+SMALL = 0.0003  # MB
+
+
+def launch() -> tuple[int, int]:
+    colossalai.launch_from_torch({}, verbose=False)
+    replicas = gpc.mesh.axis("dp")
+    return replicas.size, replicas.rank
+
+
+def models(build: Callable[[], nn.Module] = Net) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model = build().double()
+    return model, copy.deepcopy(model)
+
+
+def two_optimizers(stage: int) -> None:
+    """One for the first layer, one for the rest, at their own pace."""
+    size, rank = launch()
+    model, twin = models()
+
+    def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+        rest = [param for name, param in model.named_parameters() if not name.startswith("first")]
+        return [
+            torch.optim.SGD(model.first.parameters(), lr=0.1, momentum=0.9),
+            torch.optim.Adam(rest, lr=0.05),
+        ]
+
+    plain = optimizers(twin)
+    raw = optimizers(model)
+    model = zero_model_wrapper(model, stage, precision="fp32", bucket_cap_mb=SMALL)
+    cut = [zero_optim_wrapper(model, optimizer) for optimizer in raw]
+    assert all(isinstance(optimizer, LowLevelZeroOptimizer) for optimizer in cut)
+    for step in range(4):
+        for optimizer in (*plain, *cut):
+            optimizer.zero_grad()
+        twin(batch_of(step)).square().mean().backward()
+        cut[0].backward(model(batch_of(step).chunk(size)[rank]).square().mean())
+        for optimizer in (*plain, *cut)[step % 2 :: 2] if step else (*plain, *cut):
+            optimizer.step()
+        assert_same(model, twin, step)
+    gpc.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_two_optimizers_of_one_model(stage: int) -> None:
+    run_ranks(two_optimizers, 2, stage)
+
+
+def adversaries(stage: int) -> None:
+    """Two models; the backward of one leaves gradients in the other, too."""
+    size, rank = launch()
+    torch.manual_seed(0)
+    pair = [nn.Linear(5, 5).double(), nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()]
+    twins = [copy.deepcopy(model) for model in pair]
+
+    def play(maker, judge, maker_optimizer, judge_optimizer, backward, x) -> None:
+        judge_optimizer.zero_grad()
+        made = maker(x)
+        backward(judge_optimizer, judge(x).mean() - judge(made.detach()).mean())
+        judge_optimizer.step()
+        maker_optimizer.zero_grad()
+        backward(maker_optimizer, judge(made).mean())
+        maker_optimizer.step()
+
+    plain = [adamw(model) for model in twins]
+    booster = Booster(plugin=plugin(stage))
+    boosted = [booster.boost(model, adamw(model))[:2] for model in pair]
+    for step in range(3):
+        x = batch_of(step)
+        play(*twins, *plain, lambda optimizer, loss: loss.backward(), x)
+        part = x.chunk(size)[rank]
+        (maker, made_by), (judge, judged_by) = boosted
+        play(maker, judge, made_by, judged_by, lambda optimizer, loss: optimizer.backward(loss), part)
+        for (model, _), twin in zip(boosted, twins, strict=True):
+            assert_same(model, twin, step)
+    gpc.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_two_models_that_play_against_each_other(stage: int) -> None:
+    run_ranks(adversaries, 2, stage)
+
+
+def loops(stage: int) -> None:  # noqa: PLR0915 - one run
+    """Several backwards before a step, with and without no_sync; a backward that is thrown away; closures."""
+    size, rank = launch()
+    model, twin = models()
+    booster = Booster(plugin=plugin(stage))
+    plain = adamw(twin)
+    model, optimizer, *_ = booster.boost(model, adamw(model))
+
+    def loss(model: nn.Module, step: int, whole: bool) -> torch.Tensor:
+        x = batch_of(step)
+        return model(x if whole else x.chunk(size)[rank]).square().mean()
+
+    def check(step: int) -> None:
+        plain.step()
+        optimizer.step()
+        assert_same(model, twin, step)
+        plain.zero_grad()
+        optimizer.zero_grad()
+
+    for step in range(2):  # no no_sync: each backward averages
+        loss(twin, step, True).backward()
+        booster.backward(loss(model, step, False), optimizer)
+    check(0)
+    for step in range(3):  # averaged, then not, then averaged
+        loss(twin, step, True).backward()
+        if step == 1:
+            with booster.no_sync(model):
+                booster.backward(loss(model, step, False), optimizer)
+        else:
+            booster.backward(loss(model, step, False), optimizer)
+    check(1)
+    booster.backward(loss(model, 5, False), optimizer)
+    optimizer.zero_grad()  # thrown away
+    loss(twin, 2, True).backward()
+    booster.backward(loss(model, 2, False), optimizer)
+    check(2)
+    loss(twin, 3, True).backward()  # only under no_sync
+    with booster.no_sync(model):
+        booster.backward(loss(model, 3, False), optimizer)
+    check(3)
+    both = [loss(twin, step, True) for step in (0, 1)]
+    parts = [loss(model, step, False) for step in (0, 1)]  # two forwards, then two backwards
+    for value in both:
+        value.backward()
+    for value in parts:
+        booster.backward(value, optimizer)
+    check(4)
+    loss(twin, 0, True).backward()
+    booster.backward(loss(model, 0, False), optimizer)
+    plain.step()
+    optimizer.step()
+    plain.zero_grad(set_to_none=False)
+    optimizer.zero_grad(set_to_none=False)
+    check(5)  # zero gradients: the averages of AdamW go on
+
+    def closure_of(optimizer, model, whole):
+        def closure():
+            optimizer.zero_grad()
+            value = loss(model, 6, whole)
+            value.backward() if whole else optimizer.backward(value)
+            return value
+
+        return closure
+
+    plain.step(closure_of(plain, twin, True))
+    optimizer.step(closure_of(optimizer, model, False))
+    assert_same(model, twin, 6)
+    gpc.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_shapes_of_a_loop(stage: int) -> None:
+    run_ranks(loops, 2, stage)
+
+
+class Normalized(nn.Module):
+    """A model whose buffers follow the batches of its rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+def batch_norm(stage: int) -> None:
+    """Statistics are those of each rank's batch, so what is compared is DDP."""
+    size, rank = launch()
+    runs = []
+    for chosen in (TorchDDPPlugin(), plugin(stage)):
+        booster = Booster(plugin=chosen)
+        model, _ = models(Normalized)
+        model, optimizer, *_ = booster.boost(model, adamw(model))
+        for step in range(3):
+            optimizer.zero_grad()
+            booster.backward(model(batch_of(step).chunk(size)[rank]).square().mean(), optimizer)
+            optimizer.step()
+        runs.append(model)
+    ours = runs[1]
+    assert_same(ours, runs[0].unwrap(), 2)
+    if rank == 0:  # under DDP the others get the buffers before the next forward only
+        for name, buffer in ours.unwrap().named_buffers():
+            torch.testing.assert_close(buffer, runs[0].unwrap().get_buffer(name), rtol=0, atol=1e-10)
+    means = [torch.empty(6, dtype=torch.float64) for _ in range(size)]
+    torch.distributed.all_gather(means, ours.unwrap().layers[1].running_mean)
+    assert torch.equal(means[0], means[1])
+    gpc.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_batch_normalization_is_that_of_ddp(stage: int) -> None:
+    run_ranks(batch_norm, 2, stage)
+
+
+def lr_scheduler() -> None:
+    """A scheduler that was built on the optimizer before the door goes on working, and so does a new one."""
+    size, rank = launch()
+    model, twin = models()
+    plain, raw = adamw(twin), adamw(model)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in (plain, raw)]
+    booster = Booster(plugin=plugin(1))
+    model, optimizer, _, _, schedulers[1] = booster.boost(model, raw, lr_scheduler=schedulers[1])
+    for step in range(3):
+        plain.zero_grad()
+        optimizer.zero_grad()
+        twin(batch_of(step)).square().mean().backward()
+        booster.backward(model(batch_of(step).chunk(size)[rank]).square().mean(), optimizer)
+        plain.step()
+        optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
+        assert_same(model, twin, step)
+    gpc.destroy()
+
+
+def test_a_scheduler() -> None:
+    run_ranks(lr_scheduler, 2)
+
+
+def refusals() -> None:
+    launch()
+    model = Net()
+    with pytest.raises(ValueError, match="zero_stage is 3"):
+        zero_model_wrapper(model, 3)
+    with pytest.raises(ValueError, match="gemini_config is for stage 3"):
+        zero_model_wrapper(model, 1, {"device": "cpu"})
+    with pytest.raises(ValueError, match="precision is 'int8'"):
+        zero_model_wrapper(model, precision="int8")
+    with pytest.raises(ValueError, match="stage is 0"):
+        zero_model_wrapper(model, 0)
+    with pytest.raises(ValueError, match="pass what zero_model_wrapper"):
+        zero_optim_wrapper(model, adamw(model))
+    wrapped = zero_model_wrapper(model)
+    with pytest.raises(ValueError, match="LBFGS"):
+        zero_optim_wrapper(wrapped, torch.optim.LBFGS(wrapped.parameters()))
+    sparse = nn.Embedding(4, 3, sparse=True)
+    booster = Booster(plugin=plugin(1))
+    model, optimizer, *_ = booster.boost(sparse, adamw(sparse))
+    with pytest.raises(ValueError, match="sparse=False"):
+        booster.backward(model(torch.tensor([1])).sum(), optimizer)
+    frozen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    frozen[0].requires_grad_(False)
+    model, optimizer, *_ = booster.boost(frozen, adamw(frozen))
+    frozen[0].requires_grad_(True)
+    booster.backward(model(torch.ones(1, 2)).sum(), optimizer)
+    with pytest.raises(ValueError, match="was frozen at the door"):
+        optimizer.step()
+    gpc.destroy()
+
+
+def test_what_cannot_be_is_refused() -> None:
+    run_ranks(refusals, 1)
