@@ -14,6 +14,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 ALIASES: Mapping[str, str] = {
+    "colossalai.amp.apex_amp": "colossalai.amp._amp_type",
     "colossalai.builder.pipeline": "colossalai.builder._pipeline",
     "colossalai.cluster.dist_coordinator": "colossalai.cluster._dist_coordinator",
     "colossalai.constants": "colossalai.context._group_initializer",
@@ -29,6 +30,8 @@ ALIASES: Mapping[str, str] = {
     "colossalai.nn.layer.parallel_3d": "colossalai.nn.layer._batch",
     "colossalai.nn.layer.utils": "colossalai.nn.layer._divide",
     "colossalai.nn.layer.wrapper": "colossalai.pipeline._shared",
+    "colossalai.nn.optimizer.cpu_adam": "colossalai.nn.optimizer._cpu_adam",
+    "colossalai.nn.optimizer.hybrid_adam": "colossalai.nn.optimizer._hybrid_adam",
     "colossalai.pipeline.pipelinable": "colossalai.pipeline._pipelinable",
     "colossalai.pipeline.utils": "colossalai.pipeline._partition",
     "colossalai.utils.activation_checkpoint": "colossalai.runtime._recompute",

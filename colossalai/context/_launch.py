@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from colossalai.cluster._ports import port_holder
 from colossalai.context._config import ConfigException
+from colossalai.context._ending import let_gloo_threads_rest
 from colossalai.context._layout import parse_layout
 from colossalai.context._parallel_context import global_context
 from colossalai.context._parallel_mode import ParallelMode
@@ -214,6 +215,7 @@ def _destroy_at_exit() -> None:
     """
     if getattr(sys, "last_type", None) is None:
         global_context.destroy()
+        let_gloo_threads_rest()
 
 
 def _check_arguments(rank: int, world_size: int, port: int, timeout: float) -> None:

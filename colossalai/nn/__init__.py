@@ -61,5 +61,10 @@ from colossalai.nn.metric import Accuracy as Accuracy
 from colossalai.nn.metric import Accuracy2D as Accuracy2D
 from colossalai.nn.metric import Accuracy2p5D as Accuracy2p5D
 from colossalai.nn.metric import Accuracy3D as Accuracy3D
+from colossalai.nn.optimizer import CPUAdam as CPUAdam
+from colossalai.nn.optimizer import FusedAdam as FusedAdam
+from colossalai.nn.optimizer import FusedLAMB as FusedLAMB
+from colossalai.nn.optimizer import FusedSGD as FusedSGD
+from colossalai.nn.optimizer import HybridAdam as HybridAdam
 from colossalai.nn.optimizer import Lamb as Lamb
 from colossalai.nn.optimizer import Lars as Lars

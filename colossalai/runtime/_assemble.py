@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp import Masters, OptimizerWrapper, StandIns, apply_precision
+from colossalai.amp import Masters, OptimizerWrapper, StandIns, apply_precision, refuse_misfit
 from colossalai.checkpoint_io import parameter_names
 from colossalai.context import Axis, Mesh, ParallelContext, ParallelMode, get_seeds, set_mode
 from colossalai.logging import get_dist_logger
@@ -170,11 +170,7 @@ def _check(model: nn.Module, optimizer: Optimizer | None) -> None:
 
 def _convert(plan: Plan, model: nn.Module, replicas: Axis) -> Masters:
     """Bring the model to the precision of the plan, and return the float32 masters that it then needs."""
-    if plan.precision.has_masters and plan.data.shards_parameters:
-        raise ValueError(
-            "float32 masters of the weights and sharded parameters cannot be combined: with naive float16 "
-            "use data parallelism, or with sharded parameters the precision 'fp16' or 'bf16'"
-        )
+    refuse_misfit(plan.precision, shards_parameters=plan.data.shards_parameters)
     # Torch's DistributedDataParallel reduces gradients in the dtype of the parameters only.
     # Under ZeRO they have its size, too, which is what the memory of gradients is reckoned with.
     ddp = isinstance(plan.data, Replicated) and replicas.size > 1

@@ -112,6 +112,17 @@ def test_one_rank(name):
     run_ranks(one_rank, 1, name)
 
 
+def kept_losses():
+    executor = executor_of([Stage()], launch(1))
+    result = executor.run(data(), compute_loss=lambda output, _: nn.functional.mse_loss(output, output * 2))
+    gpc.destroy()
+    return [loss.untyped_storage().nbytes() for loss in result.losses]
+
+
+def test_a_loss_keeps_nothing_but_its_number():
+    assert run_ranks(kept_losses, 1) == [[8] * 4]
+
+
 def frozen_for_a_while():
     """Whether an output requires a gradient changes from step to step, and all later stages have to know."""
     axis = launch(3)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import colossalai
+from colossalai.amp import ApexPrecision
 from colossalai.context import Config, ConfigException, Mesh
 from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import Bucketed, FullySharded, Replicated, Unsynchronized
@@ -81,8 +82,7 @@ def test_plans_from_configs():
     assert isinstance(Plan.from_config(Config(gradient_handlers=[])).data, Replicated)
     for stage in (1, 2):
         assert Plan.from_config(Config(zero={"stage": stage})).data == ZeroReplicas(stage=stage)
-    with pytest.raises(ConfigException, match="APEX is not there yet"):
-        Plan.from_config(Config(fp16={"mode": "apex"}))
+    assert Plan.from_config(Config(fp16={"mode": "apex"})).precision == ApexPrecision()
 
 
 def test_plans_of_pipelines():

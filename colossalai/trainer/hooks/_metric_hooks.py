@@ -91,7 +91,7 @@ class AccuracyHook(MetricHook):
         Raises:
             ValueError: There is a loss, but no output to look at.
         """
-        output, label, loss = results
+        output, label, _ = results
         if not trainer.engine.sees_output:
             return
         if output is None:

@@ -1,0 +1,39 @@
+"""The end of a process that has communicated with gloo.
+
+[Note: gloo threads at exit]
+A thread of a gloo group may still hold the last reference to an operation that this process has seen
+complete, and with it tensors. To drop them it needs Python's lock, and a thread that asks for the lock while
+the interpreter ends is ended by force, which aborts the process ("terminate called without an active
+exception", exit code 134). A group joins its threads when it is freed, but anybody may hold a group (DDP
+does). So before the interpreter ends we give up the lock until all of these threads sleep.
+"""
+
+import time
+from pathlib import Path
+
+_THREAD_NAMES = ("pt_gloo", "gloo_")
+_LIMIT_S = 2.0  # a thread that is busy for so long is not merely letting go of something
+_PAUSE_S = 0.002
+
+
+def let_gloo_threads_rest() -> None:
+    """Wait until no gloo thread of this process is running; see [Note: gloo threads at exit]."""
+    end = time.monotonic() + _LIMIT_S
+    restful = 0
+    while restful < 2 and time.monotonic() < end:
+        time.sleep(_PAUSE_S)  # gives up the lock
+        restful = 0 if any(state != "S" for state in _gloo_thread_states()) else restful + 1
+
+
+def _gloo_thread_states() -> list[str]:
+    """Return the states of the gloo threads, as Linux names them; none where it does not say."""
+    states = []
+    for task in Path("/proc/self/task").glob("*"):
+        try:
+            name = (task / "comm").read_text()
+            stat = (task / "stat").read_text()
+        except OSError:  # the thread has ended
+            continue
+        if name.startswith(_THREAD_NAMES):
+            states.append(stat.rpartition(")")[2].split()[0])
+    return states
