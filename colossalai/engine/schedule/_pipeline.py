@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PipelineSchedule(BaseSchedule):
-    """Runs a batch in microbatches through the stages; 1F1B (one forward, one backward) if not told otherwise.
+    """Runs a batch in microbatches through the stages; 1F1B (one forward, one backward) by default.
 
     Every stage reads the same batches. The first one takes the data as a model without a pipeline does; each
     later one takes what the stage before returned, and of data that is a dict the entries that its `forward`
