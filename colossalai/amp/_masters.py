@@ -200,13 +200,13 @@ def _params_of(optimizer: Optimizer) -> list[nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-@torch.no_grad()
 def _keeps_its_own(param: nn.Parameter, optimizer: Optimizer) -> bool:
     """Whether an optimizer updates a master of its own for a parameter of low precision."""
     is_low = param.dtype in (torch.float16, torch.bfloat16)
     return is_low and getattr(optimizer, "keeps_masters", False)
 
 
+@torch.no_grad()
 def _take_from_state(param: nn.Parameter, optimizer: Optimizer) -> None:
     state = optimizer.state.get(param, {})
     if STATE_KEY not in state or _keeps_its_own(param, optimizer):
