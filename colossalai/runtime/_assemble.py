@@ -93,33 +93,48 @@ def assemble(
     wrapped = None
     if optimizer is not None:
         _follow_replaced_params(optimizer, model, names)
-        wrapped = OptimizerWrapper(
-            optimizer,
-            scaler=plan.precision.make_scaler(),
-            group=mesh.group(tuple(mesh.axes)),
-            param_names=_param_names(model, plan),
-            masters=_stand_in(plan, applied, optimizer, masters, replicas),
-            before_step=plan.precision.before_step,
-            max_norm=plan.clip_grad_norm,
-            norm_type=plan.clip_norm_type,
-            stages=None if plan.pipeline is None else mesh.group("pp"),
-            counts=None if plan.pipeline is None else _is_counted,
-        )
+        stand_ins = _stand_in(plan, applied, optimizer, masters, replicas)
+        wrapped = _wrap_optimizer(plan, model, optimizer, stand_ins, mesh)
     in_force = ParallelMode.DATA if replicas.size == mesh.axis_size("dp") else ParallelMode.TENSOR
     if in_force in get_seeds():
         set_mode(in_force)
-    pipeline = None
-    if plan.pipeline is not None:
-        pipeline = Pipeline(
-            model,
-            options=plan.pipeline,
-            axis=mesh.axis("pp"),
-            tensor_axis=tensor_axis,
-            device=device,
-            precision=plan.precision,
-            data=plan.data,
-        )
+    pipeline = _make_pipeline(plan, model, mesh=mesh, tensor_axis=tensor_axis, device=device)
     return ModelWrapper(model, applied, plan.data, pipeline=pipeline), wrapped
+
+
+def _wrap_optimizer(
+    plan: Plan, model: nn.Module, optimizer: Optimizer, stand_ins: StandIns, mesh: Mesh
+) -> OptimizerWrapper:
+    """Return the optimizer with loss scale, clipping, and what all ranks decide together."""
+    return OptimizerWrapper(
+        optimizer,
+        scaler=plan.precision.make_scaler(),
+        group=mesh.group(tuple(mesh.axes)),
+        param_names=_param_names(model, plan),
+        masters=stand_ins,
+        before_step=plan.precision.before_step,
+        max_norm=plan.clip_grad_norm,
+        norm_type=plan.clip_norm_type,
+        stages=None if plan.pipeline is None else mesh.group("pp"),
+        counts=None if plan.pipeline is None else _is_counted,
+    )
+
+
+def _make_pipeline(
+    plan: Plan, model: nn.Module, *, mesh: Mesh, tensor_axis: Axis | None, device: torch.device
+) -> Pipeline | None:
+    """Return what runs a batch through the stages, None without a pipeline."""
+    if plan.pipeline is None:
+        return None
+    return Pipeline(
+        model,
+        options=plan.pipeline,
+        axis=mesh.axis("pp"),
+        tensor_axis=tensor_axis,
+        device=device,
+        precision=plan.precision,
+        data=plan.data,
+    )
 
 
 def _stand_in(

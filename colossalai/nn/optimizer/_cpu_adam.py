@@ -1,57 +1,9 @@
 """HybridAdam under its older name."""
 
-from pathlib import Path
-
-from torch import Tensor
-from torch.optim.optimizer import ParamsT
-
-from colossalai.nn.optimizer._adam import Adam, disk_offload
-from colossalai.nn.optimizer._disk import DiskOptions
+from colossalai.nn.optimizer._hybrid_adam import HybridAdam
 from colossalai.registry import OPTIMIZERS
 
 
 @OPTIMIZERS.register_module
-class CPUAdam(Adam):
-    """The same as HybridAdam: torch's fused kernels leave nothing that would be special to a CPU.
-
-    Args:
-        model_params: Parameters, or groups of them with their own options.
-        lr: Learning rate.
-        bias_correction: Whether the averages, which start at 0, are corrected for it.
-        betas: Rates of the running averages of the gradient and of its square.
-        eps: Added to the denominator.
-        weight_decay: Weight decay.
-        adamw_mode: Whether the decay is decoupled as in AdamW, and not a part of the gradient.
-        nvme_offload_fraction: The fraction of the states that is in files.
-        nvme_offload_dir: Where those files go, in a private folder; None for the system's temporary folder.
-        nvme_options: How they are read and written.
-
-    Raises:
-        ValueError: An option is out of range.
-        OSError: The folder for the states cannot be made.
-    """
-
-    def __init__(
-        self,
-        model_params: ParamsT,
-        lr: float | Tensor = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        adamw_mode: bool = True,
-        nvme_offload_fraction: float = 0.0,
-        nvme_offload_dir: str | Path | None = None,
-        *,
-        nvme_options: DiskOptions = DiskOptions(),  # noqa: B008 - frozen
-    ) -> None:
-        super().__init__(
-            model_params,
-            lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            decoupled_weight_decay=adamw_mode,
-            offload=disk_offload(nvme_offload_fraction, nvme_offload_dir, nvme_options),
-        )
+class CPUAdam(HybridAdam):
+    """`HybridAdam`: torch's fused kernels leave nothing that would be special to a CPU."""
