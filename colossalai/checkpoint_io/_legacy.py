@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._agreement import on_every_rank
 from colossalai.checkpoint_io._atomic import atomic_file
+from colossalai.checkpoint_io._gathering import gather_on_writer
 from colossalai.checkpoint_io._lr_scheduler import Stateful, read_plain
 from colossalai.checkpoint_io._model_loading import ModelLoading, module_names, plan_model_loading
 from colossalai.checkpoint_io._model_store import MODEL, model_store
@@ -25,8 +26,8 @@ from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, opened, optimiz
 from colossalai.checkpoint_io._parts import names_elsewhere
 from colossalai.checkpoint_io._staging import staged
 from colossalai.checkpoint_io._store import Store
+from colossalai.checkpoint_io._store_reading import store_of
 from colossalai.checkpoint_io._store_writing import total_bytes
-from colossalai.checkpoint_io._tensors import gather_on_writer
 from colossalai.checkpoint_io._tree import plain, with_own_memory
 from colossalai.checkpoint_io._weight_file import write_torch
 
@@ -118,11 +119,11 @@ def load_checkpoint(
         if missing:
             raise ValueError(f"{path} holds no {listed(missing)}; there is {listed(map(str, content))}")
         weights = plan_model_loading(
-            model, MODEL.split(content["model"]), source=str(path), strict=strict, elsewhere=elsewhere
+            model, store_of(content["model"], MODEL), source=str(path), strict=strict, elsewhere=elsewhere
         )
         if optimizer is None:
             return content, weights, None
-        store = OPTIMIZER.split(content["optimizer"])
+        store = store_of(content["optimizer"], OPTIMIZER)
         return (
             content,
             weights,

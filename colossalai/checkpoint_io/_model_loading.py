@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from colossalai.checkpoint_io._entries import Entry, Stored
+from colossalai.checkpoint_io._held import copy_into, new_like, whole_shape
 from colossalai.checkpoint_io._model_store import stored_values
 from colossalai.checkpoint_io._names import LoadReport, common_prefix, listed
 from colossalai.checkpoint_io._parts import prefix_of, tied_names
 from colossalai.checkpoint_io._store import Store, names_by_tensor
-from colossalai.checkpoint_io._tensors import copy_into, new_like, whole_shape
 from colossalai.checkpoint_io._tree import with_own_memory
 from colossalai.logging import get_dist_logger
 
@@ -22,20 +23,20 @@ class ModelLoading:
 
     Attributes:
         module: The model.
-        copies: Its own tensors that will be overwritten, each with its new full value.
+        copies: Its own tensors that will be overwritten, each with its new value.
         computed: Values that only the module itself can take in: extra state, and what its hooks made up.
         report: What did not fit.
     """
 
     module: nn.Module
-    copies: list[tuple[torch.Tensor, torch.Tensor]]
+    copies: list[tuple[torch.Tensor, Stored]]
     computed: dict[str, Any]
     report: LoadReport
 
     def apply(self) -> None:
         """Overwrite the model; no communication."""
-        for target, full in self.copies:
-            copy_into(target, full)
+        for target, stored in self.copies:
+            copy_into(target, stored)
         if self.computed:
             self.module.load_state_dict(self.computed, strict=False)
         if not self.report.is_clean:
@@ -123,15 +124,15 @@ def _under_other_names(state: Mapping[str, Any], stored: Mapping[str, Any]) -> d
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
-    return whole_shape(value) if isinstance(value, torch.Tensor) else None
+    return whole_shape(value) if isinstance(value, torch.Tensor | Entry) else None
 
 
 def _dtype(value: Any) -> torch.dtype | None:
-    return value.dtype if isinstance(value, torch.Tensor) else None
+    return value.dtype if isinstance(value, torch.Tensor | Entry) else None
 
 
 def _kind(value: Any) -> str:
-    return f"{whole_shape(value)} {value.dtype}" if isinstance(value, torch.Tensor) else "no tensor"
+    return f"{whole_shape(value)} {value.dtype}" if isinstance(value, torch.Tensor | Entry) else "no tensor"
 
 
 def _torn(groups: Mapping[str, list[str]], stored: Mapping[str, Any]) -> Iterator[str]:
@@ -144,13 +145,15 @@ def _torn(groups: Mapping[str, list[str]], stored: Mapping[str, Any]) -> Iterato
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    if first is second or _shape(first) is None or _shape(second) is None:
-        return first is second
-    return first.data_ptr() == second.data_ptr() or torch.equal(first, second)
+    if isinstance(first, Stored) and isinstance(second, Stored):
+        return first.is_same_as(second)
+    return first is second
 
 
 def _own(stored: Any, here: Any) -> Any:
-    return new_like(stored, here) if isinstance(here, torch.Tensor) else with_own_memory(stored)
+    if isinstance(stored, Stored) and isinstance(here, torch.Tensor):
+        return new_like(stored, here)
+    return with_own_memory(stored)
 
 
 def _refuse_meta(state: Mapping[str, Any]) -> None:

@@ -6,10 +6,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from colossalai.checkpoint_io._entries import Entry
 from colossalai.checkpoint_io._index import Stems
 from colossalai.checkpoint_io._parts import merge_by_name, prefix_of, with_other_ranks
 from colossalai.checkpoint_io._store import Kind, Store
 from colossalai.checkpoint_io._tree import pack, unpack
+
+_OTHERS = "extra state"  # under it are the values that are not tensors
 
 
 def model_store(module: nn.Module, *, prefix: str = "") -> Store:
@@ -19,21 +22,21 @@ def model_store(module: nn.Module, *, prefix: str = "") -> Store:
     """
     # keep_vars: the parameters themselves, by whose identity tied ones are known.
     state = {prefix_of(module) + name: value for name, value in module.state_dict(keep_vars=True).items()}
-    state = with_other_ranks(state, state, merge_by_name)
-    return _as_store({prefix + name: value for name, value in state.items()})
+    values = {prefix + name: value for name, value in state.items()}
+    return with_other_ranks(values, merge=merge_by_name, as_store=_as_store)
 
 
 def stored_values(store: Store) -> dict[str, Any]:
     """Return the values of the state dict that a store was made of."""
     others = unpack(store.tree, store.tensors) if store.tree is not None else {}
-    inner = {id(tensor) for tensor in pack(others)[1].values()}
-    return {name: tensor for name, tensor in store.tensors.items() if id(tensor) not in inner} | others
+    inner = pack(others, at=_OTHERS)[1].keys()
+    return {name: tensor for name, tensor in store.tensors.items() if name not in inner} | others
 
 
 def _as_store(values: Mapping[str, Any]) -> Store:
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor | Entry)}
     others = {name: value for name, value in values.items() if name not in tensors}
-    tree, inner = pack(others, at="extra state")
+    tree, inner = pack(others, at=_OTHERS)
     return Store(tensors | inner, tree if others else None)
 
 

@@ -9,19 +9,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._agreement import on_every_rank
+from colossalai.checkpoint_io._entries import Stored
+from colossalai.checkpoint_io._held import is_cut_by_spec, new_replicated, new_state, whole_shape
 from colossalai.checkpoint_io._names import common_prefix, listed
 from colossalai.checkpoint_io._optimizer_store import (
     ParamNames,
     hyper_parameters,
     named_parameters,
-    states_of_other_shape,
     stored_content,
 )
 from colossalai.checkpoint_io._parts import names_elsewhere
 from colossalai.checkpoint_io._store import Store
-from colossalai.checkpoint_io._tensors import is_cut_by_spec, new_like, new_replicated, whole_shape
 from colossalai.checkpoint_io._tree import pack, unpack, with_own_memory
 from colossalai.logging import get_dist_logger
+from colossalai.tensor import range_of_states
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,9 @@ class OptimizerLoading:
         for group, hyper in zip(self.optimizer.param_groups, self.groups, strict=True):
             group.update(with_own_memory(hyper))
             for parameter in group["params"]:
-                if parameter in self.states:
-                    self.optimizer.state[parameter] = _placed(self.states[parameter], parameter, group)
+                placed = _placed(self.states.get(parameter, {}), parameter, group)
+                if placed:
+                    self.optimizer.state[parameter] = placed
 
 
 def optimizer_names_elsewhere(optimizer: Optimizer, param_names: ParamNames) -> frozenset[str]:
@@ -167,22 +169,32 @@ def _state_misfits(
     """Yield the states of which it is not known how to cut them."""
     for name, state in states.items():
         if name in named and is_cut_by_spec(named[name]):
-            strange = states_of_other_shape(pack(state)[1], whole_shape(named[name]))
+            strange = [
+                f"{key} {stored.shape}"
+                for key, stored in pack(state)[1].items()
+                if stored.shape and stored.shape != whole_shape(named[name])
+            ]
             if strange:
                 yield f"{name} is a tensor-parallel slice, and it is not known how to cut {listed(strange)}"
 
 
 def _placed(state: Mapping[str, Any], parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state with tensors cut and placed where the optimizer expects them."""
-    tree, tensors = pack(state)
-    return unpack(tree, {key: _place(key, full, parameter, group) for key, full in tensors.items()})
+    """Return what this rank has of a parameter's state, placed where the optimizer expects it."""
+    part = range_of_states(parameter)
+    if part is not None and part.numel == 0:
+        return {}
+    tree, tensors = pack(dict(state))
+    found: dict[str, Any] = unpack(
+        tree, {key: _place(key, stored, parameter, group) for key, stored in tensors.items()}
+    )
+    return found
 
 
-def _place(key: str, full: torch.Tensor, parameter: nn.Parameter, group: Mapping[str, Any]) -> torch.Tensor:
+def _place(key: str, stored: Stored, parameter: nn.Parameter, group: Mapping[str, Any]) -> torch.Tensor:
     if key == "step":
         # torch's optimizers count on the host unless the whole update runs on the device.
         on_device = group.get("capturable") or group.get("fused")
-        return full.to(parameter.device if on_device else "cpu", copy=True)
-    if tuple(full.shape) == whole_shape(parameter):
-        return new_like(full, parameter)
-    return new_replicated(full, parameter)
+        return stored.whole().to(parameter.device if on_device else "cpu")
+    if stored.shape == whole_shape(parameter):
+        return new_state(stored, parameter)
+    return new_replicated(stored, parameter)

@@ -18,11 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp import OptimizerWrapper
+from colossalai.checkpoint_io._held import follows, held_state, is_cut_by_spec, whole_shape
 from colossalai.checkpoint_io._index import Stems
 from colossalai.checkpoint_io._names import listed
 from colossalai.checkpoint_io._parts import merge_by_name, prefix_of, tied_names, with_other_ranks
 from colossalai.checkpoint_io._store import Kind, Store
-from colossalai.checkpoint_io._tensors import cut_as, is_cut_by_spec, whole_shape
 from colossalai.checkpoint_io._tree import pack, unpack
 
 ParamNames = Mapping[nn.Parameter, str]
@@ -118,38 +118,29 @@ def optimizer_store(optimizer: Optimizer, param_names: ParamNames, *, prefix: st
         "other_state": {key: item for key, item in state.items() if not isinstance(key, torch.Tensor)},
         "optimizer": type(optimizer).__name__,
     }
-    return _as_store(with_other_ranks(own, named, _merge))
+    return with_other_ranks(own, merge=_merge, as_store=_as_store)
 
 
 def state_as_cut(state: Mapping[str, Any], param: nn.Parameter, *, name: str) -> dict[str, Any]:
-    """Return the state of a parameter, in which the tensors that follow the parameter's spec carry it.
-
-    Those of the shape of this rank's slice do, numbers are the same on all ranks.
+    """Return the state of a parameter with what this rank holds of its tensors in their places.
 
     Raises:
-        ValueError: There is a tensor of another shape beside a slice; it is named.
+        ValueError: The parameter is a tensor-parallel slice, and a tensor is of another shape; it is named.
     """
-    if not is_cut_by_spec(param):
-        return dict(state)
     tree, tensors = pack(dict(state))
-    strange = states_of_other_shape(tensors, tuple(param.shape))
-    if strange:
-        raise ValueError(
-            f"the state of {name!r}, a tensor-parallel slice of shape {tuple(param.shape)}, holds "
-            f"{listed(strange)}: only states of the slice's shape, and numbers, can be saved"
-        )
-    cut = {key: cut_as(tensor, param) if tensor.ndim else tensor for key, tensor in tensors.items()}
-    unpacked: dict[str, Any] = unpack(tree, cut)
-    return unpacked
-
-
-def states_of_other_shape(tensors: Mapping[str, torch.Tensor], shape: tuple[int, ...]) -> list[str]:
-    """Return, with their shapes, the states that are neither numbers nor of the shape of their parameter."""
-    return [
-        f"{key} {tuple(tensor.shape)}"
-        for key, tensor in tensors.items()
-        if tensor.ndim and tuple(tensor.shape) != shape
-    ]
+    if is_cut_by_spec(param):
+        strange = [
+            f"{key} {tuple(tensor.shape)}"
+            for key, tensor in tensors.items()
+            if tensor.ndim and not follows(tensor, param)
+        ]
+        if strange:
+            raise ValueError(
+                f"the state of {name!r}, a tensor-parallel slice of shape {tuple(param.shape)}, holds "
+                f"{listed(strange)}: only states of the slice's shape, and numbers, can be saved"
+            )
+    found: dict[str, Any] = unpack(tree, {key: held_state(tensor, param) for key, tensor in tensors.items()})
+    return found
 
 
 def stored_content(store: Store) -> dict[str, Any]:

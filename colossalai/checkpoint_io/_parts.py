@@ -1,15 +1,15 @@
-"""What all ranks hold together, where each holds another part of the model (a pipeline).
+"""What all ranks hold together, where each holds other tensors, or other parts of them.
 
-A checkpoint is of the whole. So before it is written, the ranks tell each other what they hold: names, shapes
-and dtypes, no values. What stands elsewhere is in the content of every rank as a tensor on the device "meta",
-and the lowest rank that holds it sends the values when the writer asks.
+A checkpoint is of the whole. So before it is written, the ranks tell each other what they hold: names,
+shapes, dtypes and boxes, no values. Then every rank knows the content of the checkpoint, and who has which
+part of it.
 
-Where all ranks have the same names (no pipeline) that is one exchange of a short text.
+Where all ranks hold the same, that is one exchange of a short text.
 """
 
 import hashlib
+import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,54 +17,51 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from colossalai.checkpoint_io._agreement import global_rank, num_ranks
-from colossalai.checkpoint_io._tensors import holder_of, set_holder, whole_shape
+from colossalai.checkpoint_io._agreement import num_ranks
+from colossalai.checkpoint_io._boxes import Box
+from colossalai.checkpoint_io._entries import Described, Entry, Held, Piece, Spread
+from colossalai.checkpoint_io._held import held
+from colossalai.checkpoint_io._store import Store
 
 _PREFIX = "checkpoint_prefix"
 _TIED_NAMES = "checkpoint_tied_names"
 
 Content = dict[str, Any]
 Merge = Callable[[Sequence[Content]], Content]
+AsStore = Callable[[Content], Store]
 
 
-def with_other_ranks(content: Content, names: Iterable[str], merge: Merge) -> Content:
-    """Return the content of all ranks together; collective.
+def with_other_ranks(content: Content, *, merge: Merge, as_store: AsStore) -> Store:
+    """Return the content of all ranks together as a store of `Spread` tensors; collective.
 
     Args:
-        content: What this rank holds: nested dicts and lists with tensors in them.
-        names: The names in it, by which it is seen whether all ranks hold the same.
+        content: What this rank holds: nested dicts and lists with tensors, or what is `Held` of them.
         merge: Makes one content out of those of all ranks, in their order. Where two have the same, the
             first one's is to be taken.
+        as_store: Takes a content apart; what stands for a tensor has the same name on all ranks.
     """
-    if not hold_different_names(names):
-        return content
-    here = global_rank()
-    contents: list[Content] = [{} for _ in range(num_ranks())]
-    dist.all_gather_object(contents, _described(content))
-    for rank, other in enumerate(contents):
-        tree_map_only(torch.Tensor, partial(set_holder, rank=rank), other)
-    merged = merge(contents)
-    # Own values take the places of their descriptions, also of those that a lower rank gave.
-    own = merge([content if rank == here else {} for rank in range(num_ranks())])
-    return _with_own(merged, own)
-
-
-def hold_different_names(names: Iterable[str]) -> bool:
-    """Return whether the ranks hold parts with different names; collective."""
-    if num_ranks() == 1:
-        return False
-    digests: list[str] = [""] * num_ranks()
-    dist.all_gather_object(digests, hashlib.sha256("\n".join(names).encode()).hexdigest())
-    return len(set(digests)) > 1
+    content = _held_entries(content)
+    own = as_store(content).tensors
+    everywhere = _exchange(tree_map_only(Held, _Once(_describe), content))
+    if everywhere is None:
+        ranks = tuple(range(num_ranks()))
+        return _replaced(
+            as_store(content),
+            {name: {piece.box: ranks for piece in entry.pieces} for name, entry in own.items()},
+            own,
+        )
+    tables = [as_store(part).tensors for part in everywhere]
+    merged = as_store(merge(everywhere))
+    ranks_of = {name: _ranks_of([table.get(name) for table in tables]) for name in merged.tensors}
+    return _replaced(merged, ranks_of, own)
 
 
 def names_elsewhere(names: Collection[str]) -> frozenset[str]:
     """Return the names that other ranks hold and this one does not; collective."""
-    if not hold_different_names(names):
+    held_names = _exchange(list(names))
+    if held_names is None:
         return frozenset()
-    held: list[list[str]] = [[] for _ in range(num_ranks())]
-    dist.all_gather_object(held, list(names))
-    return frozenset(name for other in held for name in other) - set(names)
+    return frozenset(name for other in held_names for name in other) - set(names)
 
 
 def merge_by_name(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -97,29 +94,66 @@ def tied_names(tensor: Any) -> tuple[str, ...]:
     return getattr(tensor, _TIED_NAMES, ())
 
 
-def _described(content: Content) -> Content:
-    """Return the content with tensors without values; what is one tensor stays one."""
-    described: dict[int, torch.Tensor] = {}
+def _exchange(value: Any) -> list[Any] | None:
+    """Return the values of all ranks, None if they are all the same; collective."""
+    if num_ranks() == 1:
+        return None
+    digests = [b""] * num_ranks()
+    dist.all_gather_object(digests, hashlib.sha256(pickle.dumps(value)).digest())
+    if len(set(digests)) == 1:
+        return None
+    values: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(values, value)
+    return values
 
-    def describe(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in described:
-            described[id(tensor)] = torch.empty(whole_shape(tensor), dtype=tensor.dtype, device="meta")
-        return described[id(tensor)]
 
-    return tree_map_only(torch.Tensor, describe, content)
+class _Once:
+    """Makes one thing for each object, however often it is asked.
+
+    Args:
+        make: Makes it.
+    """
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self._make = make
+        self._made: dict[int, tuple[Any, Any]] = {}  # with the object: its id stays its own
+
+    def __call__(self, key: Any) -> Any:
+        if id(key) not in self._made:
+            self._made[id(key)] = (key, self._make(key))
+        return self._made[id(key)][1]
 
 
-def _with_own(merged: Any, own: Any) -> Any:
-    """Return the merged content with this rank's tensors in the places of their descriptions."""
-    if isinstance(merged, torch.Tensor):
-        if isinstance(own, torch.Tensor):
-            return set_holder(own, holder_of(merged))
-        return merged
-    if isinstance(merged, dict):
-        mine = own if isinstance(own, dict) else {}
-        return {key: _with_own(value, mine.get(key)) for key, value in merged.items()}
-    if isinstance(merged, list | tuple):
-        fits = isinstance(own, list | tuple) and len(own) == len(merged)
-        others = own if fits else [None] * len(merged)
-        return type(merged)(_with_own(value, other) for value, other in zip(merged, others, strict=True))
-    return merged
+def _held_entries(content: Content) -> Content:
+    """Return the content with what this rank holds of its tensors in their places; tied ones stay one."""
+    return tree_map_only(torch.Tensor, _Once(held), content)
+
+
+def _describe(entry: Held) -> Described:
+    return Described(entry.shape, entry.dtype, tuple(piece.box for piece in entry.pieces))
+
+
+def _ranks_of(entries: Sequence[Described | None]) -> dict[Box, tuple[int, ...]]:
+    ranks: dict[Box, tuple[int, ...]] = {}
+    for rank, entry in enumerate(entries):
+        for box in entry.boxes if entry is not None else ():
+            ranks[box] = (*ranks.get(box, ()), rank)
+    return ranks
+
+
+def _replaced(
+    store: Store, ranks_of: Mapping[str, Mapping[Box, tuple[int, ...]]], own: Mapping[str, Held]
+) -> Store:
+    """Return a store with what all ranks hold of its tensors in their places; tied ones stay one."""
+    names: dict[int, str] = {}
+    spread: dict[str, Entry] = {}
+    for name, entry in store.tensors.items():
+        first = names.setdefault(id(entry), name)
+        if first != name:
+            spread[name] = spread[first]
+            continue
+        pieces: tuple[Piece, ...] = own[name].pieces if name in own else ()
+        spread[name] = Spread(
+            entry.shape, entry.dtype, ranks_of[name], {piece.box: piece.tensor for piece in pieces}
+        )
+    return Store(spread, store.tree)

@@ -6,11 +6,9 @@ file, where users expect the shape that `torch.save` of a state dict would give.
 there shall be.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from colossalai.checkpoint_io._index import Stems
 from colossalai.checkpoint_io._tree import Json
@@ -23,12 +21,12 @@ class Store:
     """The content of a checkpoint.
 
     Attributes:
-        tensors: By name. Full or cut (see `_tensors`) when they are to be saved, views of the files when they
-            were read.
+        tensors: By name: what all ranks hold of them (`Spread`) when they are to be saved, what can be read
+            of them (`Stored`) when they were.
         tree: The plain values, as `pack` makes them.
     """
 
-    tensors: dict[str, torch.Tensor]
+    tensors: dict[str, Any]
     tree: Json
 
 
@@ -62,7 +60,7 @@ class Layout:
     use_safetensors: bool = False
 
 
-def names_by_tensor(tensors: dict[str, torch.Tensor]) -> dict[str, list[str]]:
+def names_by_tensor(tensors: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the names of each tensor (a tied one has several), under the first of them."""
     names: dict[int, list[str]] = {}
     for name, tensor in tensors.items():

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from colossalai.checkpoint_io._agreement import global_rank, num_ranks, on_every_rank
+from colossalai.checkpoint_io._entries import Mapped, mapped
 from colossalai.checkpoint_io._index import find_weights, read_index
 from colossalai.checkpoint_io._names import listed
 from colossalai.checkpoint_io._store import TREE_KEY, Kind, Store
@@ -40,14 +41,24 @@ def read_store(path: Path, kind: Kind, *, is_verified: bool) -> Store:
         return _read_file(path, kind)
     index = read_index(path)
     _verify_part([path.parent / name for name in index.files], is_verified=is_verified)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Mapped] = {}
     for name in index.files:
-        shard = _read_shard(path.parent / name)
+        shard = {key: mapped(tensor) for key, tensor in _read_shard(path.parent / name).items()}
         lost = [key for key, home in index.weight_map.items() if home == name and key not in shard]
         if lost:
             raise ValueError(f"{path} says that {name} holds {listed(lost)}, which it does not")
         tensors |= shard
     return Store(tensors, index.metadata.get(TREE_KEY))
+
+
+def store_of(content: Any, kind: Kind) -> Store:
+    """Return the content of a torch file, whose tensors are views of it, as a store.
+
+    Raises:
+        ValueError: It is not of that kind.
+    """
+    store = kind.split(content)
+    return Store({name: mapped(tensor) for name, tensor in store.tensors.items()}, store.tree)
 
 
 def _verify_part(files: list[Path], *, is_verified: bool) -> None:
@@ -58,11 +69,13 @@ def _verify_part(files: list[Path], *, is_verified: bool) -> None:
 def _read_file(path: Path, kind: Kind) -> Store:
     if detect_format(path) is not Format.SAFETENSORS:
         try:
-            return kind.split(read_torch(path))
+            return store_of(read_torch(path), kind)
         except ValueError as error:
             raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
     tensors, header = read_safetensors(path)
-    return Store(tensors, json.loads(header.get(TREE_KEY, "null")))
+    return Store(
+        {name: mapped(tensor) for name, tensor in tensors.items()}, json.loads(header.get(TREE_KEY, "null"))
+    )
 
 
 def _read_shard(path: Path) -> dict[str, torch.Tensor]:

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from colossalai.checkpoint_io._atomic import atomic_file, atomic_folder
+from colossalai.checkpoint_io._gathering import gather_on_writer
 from colossalai.checkpoint_io._index import Index, index_text, plan_shards
 from colossalai.checkpoint_io._staging import Write, staged
 from colossalai.checkpoint_io._store import TREE_KEY, Kind, Layout, Store, names_by_tensor
-from colossalai.checkpoint_io._tensors import gather_on_writer, nbytes
 from colossalai.checkpoint_io._weight_file import write_safetensors, write_torch
 
 
@@ -67,7 +67,7 @@ def write_folder(write: Write, store: Store, kind: Kind, layout: Layout, *, subf
     """
     groups = names_by_tensor(store.tensors)
     plan = plan_shards(
-        {name: nbytes(store.tensors[name]) for name in groups}, size_per_shard=layout.size_per_shard
+        {name: store.tensors[name].nbytes for name in groups}, size_per_shard=layout.size_per_shard
     )
     weight_map: dict[str, str] = {}
     for number, first_names in enumerate(plan, start=1):
@@ -89,7 +89,7 @@ def write_folder(write: Write, store: Store, kind: Kind, layout: Layout, *, subf
 
 def total_bytes(store: Store) -> int:
     """Return the bytes of all full tensors, tied ones counted once."""
-    return sum(nbytes(store.tensors[name]) for name in names_by_tensor(store.tensors))
+    return sum(store.tensors[name].nbytes for name in names_by_tensor(store.tensors))
 
 
 def _write_shard(folder: Path, *, name: str, tensors: dict[str, torch.Tensor], layout: Layout) -> None:

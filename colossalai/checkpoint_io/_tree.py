@@ -18,16 +18,19 @@ from typing import Any
 import numpy as np
 import torch
 
+from colossalai.checkpoint_io._entries import Entry, Stored
+
 Json = Any
 # A subclass (an enum, say) could not be loaded again: it is stored as its base.
 _SCALARS: dict[type, Callable[[Any], Any]] = {bool: bool, int: int, float: float, str: str.__str__}
 
 
-def pack(value: Any, *, at: str = "") -> tuple[Json, dict[str, torch.Tensor]]:
+def pack(value: Any, *, at: str = "") -> tuple[Json, dict[str, Any]]:
     """Take a nested value apart.
 
     Args:
-        value: Scalars, lists, tuples, dicts and tensors, nested at will. Numpy's scalars become Python's.
+        value: Scalars, lists, tuples, dicts and tensors (or what stands for one), nested at will. Numpy's
+            scalars become Python's.
         at: A name for the whole; tensors are named after their place below it.
 
     Returns:
@@ -36,11 +39,11 @@ def pack(value: Any, *, at: str = "") -> tuple[Json, dict[str, torch.Tensor]]:
     Raises:
         ValueError: There is something else in it; the message says where.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, Any] = {}
     return _pack(value, at, tensors), tensors
 
 
-def unpack(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
+def unpack(tree: Json, tensors: Mapping[str, Any]) -> Any:
     """Put together what `pack` took apart.
 
     Raises:
@@ -74,11 +77,17 @@ def plain(value: Any, *, at: str) -> Any:
 def with_own_memory(value: Any) -> Any:
     """Return a nested value whose tensors are copies: no longer views of a file, say."""
     tree, tensors = pack(value)
-    return unpack(tree, {name: tensor.clone() for name, tensor in tensors.items()})
+    return unpack(
+        tree,
+        {
+            name: tensor.whole() if isinstance(tensor, Stored) else tensor.clone()
+            for name, tensor in tensors.items()
+        },
+    )
 
 
-def _pack(value: Any, at: str, tensors: dict[str, torch.Tensor]) -> Json:
-    if isinstance(value, torch.Tensor):
+def _pack(value: Any, at: str, tensors: dict[str, Any]) -> Json:
+    if isinstance(value, torch.Tensor | Entry):
         name = _unused(at, tensors)
         tensors[name] = value
         return {"tensor": name}
@@ -107,7 +116,7 @@ def _below(at: str, key: object) -> str:
     return f"{at}/{key}" if at else str(key)
 
 
-def _unused(name: str, taken: Mapping[str, torch.Tensor]) -> str:
+def _unused(name: str, taken: Mapping[str, Any]) -> str:
     while name in taken:
         name += "'"
     return name

@@ -1,5 +1,8 @@
 """Tensors that are cut over ranks: what a rank holds of them, and what holds for the whole."""
 
+from colossalai.tensor._flat_range import FlatRange as FlatRange
+from colossalai.tensor._flat_range import range_of_states as range_of_states
+from colossalai.tensor._flat_range import set_range_of_states as set_range_of_states
 from colossalai.tensor._norm import count_zero_grads as count_zero_grads
 from colossalai.tensor._norm import global_grad_norm as global_grad_norm
 from colossalai.tensor._norm import local_grads as local_grads

@@ -62,7 +62,7 @@ class ShardingSpec:
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """The global shape in torch's order."""
-        return tuple(self.shape[dim] for dim in self._stored_dims)
+        return tuple(self.shape[dim] for dim in self.stored_dims)
 
     @property
     def is_identity(self) -> bool:
@@ -109,7 +109,7 @@ class ShardingSpec:
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the global tensor in torch's order; collective as `gather`. It may be a view."""
-        return self.gather(tensor).permute(self._stored_dims)
+        return self.gather(tensor).permute(self.stored_dims)
 
     @property
     def _order(self) -> tuple[int, ...]:
@@ -117,8 +117,8 @@ class ShardingSpec:
         return tuple(range(len(self.shape))) if self.stored_as is None else self.stored_as
 
     @property
-    def _stored_dims(self) -> tuple[int, ...]:
-        """The stored dimension of each of torch's."""
+    def stored_dims(self) -> tuple[int, ...]:
+        """The stored dimension of each of torch's: the whole is `stored.permute(stored_dims)`."""
         return tuple(self._order.index(dim) for dim in range(len(self.shape)))
 
 

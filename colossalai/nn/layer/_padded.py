@@ -27,7 +27,7 @@ class PaddedSpec(ShardingSpec):
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """The global shape without padding, in torch's order."""
-        return tuple(self.unpadded[dim] for dim in self._stored_dims)
+        return tuple(self.unpadded[dim] for dim in self.stored_dims)
 
     def slice_of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return a copy of this rank's slice, as it is stored, of the tensor without padding."""
@@ -40,7 +40,7 @@ class PaddedSpec(ShardingSpec):
         gathered = self.gather(tensor)
         for dim, size in enumerate(self.unpadded):
             gathered = gathered.narrow(dim, 0, size)
-        return gathered.permute(self._stored_dims)
+        return gathered.permute(self.stored_dims)
 
 
 def padded_size(size: int, *num_ranks: int) -> int:

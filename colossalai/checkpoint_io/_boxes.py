@@ -1,0 +1,111 @@
+"""Boxes: what is cut out of a global tensor by a range in each of its dimensions.
+
+Whatever cuts a tensor (mesh axes, a pipeline, FSDP, ZeRO), a rank holds boxes of it. Dimensions that are cut
+give one box. A flat range of a row-major tensor is not one, but it is a few:
+
+    a range of rows from the middle of one to the middle of another
+        = the end of the first row, the whole rows between, the beginning of the last,
+
+and the first and the last are ranges of a tensor of one dimension less: at most 2n - 1 boxes in n dimensions.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Box:
+    """A range in each dimension of a tensor.
+
+    Attributes:
+        offsets: Where it begins.
+        sizes: How far it extends.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements; 1 for the box of a tensor without dimensions."""
+        return math.prod(self.sizes)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of a tensor that lies in the box, a view."""
+        for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            tensor = tensor.narrow(dim, offset, size)
+        return tensor
+
+    def overlap(self, other: "Box") -> "Box | None":
+        """Return what two boxes have in common, None if that is nothing."""
+        offsets, sizes = [], []
+        for begin, size, other_begin, other_size in zip(
+            self.offsets, self.sizes, other.offsets, other.sizes, strict=True
+        ):
+            first = max(begin, other_begin)
+            length = min(begin + size, other_begin + other_size) - first
+            if length <= 0:
+                return None
+            offsets.append(first)
+            sizes.append(length)
+        return Box(tuple(offsets), tuple(sizes))
+
+    def moved(self, offsets: Sequence[int], *, sign: int = 1) -> "Box":
+        """Return the box further along by some offsets, or with `sign` -1 nearer to the start."""
+        moved = (here + sign * by for here, by in zip(self.offsets, offsets, strict=True))
+        return Box(tuple(moved), self.sizes)
+
+    def permuted(self, dims: Sequence[int]) -> "Box":
+        """Return the box in the tensor whose dimensions are, in this order, those of the present one."""
+        return Box(tuple(self.offsets[dim] for dim in dims), tuple(self.sizes[dim] for dim in dims))
+
+    def __str__(self) -> str:
+        ranges = (f"{begin}:{begin + size}" for begin, size in zip(self.offsets, self.sizes, strict=True))
+        return f"[{', '.join(ranges)}]"
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """Return the box that is all of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def flat_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
+    """Return the boxes that a range of the elements of a row-major tensor consists of, in their order.
+
+    Args:
+        shape: The shape of the tensor.
+        begin: The first element.
+        end: The one after the last.
+    """
+    return [box for box in _flat_boxes(tuple(shape), begin, end) if box.numel > 0]
+
+
+def _flat_boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    if begin >= end:
+        return
+    if len(shape) < 2:
+        yield Box((begin,), (end - begin,)) if shape else Box((), ())
+        return
+    row = math.prod(shape[1:])
+    first, last = begin // row, (end - 1) // row
+    if first == last:
+        yield from _in_row(first, shape, begin - first * row, end - first * row)
+        return
+    whole_from, whole_to = first, last + 1
+    if begin % row:
+        yield from _in_row(first, shape, begin % row, row)
+        whole_from += 1
+    if end % row:
+        whole_to -= 1
+    if whole_to > whole_from:
+        yield Box((whole_from, *(0 for _ in shape[1:])), (whole_to - whole_from, *shape[1:]))
+    if end % row:
+        yield from _in_row(last, shape, 0, end % row)
+
+
+def _in_row(row: int, shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    for box in _flat_boxes(shape[1:], begin, end):
+        yield Box((row, *box.offsets), (1, *box.sizes))

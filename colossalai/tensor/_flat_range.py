@@ -1,0 +1,52 @@
+"""A flat range of a tensor: what a rank has of it where flat memory is cut, and dimensions are not (ZeRO).
+
+The states that an optimizer keeps for a parameter may be cut so. While they are looked at (to be saved, or
+loaded), the parameter says which range of its elements, in row-major order, this rank's states are of.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+_ATTRIBUTE = "range_of_states"
+
+
+@dataclass(frozen=True)
+class FlatRange:
+    """A range of the elements of a tensor, one after the other in row-major order.
+
+    Attributes:
+        shape: The shape of the tensor.
+        begin: The first element.
+        end: The one after the last; with `begin` if there is none.
+        device: Where the range lies.
+    """
+
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+    device: torch.device
+
+    @property
+    def is_all(self) -> bool:
+        """Whether it is all of the tensor."""
+        return self.numel == math.prod(self.shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.begin
+
+
+def set_range_of_states(param: torch.Tensor, part: FlatRange | None) -> None:
+    """Let a parameter know which range of it the states on this rank are of; None: of all of it."""
+    if part is not None:
+        setattr(param, _ATTRIBUTE, part)
+    elif hasattr(param, _ATTRIBUTE):
+        delattr(param, _ATTRIBUTE)
+
+
+def range_of_states(param: torch.Tensor) -> FlatRange | None:
+    """Return what `set_range_of_states` has set."""
+    return getattr(param, _ATTRIBUTE, None)
