@@ -98,7 +98,7 @@ class Masters(StandIns):
         self._versions = {param: param._version for param in self._master_of}
 
     @contextmanager
-    def as_states(self, optimizer: Optimizer) -> Iterator[None]:
+    def as_states(self, optimizer: Optimizer, *, loads: bool = True) -> Iterator[None]:
         """Within the block the optimizer holds the model's parameters, and masters are states of those.
 
         So a checkpoint is written and read under the names of the model. Afterwards, a parameter whose state

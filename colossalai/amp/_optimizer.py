@@ -161,12 +161,15 @@ class OptimizerWrapper(Optimizer):
         self.optim.zero_grad(set_to_none=set_to_none)
 
     @contextmanager
-    def for_checkpoint(self) -> Iterator[Optimizer]:
+    def for_checkpoint(self, *, loads: bool = True) -> Iterator[Optimizer]:
         """Within the block, the optimizer underneath can be saved or loaded by the names of the model.
 
         It holds the model's parameters, and float32 masters are among their states.
+
+        Args:
+            loads: Whether states may be replaced in the block.
         """
-        with self.masters.as_states(self.optim):
+        with self.masters.as_states(self.optim, loads=loads):
             yield self.optim
 
     def state_dict(self) -> dict[str, Any]:

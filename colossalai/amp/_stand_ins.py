@@ -59,10 +59,15 @@ class StandIns(ABC):
         """Bring what the optimizer has updated into the parameters."""
 
     @abstractmethod
-    def as_states(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """Within the block the optimizer holds the model's parameters, with whole states, masters among them.
+    def as_states(self, optimizer: Optimizer, *, loads: bool) -> AbstractContextManager[None]:
+        """Within the block the optimizer holds the model's parameters, with their states, masters among them.
 
-        So a checkpoint is written and read under the names of the model.
+        So a checkpoint is written and read under the names of the model. Where the states are of a range of a
+        parameter, the parameter says so (`range_of_states`).
+
+        Args:
+            optimizer: The optimizer.
+            loads: Whether states may be replaced in the block.
         """
 
     @abstractmethod

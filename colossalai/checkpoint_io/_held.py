@@ -33,9 +33,7 @@ def held_state(state: torch.Tensor, param: torch.Tensor) -> Held:
 def follows(state: torch.Tensor, param: torch.Tensor) -> bool:
     """Return whether a state has the extent of what this rank holds of its parameter."""
     part = range_of_states(param)
-    if part is None or part.is_all:
-        return state.shape == param.shape
-    return state.ndim == 1 and state.numel() == part.numel
+    return tuple(state.shape) == (tuple(param.shape) if part is None else part.local_shape)
 
 
 def is_cut_by_spec(tensor: torch.Tensor) -> bool:
@@ -68,8 +66,7 @@ def new_state(stored: Stored, param: torch.Tensor) -> torch.Tensor:
     if part is None:
         state = torch.zeros_like(param, dtype=stored.dtype, requires_grad=False)
     else:
-        shape = part.shape if part.is_all else (part.numel,)
-        state = torch.zeros(shape, dtype=stored.dtype, device=part.device)
+        state = torch.zeros(part.local_shape, dtype=stored.dtype, device=part.device)
     _fill(held_state(state, param), stored)
     return state
 

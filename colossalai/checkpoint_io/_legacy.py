@@ -52,7 +52,7 @@ def save_checkpoint(
         ValueError: The optimizer holds parameters that are not the model's, or a state is not plain.
         OSError: The file cannot be written; on all ranks. What was there before is still there.
     """
-    with opened(optimizer) as raw:
+    with opened(optimizer, loads=False) as raw:
         _save(file, epoch, model, raw, lr_scheduler)
 
 
@@ -104,8 +104,18 @@ def load_checkpoint(
         ValueError: The file is damaged, lacks something wanted, or does not fit; nothing was overwritten.
         OSError: It cannot be read.
     """
-    path = Path(file)
+    with opened(optimizer, loads=True) as raw:
+        return _load(Path(file), model, raw, lr_scheduler, strict=strict)
 
+
+def _load(
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    lr_scheduler: Stateful | None,
+    *,
+    strict: bool,
+) -> int:
     elsewhere = names_elsewhere(module_names(model))
     names = parameter_names(model)
     states_elsewhere: frozenset[str] = frozenset()

@@ -44,7 +44,7 @@ def save_optimizer(
         OSError: The checkpoint cannot be written; on all ranks. What was there before is still there.
     """
     layout = Layout(shard=shard, size_per_shard=size_per_shard, use_safetensors=use_safetensors)
-    with opened(optimizer) as raw:
+    with opened(optimizer, loads=False) as raw:
         assert raw is not None
         save_store(checkpoint, optimizer_store(raw, param_names, prefix=prefix or ""), OPTIMIZER, layout)
 
@@ -66,7 +66,7 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path, *, param_names:
         OSError: It cannot be read.
     """
     store = load_store(checkpoint, OPTIMIZER)
-    with opened(optimizer) as raw:
+    with opened(optimizer, loads=True) as raw:
         assert raw is not None
         elsewhere = optimizer_names_elsewhere(raw, param_names)
         loading = on_every_rank(

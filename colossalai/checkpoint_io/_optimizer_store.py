@@ -33,13 +33,17 @@ _NAMES_IN_GROUP = ("params", "param_names")
 
 
 @contextmanager
-def opened(optimizer: Optimizer | None) -> Iterator[Optimizer | None]:
+def opened(optimizer: Optimizer | None, *, loads: bool) -> Iterator[Optimizer | None]:
     """Within the block, give the optimizer that holds the parameters of the model, as they are named.
 
     What a door returned may keep others in their place: float32 masters, slices.
+
+    Args:
+        optimizer: What a door returned, or any other.
+        loads: Whether the block replaces states.
     """
     if isinstance(optimizer, OptimizerWrapper):
-        with optimizer.for_checkpoint() as raw:
+        with optimizer.for_checkpoint(loads=loads) as raw:
             yield raw
     else:
         yield optimizer

@@ -109,7 +109,7 @@ def save_training_state(folder: str | Path, state: TrainingState, *, step: int, 
     """
     if step < 0 or keep_last < 1:
         raise ValueError(f"step={step} must be at least 0 and keep_last={keep_last} at least 1")
-    with opened(state.optimizer) as raw:
+    with opened(state.optimizer, loads=False) as raw:
         return _save(Path(folder), replace(state, optimizer=raw), step=step, keep_last=keep_last)
 
 
@@ -159,7 +159,7 @@ def load_training_state(path: str | Path, state: TrainingState) -> dict[str, Any
         ValueError: The training state is damaged, lacks a part, or does not fit; nothing was overwritten.
         OSError: It cannot be read.
     """
-    with opened(state.optimizer) as raw:
+    with opened(state.optimizer, loads=True) as raw:
         return _load(Path(path), replace(state, optimizer=raw))
 
 

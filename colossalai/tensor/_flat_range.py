@@ -4,7 +4,6 @@ The states that an optimizer keeps for a parameter may be cut so. While they are
 loaded), the parameter says which range of its elements, in row-major order, this rank's states are of.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -20,18 +19,15 @@ class FlatRange:
         shape: The shape of the tensor.
         begin: The first element.
         end: The one after the last; with `begin` if there is none.
-        device: Where the range lies.
+        local_shape: The shape in which this rank holds the range: flat, or for all of the tensor its own.
+        device: Where this rank holds it.
     """
 
     shape: tuple[int, ...]
     begin: int
     end: int
+    local_shape: tuple[int, ...]
     device: torch.device
-
-    @property
-    def is_all(self) -> bool:
-        """Whether it is all of the tensor."""
-        return self.numel == math.prod(self.shape)
 
     @property
     def numel(self) -> int:

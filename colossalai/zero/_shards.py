@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp import StandIns
+from colossalai.amp import STATE_KEY, StandIns
 from colossalai.context import Axis
-from colossalai.tensor import set_fragment
+from colossalai.tensor import FlatRange, set_fragment, set_range_of_states
 from colossalai.zero._exchange import start_gather
 from colossalai.zero._layout import Bucket
 from colossalai.zero._reducer import BucketGrads, ShardedReducer
@@ -83,14 +83,14 @@ class Shards(StandIns):
             self._add_bucket(grads.bucket, master_of, offload)
         self._param_of = {fragment.tensor: param for param, fragment in self._fragments.items()}
         self._whole_groups = [list(group["params"]) for group in optimizer.param_groups]
+        ranges = {
+            param: [bucket.overlap(index, rank) for rank in range(replicas.size)]
+            for bucket, _ in self._flats
+            for index, param in enumerate(bucket.params)
+        }
+        self._ranges = {param: of_ranks[replicas.rank] for param, of_ranks in ranges.items()}
         self._exchange = StateExchange(
-            {param: fragment.tensor for param, fragment in self._fragments.items()},
-            {
-                param: [bucket.overlap(index, rank) for rank in range(replicas.size)]
-                for bucket, _ in self._flats
-                for index, param in enumerate(bucket.params)
-            },
-            replicas,
+            {param: fragment.tensor for param, fragment in self._fragments.items()}, ranges, replicas
         )
         self._exchange.cut(optimizer)
         self._put_fragments(optimizer)
@@ -180,8 +180,37 @@ class Shards(StandIns):
         self._versions = {param: param._version for param in self._fragments}
 
     @contextmanager
-    def as_states(self, optimizer: Optimizer) -> Iterator[None]:
-        """See the base class; collective."""
+    def as_states(self, optimizer: Optimizer, *, loads: bool = True) -> Iterator[None]:
+        """See the base class; collective, if `loads`."""
+        self.take_weights()
+        masters = self._masters()
+        for param, fragment in self._fragments.items():
+            set_range_of_states(param, self._range_of(fragment))
+            state = dict(optimizer.state.pop(fragment.tensor, {}))
+            if param in masters:
+                state[STATE_KEY] = masters[param]
+            if state and fragment.tensor.numel() > 0:
+                optimizer.state[param] = state
+        self._put_params(optimizer)
+        try:
+            yield
+        finally:
+            self.take_weights()  # some may have been loaded in the block
+            loaded = {}
+            for param, fragment in self._fragments.items():
+                set_range_of_states(param, None)
+                state = optimizer.state.pop(param, {})
+                if STATE_KEY in state:
+                    loaded[param] = state.pop(STATE_KEY)
+                if state:
+                    optimizer.state[fragment.tensor] = state
+            self._put_fragments(optimizer)
+            if loads:
+                self._take_masters(loaded)
+
+    @contextmanager
+    def _as_whole_states(self, optimizer: Optimizer) -> Iterator[None]:
+        """Within the block the optimizer holds the parameters, with whole states in host memory; collective."""
         self.take_weights()
         self._exchange.gather(optimizer, masters=self._masters())
         self._put_params(optimizer)
@@ -195,7 +224,7 @@ class Shards(StandIns):
 
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state, the same that it would be without ZeRO; collective."""
-        with self.as_states(optimizer):
+        with self._as_whole_states(optimizer):
             return self._exchange.numbered(optimizer)
 
     def load_state_dict(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
@@ -275,6 +304,12 @@ class Shards(StandIns):
         for param, part in masters.items():
             self._fragments[param].tensor.copy_(part.view(self._fragments[param].tensor.shape))
         self.write_weights()
+
+    def _range_of(self, fragment: Fragment) -> FlatRange:
+        param = fragment.param
+        begin, end = self._ranges[param]
+        local_shape = tuple(fragment.tensor.shape)
+        return FlatRange(tuple(param.shape), begin, end, local_shape, fragment.tensor.device)
 
     def _put_params(self, optimizer: Optimizer) -> None:
         for group, params in zip(optimizer.param_groups, self._whole_groups, strict=True):
