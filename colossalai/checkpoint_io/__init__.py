@@ -15,6 +15,8 @@ from colossalai.checkpoint_io._optimizer import save_optimizer as save_optimizer
 from colossalai.checkpoint_io._optimizer_store import parameter_names as parameter_names
 from colossalai.checkpoint_io._parts import set_prefix as set_prefix
 from colossalai.checkpoint_io._parts import set_tied_names as set_tied_names
+from colossalai.checkpoint_io._pending import check_saves as check_saves
+from colossalai.checkpoint_io._pending import wait_for_saves as wait_for_saves
 from colossalai.checkpoint_io._training_state import TrainingState as TrainingState
 from colossalai.checkpoint_io._training_state import latest_training_state as latest_training_state
 from colossalai.checkpoint_io._training_state import load_training_state as load_training_state

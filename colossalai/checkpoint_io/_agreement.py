@@ -8,7 +8,7 @@ In a process without a process group these functions just call their argument.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -32,58 +32,71 @@ def is_writer() -> bool:
     return global_rank() == 0
 
 
-def on_writer(action: Callable[[], T]) -> T | None:
-    """Run `action` on the writer while the others wait.
+class Agreement:
+    """All ranks succeed or all ranks raise; every method is called by all of them, in the same order.
 
-    Returns:
-        What `action` returned on the writer, None on the other ranks.
-
-    Raises:
-        Exception: What `action` raised on the writer; on the others an error of the same kind with its
-            message.
+    Args:
+        exchange: Takes this rank's value and returns those of all ranks.
+        rank: Tells the rank of this process.
     """
-    result, error = _attempt(action) if is_writer() else (None, None)
-    outcome: list[Failure | None] = [_failure(error)]
-    if _is_distributed():
-        dist.broadcast_object_list(outcome, src=0)
-    _raise_first({0: outcome[0]}, error)
-    return result
+
+    def __init__(self, exchange: Callable[[Any], list[Any]], rank: Callable[[], int]) -> None:
+        self._exchange = exchange
+        self._rank = rank
+
+    @property
+    def rank(self) -> int:
+        """The rank of this process among those that agree; 0 is the writer."""
+        return self._rank()
+
+    def on_writer(self, action: Callable[[], T]) -> T | None:
+        """Run `action` on the writer while the others wait.
+
+        Returns:
+            What `action` returned on the writer, None on the other ranks.
+
+        Raises:
+            Exception: What `action` raised on the writer; on the others an error of the same kind with its
+                message.
+        """
+        return self.on_every_rank(lambda: action() if self.rank == 0 else None)
+
+    def on_every_rank(self, action: Callable[[], T]) -> T:
+        """Run `action`, which takes no part in collectives, on every rank.
+
+        Returns:
+            What `action` returned on this rank.
+
+        Raises:
+            Exception: What `action` raised on this rank; where it did not, an error that tells what the first
+                rank that failed raised.
+        """
+        result, error = _attempt(action)
+        _raise_first(dict(enumerate(self._exchange(_failure(error)))), error)
+        return result  # type: ignore[return-value]
+
+    def gather(self, value: T) -> list[T]:
+        """Return all ranks' values, by global rank."""
+        return self._exchange(value)
 
 
-def on_every_rank(action: Callable[[], T]) -> T:
-    """Run `action`, which takes no part in collectives, on every rank.
+def _over_default_group(value: Any) -> list[Any]:
+    if not _is_distributed():
+        return [value]
+    values: list[Any] = [None] * num_ranks()
+    dist.all_gather_object(values, value)
+    return values
 
-    Returns:
-        What `action` returned on this rank.
 
-    Raises:
-        Exception: What `action` raised on this rank; where it did not, an error that tells what the first
-            rank that failed raised.
-    """
-    result, error = _attempt(action)
-    outcomes: list[Failure | None] = [None] * num_ranks()
-    outcomes[global_rank()] = _failure(error)
-    if _is_distributed():
-        dist.all_gather_object(outcomes, _failure(error))
-    _raise_first(dict(enumerate(outcomes)), error)
-    return result  # type: ignore[return-value]
+COLLECTIVE = Agreement(_over_default_group, global_rank)
+on_writer = COLLECTIVE.on_writer
+on_every_rank = COLLECTIVE.on_every_rank
+gather = COLLECTIVE.gather
 
 
 def broadcast_from_writer(value: T) -> T:
     """Return the writer's value on every rank."""
-    box = [value]
-    if _is_distributed():
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def gather_on_writer(value: T) -> list[T]:
-    """Return all ranks' values, by global rank, on the writer; an empty list elsewhere."""
-    if not _is_distributed():
-        return [value]
-    values: list[T] | None = [value] * num_ranks() if is_writer() else None
-    dist.gather_object(value, values, dst=0)
-    return values or []
+    return gather(value)[0]
 
 
 def _is_distributed() -> bool:

@@ -6,13 +6,14 @@ Nothing else counts: not the folder's name, not its time.
 
 import json
 import zlib
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
-_BLOCK = 1 << 20
-_FORMAT = 1
+_BLOCK = 4 << 20
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Manifest:
         step: The step it was saved at.
         num_ranks: On how many ranks.
         versions: Of the software that wrote it.
+        config: The options of the run, as JSON.
         files: By path within the folder.
     """
 
@@ -40,14 +42,16 @@ class Manifest:
     step: int
     num_ranks: int
     versions: dict[str, str]
+    config: Any
     files: dict[str, FileEntry]
 
 
-def write_manifest(folder: Path, *, serial: int, step: int, num_ranks: int, versions: dict[str, str]) -> None:
-    """List everything in a folder in its manifest."""
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write a manifest, which also gets the files of the folder that it does not list yet."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = {path.relative_to(folder).as_posix(): _entry(path) for path in paths}
-    body = asdict(Manifest(serial, step, num_ranks, versions, files))
+    names = [path.relative_to(folder).as_posix() for path in paths]
+    files = {name: manifest.files.get(name) or file_entry(folder / name) for name in names}
+    body = asdict(replace(manifest, files=files))
     content = {"format": _FORMAT, "crc32": _checksum(body), "manifest": body}
     (folder / MANIFEST).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
@@ -65,10 +69,11 @@ def read_manifest(folder: Path) -> Manifest:
         number, body, checksum = content["format"], dict(content["manifest"]), content["crc32"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
-    if number != _FORMAT:
-        raise ValueError(f"{path} is of format {number}; this version reads format {_FORMAT}")
+    if number not in (1, _FORMAT):
+        raise ValueError(f"{path} is of format {number}; this version reads formats 1 and {_FORMAT}")
     if _checksum(body) != checksum:
         raise ValueError(f"{path} is damaged: its checksum does not match its content")
+    body.setdefault("config", None)  # format 1 has none
     files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
     return Manifest(**body, files=files)
 
@@ -79,22 +84,44 @@ def verify_files(folder: Path, manifest: Manifest, *, part: int = 0, num_parts: 
     Raises:
         ValueError: A file is missing or differs; it is named.
     """
-    for name, expected in list(manifest.files.items())[part::num_parts]:
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{path} is missing; the manifest lists it")
-        if path.stat().st_size != expected.size:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes, the manifest says {expected.size}")
-        if _entry(path) != expected:
-            raise ValueError(f"{path} is damaged: its checksum differs from the manifest's")
+    for name in share_of_files(manifest.files, part, num_parts):
+        verify_file(folder / name, manifest.files[name], listed_in=MANIFEST)
 
 
-def _entry(path: Path) -> FileEntry:
+def verify_file(path: Path, expected: FileEntry, *, listed_in: str) -> None:
+    """Compare a file with what it must be.
+
+    Raises:
+        ValueError: It is missing or differs.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; {listed_in} lists it")
+    if path.stat().st_size != expected.size:
+        raise ValueError(f"{path} has {path.stat().st_size} bytes, {listed_in} says {expected.size}")
+    if file_entry(path) != expected:
+        raise ValueError(f"{path} is damaged: its checksum differs from that in {listed_in}")
+
+
+def share_of_files(files: Mapping[str, FileEntry], part: int, num_parts: int) -> list[str]:
+    """Return the files of one of several readers, who get about the same number of bytes each."""
+    loads = [0] * num_parts
+    share = []
+    for name in sorted(files, key=lambda name: (-files[name].size, name)):
+        reader = loads.index(min(loads))
+        loads[reader] += files[name].size
+        if reader == part:
+            share.append(name)
+    return share
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Return what a file is."""
     size = checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            size += len(block)
-            checksum = zlib.crc32(block, checksum)
+    buffer = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            size += count
+            checksum = zlib.crc32(buffer[:count], checksum)
     return FileEntry(size, checksum)
 
 

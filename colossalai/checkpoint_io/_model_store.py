@@ -48,4 +48,4 @@ def _split(content: Any) -> Store:
     return _as_store(content)
 
 
-MODEL = Kind(Stems(torch="pytorch_model", safetensors="model"), join=stored_values, split=_split)
+MODEL = Kind("model", Stems(torch="pytorch_model", safetensors="model"), join=stored_values, split=_split)

@@ -192,4 +192,6 @@ def _split(content: Any) -> Store:
     raise ValueError("there is no optimizer in it")
 
 
-OPTIMIZER = Kind(Stems(torch="pytorch_optim", safetensors="optim"), join=stored_content, split=_split)
+OPTIMIZER = Kind(
+    "optimizer", Stems(torch="pytorch_optim", safetensors="optim"), join=stored_content, split=_split
+)

@@ -1,11 +1,12 @@
-"""A file or a folder that the writer writes piece by piece while all ranks gather the pieces."""
+"""A file or a folder that is written by the writer, or by all ranks, and put in place at the end."""
 
+import errno
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from colossalai.checkpoint_io._agreement import on_writer
-from colossalai.checkpoint_io._atomic import clear_os_errors
+from colossalai.checkpoint_io._agreement import Agreement, on_writer
+from colossalai.checkpoint_io._atomic import atomic_folder, clear_os_errors
 
 Write = Callable[[Callable[[Path], object]], None]
 """Has an action done by the writer, on the path that is being written; raises on all ranks if it fails."""
@@ -40,3 +41,34 @@ def staged(
 
         yield write
         on_writer(stack.close)
+
+
+@contextmanager
+def shared_folder(path: Path, *, num_bytes: int, agreement: Agreement) -> Iterator[Path]:
+    """Give all ranks an empty folder to write to; it takes the place of `path` when the block ends well.
+
+    Args:
+        path: The folder, on a file system that all ranks see.
+        num_bytes: About how much all ranks will write.
+        agreement: How the ranks agree.
+
+    Raises:
+        OSError: The folder cannot be written, or a rank does not see it.
+    """
+    path = Path(path).resolve()
+    with ExitStack() as stack:
+        own = agreement.on_writer(lambda: stack.enter_context(atomic_folder(path, num_bytes=num_bytes)))
+        target = agreement.gather(own)[0]
+        assert target is not None, "the writer has made one"
+        agreement.on_every_rank(lambda: _see(target, path))
+        yield target
+        agreement.on_writer(stack.close)
+
+
+def _see(target: Path, path: Path) -> None:
+    if not target.is_dir():
+        raise OSError(
+            errno.ENOENT,
+            f"{target.parent} as rank 0 sees it is not there: every rank writes its own part of {path}, so "
+            f"give a folder on a file system that all ranks share",
+        )

@@ -35,11 +35,13 @@ class Kind:
     """One kind of checkpoint.
 
     Attributes:
+        part: The name of the folder of a training state that is of this kind.
         stems: The file names in a folder.
         join: Makes the content of a single torch file out of a store.
         split: Takes that content apart again; raises a ValueError that says what it is instead.
     """
 
+    part: str
     stems: Stems
     join: Callable[[Store], Any]
     split: Callable[[Any], Store]

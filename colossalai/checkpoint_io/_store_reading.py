@@ -11,8 +11,11 @@ from typing import Any
 import torch
 
 from colossalai.checkpoint_io._agreement import global_rank, num_ranks, on_every_rank
+from colossalai.checkpoint_io._chunk_index import INDEX, read_chunk_index
+from colossalai.checkpoint_io._chunk_reading import read_chunks
 from colossalai.checkpoint_io._entries import Mapped, mapped
 from colossalai.checkpoint_io._index import find_weights, read_index
+from colossalai.checkpoint_io._manifest import share_of_files, verify_file
 from colossalai.checkpoint_io._names import listed
 from colossalai.checkpoint_io._store import TREE_KEY, Kind, Store
 from colossalai.checkpoint_io._weight_file import Format, detect_format, read_safetensors, read_torch, verify
@@ -22,7 +25,8 @@ def load_store(path: str | Path, kind: Kind) -> Store:
     """Read a checkpoint; collective: an error on one rank is raised on all.
 
     Args:
-        path: A file of torch or safetensors, an index file, or a folder that holds one of these.
+        path: A file of torch or safetensors, an index file, a folder that holds one of these or tensors in
+            chunks, or a training state.
         kind: What it is.
 
     Raises:
@@ -34,6 +38,10 @@ def load_store(path: str | Path, kind: Kind) -> Store:
 
 def read_store(path: Path, kind: Kind, *, is_verified: bool) -> Store:
     """Read a checkpoint on this rank; unless `is_verified`, compare its part of the files with checksums."""
+    if path.is_dir() and not (path / INDEX).is_file() and (path / kind.part).is_dir():
+        path = path / kind.part  # of a training state
+    if (path / INDEX).is_file():
+        return _read_chunk_folder(path, is_verified=is_verified)
     if path.is_dir():
         path = find_weights(path, kind.stems)
     if not path.name.endswith(".json"):
@@ -64,6 +72,14 @@ def store_of(content: Any, kind: Kind) -> Store:
 def _verify_part(files: list[Path], *, is_verified: bool) -> None:
     for file in [] if is_verified else files[global_rank() :: num_ranks()]:
         verify(file)
+
+
+def _read_chunk_folder(folder: Path, *, is_verified: bool) -> Store:
+    store = read_chunks(folder)
+    files = read_chunk_index(folder).files
+    for name in [] if is_verified else share_of_files(files, global_rank(), num_ranks()):
+        verify_file(folder / name, files[name], listed_in=INDEX)
+    return store
 
 
 def _read_file(path: Path, kind: Kind) -> Store:

@@ -1,7 +1,7 @@
 """Everything that a run needs to go on as if it had never stopped, in a folder per saved step.
 
     step-00000120/
-        model/  optimizer/            shards and index
+        model/  optimizer/            the tensors in chunks, a file for each rank, and an index
         parts.pt                      lr_scheduler, dataloader, scaler, the caller's own values
         random/00000-of-00002.pt      the random states of each rank
         manifest.json                 sizes and checksums of all of these
@@ -10,27 +10,28 @@ A folder is written beside, synced and renamed into place, so a process that is 
 the previous training state or the new one. Which one is the newest complete one is found by content.
 """
 
-import platform
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai._version import __version__
 from colossalai.checkpoint_io._agreement import (
+    COLLECTIVE,
     broadcast_from_writer,
-    gather_on_writer,
+    gather,
     global_rank,
     num_ranks,
     on_every_rank,
     on_writer,
 )
-from colossalai.checkpoint_io._atomic import atomic_folder
+from colossalai.checkpoint_io._chunk_writing import share_out
+from colossalai.checkpoint_io._draft import Draft, in_host_memory, write_draft
 from colossalai.checkpoint_io._lr_scheduler import Stateful, read_plain
-from colossalai.checkpoint_io._manifest import Manifest, read_manifest, verify_files, write_manifest
+from colossalai.checkpoint_io._manifest import Manifest, read_manifest, verify_files
 from colossalai.checkpoint_io._model_loading import ModelLoading, module_names, plan_model_loading
 from colossalai.checkpoint_io._model_store import MODEL, model_store
 from colossalai.checkpoint_io._names import listed
@@ -47,13 +48,10 @@ from colossalai.checkpoint_io._optimizer_store import (
     parameter_names,
 )
 from colossalai.checkpoint_io._parts import names_elsewhere
-from colossalai.checkpoint_io._shelf import newest_complete, next_serial, prune, step_folder
-from colossalai.checkpoint_io._staging import staged
-from colossalai.checkpoint_io._store import Kind, Layout, Store
+from colossalai.checkpoint_io._pending import start_save, wait_for_saves
+from colossalai.checkpoint_io._shelf import newest_complete, step_folder
 from colossalai.checkpoint_io._store_reading import read_store
-from colossalai.checkpoint_io._store_writing import total_bytes, write_folder
 from colossalai.checkpoint_io._tree import plain
-from colossalai.checkpoint_io._weight_file import write_torch
 from colossalai.context import random_state, set_random_state
 from colossalai.logging import get_dist_logger
 
@@ -72,6 +70,7 @@ class TrainingState:
         dataloader: The position in the data. The state of rank 0 is saved and given to all ranks.
         scaler: The loss scale of mixed precision.
         extra: Plain values of the caller's own: epoch, best loss, ...
+        config: The options of the run, kept for people to read.
     """
 
     model: nn.Module
@@ -81,6 +80,7 @@ class TrainingState:
     dataloader: Stateful | None = None
     scaler: Stateful | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def small_parts(self) -> dict[str, Stateful]:
@@ -89,19 +89,30 @@ class TrainingState:
         return {name: part for name, part in parts.items() if part is not None}
 
 
-def save_training_state(folder: str | Path, state: TrainingState, *, step: int, keep_last: int = 2) -> Path:
-    """Save a training state as `folder/step-<step>` and remove older ones; collective: global rank 0 writes.
+def save_training_state(
+    folder: str | Path,
+    state: TrainingState,
+    *,
+    step: int,
+    keep_last: int = 2,
+    save_async: bool = False,
+) -> Path:
+    """Save a training state as `folder/step-<step>` and remove older ones; collective.
 
-    When the call returns, everything is on disk. A state that was saved at the same step before is replaced.
+    Every rank writes its own part, so all ranks must see the folder. When the call returns, everything is on
+    disk; with `save_async` everything has been copied to host memory, and a thread writes it. A state that
+    was saved at the same step before is replaced.
 
     Args:
         folder: The folder of a run's training states; made if it is not there.
         state: What to save, along with the random states of every rank.
         step: The number of steps done.
         keep_last: How many training states, counted in the order of saving, stay in `folder`.
+        save_async: Write in the background. The next save waits for this one. An error is raised by the next
+            step of the optimizer, the next save, or `wait_for_saves`, whichever comes first.
 
     Returns:
-        The path of the training state.
+        The path of the training state; with `save_async` it may not be there yet.
 
     Raises:
         ValueError: Something in it cannot be saved.
@@ -109,28 +120,15 @@ def save_training_state(folder: str | Path, state: TrainingState, *, step: int, 
     """
     if step < 0 or keep_last < 1:
         raise ValueError(f"step={step} must be at least 0 and keep_last={keep_last} at least 1")
+    wait_for_saves()
     with opened(state.optimizer, loads=False) as raw:
-        return _save(Path(folder), replace(state, optimizer=raw), step=step, keep_last=keep_last)
-
-
-def _save(folder: Path, state: TrainingState, *, step: int, keep_last: int) -> Path:
-    path = folder / step_folder(step)
-    stores = _stores(state)
-    parts = {name: part.state_dict() for name, part in state.small_parts.items()}
-    content = plain({**parts, "extra": state.extra}, at="training state")
-    random_states = gather_on_writer(random_state())
-    num_bytes = sum(total_bytes(store) for store, _ in stores.values())
-    with staged(atomic_folder, path, num_bytes=num_bytes) as write:
-        for name, (store, kind) in stores.items():
-            write_folder(write, store, kind, Layout(shard=True), subfolder=name)
-        write(lambda target: _write_small_files(target, content, random_states))
-        write(
-            lambda target: write_manifest(
-                target, serial=next_serial(folder), step=step, num_ranks=num_ranks(), versions=_versions()
-            )
-        )
-    on_writer(lambda: prune(folder, keep_last=keep_last))
-    return path
+        draft = _draft(Path(folder), replace(state, optimizer=raw), step=step, keep_last=keep_last)
+        if not save_async:
+            write_draft(draft, COLLECTIVE)
+            return draft.path
+        staged = on_every_rank(lambda: in_host_memory(draft))
+    start_save(partial(write_draft, staged), watch=state.optimizer)
+    return draft.path
 
 
 def latest_training_state(folder: str | Path) -> Path | None:
@@ -185,31 +183,34 @@ def _load(path: Path, state: TrainingState) -> dict[str, Any]:
     return {**loading.content["extra"], "step": loading.manifest.step}
 
 
-def _stores(state: TrainingState) -> dict[str, tuple[Store, Kind]]:
-    """Return the large parts by the name of their folder."""
-    stores = {"model": (model_store(state.model), MODEL)}
+def _draft(folder: Path, state: TrainingState, *, step: int, keep_last: int) -> Draft:
+    """Return what is to be written, and by which rank; collective."""
+    stores = {MODEL.part: model_store(state.model)}
     if state.optimizer is not None:
-        stores["optimizer"] = (optimizer_store(state.optimizer, _names(state)), OPTIMIZER)
-    return stores
+        stores[OPTIMIZER.part] = optimizer_store(state.optimizer, _names(state))
+    parts = {name: part.state_dict() for name, part in state.small_parts.items()}
+    content = plain({**parts, "extra": state.extra}, at="training state")
+    random_states = [plain(own, at="random state") for own in gather(random_state())]
+    small_files = {_PARTS_FILE: content} | {
+        _random_file(rank, num_ranks()): own for rank, own in enumerate(random_states)
+    }
+    return Draft(
+        path=folder / step_folder(step),
+        step=step,
+        keep_last=keep_last,
+        stores=stores,
+        shares={name: share_out(store, num_ranks()) for name, store in stores.items()},
+        small_files=small_files,
+        config=state.config,
+    )
 
 
 def _names(state: TrainingState) -> ParamNames:
     return parameter_names(state.model) if state.param_names is None else state.param_names
 
 
-def _write_small_files(target: Path, content: dict[str, Any], random_states: list[dict[str, Any]]) -> None:
-    write_torch(target / _PARTS_FILE, content)
-    (target / "random").mkdir()
-    for rank, own in enumerate(random_states):
-        write_torch(target / _random_file(rank, len(random_states)), plain(own, at="random state"))
-
-
 def _random_file(rank: int, count: int) -> str:
     return f"random/{rank:05d}-of-{count:05d}.pt"
-
-
-def _versions() -> dict[str, str]:
-    return {"colossalai": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
 @dataclass(frozen=True)

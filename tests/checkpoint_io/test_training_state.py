@@ -124,7 +124,7 @@ def test_there_may_be_none(tmp_path: Path) -> None:
     assert latest_training_state(tmp_path / "gone") is None
 
 
-@pytest.mark.parametrize("victim", ["parts.pt", "model/pytorch_model.bin.index.json", MANIFEST])
+@pytest.mark.parametrize("victim", ["parts.pt", "model/tensors.json", MANIFEST])
 @pytest.mark.parametrize(
     "harm", [Path.unlink, flip_a_bit, lambda path: path.write_bytes(path.read_bytes()[:-3])]
 )

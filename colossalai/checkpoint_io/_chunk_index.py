@@ -1,0 +1,168 @@
+"""The index of a folder in which tensors lie in chunks: which box of which tensor is where in which file.
+
+    tensors.json                          the index
+    00000-of-00002.safetensors  ...       what rank 0 of 2 has written: chunks, one after the other
+
+A chunk is a box of a global tensor, row-major. The files are in safetensors' format, so that other programs
+can look into them; a chunk that is a whole tensor has its name there, any other the name and the box.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colossalai.checkpoint_io._boxes import Box, whole_box
+from colossalai.checkpoint_io._manifest import FileEntry
+from colossalai.checkpoint_io._names import listed
+from colossalai.checkpoint_io._tree import Json
+
+INDEX = "tensors.json"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a tensor in a file.
+
+    Attributes:
+        box: Which part.
+        file: The name of the file.
+        begin: Where it begins there, in bytes.
+    """
+
+    box: Box
+    file: str
+    begin: int
+
+
+@dataclass(frozen=True)
+class ChunkedTensor:
+    """Where a tensor lies.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        chunks: Its parts; together they are all of it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class ChunkIndex:
+    """What lies in a folder.
+
+    Attributes:
+        tensors: By name.
+        same_as: Further names of tensors, each with the name under which it is in `tensors`.
+        tree: The plain values beside the tensors (see `_tree`).
+        files: What each file must be.
+    """
+
+    tensors: Mapping[str, ChunkedTensor]
+    same_as: Mapping[str, str]
+    tree: Json
+    files: Mapping[str, FileEntry]
+
+
+def chunk_name(name: str, box: Box, shape: tuple[int, ...]) -> str:
+    """Return what a chunk is called in its file."""
+    return name if box == whole_box(shape) else f"{name}{box}"
+
+
+def file_of_rank(rank: int, num_ranks: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"{rank:05d}-of-{num_ranks:05d}.safetensors"
+
+
+def index_as_text(index: ChunkIndex) -> str:
+    """Return the content of the index file."""
+    tensors = {
+        name: {
+            "shape": list(tensor.shape),
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "chunks": [[c.file, c.begin, list(c.box.offsets), list(c.box.sizes)] for c in tensor.chunks],
+        }
+        for name, tensor in index.tensors.items()
+    }
+    files = {name: asdict(entry) for name, entry in index.files.items()}
+    return json.dumps(
+        {
+            "format": _FORMAT,
+            "files": files,
+            "same_as": dict(index.same_as),
+            "tree": index.tree,
+            "tensors": tensors,
+        }
+    )
+
+
+def read_chunk_index(folder: Path) -> ChunkIndex:
+    """Read the index of a folder; the files that it names must have the size that it says.
+
+    Raises:
+        ValueError: It is damaged or of a later format, a file is missing or of another size, or a tensor is
+            not all there.
+        OSError: It cannot be read.
+    """
+    path = folder / INDEX
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        number = content["format"]
+        if number == _FORMAT:
+            index = _parsed(content)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
+    if number != _FORMAT:
+        raise ValueError(f"{path} is of format {number}; this version reads format {_FORMAT}")
+    _check(index, folder)
+    return index
+
+
+def _parsed(content: dict[str, Any]) -> ChunkIndex:
+    tensors = {}
+    for name, entry in content["tensors"].items():
+        dtype = getattr(torch, entry["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{name} has the dtype {entry['dtype']!r}")
+        chunks = tuple(
+            Chunk(Box(tuple(offsets), tuple(sizes)), file, begin)
+            for file, begin, offsets, sizes in entry["chunks"]
+        )
+        tensors[name] = ChunkedTensor(tuple(entry["shape"]), dtype, chunks)
+    files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
+    return ChunkIndex(tensors, content["same_as"], content["tree"], files)
+
+
+def _check(index: ChunkIndex, folder: Path) -> None:
+    strays = [name for name in index.files if Path(name).name != name]
+    if strays:
+        raise ValueError(f"{folder / INDEX} names files outside its folder: {listed(strays)}")
+    for name, entry in index.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; {INDEX} lists it")
+        if path.stat().st_size != entry.size:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes, {INDEX} says {entry.size}")
+    lost = [name for name, tensor in index.tensors.items() if not _is_complete(tensor, index.files)]
+    lost += [name for name, first in index.same_as.items() if first not in index.tensors]
+    if lost:
+        raise ValueError(f"{folder / INDEX} is damaged: it does not have all of {listed(lost)}")
+
+
+def _is_complete(tensor: ChunkedTensor, files: Mapping[str, FileEntry]) -> bool:
+    """Return whether the chunks are as large as the tensor, lie within it, and within their files."""
+    whole = whole_box(tensor.shape)
+    for chunk in tensor.chunks:
+        end = chunk.begin + chunk.box.numel * tensor.dtype.itemsize
+        is_inside = chunk.box.numel == 0 or chunk.box.overlap(whole) == chunk.box
+        if not is_inside or chunk.begin < 0 or end > files[chunk.file].size:
+            return False
+    return sum(chunk.box.numel for chunk in tensor.chunks) == math.prod(tensor.shape)

@@ -1,0 +1,122 @@
+"""Tensors that lie in chunks: any box of them is read from whatever chunks it overlaps."""
+
+import math
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from colossalai.checkpoint_io._boxes import Box
+from colossalai.checkpoint_io._chunk_index import Chunk, ChunkedTensor, ChunkIndex, read_chunk_index
+from colossalai.checkpoint_io._entries import Stored
+from colossalai.checkpoint_io._store import Store
+
+_BLOCK = 8 << 20  # bytes that are read at once
+
+
+@dataclass(frozen=True, eq=False)
+class Chunked(Stored):
+    """A tensor in chunks.
+
+    Attributes:
+        folder: Where the files are.
+        chunks: The parts.
+    """
+
+    folder: Path
+    chunks: tuple[Chunk, ...]
+
+    def read(self, box: Box, out: torch.Tensor) -> None:
+        """See the base class."""
+        for chunk in self.chunks:
+            common = box.overlap(chunk.box)
+            if common is not None:
+                target = common.moved(box.offsets, sign=-1).of(out)
+                self._read_from(chunk, common.moved(chunk.box.offsets, sign=-1), target)
+
+    def _read_from(self, chunk: Chunk, box: Box, out: torch.Tensor) -> None:
+        """Copy a box, counted from the start of a chunk, into a tensor."""
+        path = self.folder / chunk.file
+        row = math.prod(chunk.box.sizes[1:]) * self.dtype.itemsize
+        if box.sizes[1:] != chunk.box.sizes[1:]:
+            _copy_mapped(path, chunk.begin, _empty(chunk.box.sizes, self.dtype), box, out)
+            return
+        begin = chunk.begin + (box.offsets[0] * row if box.offsets else 0)
+        if out.device.type == "cpu" and out.dtype == self.dtype and out.is_contiguous():
+            _read_exactly(path, begin, out)
+            return
+        rows = max(1, _BLOCK // max(1, row))
+        for piece in out.split(rows) if out.ndim else (out,):
+            block = torch.empty(piece.shape, dtype=self.dtype)
+            _read_exactly(path, begin, block)
+            piece.copy_(block)
+            begin += block.nbytes
+
+
+def read_chunks(folder: Path) -> Store:
+    """Return what lies in a folder; the values are not read, and not compared with the checksums.
+
+    Raises:
+        ValueError: The folder is damaged or incomplete.
+        OSError: It cannot be read.
+    """
+    index = read_chunk_index(folder)
+    return _as_store(index, folder)
+
+
+def _as_store(index: ChunkIndex, folder: Path) -> Store:
+    tensors: dict[str, Stored] = {name: _as_stored(tensor, folder) for name, tensor in index.tensors.items()}
+    tensors |= {name: tensors[first] for name, first in index.same_as.items()}
+    return Store(tensors, index.tree)
+
+
+def _as_stored(tensor: ChunkedTensor, folder: Path) -> Chunked:
+    return Chunked(tensor.shape, tensor.dtype, folder, tensor.chunks)
+
+
+def _empty(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(sizes, dtype=dtype, device="meta")
+
+
+def _copy_mapped(path: Path, begin: int, chunk: torch.Tensor, box: Box, out: torch.Tensor) -> None:
+    """Copy a box whose rows are not whole: only the pages with something of it are read.
+
+    Args:
+        path: The file.
+        begin: Where the chunk begins in it.
+        chunk: A tensor with the shape and the dtype of the chunk, without values.
+        box: The box within the chunk.
+        out: Where it goes.
+    """
+    start = begin // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    length = begin - start + chunk.nbytes
+    # A private mapping: torch takes no memory that it could not write to.
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), length, offset=start, access=mmap.ACCESS_COPY) as view,
+    ):
+        content = torch.frombuffer(view, dtype=torch.uint8, offset=begin - start)
+        values = _as_dtype(content, chunk.dtype).view(chunk.shape)
+        out.copy_(box.of(values))
+        del content, values  # the mapping can be closed only when nothing looks into it
+
+
+def _as_dtype(content: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return bytes as another dtype, copied where they are not aligned to it."""
+    if content.data_ptr() % dtype.itemsize:
+        content = content.clone()
+    return content.view(dtype)
+
+
+def _read_exactly(path: Path, begin: int, out: torch.Tensor) -> None:
+    """Fill a contiguous tensor in host memory with the bytes of a file."""
+    rest = out.view(-1).view(torch.uint8).numpy().data
+    with path.open("rb", buffering=0) as file:
+        while rest:
+            count = os.preadv(file.fileno(), [rest[:_BLOCK]], begin)
+            if count == 0:
+                raise OSError(f"{path} ends at byte {begin}, where more was expected")
+            rest = rest[count:]
+            begin += count

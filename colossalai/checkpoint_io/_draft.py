@@ -1,0 +1,124 @@
+"""A training state on its way to disk: what is to be written, and which rank writes what of it.
+
+To make one takes collectives; to write one takes none but the agreement of the ranks, so it can be written in
+the background.
+"""
+
+import json
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from colossalai._version import __version__
+from colossalai.checkpoint_io._agreement import Agreement, global_rank
+from colossalai.checkpoint_io._chunk_index import INDEX, file_of_rank, index_as_text, read_chunk_index
+from colossalai.checkpoint_io._chunk_writing import Part, Written, index_of, write_parts
+from colossalai.checkpoint_io._manifest import FileEntry, Manifest, write_manifest
+from colossalai.checkpoint_io._shelf import next_serial, prune
+from colossalai.checkpoint_io._staging import shared_folder
+from colossalai.checkpoint_io._store import Store
+from colossalai.checkpoint_io._store_writing import total_bytes
+from colossalai.checkpoint_io._tree import with_own_memory
+from colossalai.checkpoint_io._weight_file import write_torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """What is to be written.
+
+    Attributes:
+        path: Where.
+        step: The step it is of.
+        keep_last: How many training states stay in the folder.
+        stores: The large parts, by the name of their folder.
+        shares: What each rank writes of them.
+        small_files: Plain values by the name of the file.
+        config: The options of the run.
+    """
+
+    path: Path
+    step: int
+    keep_last: int
+    stores: Mapping[str, Store]
+    shares: Mapping[str, Sequence[Sequence[Part]]]
+    small_files: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that write it."""
+        return len(next(iter(self.shares.values())))
+
+
+def in_host_memory(draft: Draft) -> Draft:
+    """Return a draft with copies of what this rank writes, so that training can go on."""
+    rank = global_rank()
+
+    def copied(part: Part) -> Part:
+        assert part.tensor is not None, "a rank writes what it holds"
+        copy = torch.empty(part.box.sizes, dtype=part.of.dtype)
+        copy.copy_(part.tensor)
+        return replace(part, tensor=copy)
+
+    shares = {
+        name: [[copied(part) for part in parts] if owner == rank else parts for owner, parts in enumerate(of)]
+        for name, of in draft.shares.items()
+    }
+    small_files = {name: with_own_memory(content) for name, content in draft.small_files.items()}
+    return replace(draft, shares=shares, small_files=small_files)
+
+
+def write_draft(draft: Draft, agreement: Agreement) -> None:
+    """Write a training state and remove older ones; every rank takes part.
+
+    Raises:
+        OSError: It cannot be written; on all ranks.
+    """
+    num_bytes = sum(total_bytes(store) for store in draft.stores.values())
+    with shared_folder(draft.path, num_bytes=num_bytes, agreement=agreement) as target:
+        agreement.on_writer(lambda: _make_folders(target, draft))
+        written = agreement.on_every_rank(lambda: _write_own(target, draft, rank=agreement.rank))
+        of_all_ranks = agreement.gather(written)
+        agreement.on_writer(lambda: _finish(target, draft, of_all_ranks))
+    agreement.on_writer(lambda: prune(draft.path.parent, keep_last=draft.keep_last))
+
+
+def _make_folders(target: Path, draft: Draft) -> None:
+    for name in {*draft.stores, *(str(Path(file).parent) for file in draft.small_files)}:
+        (target / name).mkdir(exist_ok=True)
+
+
+def _write_own(target: Path, draft: Draft, *, rank: int) -> dict[str, Written]:
+    return {
+        name: write_parts(target / name / file_of_rank(rank, draft.num_ranks), shares[rank])
+        for name, shares in draft.shares.items()
+    }
+
+
+def _finish(target: Path, draft: Draft, written: Sequence[Mapping[str, Written]]) -> None:
+    """Write what there is once, when all ranks have written: indices, small files, and the manifest last."""
+    files: dict[str, FileEntry] = {}
+    for name, store in draft.stores.items():
+        index = index_of(store, draft.shares[name], [of_rank[name] for of_rank in written])
+        (target / name / INDEX).write_text(index_as_text(index), encoding="utf-8")
+        read_chunk_index(target / name)  # as a reader would: files there and as large as they should be
+        files |= {f"{name}/{file}": entry for file, entry in index.files.items()}
+    for name, content in draft.small_files.items():
+        write_torch(target / name, content)
+    manifest = Manifest(
+        serial=next_serial(draft.path.parent),
+        step=draft.step,
+        num_ranks=draft.num_ranks,
+        versions=_versions(),
+        config=json.loads(json.dumps(dict(draft.config), default=str)),
+        files=files,
+    )
+    write_manifest(target, manifest)
+
+
+def _versions() -> dict[str, str]:
+    return {"colossalai": __version__, "torch": torch.__version__, "python": platform.python_version()}
