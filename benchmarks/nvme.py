@@ -4,20 +4,22 @@
 
 Memory is the peak of the resident memory of two processes that train the model from the same seed, one with
 all states in memory and one with all on disk; their weights are compared. Time is that of training steps and
-of optimizer steps, in rounds, with the files in the page cache and past it. The disk's own time is what
-threads need that read and write the same bytes, in pieces of the same size, and do nothing else.
+of optimizer steps, in rounds, with the files in the page cache and past it. The disk's own time is what as
+many threads need that read and write the same bytes, in pieces of the same size, and do nothing else; it is
+taken in the same rounds, for the speed of a shared disk comes and goes.
 """
 
 import argparse
 import hashlib
 import json
+import mmap
 import os
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,9 @@ from torch import nn
 
 from colossalai.nn.optimizer import DiskOptions, HybridAdam
 from colossalai.nn.optimizer._disk_file import PrivateFolder, StateFile
+
+RAW = ("write", "read", "read and write")
+"""What is done to the disk alone; the last is what a step does."""
 
 
 def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, torch.Tensor]:
@@ -64,28 +69,30 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def measure_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each place of the states."""
-    found = {}
-    for kind in ("memory", "disk"):
-        command = [sys.executable, __file__, *sys.argv[1:], "--worker", kind]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        found[kind] = json.loads(done.stdout.splitlines()[-1])
-    assert found["memory"]["weights"] == found["disk"]["weights"], "the weights differ"
-    saved = found["memory"]["peak"] - found["disk"]["peak"]
+    """Return a row for each place of the states: the median of three processes, for a peak varies by 4 %."""
+    found: dict[str, list[dict[str, Any]]] = {"memory": [], "disk": []}
+    for _ in range(3):
+        for kind, results in found.items():
+            command = [sys.executable, __file__, *sys.argv[1:], "--worker", kind]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            results.append(json.loads(done.stdout.splitlines()[-1]))
+    assert len({result["weights"] for results in found.values() for result in results}) == 1, "weights differ"
+    peaks = {kind: sorted(result["peak"] for result in results) for kind, results in found.items()}
+    numel = found["memory"][0]["numel"]
     return [
         {
             "what": "peak resident memory",
             "variant": kind,
-            "value": f"{result['peak'] / 2**20:.0f} MiB",
-            "ratio": round((found["memory"]["peak"] - result["peak"]) / (8 * result["numel"]), 4),
-            "quartiles": "saved / (8 bytes x parameters)" if saved and kind == "disk" else "",
+            "value": f"{low / 2**20:.0f} to {high / 2**20:.0f} MiB, median {middle / 2**20:.0f} MiB",
+            "ratio": round((peaks["memory"][1] - middle) / (8 * numel), 4),
+            "quartiles": "saved / (8 bytes x parameters)" if kind == "disk" else "",
         }
-        for kind, result in found.items()
+        for kind, (low, middle, high) in peaks.items()
     ]
 
 
-def measure_steps(args: argparse.Namespace) -> tuple[list[dict[str, Any]], float]:
-    """Return rows of step times, and the seconds of an optimizer step on the disk."""
+def measure_steps(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return rows of step times; those of the disk itself are measured in the same rounds."""
     model, tokens = model_and_data(args)
     params = list(model.parameters())
     optimizers = {kind: optimizer_of(params, args, kind) for kind in ("memory", "page cache", "disk")}
@@ -98,67 +105,50 @@ def measure_steps(args: argparse.Namespace) -> tuple[list[dict[str, Any]], float
 
         return step
 
-    rows = []
-    optimizer_seconds = 0.0
-    for what, steps in (
-        ("training step", {kind: training_step(optimizer) for kind, optimizer in optimizers.items()}),
-        ("optimizer step", {kind: optimizer.step for kind, optimizer in optimizers.items()}),
-    ):
-        times = time_rounds(steps, rounds=args.rounds, warmup=1)
-        for row in compare(times, baseline="memory"):
-            value = f"{row['step_ms']:.0f} ms, best {1e3 * min(times[row['variant']]):.0f} ms"
-            rows.append(
-                {
-                    "what": what,
-                    "variant": row["variant"],
-                    "value": value,
-                    "ratio": row["ratio"],
-                    "quartiles": str(row["ratio_quartiles"]),
-                }
-            )
-        optimizer_seconds = sorted(times["disk"])[len(times["disk"]) // 2]
-    return rows, optimizer_seconds
+    training = {kind: training_step(optimizer) for kind, optimizer in optimizers.items()}
+    times = time_rounds(training, rounds=args.rounds, warmup=1)
+    rows = [_row("training step", row, times, "") for row in compare(times, baseline="memory")]
 
-
-def measure_disk(args: argparse.Namespace, step_seconds: float) -> list[dict[str, Any]]:
-    """Return the raw speeds of the disk, and a step's time against its time for the same bytes."""
-    numel = 124_439_808
-    size = -(-8 * numel // args.buffer_size) * args.buffer_size
+    num_bytes = 8 * sum(param.numel() for param in params)
+    num_bytes = -(-num_bytes // args.buffer_size) * args.buffer_size
     folder = PrivateFolder(args.dir)
-    file = StateFile(folder.path / "raw", size, direct=True)
-    seconds: dict[str, list[float]] = {"write": [], "read": [], "read and write": []}
-    for _ in range(max(1, args.rounds // 2)):
-        for name in seconds:
-            seconds[name].append(_raw_seconds(file, name.split(" and "), args))
-    rows = []
-    for name, values in seconds.items():
-        typical = sorted(values)[len(values) // 2]
-        num_bytes = size * len(name.split(" and "))
-        rows.append(
-            {
-                "what": "raw disk",
-                "variant": name,
-                "value": f"{1e3 * typical:.0f} ms, {num_bytes / typical / 2**20:.0f} MiB/s",
-                "ratio": round(step_seconds / typical, 4) if name == "read and write" else "",
-                "quartiles": "optimizer step / raw time" if name == "read and write" else "",
-            }
-        )
-    return rows
+    file = StateFile(folder.path / "raw", num_bytes, direct=True)
+    raw = {act: partial(exchange_raw, file, act.split(" and "), args) for act in RAW}
+    updates = {kind: optimizer.step for kind, optimizer in optimizers.items()}
+    times = time_rounds({**updates, **raw}, rounds=args.rounds, warmup=1)
+    by_memory = compare(times, baseline="memory")
+    rows += [_row("optimizer step", row, times, "") for row in by_memory if row["variant"] in updates]
+    for row in by_memory:
+        if row["variant"] in raw:
+            moved = num_bytes * len(row["variant"].split(" and "))
+            rows.append(_row("raw disk", row, times, f", {moved / row['step_ms'] / 1e6:.2f} GB/s"))
+    last = next(row for row in compare(times, baseline=RAW[-1]) if row["variant"] == "disk")
+    return [*rows, _row("optimizer step / raw disk", last, times, "")]
 
 
-def _raw_seconds(file: StateFile, acts: list[str], args: argparse.Namespace) -> float:
-    import mmap
+def _row(what: str, row: dict[str, Any], times: dict[str, list[float]], more: str) -> dict[str, Any]:
+    name = row["variant"]
+    return {
+        "what": what,
+        "variant": name,
+        "value": f"{row['step_ms']:.0f} ms, best {1e3 * min(times[name]):.0f} ms{more}",
+        "ratio": row["ratio"],
+        "quartiles": str(row["ratio_quartiles"]),
+    }
 
-    def work(number: int) -> None:
-        buffer = memoryview(mmap.mmap(-1, args.buffer_size))
-        for offset in range(number * args.buffer_size, file.size, args.depth * args.buffer_size):
+
+def exchange_raw(file: StateFile, acts: list[str], args: argparse.Namespace) -> None:
+    """Read or write a file, or both, in as many threads as there are buffers; each takes what is next."""
+    offsets = iter(range(0, file.size, args.buffer_size))
+
+    def work(buffer: memoryview) -> None:
+        for offset in offsets:
             for act in acts:
                 getattr(file, act)(buffer, offset)
 
-    start = time.perf_counter()
+    buffers = [memoryview(mmap.mmap(-1, args.buffer_size)) for _ in range(args.depth)]
     with ThreadPoolExecutor(args.depth) as pool:
-        list(pool.map(work, range(args.depth)))
-    return time.perf_counter() - start
+        list(pool.map(work, buffers))
 
 
 def main() -> None:
@@ -181,9 +171,7 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
-    rows = measure_memory(args)
-    step_rows, seconds = measure_steps(args)
-    rows += [*step_rows, *measure_disk(args, seconds)]
+    rows = [*measure_memory(args), *measure_steps(args)]
     settings = {**vars(args), "dir": str(args.dir)}
     report("GPT-2 small, all optimizer states on disk", rows, settings=settings, json_file=args.json)
 

@@ -43,6 +43,14 @@ HEAVY_MODULES = (
     "torch.utils.checkpoint",
     "torch.utils.data",
 )
+TRANSFORMERS_MODULES = (
+    "transformers.models.albert.modeling_albert",
+    "transformers.models.bert.modeling_bert",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.t5.modeling_t5",
+    "transformers.models.vit.modeling_vit",
+)
+"""Four seconds of imports in each rank that needs them, and few tests do: imported if one was collected."""
 PACKAGE_MODULES = (
     "colossalai",
     "colossalai.core",
@@ -130,11 +138,17 @@ def output_path(output_dir: str, rank: int) -> Path:
     return Path(output_dir) / f"rank{rank}.txt"
 
 
-def serve(control_fd: int) -> None:
-    """Fork and watch the ranks of one job after the other until the test process closes its end."""
+def serve(control_fd: int, *modules: str) -> None:
+    """Fork and watch the ranks of one job after the other until the test process closes its end.
+
+    Args:
+        control_fd: The pipe to the test process.
+        *modules: What to import beside the modules that all ranks need.
+    """
     control = Connection(control_fd)
     _import_all(HEAVY_MODULES)
     _import_all(PACKAGE_MODULES)
+    _import_all(modules)
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # the collector of a rank must not touch, and so copy, the pages that all ranks share

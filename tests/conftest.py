@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests._zygote import TRANSFORMERS_MODULES
 from tests.ranks import start_zygote, stop_zygote
 
 THREAD_END_S = 2.0  # a thread that was told to end has this long for it
@@ -41,12 +42,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the zygote if a test will need it; it imports while the first tests run."""
-    needs_ranks = any(item.get_closest_marker("dist") for item in session.items)
+    paths = {item.path for item in session.items if item.get_closest_marker("dist")}
     is_controller = session.config.getoption("numprocesses", None) and not hasattr(
         session.config, "workerinput"
     )
-    if needs_ranks and not is_controller and not session.config.option.collectonly:
-        start_zygote()
+    if paths and not is_controller and not session.config.option.collectonly:
+        needs_transformers = any(b"transformers" in path.read_bytes() for path in paths)
+        start_zygote(*(TRANSFORMERS_MODULES if needs_transformers else ()))
 
 
 def pytest_sessionfinish() -> None:

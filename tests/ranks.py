@@ -12,7 +12,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
@@ -33,15 +33,20 @@ class RanksTimeoutError(RanksError):
 
 
 class Zygote:
-    """The handle of the zygote process."""
+    """The handle of the zygote process.
 
-    def __init__(self) -> None:
+    Args:
+        modules: What it imports beside the modules that all ranks need.
+    """
+
+    def __init__(self, modules: Iterable[str]) -> None:
         self.connection, theirs = Pipe()
+        call = f"serve({', '.join(map(repr, (theirs.fileno(), *modules)))})"
         # No pipe for its output: nobody would read it, and a full pipe blocks. The file is read if it dies.
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in close()
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", f"from tests._zygote import serve; serve({theirs.fileno()})"],
+                [sys.executable, "-c", f"from tests._zygote import serve; {call}"],
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
                 pass_fds=[theirs.fileno()],
@@ -83,14 +88,20 @@ class Zygote:
 
 
 _zygotes: list[Zygote] = []
+_modules: dict[str, None] = {}
 
 
-def start_zygote() -> Zygote:
-    """Return the session's zygote, started if there is none; the imports go on in the background."""
+def start_zygote(*modules: str) -> Zygote:
+    """Return the session's zygote, started if there is none; the imports go on in the background.
+
+    Args:
+        *modules: What it imports when it starts, now or after it has died, beside what all ranks need.
+    """
+    _modules.update(dict.fromkeys(modules))
     if _zygotes and not _zygotes[0].is_alive:
         stop_zygote()
     if not _zygotes:
-        _zygotes.append(Zygote())
+        _zygotes.append(Zygote(_modules))
     return _zygotes[0]
 
 

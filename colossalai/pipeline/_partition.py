@@ -8,9 +8,9 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from statistics import median
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
@@ -126,7 +126,7 @@ def measure_weights(layers: Iterable[nn.Module], sample: Any, *, repeats: int = 
         for _ in range(repeats + 1):
             elapsed, output = _timed(layer, sample)
             seconds.append(elapsed)
-        weights.append(median(seconds[1:]))
+        weights.append(float(np.median(seconds[1:])))
         layer.zero_grad(set_to_none=True)
         sample = output
     return weights

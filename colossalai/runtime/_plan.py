@@ -118,8 +118,11 @@ def _data_method(zero: Mapping[str, Any] | None, handlers: Sequence[Any], *, in_
         return Unsynchronized() if any(map(_averages, handlers)) else own
     stage = zero.get("stage", 1)
     refuse_pairs([f"ZeRO {stage}", *(["pipeline"] if in_pipeline else [])])
-    if handlers:
-        raise ConfigException("zero makes the gradients equal itself: remove the gradient handlers")
+    if any(handler.get("type") != "ZeROGradientHandler" for handler in handlers):
+        raise ConfigException(
+            "zero makes the gradients equal itself: remove the gradient handlers (ZeROGradientHandler, which "
+            "only waits for it, may stay)"
+        )
     if stage != 3:
         return ZeroReplicas(stage=stage, cpu_offload=zero.get("cpu_offload", False))
     return FullySharded(cpu_offload=zero.get("cpu_offload", False))
@@ -127,7 +130,7 @@ def _data_method(zero: Mapping[str, Any] | None, handlers: Sequence[Any], *, in_
 
 def _averages(handler: Mapping[str, Any]) -> bool:
     """Whether a handler makes gradients equal over the replicas, which then nobody else must do."""
-    return handler.get("type") != "PipelineSharedModuleGradientHandler"
+    return handler.get("type") not in ("PipelineSharedModuleGradientHandler", "ZeROGradientHandler")
 
 
 def _warn_of_what_has_no_effect(config: Config) -> None:

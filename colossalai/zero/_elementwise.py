@@ -5,6 +5,9 @@ One that nobody has declared gets whole tensors, which is right for every optimi
 from that parameter's own gradient and state.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.optim import Optimizer
 
@@ -42,11 +45,21 @@ def is_elementwise(optimizer: Optimizer) -> bool:
             "LBFGS treats all parameters as one vector, which ZeRO cuts: train without ZeRO, or with an "
             "optimizer that updates each parameter by itself"
         )
-    for base in type(optimizer).__mro__:
+    classes = type(optimizer).__mro__
+    for base, rest in ((base, classes[number + 1 :]) for number, base in enumerate(classes)):
         if _ATTRIBUTE in vars(base):
             return bool(vars(base)[_ATTRIBUTE])
         if base in _declared:
             return _declared[base]
-        if "step" in vars(base):
+        own = _step_of(base)
+        if own is not None and own is not next(filter(None, map(_step_of, rest)), None):
             return False
     return False
+
+
+def _step_of(cls: type) -> Callable[..., Any] | None:
+    """Return the `step` that a class brings, without what torch puts around it in every class it builds."""
+    step: Callable[..., Any] | None = vars(cls).get("step")
+    while step is not None and getattr(step, "hooked", False):
+        step = step.__wrapped__  # type: ignore[attr-defined]
+    return step

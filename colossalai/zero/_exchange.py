@@ -1,14 +1,14 @@
 """The two collectives of ZeRO on a bucket: a mean of which each rank gets its section, and the way back.
 
-[Note: the mean is taken where it is needed]
-Each rank sends every other one that one's section (an all-to-all) and adds up what it gets, in float32 or
-better, in the order of the ranks. That sends the bytes of a ring reduce-scatter, (n-1)/n of the bucket, and
-rounds to a low precision once instead of at every hop; the result does not depend on where in a bucket a
-parameter lies. It serves sections of different lengths as well. With gloo, whose reduce-scatter is an
-all-reduce that throws most of its result away, it takes about half the time.
+[Note: every section straight to where it is needed]
+For the mean each rank sends every other one that one's section, and adds up what it gets, in float32 or
+better, in the order of the ranks. Back, each rank sends its section to all others. Both send the bytes of
+a ring, (n-1)/n of the bucket, from and into the memory where the sections lie, for sections of any lengths. A
+sum is rounded to a low precision once instead of at every hop, and does not depend on where in a bucket a
+parameter lies. The collectives of gloo copy, and take up to twice as long; see docs/design/zero.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,16 +17,15 @@ from colossalai.communication._ledger import is_timed, record
 from colossalai.context import Axis
 from colossalai.zero._layout import Bucket
 
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+Finish = Callable[[torch.Tensor | None], torch.Tensor]
 
 
-def start_mean(
-    flat: torch.Tensor, bucket: Bucket, replicas: Axis, dtype: torch.dtype | None
-) -> Callable[[], torch.Tensor]:
+def start_mean(flat: torch.Tensor, bucket: Bucket, replicas: Axis, dtype: torch.dtype | None) -> Finish:
     """Begin to average a bucket; return what waits for it and returns this rank's section of the mean.
 
-    Here gradients are divided by the number of replicas, once. See [Note: the mean is taken where it is
-    needed].
+    Here gradients are divided by the number of replicas, once. What is returned takes where the mean is to be
+    written, which decides its dtype: this rank's section of `flat`, or None for memory that nobody else has.
+    See [Note: every section straight to where it is needed].
 
     Args:
         flat: This rank's gradients; not to be touched before the end.
@@ -35,23 +34,22 @@ def start_mean(
         dtype: What is sent; None: as the gradients are.
     """
     if replicas.size == 1:
-        return lambda: flat
+        return lambda out: flat  # which is its own only section
     sent = flat if dtype is None else flat.to(dtype)
-    sizes = bucket.section_sizes
-    own = sizes[replicas.rank]
-    received = sent.new_empty(own * replicas.size)
+    own = bucket.section(sent, replicas.rank)
+    others = [rank for rank in range(replicas.size) if rank != replicas.rank]
+    received = [torch.empty_like(own) for _ in others]
     with record("reduce_scatter", replicas.name, sent, replicas.size):
-        work = dist.all_to_all_single(
-            received, sent, [own] * replicas.size, sizes, group=replicas.group, async_op=True
+        wait = _start(
+            replicas,
+            sends={rank: bucket.section(sent, rank) for rank in others},
+            receives=dict(zip(others, received, strict=True)),
         )
-        assert work is not None, "this rank is one of its group"
-        if is_timed():
-            work.wait()
 
-    def finish() -> torch.Tensor:
-        work.wait()
-        wide = torch.promote_types(sent.dtype, torch.float32)
-        return torch.sum(received.view(replicas.size, own), 0, dtype=wide).div_(replicas.size)
+    def finish(out: torch.Tensor | None) -> torch.Tensor:
+        wait()
+        total = _sum([*received[: replicas.rank], own, *received[replicas.rank :]], received[0])
+        return torch.div(total, replicas.size, out=total if out is None else out)
 
     return finish
 
@@ -61,20 +59,26 @@ def start_gather(flat: torch.Tensor, bucket: Bucket, replicas: Axis) -> Callable
     if replicas.size == 1:
         return lambda: None
     own = bucket.section(flat, replicas.rank)
-    if bucket.cuts_params:
-        with record("all_gather", replicas.name, own, replicas.size):
-            return _waiting_for([_all_gather(flat, own, group=replicas.group, async_op=True)])
-    with record("broadcast", replicas.name, flat, replicas.size):  # sections of different lengths
-        return _waiting_for(
-            [
-                dist.broadcast(bucket.section(flat, rank), src=source, group=replicas.group, async_op=True)
-                for rank, source in enumerate(replicas.ranks)
-                if bucket.section_sizes[rank] > 0
-            ]
+    others = [rank for rank in range(replicas.size) if rank != replicas.rank]
+    with record("all_gather", replicas.name, own, replicas.size):
+        return _start(
+            replicas,
+            sends=dict.fromkeys(others, own),
+            receives={rank: bucket.section(flat, rank) for rank in others},
         )
 
 
-def _waiting_for(works: list[dist.Work]) -> Callable[[], None]:
+def _start(
+    replicas: Axis, *, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+) -> Callable[[], None]:
+    """Begin to send to and to receive from replicas; return what waits for both."""
+    ops = [
+        *(dist.P2POp(dist.irecv, part, group=replicas.group, group_peer=r) for r, part in receives.items()),
+        *(dist.P2POp(dist.isend, part, group=replicas.group, group_peer=r) for r, part in sends.items()),
+    ]
+    ops = [op for op in ops if op.tensor.numel() > 0]  # whose lengths all ranks know
+    works = dist.batch_isend_irecv(ops) if ops else []
+
     def wait() -> None:
         for work in works:
             work.wait()
@@ -82,3 +86,13 @@ def _waiting_for(works: list[dist.Work]) -> Callable[[], None]:
     if is_timed():  # so that its time is its own
         wait()
     return wait
+
+
+def _sum(parts: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
+    """Add up tensors one after the other, in float32 or better; `scratch` is one of the first two."""
+    wide = torch.promote_types(scratch.dtype, torch.float32)
+    total = scratch if scratch.dtype == wide else torch.empty_like(scratch, dtype=wide)
+    torch.add(parts[0].to(wide), parts[1], out=total)
+    for part in parts[2:]:
+        total += part
+    return total

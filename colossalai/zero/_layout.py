@@ -53,6 +53,11 @@ class Bucket:
         param = self.params[index]
         return flat[self.starts[index] : self.starts[index] + param.numel()].view(param.shape)
 
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Return the part of the memory `flat` where each parameter lies, in its shape."""
+        parts = flat[: self.num_used].split([param.numel() for param in self.params])
+        return [part.view(param.shape) for part, param in zip(parts, self.params, strict=True)]
+
     def section(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the section of a rank."""
         begin, end = self.bounds[rank]

@@ -7,7 +7,8 @@ the same order, so a full bucket behind one that is not full waits, at worst unt
 A round ends with `flush`, which averages whatever has not been yet. In a round each bucket is averaged once,
 as soon as it is full if backwards synchronize. The means of several rounds add up in the slices until
 `forget`. With stage 1 the full gradients of a round stay in buckets that are kept for ever; a round may last
-over many backwards. With stage 2 a bucket has memory while it is under way only; every backward is a round.
+over many backwards. With stage 2 a bucket has memory only from its first gradient until its mean is there,
+and every backward is a round.
 """
 
 from collections import deque
@@ -18,10 +19,10 @@ import torch.distributed as dist
 
 from colossalai.communication import all_reduce_in_place
 from colossalai.context import Axis
-from colossalai.zero._exchange import start_mean
+from colossalai.zero._exchange import Finish, start_mean
 from colossalai.zero._layout import Bucket
 
-_MAX_UNDER_WAY = 2  # each has a receive buffer as large as the bucket
+_MAX_UNDER_WAY = 2  # each has receive buffers, together nearly as large as the bucket
 
 
 class BucketGrads:
@@ -41,6 +42,7 @@ class BucketGrads:
         self._rank = rank
         self._is_kept = is_kept
         self._flat: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []  # of `_flat`, one for each parameter
 
     @property
     def is_full(self) -> bool:
@@ -53,39 +55,33 @@ class BucketGrads:
         return any(param.grad is not None for param in self.bucket.params)
 
     def take(self, index: int) -> None:
-        """Note the gradient of a parameter; move it into the bucket, if that is kept."""
+        """Note the gradient of a parameter, and move it into the bucket while it is in the cache."""
         self.arrived.add(index)
-        if self._is_kept:
-            self._adopt(index)
+        self._adopt(index)
 
     def fill(self) -> torch.Tensor:
         """Return the bucket with all gradients of this rank in it; the parameters lose theirs."""
+        flat = self._memory()
         for index, param in enumerate(self.bucket.params):
             if param.grad is None:
-                self.bucket.view(self._memory(), index).zero_()
+                self._views[index].zero_()
             else:
                 self._adopt(index)
                 self.seen.add(index)
-        for param in self.bucket.params:
-            param.grad = None
-        flat = self._memory()
+                param.grad = None
         if not self._is_kept:
-            self._flat = None
+            self._release()
         return flat
 
     @torch.no_grad()
-    def add_mean(self, mean: torch.Tensor, flat: torch.Tensor) -> None:
-        """Add this rank's section of a mean; `flat` is what `fill` has returned."""
-        if self._is_kept:
-            home = self.bucket.section(flat, self._rank)
-            if self.slice is None:
-                self.slice = home if mean is flat else home.copy_(mean)
-            else:
-                self.slice += mean
-        elif self.slice is None:
-            self.slice = mean.to(self.bucket.grad_dtype)
+    def add_mean(self, finish: Finish, flat: torch.Tensor) -> None:
+        """Add this rank's section of a mean; `flat` is what `fill` has returned, of which it is the mean."""
+        if self.slice is not None:
+            self.slice += finish(None)
+        elif self._is_kept:
+            self.slice = finish(self.bucket.section(flat, self._rank))
         else:
-            self.slice += mean
+            self.slice = finish(None).to(self.bucket.grad_dtype)
 
     def forget(self, *, set_to_none: bool) -> None:
         """Drop the slice, and full gradients; or make them zero."""
@@ -95,6 +91,8 @@ class BucketGrads:
             else:
                 param.grad.zero_()
         if set_to_none:
+            if not self._is_kept:
+                self._release()
             self.slice = None
             self.seen.clear()
         elif self.slice is not None:
@@ -104,11 +102,15 @@ class BucketGrads:
     def _memory(self) -> torch.Tensor:
         if self._flat is None:
             bucket = self.bucket
-            self._flat = torch.empty(bucket.numel, dtype=bucket.grad_dtype, device=bucket.params[0].device)
-            self._flat[bucket.num_used :].zero_()
+            flat = torch.empty(bucket.numel, dtype=bucket.grad_dtype, device=bucket.params[0].device)
+            flat[bucket.num_used :].zero_()
+            self._flat, self._views = flat, bucket.views(flat)
         elif self.slice is not None and self.slice.data_ptr() == self._own_ptr():
             self.slice = self.slice.clone()  # an earlier mean, where new gradients go
         return self._flat
+
+    def _release(self) -> None:
+        self._flat, self._views = None, []
 
     def _own_ptr(self) -> int:
         assert self._flat is not None
@@ -116,17 +118,18 @@ class BucketGrads:
 
     def _adopt(self, index: int) -> None:
         """Let the gradient of a parameter be its view of the bucket; a copy where it is not yet."""
-        param = self.bucket.params[index]
+        self._memory()
+        param, view = self.bucket.params[index], self._views[index]
+        if param.grad is view:
+            return
         assert param.grad is not None
         if param.grad.layout is not torch.strided:
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} has a {param.grad.layout} gradient; buckets take "
                 "dense ones: build the embedding with sparse=False"
             )
-        view = self.bucket.view(self._memory(), index)
-        if param.grad.data_ptr() != view.data_ptr():
-            view.copy_(param.grad)
-            param.grad = view
+        view.copy_(param.grad)
+        param.grad = view
 
 
 class ShardedReducer:
@@ -299,4 +302,4 @@ class ShardedReducer:
         flat = grads.fill()
         mean = start_mean(flat, grads.bucket, self._replicas, self._dtype)
         self._started.add(grads)
-        self._under_way.append(lambda: grads.add_mean(mean(), flat))
+        self._under_way.append(lambda: grads.add_mean(mean, flat))

@@ -116,6 +116,7 @@ class ZeroReplicas(DataMethod):
         if self.cpu_offload and all(param.device.type == "cpu" for param in module.parameters()):
             get_dist_logger().log_once("cpu_offload has no effect: the model is in host memory", ranks=[0])
         if num_ranks > 1:
+            _refuse_own_clipping(optimizer)
             masters.start_equal(handle.replicas.group)
         held = {param for group in optimizer.param_groups for param in group["params"]}
         own, shared = _trainable(handle.parts, held, late)
@@ -161,6 +162,16 @@ class ZeroReplicas(DataMethod):
     def _give_buffers(self, module: nn.Module, replicas: Axis) -> None:
         if self.broadcast_buffers and replicas.size > 1:
             broadcast_floating_buffers(module, replicas)
+
+
+def _refuse_own_clipping(optimizer: Optimizer) -> None:
+    bound = getattr(optimizer, "max_grad_norm", None)
+    if bound:
+        raise ValueError(
+            f"{type(optimizer).__name__} clips to max_grad_norm={bound} by the norm of the gradients that a "
+            "rank holds, which are slices: build it with max_grad_norm=0, and give the bound to the plugin "
+            "(max_norm) or to the config (clip_grad_norm)"
+        )
 
 
 def _trainable(

@@ -22,7 +22,7 @@ from colossalai.context import Axis
 from colossalai.tensor import FlatRange, set_fragment, set_range_of_states
 from colossalai.zero._exchange import start_gather
 from colossalai.zero._layout import Bucket
-from colossalai.zero._reducer import BucketGrads, ShardedReducer
+from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._states import StateExchange
 
 MasterOf = Callable[[nn.Parameter], torch.Tensor | None]
@@ -121,18 +121,27 @@ class Shards(StandIns):
         for reducer in self._reducers:
             reducer.before_backward()
 
+    def finish_means(self) -> None:
+        """Wait until this rank's slices are means over the replicas, of all that has come; collective."""
+        self._reducer.finish()
+
     def take_grads(self) -> None:
         """Finish the reduction and give each fragment its part of the mean; collective.
 
         Raises:
             ValueError: A parameter that was frozen at the door has a gradient.
         """
-        self._reducer.finish()
+        self.finish_means()
         self._before_step()
         marks = iter(self._reducer.marks())
         for grads in self._reducer.all_grads:
-            for param in grads.bucket.params:
-                self._take_grad(self._fragments[param], grads, has_grad=next(marks))
+            fragments = [self._fragments[param] for param in grads.bucket.params]
+            sizes = [fragment.tensor.numel() for fragment in fragments]
+            parts: Sequence[torch.Tensor | None] = [None] * len(sizes)
+            if grads.slice is not None:
+                parts = grads.slice[: sum(sizes)].split(sizes)
+            for fragment, part in zip(fragments, parts, strict=True):
+                _give_grad(fragment.tensor, part if next(marks) else None)
         for params in self._whole_groups:
             for param in params:
                 if param not in self._fragments and param.grad is not None:
@@ -210,7 +219,7 @@ class Shards(StandIns):
 
     @contextmanager
     def _as_whole_states(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within the block the optimizer holds the parameters, with whole states in host memory; collective."""
+        """Within the block the optimizer holds the parameters, with whole states on the host; collective."""
         self.take_weights()
         self._exchange.gather(optimizer, masters=self._masters())
         self._put_params(optimizer)
@@ -270,19 +279,10 @@ class Shards(StandIns):
             if has_own_memory:
                 own = own.to(device, copy=True)
             tensor = nn.Parameter(own)
-            if self._replicas.size > 1:
-                set_fragment(tensor, param, self._replicas.group)
+            set_fragment(tensor, param, self._replicas.group)  # alone, too: it knows how `param` is cut
             offset = max(bucket.starts[index] + begin - section_start, 0)
             place = (offset, offset + end - begin)
             self._fragments[param] = Fragment(param, tensor, home, place, has_own_memory)
-
-    def _take_grad(self, fragment: Fragment, grads: BucketGrads, *, has_grad: bool) -> None:
-        if not has_grad or grads.slice is None:
-            fragment.tensor.grad = None
-            return
-        begin, end = fragment.place
-        mean = grads.slice[begin:end].view(fragment.tensor.shape)
-        fragment.tensor.grad = mean.to(fragment.tensor.device, fragment.tensor.dtype)
 
     def _put_grad(self, param: nn.Parameter, section: torch.Tensor) -> None:
         fragment = self._fragments[param]
@@ -322,3 +322,12 @@ class Shards(StandIns):
                 for param in params
                 if param not in self._fragments or self._fragments[param].tensor.numel() > 0
             ]
+
+
+def _give_grad(tensor: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Give a fragment its flat gradient, in its own shape, dtype and place."""
+    if grad is not None and tensor.ndim != 1:
+        grad = grad.view(tensor.shape)
+    if grad is not None and (grad.dtype != tensor.dtype or grad.device != tensor.device):
+        grad = grad.to(tensor.device, tensor.dtype)
+    tensor.grad = grad

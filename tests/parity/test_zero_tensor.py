@@ -19,7 +19,12 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
 
-TENSOR = {"1d": {"size": 2, "mode": "1d"}, "2d": {"size": 4, "mode": "2d"}}
+TENSOR = {
+    "1d": {"size": 2, "mode": "1d"},
+    "2d": {"size": 4, "mode": "2d"},
+    "2.5d": {"size": 4, "mode": "2.5d", "depth": 1},
+    "3d": {"size": 8, "mode": "3d"},
+}
 
 
 def train(mode: str, stage: int, pipeline: int) -> list[float]:
@@ -61,6 +66,12 @@ def train(mode: str, stage: int, pipeline: int) -> list[float]:
 )
 def test_three_steps(mode: str, stage: int, pipeline: int) -> None:
     run_ranks(train, TENSOR[mode]["size"] * 2 * pipeline, mode, stage, pipeline)
+
+
+@pytest.mark.parametrize(("mode", "stage"), [("2.5d", 1), ("3d", 2)])
+def test_three_steps_in_the_other_modes(mode: str, stage: int) -> None:
+    """On eight ranks: two replicas of four in 2.5d, one of eight in 3d, which has nothing to cut."""
+    run_ranks(train, 8, mode, stage, 1)
 
 
 def on_cut_sequences(stage: int, sequence: int) -> list[float]:

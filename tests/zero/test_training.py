@@ -237,8 +237,12 @@ OPTIMIZERS = {
     "Muon": {},
     "Lamb": {"weight_decay": 0.1},
     "Lars": {"momentum": 0.9, "weight_decay": 0.1},
+    "HybridAdam": {"weight_decay": 0.1},  # and CPUAdam, which is the same
+    "FusedAdam": {"weight_decay": 0.1, "adamw_mode": False},
+    "FusedSGD": {"momentum": 0.9, "weight_decay": 0.1},
+    "FusedLAMB": {"weight_decay": 0.1, "max_grad_norm": 0.0},
 }
-ABOUT_WHOLE_TENSORS = ("Adafactor", "Muon", "Lamb", "Lars")
+ABOUT_WHOLE_TENSORS = ("Adafactor", "Muon", "Lamb", "Lars", "FusedLAMB")
 
 
 def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:

@@ -11,3 +11,4 @@ from colossalai.engine.gradient_handler._pipeline_shared import (
 from colossalai.engine.gradient_handler._sequence_parallel import (
     SequenceParallelGradientHandler as SequenceParallelGradientHandler,
 )
+from colossalai.engine.gradient_handler._zero import ZeROGradientHandler as ZeROGradientHandler

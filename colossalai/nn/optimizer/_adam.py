@@ -255,6 +255,7 @@ class Adam(Optimizer):
         flat_grads = {param: flat(_grad_of(param, local(param))) for param in options_of}
         steps = {param: self.state[param]["step"] + 1 for param in options_of}
         overwritten = {param for param in options_of if self._is_overwritten(param)}
+        num_left = {param: self._offload.num_left(param, done) for param in options_of}
         for pieces in self._offload.visit(self.state, options_of, done=done):
             by_kind: dict[tuple[AdamOptions, torch.dtype], list[Slot]] = {}
             for piece, values in pieces:
@@ -266,7 +267,8 @@ class Adam(Optimizer):
             for (options, dtype), slots in by_kind.items():
                 (mixed_adam_step if dtype in HALF_DTYPES else adam_step)(slots, options)
             for piece, _ in pieces:
-                if piece.is_last:
+                num_left[piece.param] -= 1
+                if num_left[piece.param] == 0:
                     self.state[piece.param]["step"] = steps[piece.param]
         self._versions.update({param: local(param)._version for param in options_of})
         self._interrupted = None

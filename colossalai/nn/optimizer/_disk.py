@@ -4,7 +4,8 @@
 Each key of the states ("exp_avg", ...) has a file, in which every parameter has a region that begins at a
 page. A *block* is a run of at most `buffer_size` bytes at the same place in the files of all keys; it holds
 many small parameters or a piece of a large one. A buffer takes a block through read, update and write; then
-the next one.
+the next one. Blocks are updated as they come from the disk, in any order: a slow read holds up its buffer and
+not the others.
 
 `optimizer.state` holds tensors that are mappings of the files: whoever reads them (`state_dict`, a
 checkpoint) sees what is on disk. A state that is any other tensor (loaded from a checkpoint) is *in memory*,
@@ -14,7 +15,7 @@ such tensors.
 
 import mmap
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -76,11 +77,6 @@ class Piece:
     stop: int
     offset: int
 
-    @property
-    def is_last(self) -> bool:
-        """Whether the parameter ends here."""
-        return self.stop == local(self.param).numel()
-
 
 @dataclass(frozen=True, eq=False)
 class Block:
@@ -113,8 +109,8 @@ class _Buffer:
             for number, key in enumerate(block.files)
         }
 
-    def exchange(self, following: Block | None, *, read: bool) -> None:
-        """Write what is in the buffer, then read the following block into it."""
+    def exchange(self, following: Block | None, *, read: bool) -> tuple["_Buffer", Block | None]:
+        """Write what is in the buffer, then read the following block into it; return both."""
         if self.block is not None:
             for number, file in enumerate(self.block.files.values()):
                 file.write(self.part(number, self.block.num_bytes), self.block.offset)
@@ -122,6 +118,7 @@ class _Buffer:
         if following is not None and read:
             for number, file in enumerate(following.files.values()):
                 file.read(self.part(number, following.num_bytes), following.offset)
+        return self, following
 
 
 @dataclass
@@ -177,6 +174,10 @@ class DiskOffload:
     def holds(self, param: Tensor) -> bool:
         """Return whether the states of a parameter are on disk."""
         return param in self._blocks_of
+
+    def num_left(self, param: Tensor, done: Collection[Block]) -> int:
+        """Return how many blocks of a parameter on disk are not done."""
+        return sum(block not in done for block in self._blocks_of[param])
 
     def plan(self, params: Sequence[Tensor]) -> None:
         """Decide which of the parameters that are new have their states on disk, and make the files.
@@ -243,30 +244,34 @@ class DiskOffload:
     def _walk(
         self, walk: _Pass, blocks: Sequence[Block], states: States, params: set[Tensor], done: set[Block]
     ) -> Iterator[list[tuple[Piece, dict[str, Tensor]]]]:
-        depth = len(walk.buffers)
+        upcoming = iter(blocks)
 
-        def exchange(number: int) -> Future[None]:
-            following = blocks[number] if number < len(blocks) else None
-            read = following is not None and any(self._is_mapped(states, p.param) for p in following.pieces)
-            return pool.submit(walk.buffers[number % depth].exchange, following, read=read)
+        with ThreadPoolExecutor(len(walk.buffers), thread_name_prefix="states") as pool:
 
-        with ThreadPoolExecutor(depth, thread_name_prefix="states") as pool:
-            futures = [exchange(number) for number in range(depth)]
-            for number, block in enumerate(blocks):
-                buffer = walk.buffers[number % depth]
-                futures[number % depth].result()
-                pieces = [(piece, buffer.states_of(piece, block)) for piece in block.pieces]
-                for piece, values in pieces:
-                    if not self._is_mapped(states, piece.param):
-                        _fill(piece, values, states.get(piece.param, {}))
-                if block not in done:
-                    yield [(piece, values) for piece, values in pieces if piece.param in params]
-                    done.add(block)
-                buffer.block = block
-                walk.visited.add(block)
-                futures[number % depth] = exchange(number + depth)
-            for future in futures:
-                future.result()
+            def start_exchange(buffer: _Buffer) -> Future[tuple[_Buffer, Block | None]]:
+                following = next(upcoming, None)
+                read = following is not None and any(
+                    self._is_mapped(states, piece.param) for piece in following.pieces
+                )
+                return pool.submit(buffer.exchange, following, read=read)
+
+            running = {start_exchange(buffer) for buffer in walk.buffers}
+            while running:
+                finished, running = wait(running, return_when=FIRST_COMPLETED)
+                for future in finished:
+                    buffer, block = future.result()
+                    if block is None:
+                        continue
+                    pieces = [(piece, buffer.states_of(piece, block)) for piece in block.pieces]
+                    for piece, values in pieces:
+                        if not self._is_mapped(states, piece.param):
+                            _fill(piece, values, states.get(piece.param, {}))
+                    if block not in done:
+                        yield [(piece, values) for piece, values in pieces if piece.param in params]
+                        done.add(block)
+                    buffer.block = block
+                    walk.visited.add(block)
+                    running.add(start_exchange(buffer))
 
     def _settle(self, walk: _Pass, states: States) -> None:
         """Let the states of each parameter that was visited say where they are: on disk, or in memory."""

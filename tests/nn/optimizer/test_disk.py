@@ -9,6 +9,8 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +248,37 @@ def test_an_error_in_the_middle_of_a_step_loses_nothing(
     train(optimizer, mine, 2, steps_before + 1)
     train(reference, theirs, 2, steps_before + 1)
     assert_same(mine, theirs)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_slow_read_holds_up_its_buffer_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The first block of a parameter comes last, or not at all."""
+    mine, theirs = make_params(), make_params()
+    optimizer, reference = on_disk(mine, tmp_path), in_memory(theirs)
+    train(optimizer, mine, 1)
+    original, calls, others = os.preadv, count(), threading.Event()
+
+    def slow_at_first(*args: Any) -> int:
+        number = next(calls)
+        if number == 0:
+            assert others.wait(10), "the other buffer waits for the first"
+            if fails:
+                raise OSError(errno.EIO, "the disk is ill")
+        elif number == 10:  # two keys in a block: five blocks
+            others.set()
+        return original(*args)
+
+    monkeypatch.setattr(os, "preadv", slow_at_first)
+    set_grads(mine, 1)
+    if fails:
+        with pytest.raises(OSError, match="the disk is ill"):
+            optimizer.step()
+    optimizer.step()
+    train(reference, theirs, 2)
+    assert_same(mine, theirs)
+    assert_same_states(optimizer, reference)
 
 
 def test_training_goes_on_with_a_smaller_fraction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,273 @@
+"""Saving and loading 500M float32 parameters, beside torch.save, safetensors and torch's own DCP, in one run.
+
+    colossalai run --nproc_per_node 2 benchmarks/checkpoint.py --json benchmarks/results/checkpoint.json
+
+Two layouts: every rank holds the whole model (data parallel), or half of each parameter (FSDP). A save ends
+when everything is on disk, for all variants (`fsync`), and when all ranks are done; a load ends when the
+parameters of all ranks have the values. torch.save and safetensors know whole tensors only: under FSDP these
+are gathered first, and cut after loading, tensor by tensor. In the rows of the asynchronous save, the time is
+how long training stands still, and the baseline is a plain copy of the same bytes.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness.rounds import report, time_rounds
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import colossalai
+from colossalai.checkpoint_io import (
+    TrainingState,
+    load_training_state,
+    save_training_state,
+    wait_for_saves,
+)
+from colossalai.core import global_context as gpc
+
+HIDDEN = 2048
+Action = Callable[[], None]
+
+
+def make_model(num_parameters: int, *, is_sharded: bool) -> nn.Module:
+    """Return pairs of linear layers as in a transformer's feed-forward block."""
+    per_block = 8 * HIDDEN * HIDDEN
+    blocks = [
+        nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN))
+        for _ in range(max(1, round(num_parameters / per_block)))
+    ]
+    model = nn.Sequential(*blocks)
+    if is_sharded:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole of a parameter."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def to_disk(path: Path) -> None:
+    """See a file on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+class Files:
+    """One variant of the single-file formats: rank 0 writes, all ranks read.
+
+    Args:
+        model: The model.
+        path: The file.
+        write: Writes a state dict.
+        read: Reads one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: Path,
+        write: Callable[[dict[str, torch.Tensor], Path], Any],
+        read: Callable[[Path], dict[str, torch.Tensor]],
+    ) -> None:
+        self.model, self.path, self._write, self._read = model, path, write, read
+
+    def save(self) -> None:
+        """Gather, write, sync."""
+        state = {name: whole(tensor) for name, tensor in self.model.state_dict().items()}
+        if dist.get_rank() == 0:
+            self._write(state, self.path)
+            to_disk(self.path)
+
+    @torch.no_grad()
+    def load(self) -> None:
+        """Read and copy what belongs to this rank."""
+        state = self._read(self.path)
+        for name, tensor in self.model.state_dict().items():
+            value = state[name]
+            if isinstance(tensor, DTensor):
+                value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+            tensor.copy_(value)
+
+
+def save_dcp(model: nn.Module, path: Path) -> None:
+    """Save with torch's distributed checkpoint, which syncs its files."""
+    writer = dcp.FileSystemWriter(path, thread_count=1, sync_files=True, overwrite=True)
+    dcp.save(model.state_dict(), storage_writer=writer)
+
+
+def load_dcp(model: nn.Module, path: Path) -> None:
+    """Load in place."""
+    dcp.load(model.state_dict(), storage_reader=dcp.FileSystemReader(path))
+
+
+def save_ours(model: nn.Module, path: Path, *, save_async: bool = False) -> None:
+    """Save a training state that holds a model."""
+    save_training_state(path, TrainingState(model=model), step=1, keep_last=1, save_async=save_async)
+
+
+def load_ours(model: nn.Module, path: Path) -> None:
+    """Load it."""
+    load_training_state(path / "step-00000001", TrainingState(model=model))
+
+
+class PlainCopy:
+    """A copy of the bytes that this rank writes, into memory that is there already.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        tensors = [
+            tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in model.parameters()
+        ]
+        if not isinstance(next(model.parameters()), DTensor):
+            tensors = tensors[dist.get_rank() :: dist.get_world_size()]
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._copies = [torch.zeros_like(tensor) for tensor in self._tensors]
+
+    def __call__(self) -> None:
+        """Copy."""
+        for copy, tensor in zip(self._copies, self._tensors, strict=True):
+            copy.copy_(tensor)
+
+
+def until_all_are_done(action: Action) -> Action:
+    """Return an action that ends on all ranks at the same time."""
+
+    def act() -> None:
+        action()
+        dist.barrier()
+
+    return act
+
+
+def rows_of(
+    layout: str, what: str, variants: dict[str, Action], *, num_bytes: int, ours: str, rounds: int
+) -> list[dict[str, Any]]:
+    """Return a row for each variant; the ratio is our time over theirs, the median over the rounds."""
+    waited = {name: until_all_are_done(action) for name, action in variants.items()}
+    times = time_rounds(waited, rounds=rounds, warmup=1)
+    rows = []
+    for name, seconds in times.items():
+        ratios = [mine / theirs for mine, theirs in zip(times[ours], seconds, strict=True)]
+        middle = statistics.median(seconds)
+        rows.append(
+            {
+                "layout": layout,
+                "what": what,
+                "variant": name,
+                "seconds": round(middle, 3),
+                "mb_per_s": round(num_bytes / middle / 1e6),
+                "ours_over_it": round(statistics.median(ratios), 4),
+            }
+        )
+    return rows
+
+
+def measure(layout: str, folder: Path, *, num_parameters: int, rounds: int) -> list[dict[str, Any]]:
+    """Measure one layout."""
+    model = make_model(num_parameters, is_sharded=layout == "sharded")
+    num_bytes = sum(param.numel() * param.element_size() for param in model.parameters())
+    torch_file = Files(
+        model, folder / "torch.pt", torch.save, lambda path: torch.load(path, weights_only=True)
+    )
+    safe_file = Files(
+        model, folder / "model.safetensors", safetensors.torch.save_file, safetensors.torch.load_file
+    )
+    saves: dict[str, Action] = {
+        "torch.save": torch_file.save,
+        "safetensors": safe_file.save,
+        "DCP": partial(save_dcp, model, folder / "dcp"),
+        "ours": partial(save_ours, model, folder / "ours"),
+    }
+    loads: dict[str, Action] = {
+        "torch.load": torch_file.load,
+        "safetensors": safe_file.load,
+        "DCP": partial(load_dcp, model, folder / "dcp"),
+        "ours": partial(load_ours, model, folder / "ours"),
+    }
+    options: dict[str, Any] = {"num_bytes": num_bytes, "rounds": rounds}
+    rows = rows_of(layout, "save", saves, ours="ours", **options)
+    rows += rows_of(layout, "load", loads, ours="ours", **options)
+    rows += stall_rows(layout, model, folder, **options)
+    return rows
+
+
+def stall_rows(
+    layout: str, model: nn.Module, folder: Path, *, num_bytes: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Measure how long training stands still in an asynchronous save."""
+    copy = PlainCopy(model)
+    variants: dict[str, Action] = {
+        "plain copy": copy,
+        "ours": partial(save_ours, model, folder / "async", save_async=True),
+        "(wait)": wait_for_saves,
+    }
+    # Not rotated: the save must have ended before the next round.
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(-1, rounds):
+        for name, action in variants.items():
+            seconds = time_rounds({name: until_all_are_done(action)}, rounds=1, warmup=0)[name]
+            times[name] += seconds if number >= 0 else []
+    ratios = [mine / theirs for mine, theirs in zip(times["ours"], times["plain copy"], strict=True)]
+    return [
+        {
+            "layout": layout,
+            "what": "stall",
+            "variant": name,
+            "seconds": round(statistics.median(times[name]), 3),
+            "mb_per_s": round(num_bytes / statistics.median(times[name]) / 1e6),
+            "ours_over_it": ratio,
+        }
+        for name, ratio in (("plain copy", round(statistics.median(ratios), 4)), ("ours", 1.0))
+    ]
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--parameters", type=float, default=500e6)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layouts", default="replicated,sharded")
+    parser.add_argument("--dir", default=None, help="a folder on the disk to measure")
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    colossalai.launch_from_torch({}, verbose=False)
+    box = [tempfile.mkdtemp(prefix="checkpoint_", dir=arguments.dir) if gpc.get_global_rank() == 0 else ""]
+    dist.broadcast_object_list(box, src=0)
+    folder = Path(box[0])
+    rows = []
+    try:
+        for layout in arguments.layouts.split(","):
+            rows += measure(layout, folder, num_parameters=int(arguments.parameters), rounds=arguments.rounds)
+    finally:
+        dist.barrier()
+        if gpc.get_global_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    settings = vars(arguments) | {"hidden": HIDDEN}
+    report("Checkpoints of float32 parameters", rows, settings=settings, json_file=arguments.json)
+
+
+if __name__ == "__main__":
+    main()

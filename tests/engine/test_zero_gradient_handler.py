@@ -1,0 +1,65 @@
+"""`ZeROGradientHandler`: after it, slices are means, and the step sends no gradients any more."""
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+from colossalai.communication import ledger
+from colossalai.core import global_context as gpc
+from colossalai.engine.gradient_handler import ZeROGradientHandler
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+class HalfUsed(nn.Module):
+    """A model with a parameter that no backward reaches, so that its bucket waits for the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(3, 2)
+        self.rest = nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def train(stage: int, with_handler: bool) -> tuple[list[int], torch.Tensor]:
+    """Return how many reductions there are in the handler and in a step after it, and the weights."""
+    config = {"zero": {"stage": stage}}
+    if with_handler:
+        config["gradient_handler"] = [{"type": "ZeROGradientHandler"}]
+    colossalai.launch_from_torch(config, verbose=False)
+    torch.manual_seed(0)
+    model = HalfUsed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = colossalai.initialize(model, optimizer, nn.MSELoss(), verbose=False)
+    counts = []
+    x = torch.full((4, 3), 1.0 + gpc.get_global_rank())
+    for _ in range(2):
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(x), torch.zeros(4, 2)))
+        for act in (*(handler.handle_gradient for handler in engine.gradient_handlers), engine.step):
+            with ledger() as book:
+                act()
+            counts.append(book.count("reduce_scatter"))
+    weights = torch.cat([param.detach().flatten() for param in engine.model.parameters()])
+    gpc.destroy()
+    return counts, weights
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_it_ends_the_reduction(stage: int) -> None:
+    for (counts, weights), (plain, expected) in zip(
+        run_ranks(train, 2, stage, True), run_ranks(train, 2, stage, False), strict=True
+    ):
+        assert counts == [1, 0] * 2
+        assert plain == [1] * 2
+        assert torch.equal(weights, expected)
+
+
+def test_without_zero_it_is_refused() -> None:
+    model = HalfUsed()
+    with pytest.raises(ValueError, match="needs an optimizer under ZeRO"):
+        ZeROGradientHandler(model, torch.optim.SGD(model.parameters(), lr=0.1))

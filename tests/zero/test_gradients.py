@@ -1,0 +1,87 @@
+"""What happens to gradients between backward and step: clipping by value, and those of no optimizer."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+from colossalai.booster import Booster
+from colossalai.communication import ledger
+from colossalai.core import global_context as gpc
+from colossalai.nn.optimizer import FusedLAMB
+from tests.ranks import run_ranks
+from tests.zero.training import Net, assert_same, batch_of, plugin
+
+pytestmark = pytest.mark.dist
+
+
+def clipped_by_value(stage: int) -> None:
+    """A bound that half of the elements exceed, and a norm that changes every element."""
+    colossalai.launch_from_torch({}, verbose=False)
+    replicas = gpc.mesh.axis("dp")
+    torch.manual_seed(0)
+    model = Net().double()
+    twin = copy.deepcopy(model)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.5)
+    booster = Booster(plugin=plugin(stage))
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    for step in range(3):
+        plain.zero_grad()
+        optimizer.zero_grad()
+        twin(batch_of(step)).square().mean().backward()
+        grads = torch.cat([param.grad.flatten() for param in twin.parameters()])
+        bound = grads.abs().median().item()
+        norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.5 * grads.norm().item())
+        nn.utils.clip_grad_value_(twin.parameters(), bound)
+        plain.step()
+        booster.backward(model(batch_of(step).chunk(replicas.size)[replicas.rank]).square().mean(), optimizer)
+        assert optimizer.clip_grad_by_norm(0.5 * grads.norm().item()) == pytest.approx(norm.item())
+        optimizer.clip_grad_by_value(bound)
+        optimizer.step()
+        assert_same(model, twin, step)
+    gpc.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_clipping_is_that_of_one_process(stage: int) -> None:
+    run_ranks(clipped_by_value, 2, stage)
+
+
+def held_by_none(stage: int) -> None:
+    """Their gradients are this rank's own, add up until somebody forgets them, and are not sent."""
+    colossalai.launch_from_torch({}, verbose=False)
+    rank = gpc.mesh.axis("dp").rank
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2, bias=True)
+    booster = Booster(plugin=plugin(stage))
+    raw = model
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD([model.bias], lr=0.5))
+    before = raw.weight.detach().clone()
+    with ledger() as book:
+        for times in (1, 2):
+            optimizer.zero_grad()
+            booster.backward(model(torch.full((1, 3), 1.0 + rank)).sum(), optimizer)
+            optimizer.step()
+            assert torch.equal(raw.weight.grad, torch.full((2, 3), times * (1.0 + rank)))
+    assert book.num_bytes("reduce_scatter") == 2 * raw.bias.nbytes / 2
+    assert torch.equal(raw.weight, before)
+    gpc.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_of_parameters_that_no_optimizer_holds(stage: int) -> None:
+    run_ranks(held_by_none, 2, stage)
+
+
+def own_clipping() -> None:
+    colossalai.launch_from_torch({}, verbose=False)
+    model = Net()
+    with pytest.raises(ValueError, match=r"FusedLAMB clips to max_grad_norm=1\.0"):
+        Booster(plugin=plugin(1)).boost(model, FusedLAMB(model.parameters()))
+    gpc.destroy()
+
+
+def test_an_optimizer_that_clips_by_what_a_rank_holds_is_refused() -> None:
+    run_ranks(own_clipping, 2)
