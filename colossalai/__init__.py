@@ -6,10 +6,10 @@
 Names are imported when they are first asked for, so that `colossalai --help` does not wait for torch.
 """
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from colossalai import _aliases as _aliases
+from colossalai._lazy import find_name
 from colossalai._version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -32,12 +32,5 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, or a sub-package, when it is first asked for (PEP 562)."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    try:
-        return importlib.import_module(f"colossalai.{name}")
-    except ModuleNotFoundError as error:
-        if error.name != f"colossalai.{name}":
-            raise
-    raise AttributeError(f"module 'colossalai' has no attribute {name!r}")
+    """Import a public name, or a sub-module, when it is first asked for (PEP 562)."""
+    return find_name(__name__, _HOMES, name)

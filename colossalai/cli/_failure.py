@@ -6,6 +6,8 @@ When one rank ends, its peers fail soon after with "connection closed" and the l
 - SIGABRT is the exception: compiled code aborts itself, mostly because a peer is gone.
 - Else the rank whose error is the oldest. A rank writes down the time of its error when it is raised, which
   may be long before the rank ends.
+- A node that is lost takes its ranks along, and those of the others then raise: it is the cause, unless a
+  rank was killed elsewhere or has an error that is older by more than what a message takes.
 """
 
 import json
@@ -13,6 +15,9 @@ import math
 import signal
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
+
+_MESSAGE_S = 1.0  # what the news of a lost node may take; the errors of its peers may arrive before it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +38,7 @@ class RankState:
     pid: int
     exit_code: int | None  # -N for death by signal N, None while it runs
     error: RankError | None
+    host: str = ""  # empty on one machine
 
     @property
     def has_failed(self) -> bool:
@@ -58,7 +64,8 @@ class RankState:
 
     def describe(self) -> str:
         """Say in one line how it ended."""
-        name = f"rank {self.global_rank} (pid {self.pid})"
+        place = f" on {self.host}" if self.host else ""
+        name = f"rank {self.global_rank}{place} (pid {self.pid})"
         if self.was_killed:
             return f"{name} was killed by {_signal_name(self._signal)}"
         if self.error is None:
@@ -67,21 +74,36 @@ class RankState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobFailure:
-    """The first rank that failed, and those that failed after it."""
+class NodeLoss:
+    """A node that is gone without a word: its agent or ssh client was killed, or its link is dead."""
 
-    first: RankState
-    later: tuple[RankState, ...]
+    host: str
+    what: str
+    time: float  # when it was last heard of, in seconds since the epoch
+    shell_code: int = 1
+
+    def describe(self) -> str:
+        """Say in one line what is known."""
+        return f"{self.host} is lost: {self.what}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobFailure:
+    """The first rank or node that failed, and those that failed after it."""
+
+    first: RankState | NodeLoss
+    later: tuple[RankState | NodeLoss, ...]
 
     def describe(self) -> str:
         """Say which rank failed first and why, with its traceback; and one line for each of the others."""
         lines = [self.first.describe()]
-        if self.first.was_killed and self.first.exit_code == -signal.SIGKILL:
-            lines[0] += " (if nobody sent it, the machine ran out of memory)"
-        if self.first.error is not None and self.first.error.traceback:
-            lines += ["", self.first.error.traceback.rstrip()]
+        if isinstance(self.first, RankState):
+            if self.first.was_killed and self.first.exit_code == -signal.SIGKILL:
+                lines[0] += " (if nobody sent it, the machine ran out of memory)"
+            if self.first.error is not None and self.first.error.traceback:
+                lines += ["", self.first.error.traceback.rstrip()]
         if self.later:
-            lines += ["", "after it:", *(f"  {rank.describe()}" for rank in self.later)]
+            lines += ["", "after it:", *(f"  {one.describe()}" for one in self.later)]
         return "\n".join(lines)
 
 
@@ -101,6 +123,19 @@ def find_failure(ranks: list[RankState], *, now: float, patience_s: float) -> Jo
     return JobFailure(first=failed[0], later=tuple(failed[1:])) if is_certain else None
 
 
+def blame(ranks: list[RankState], losses: list[NodeLoss]) -> JobFailure:
+    """Return the failure of a job on several nodes, in which a rank has failed or a node was lost."""
+    failed = sorted((rank for rank in ranks if rank.has_failed), key=_order_of_blame)
+    lost = sorted(losses, key=lambda loss: loss.time)
+    rank_is_first = bool(failed) and (
+        not lost or _is_the_cause(failed[0]) or _error_time(failed[0]) < lost[0].time - _MESSAGE_S
+    )
+    first, *later = cast(
+        "list[RankState | NodeLoss]", [*failed, *lost] if rank_is_first else [*lost, *failed]
+    )
+    return JobFailure(first=first, later=tuple(later))
+
+
 def read_error(path: Path) -> RankError | None:
     """Read what a rank has written down, or return None if it has not."""
     try:
@@ -118,8 +153,15 @@ def read_error(path: Path) -> RankError | None:
 
 def _order_of_blame(rank: RankState) -> tuple[bool, float]:
     """See [Note: the first failure]."""
-    is_the_cause = rank.was_killed and rank.exit_code != -signal.SIGABRT
-    return (not is_the_cause, math.inf if rank.error is None else rank.error.time)
+    return (not _is_the_cause(rank), _error_time(rank))
+
+
+def _is_the_cause(rank: RankState) -> bool:
+    return rank.was_killed and rank.exit_code != -signal.SIGABRT
+
+
+def _error_time(rank: RankState) -> float:
+    return math.inf if rank.error is None else rank.error.time
 
 
 def _signal_name(number: int) -> str:

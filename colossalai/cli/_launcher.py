@@ -12,13 +12,14 @@ import sys
 import tempfile
 import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.distributed import DistNetworkError, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
@@ -28,8 +29,22 @@ from colossalai.cli._job import Job, port_taken
 from colossalai.cli._processes import adopt_orphans, end_descendants, exit_code_of, signals_to_heed
 
 GRACE_S = 3.0  # from asking a process to end to killing it
+LOOPBACK = "127.0.0.1"
 _POLL_S = 0.1
-_HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The part of this machine in a job of one machine or several."""
+
+    run_id: str
+    master_addr: str
+    master_port: int
+    node_rank: int = 0
+    num_nodes: int = 1
+    attempt: int = 0  # how often the job was started before
+    max_restarts: int = 0
+    timeout_s: float = 600.0  # for the agents to meet
 
 
 def launch(job: Job) -> int:
@@ -41,17 +56,11 @@ def launch(job: Job) -> int:
     Raises:
         ValueError: The port was taken.
     """
-    num_procs = job.num_procs or torch.accelerator.device_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_procs)))
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(signals_to_heed()))
-    adopt_orphans()
-    # torch's agent logs what we say better; to a handler that does nothing, or Python would print it.
-    elastic_logger = logging.getLogger("torch.distributed.elastic")
-    elastic_logger.addHandler(logging.NullHandler())
-    elastic_logger.propagate = False
-    store = _listen(job.master_port)
+    num_procs = prepare(job)
+    store = listen(LOOPBACK, job.master_port)
+    place = Place(run_id=uuid.uuid4().hex, master_addr=LOOPBACK, master_port=store.port)
     with tempfile.TemporaryDirectory(prefix="colossalai_run_") as folder:
-        agent = LocalAgent(_worker_spec(job, num_procs=num_procs, port=store.port), Path(folder))
+        agent = LocalAgent(worker_spec(job, place, num_procs=num_procs), DefaultLogsSpecs(log_dir=folder))
         try:
             agent.run()
         except SignalException as stop:
@@ -65,29 +74,62 @@ def launch(job: Job) -> int:
     return agent.failure.first.shell_code
 
 
+def prepare(job: Job) -> int:
+    """Make this process fit to be an agent, and return how many ranks it starts."""
+    num_procs = job.num_procs or torch.accelerator.device_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_procs)))
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(signals_to_heed()))
+    adopt_orphans()
+    # torch's agent logs what we say better; to a handler that does nothing, or Python would print it.
+    elastic_logger = logging.getLogger("torch.distributed.elastic")
+    elastic_logger.addHandler(logging.NullHandler())
+    elastic_logger.propagate = False
+    return num_procs
+
+
 class LocalAgent(LocalElasticAgent):
     """torch's agent, which also finds the first failing rank, and leaves no process behind.
 
     Args:
         spec: What to run, as torch's agent takes it.
-        folder: Where the ranks leave their errors.
+        logs: Where the ranks' output and their errors go.
     """
 
-    def __init__(self, spec: WorkerSpec, folder: Path) -> None:
-        super().__init__(spec, DefaultLogsSpecs(log_dir=str(folder)))
+    def __init__(self, spec: WorkerSpec, logs: LogsSpecs) -> None:
+        super().__init__(spec, logs)
         self.failure: JobFailure | None = None
+
+    def look_at_ranks(self) -> list[RankState]:
+        """Return how the ranks are; there are none before they are started, or once they have succeeded."""
+        if self._pcontext is None or self._worker_group.state == WorkerState.SUCCEEDED:
+            return []
+        pids = self._pcontext.pids()
+        return [
+            RankState(
+                global_rank=worker.global_rank,
+                pid=pids[worker.local_rank],
+                exit_code=exit_code_of(pids[worker.local_rank]),
+                error=read_error(Path(self._pcontext.error_files[worker.local_rank])),
+            )
+            for worker in self._worker_group.workers
+        ]
+
+    def on_failure(self) -> None:
+        """Called when a failure is found, before the ranks are ended."""
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look at the ranks, end them all if one has failed, and leave only the good end to torch.
 
         torch would name some failed rank, and wait 30 seconds for the others to end.
         """
-        ranks = self._look_at_ranks(worker_group)
+        ranks = self.look_at_ranks()
         if all(rank.exit_code == 0 for rank in ranks):
             return super()._monitor_workers(worker_group)
         self.failure = find_failure(ranks, now=time.time(), patience_s=GRACE_S)
         if self.failure is None:
             return RunResult(state=WorkerState.HEALTHY)
+        self.on_failure()
+        self._remaining_restarts = 0  # whoever has started this agent starts the next one
         end_descendants(signal.SIGTERM, grace_s=GRACE_S)
         return RunResult(state=WorkerState.FAILED)
 
@@ -97,40 +139,38 @@ class LocalAgent(LocalElasticAgent):
             end_descendants(death_sig, grace_s=GRACE_S)
         super()._shutdown(death_sig, timeout)
 
-    def _look_at_ranks(self, worker_group: WorkerGroup) -> list[RankState]:
-        assert self._pcontext is not None
-        return [
-            RankState(
-                global_rank=worker.global_rank,
-                pid=worker.id,
-                exit_code=exit_code_of(worker.id),
-                error=read_error(Path(self._pcontext.error_files[worker.local_rank])),
-            )
-            for worker in worker_group.workers
-        ]
 
+def listen(address: str, port: int) -> TCPStore:
+    """Open the store through which the ranks will find each other.
 
-def _listen(port: int) -> TCPStore:
-    """Open the store through which the ranks will find each other; port 0 is any free one."""
+    Args:
+        address: An address or a name of this machine.
+        port: 0 is any free one.
+
+    Raises:
+        ValueError: The port is taken.
+    """
     try:
-        return TCPStore(_HOST, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
     except DistNetworkError as error:
         raise ValueError(f"cannot listen on port {port}: {port_taken(port)}") from error
 
 
-def _worker_spec(job: Job, *, num_procs: int, port: int) -> WorkerSpec:
+def worker_spec(job: Job, place: Place, *, num_procs: int) -> WorkerSpec:
+    """Say in torch's terms what this machine's agent starts."""
     kind = "module" if job.is_module else "script"
     # torch's agent fills "${local_rank}" into arguments; "$$" is its spelling of "$".
     target, *args = (argument.replace("$", "$$") for argument in (job.target, *job.args))
-    # "static" is what one machine needs: its store is the one of `_listen`, which allows several users of its
-    # port within a process, and the ranks get this port as MASTER_PORT.
+    # "static" is what a known list of machines needs: its store is the one of `listen`, which allows several
+    # users of its port within a process, and the ranks get this port as MASTER_PORT.
     rendezvous = RendezvousParameters(
         backend="static",
-        endpoint=f"{_HOST}:{port}",
-        run_id=uuid.uuid4().hex,
-        min_nodes=1,
-        max_nodes=1,
-        rank=0,
+        endpoint=f"{place.master_addr}:{place.master_port}",
+        run_id=place.run_id,
+        min_nodes=place.num_nodes,
+        max_nodes=place.num_nodes,
+        rank=place.node_rank,
+        timeout=int(place.timeout_s),
     )
     return WorkerSpec(
         role="default",
@@ -138,9 +178,9 @@ def _worker_spec(job: Job, *, num_procs: int, port: int) -> WorkerSpec:
         entrypoint=sys.executable,
         args=(_worker.__file__, str(os.getpid()), kind, target, *args),
         rdzv_handler=get_rendezvous_handler(rendezvous),
-        max_restarts=0,
+        max_restarts=place.max_restarts,
         monitor_interval=_POLL_S,
-        master_addr=_HOST,
-        master_port=port,
-        local_addr=_HOST,
+        master_addr=place.master_addr,
+        master_port=place.master_port,
+        local_addr=place.master_addr if place.node_rank == 0 else None,
     )

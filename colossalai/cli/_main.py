@@ -6,14 +6,17 @@ from typing import Any
 import click
 
 from colossalai._version import __version__
+from colossalai.cli._checkpoint_commands import checkpoint
+from colossalai.cli._run_command import run
 
 # \b keeps click from filling the lines.
 _EXAMPLES = "\b\nExamples:\n  colossalai run --nproc_per_node 4 train.py\n  colossalai check -i"
-_RUN_EXAMPLES = """\b
+_CHECK_EXAMPLES = """\b
 Examples:
-  colossalai run --nproc_per_node 4 train.py --config config.py
-  colossalai run --nproc_per_node 2 --master_port 29505 -m package.train"""
-_CHECK_EXAMPLES = "\b\nExamples:\n  colossalai check -i\n  colossalai check -i --json"
+  colossalai check -i
+  colossalai check -i --json
+  colossalai check --doctor --host host1,host2
+  colossalai check --doctor --hostfile hosts --script train.py"""
 _BENCHMARK_EXAMPLES = """\b
 Examples:
   colossalai benchmark --gpus 4
@@ -41,64 +44,61 @@ def main() -> None:
     """Colossal-AI: start parallel training, compare ways to do it, and check the installation."""
 
 
-@main.command(context_settings={"allow_interspersed_args": False}, epilog=_RUN_EXAMPLES)
-@click.option(
-    "--nproc_per_node",
-    "--nproc-per-node",
-    "num_procs",
-    type=int,
-    metavar="N",
-    help="Processes to start: one per accelerator if not given, or one on a machine without.",
-)
-@click.option(
-    "--master_port",
-    "--master-port",
-    "master_port",
-    type=int,
-    default=0,
-    metavar="P",
-    help="Port at which the processes find each other; a free one is picked if not given or 0.",
-)
-@click.option(
-    "-m", "--module", "is_module", is_flag=True, help="SCRIPT is the name of a module, as in python -m."
-)
-@click.argument("script")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def run(num_procs: int | None, master_port: int, is_module: bool, script: str, args: tuple[str, ...]) -> None:
-    """Run SCRIPT with ARGS in N processes on this machine.
-
-    Every process finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in its environment;
-    colossalai.launch_from_torch reads them. When one process fails, all are ended, and the error of the
-    first one is shown.
-    """
-    from colossalai.cli._job import Job, check_job
-    from colossalai.cli._launcher import launch
-
-    job = Job(target=script, args=args, is_module=is_module, num_procs=num_procs, master_port=master_port)
-    try:
-        check_job(job)
-        sys.exit(launch(job))
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
-    except KeyboardInterrupt:
-        sys.exit(130)  # pressed before the processes were started; 128 + SIGINT, as a shell has it
+main.add_command(run)
+main.add_command(checkpoint)
 
 
 @main.command(epilog=_CHECK_EXAMPLES)
-@click.option("-i", "--installation", is_flag=True, help="Check the installation.")
+@click.option("-i", "--installation", is_flag=True, help="Check the installation of this machine.")
+@click.option(
+    "--doctor", is_flag=True, help="Check the hosts of a job: all that is checked before it starts."
+)
+@click.option(
+    "--host", "hosts", metavar="H,...", help="Hosts to check, as for run; this machine if not given."
+)
+@click.option("--hostfile", metavar="FILE", help="A file with a host in each line, as for run.")
+@click.option("--include", metavar="H,...", help="Check these of the hosts only.")
+@click.option("--exclude", metavar="H,...", help="Leave these of the hosts out.")
+@click.option("--master_addr", "--master-addr", metavar="NAME", help="The first host, as the others know it.")
+@click.option(
+    "--master_port",
+    "--master-port",
+    type=click.IntRange(0, 65535),
+    metavar="P",
+    help="Port of the first host; a free one is picked if not given or 0.",
+)
+@click.option("--nproc_per_node", "--nproc-per-node", "num_procs", type=_POSITIVE, metavar="N")
+@click.option("--script", metavar="FILE", help="See that all hosts have this script.")
+@click.option("--ssh-port", "--ssh_port", type=click.IntRange(1, 65535), metavar="P", help="Port of sshd.")
+@click.option("--env", multiple=True, metavar="KEY=VALUE", help="A variable of the job; several times.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-@click.pass_context
-def check(context: click.Context, installation: bool, as_json: bool) -> None:
+def check(installation: bool, doctor: bool, as_json: bool, **settings: Any) -> None:
     """Show versions, devices, back ends and optional libraries, and whether they fit together.
 
-    Ends with exit code 1 if something that is needed is missing.
+    With --doctor: whether a job can be started on some hosts, and if not, what is wrong and what to do. Ends
+    with exit code 1 if something that is needed is missing.
     """
-    if not installation:
-        raise click.UsageError("say what to check: colossalai check -i checks the installation", context)
-    from colossalai.cli._check import show
-    from colossalai.cluster import examine_installation
+    given = {name: value for name, value in settings.items() if value not in (None, ())}
+    if installation == doctor:
+        raise click.UsageError(
+            "say what to check: colossalai check -i checks the installation, "
+            "colossalai check --doctor the hosts of a job"
+        )
+    if installation and given:
+        raise click.UsageError(f"{', '.join(given)}: these are options of colossalai check --doctor")
+    if installation:
+        from colossalai.cli._check import show as show_installation
+        from colossalai.cluster import examine_installation
 
-    report = examine_installation()
+        installed = examine_installation()
+        show_installation(installed, as_json=as_json)
+        sys.exit(0 if installed.is_fit else 1)
+    from colossalai.cli._doctor import Settings, examine, show
+
+    try:
+        report = examine(Settings(**given))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     show(report, as_json=as_json)
     sys.exit(0 if report.is_fit else 1)
 

@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -37,22 +38,35 @@ def exit_code_of(pid: int) -> int | None:
 
 def end_descendants(first_signal: signal.Signals, *, grace_s: float) -> None:
     """End all descendants of this process: ask with `first_signal`, and kill what is left after `grace_s`."""
+    end_processes(lambda: psutil.Process().children(recursive=True), first_signal, grace_s=grace_s)
+
+
+def end_processes(
+    find: Callable[[], list[psutil.Process]], first_signal: signal.Signals, *, grace_s: float
+) -> None:
+    """End all processes that `find` returns, those that it finds later, too.
+
+    Args:
+        find: Called again and again, until it finds none that lives.
+        first_signal: Asks them to end.
+        grace_s: After this, they are killed.
+    """
     try:
-        for process in _living_descendants():
+        for process in _living(find):
             _send(process, first_signal)
         deadline = time.monotonic() + grace_s
-        while _living_descendants() and time.monotonic() < deadline:
+        while _living(find) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
     finally:  # a second Ctrl-C interrupts the wait, and means: now
         deadline = time.monotonic() + _KILL_S
-        while (living := _living_descendants()) and time.monotonic() < deadline:
+        while (living := _living(find)) and time.monotonic() < deadline:
             for process in living:
                 _send(process, signal.SIGKILL)
             time.sleep(_POLL_S)
 
 
-def _living_descendants() -> list[psutil.Process]:
-    return [process for process in psutil.Process().children(recursive=True) if _lives(process)]
+def _living(find: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
+    return [process for process in find() if _lives(process)]
 
 
 def _lives(process: psutil.Process) -> bool:

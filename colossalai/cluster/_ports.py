@@ -2,7 +2,12 @@
 
 A port that is free now may be taken a moment later. So the answers here are for choosing and for explaining;
 who needs certainty binds the port and handles the refusal.
+
+The pre-flight checks send this file to other machines (see `_probe.py`): no import of ours at the top, and
+nothing that is newer than Python 3.8.
 """
+
+from __future__ import annotations
 
 import datetime
 import errno

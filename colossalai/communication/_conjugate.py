@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from colossalai.cluster._watchdog_sections import module_at_work
 from colossalai.communication._collectives import all_gather, all_reduce, reduce_scatter
 from colossalai.context import Axis
 
@@ -59,6 +60,7 @@ class _GatherScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
+        ctx.module = module_at_work()
         return all_gather(tensor, dim, axis)
 
     @staticmethod
@@ -70,6 +72,7 @@ class _GatherSplit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
+        ctx.module = module_at_work()
         return all_gather(tensor, dim, axis)
 
     @staticmethod
@@ -81,6 +84,7 @@ class _SplitGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
+        ctx.module = module_at_work()
         return slice_of(tensor, axis, dim)
 
     @staticmethod
@@ -92,6 +96,7 @@ class _ScatterGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
+        ctx.module = module_at_work()
         return reduce_scatter(tensor, dim, axis)
 
     @staticmethod
@@ -113,6 +118,7 @@ class _CopyReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
+        ctx.module = module_at_work()
         return tensor.view_as(tensor)
 
     @staticmethod

@@ -2,6 +2,7 @@
 
 from colossalai.context._config import Config as Config
 from colossalai.context._config import ConfigException as ConfigException
+from colossalai.context._ending import before_end as before_end
 from colossalai.context._group_initializer import INITIALIZER_MAPPING as INITIALIZER_MAPPING
 from colossalai.context._group_initializer import ProcessGroupInitializer as ProcessGroupInitializer
 from colossalai.context._launch import get_default_parser as get_default_parser
@@ -20,12 +21,15 @@ from colossalai.context._random import get_current_mode as get_current_mode
 from colossalai.context._random import get_seeds as get_seeds
 from colossalai.context._random import get_states as get_states
 from colossalai.context._random import moe_set_seed as moe_set_seed
-from colossalai.context._random import random_state as random_state
 from colossalai.context._random import reset_seeds as reset_seeds
 from colossalai.context._random import seed as seed
 from colossalai.context._random import set_mode as set_mode
-from colossalai.context._random import set_random_state as set_random_state
 from colossalai.context._random import set_seed as set_seed
 from colossalai.context._random import set_seed_states as set_seed_states
 from colossalai.context._random import sync_states as sync_states
 from colossalai.context._random import with_seed as with_seed
+from colossalai.context._random_saved import fitting_random_state as fitting_random_state
+from colossalai.context._random_saved import is_of_this_place as is_of_this_place
+from colossalai.context._random_saved import random_state as random_state
+from colossalai.context._random_saved import say_other_layout as say_other_layout
+from colossalai.context._random_saved import set_random_state as set_random_state

@@ -1,4 +1,4 @@
-"""The end of a process that has communicated with gloo.
+"""The end of a job in a process: what is to be done before, and how gloo's threads come to rest.
 
 [Note: gloo threads at exit]
 A thread of a gloo group may still hold the last reference to an operation that this process has seen
@@ -9,11 +9,32 @@ does). So before the interpreter ends we give up the lock until all of these thr
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 _THREAD_NAMES = ("pt_gloo", "gloo_")
 _LIMIT_S = 2.0  # a thread that is busy for so long is not merely letting go of something
 _PAUSE_S = 0.002
+
+_before_end: list[Callable[[], object]] = []
+
+
+def before_end(action: Callable[[], object]) -> None:
+    """Have something done, once, before the groups of this job are destroyed."""
+    if action not in _before_end:
+        _before_end.append(action)
+
+
+def prepare_end() -> None:
+    """Do what was asked to be done before the end; an error in it is raised when all of it has been tried."""
+    first: Exception | None = None
+    while _before_end:
+        try:
+            _before_end.pop(0)()
+        except Exception as error:
+            first = first or error
+    if first is not None:
+        raise first
 
 
 def let_gloo_threads_rest() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
+from colossalai.cluster._watchdog_options import ACTIONS as WATCHDOG_ACTIONS
 from colossalai.context._check import (
     check_bool,
     check_keys,
@@ -175,6 +176,21 @@ def _check_shape(value: Any) -> None:
         check_positive(size, "a size in TENSOR_SHAPE")
 
 
+def _check_watchdog(value: Any) -> None:
+    if value is False:
+        return
+    check_mapping(value, "watchdog", example="watchdog=dict(timeout=600), or False for none")
+    check_keys(value, ("timeout", "action", "folder"), "watchdog")
+    if value.get("timeout") is not None:
+        check_number(value["timeout"], "watchdog.timeout", least=0)
+    if value.get("action", "end") not in WATCHDOG_ACTIONS:
+        raise ConfigException(
+            f"watchdog.action is {value['action']!r}; it must be one of {', '.join(WATCHDOG_ACTIONS)}"
+        )
+    if not isinstance(value.get("folder", "."), str):
+        raise ConfigException(f"watchdog.folder is {value['folder']!r}; it must be the path of a folder")
+
+
 def _check_recompute(value: Any) -> None:
     names = value if isinstance(value, list | tuple) else [value]
     if not isinstance(value, bool) and not all(isinstance(name, str) for name in names):
@@ -193,6 +209,8 @@ _FEATURES: Mapping[str, Callable[[Any], Any]] = {
     "NUM_MICRO_BATCHES": lambda value: check_positive(value, "NUM_MICRO_BATCHES"),
     "NUM_CHUNKS": lambda value: check_positive(value, "NUM_CHUNKS"),
     "TENSOR_SHAPE": _check_shape,
+    "watchdog": _check_watchdog,
+    "debug": lambda value: check_bool(value, "debug"),
 }
 
 FEATURE_KEYS = tuple(_FEATURES)

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from colossalai.cluster._watchdog_sections import section
+
 
 def make_group(ranks: Sequence[int], *, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
     """Make the process group of some ranks; its members call this, and nobody else.
@@ -22,7 +24,8 @@ def make_group(ranks: Sequence[int], *, purpose: str, backend: str | None = None
         purpose: Tells groups of the same members apart.
         backend: The communication library; default: that of the job.
     """
-    with _name_for_groups(f"{purpose}:{'-'.join(map(str, ranks))}"):
+    name = f"{purpose}:{'-'.join(map(str, ranks))}"
+    with section(f"making the process group {name}"), _name_for_groups(name):
         group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup), f"this rank is not one of {list(ranks)}"
     return group

@@ -20,6 +20,7 @@ from colossalai.context._layout import parse_layout
 from colossalai.context._parallel_context import global_context
 from colossalai.context._parallel_mode import ParallelMode
 from colossalai.context._random import get_seeds, seed_all_modes, seed_layout_modes
+from colossalai.context._watching import start_watching
 from colossalai.logging import get_dist_logger
 
 ConfigLike = str | Path | Mapping[str, Any] | None
@@ -76,6 +77,7 @@ def launch(
         store = _meet(host, port, rank=rank, world_size=world_size, timeout=timeout)
         chosen = _backend(backend, device, rank)
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
+        start_watching(global_context.config, store, rank=rank, world_size=world_size, axis_of=_axis_of)
     except BaseException:
         global_context.destroy()
         raise
@@ -216,6 +218,11 @@ def _destroy_at_exit() -> None:
     if getattr(sys, "last_type", None) is None:
         global_context.destroy()
         let_gloo_threads_rest()
+
+
+def _axis_of(ranks: tuple[int, ...]) -> str | None:
+    """Return the axis along some ranks in the mesh of the moment: `relayout` may have laid another one."""
+    return global_context.mesh.name_of(ranks) if global_context.is_launched else None
 
 
 def _check_arguments(rank: int, world_size: int, port: int, timeout: float) -> None:

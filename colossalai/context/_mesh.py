@@ -91,6 +91,21 @@ class Mesh:
             self._axes[names] = Axis("*".join(names), tuple(self.ranks(names)), self)
         return self._axes[names]
 
+    def name_of(self, ranks: Sequence[int]) -> str | None:
+        """Return the name of the axis, or of the axes taken together, along which some ranks lie."""
+        seen = {part for parts in self._views.values() for part in parts}
+        plain = [*self._views, *(name for name in self.axes if name not in seen)]  # outermost first
+        runs = [
+            tuple(plain[begin : begin + count])
+            for count in range(1, len(plain) + 1)
+            for begin in range(len(plain))
+        ]
+        wanted = sorted(ranks)
+        for names in [*runs, *((name,) for name in self.axes), *self._axes]:
+            if len(wanted) > 1 and sorted(self.ranks(names)) == wanted:
+                return "*".join(name for name in names if self.axis_size(name) > 1)
+        return None
+
     def axis_size(self, axes: Axes) -> int:
         """Return the number of ranks along `axes` taken together."""
         return math.prod(self.axes[axis] for axis in self._resolve(axes))

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from colossalai.context._config import Config, load_config
+from colossalai.context._ending import prepare_end
 from colossalai.context._features import check_config
 from colossalai.context._group_initializer import own_groups
 from colossalai.context._groups import make_group
@@ -17,6 +18,7 @@ from colossalai.context._layout import Layout
 from colossalai.context._mesh import Axis, Mesh
 from colossalai.context._parallel_mode import ParallelMode, mode_axes
 from colossalai.context._random import reset_seeds
+from colossalai.context._watching import stop_watching
 
 
 class ParallelContext:
@@ -201,13 +203,23 @@ class ParallelContext:
         return ranks[ranks.index(self.mesh.rank) - 1]
 
     def destroy(self) -> None:
-        """End the job here: destroy all groups, forget config and mesh; launch works again then."""
-        if self.is_launched:
-            self.mesh.forget_groups()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        reset_seeds()
-        self._reset()
+        """End the job here: destroy all groups, forget config and mesh; launch works again then.
+
+        A checkpoint that is being saved in the background is waited for.
+
+        Raises:
+            Exception: What went wrong in the background; the groups are destroyed all the same.
+        """
+        try:
+            prepare_end()
+        finally:
+            stop_watching()
+            if self.is_launched:
+                self.mesh.forget_groups()
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            reset_seeds()
+            self._reset()
 
 
 global_context = ParallelContext()

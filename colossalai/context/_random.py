@@ -15,7 +15,8 @@ import hashlib
 import random
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar, cast
+from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,19 @@ R = TypeVar("R")
 State = dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where in the mesh a process is, as far as its random states depend on that.
+
+    Attributes:
+        ranks: Its ranks along `dp`, `pp` and the tensor axes together.
+        sizes: The number of ranks along these.
+    """
+
+    ranks: tuple[int, int, int] = (0, 0, 0)
+    sizes: tuple[int, int, int] = (1, 1, 1)
+
+
 class _Seeds:
     """The random states of this process by mode; that of the current mode lives in torch's generators."""
 
@@ -36,6 +50,7 @@ class _Seeds:
         self.states: dict[Hashable, State] = {}
         self.current: Hashable | None = None
         self.expert_rank = 0
+        self.place = Place()
 
     def require(self, mode: Hashable) -> None:
         if mode not in self.states:
@@ -59,11 +74,13 @@ def seed_all_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> None:
 
 def seed_layout_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> None:
     """Make the random states that depend on the place in the mesh; the state in force is not touched."""
-    slice_of_data = (mesh.axis_rank("dp"), mesh.axis_rank("pp"))
-    tensor_rank = mesh.axis_rank(tensor_axes)
-    add_seed(ParallelMode.DATA, _mix(seed, "data", *slice_of_data), overwrite=True)
-    add_seed(ParallelMode.TENSOR, _mix(seed, "tensor", *slice_of_data, tensor_rank), overwrite=True)
+    axes = ("dp", "pp", tensor_axes)
+    dp_rank, pp_rank, tensor_rank = (mesh.axis_rank(axis) for axis in axes)
+    dp_size, pp_size, tensor_size = (mesh.axis_size(axis) for axis in axes)
+    add_seed(ParallelMode.DATA, mix_seed(seed, "data", dp_rank, pp_rank), overwrite=True)
+    add_seed(ParallelMode.TENSOR, mix_seed(seed, "tensor", dp_rank, pp_rank, tensor_rank), overwrite=True)
     _seeds.expert_rank = mesh.axis_rank("ep")
+    _seeds.place = Place((dp_rank, pp_rank, tensor_rank), (dp_size, pp_size, tensor_size))
 
 
 def set_seed(seed: int) -> None:
@@ -81,12 +98,11 @@ def add_seed(mode: Hashable, seed: int, overwrite: bool = False) -> None:
     """
     if mode in _seeds.states and not overwrite:
         raise ValueError(f"{mode} has a random state already: pass overwrite=True to replace it")
-    kept = _generator_state()
-    torch.manual_seed(seed)
+    fresh = fresh_state(seed)
     _seeds.seeds[mode] = seed
-    _seeds.states[mode] = _generator_state()
-    if mode != _seeds.current:
-        _set_generator_state(kept)
+    _seeds.states[mode] = fresh
+    if mode == _seeds.current:
+        set_generator_state(fresh)
 
 
 def set_mode(mode: Hashable) -> None:
@@ -96,7 +112,7 @@ def set_mode(mode: Hashable) -> None:
         return
     sync_states()
     _seeds.current = mode
-    _set_generator_state(_seeds.states[mode])
+    set_generator_state(_seeds.states[mode])
 
 
 def get_current_mode() -> Hashable | None:
@@ -143,13 +159,13 @@ def set_seed_states(mode: Hashable, state: Mapping[str, torch.Tensor]) -> None:
     _seeds.require(mode)
     _seeds.states[mode] = dict(state)
     if mode == _seeds.current:
-        _set_generator_state(_seeds.states[mode])
+        set_generator_state(_seeds.states[mode])
 
 
 def sync_states() -> None:
     """Put what the generators have reached into the state of the current mode."""
     if _seeds.current is not None:
-        _seeds.states[_seeds.current] = _generator_state()
+        _seeds.states[_seeds.current] = generator_state()
 
 
 def reset_seeds() -> None:
@@ -158,11 +174,12 @@ def reset_seeds() -> None:
     _seeds.states.clear()
     _seeds.current = None
     _seeds.expert_rank = 0
+    _seeds.place = Place()
 
 
 def moe_set_seed(seed: int) -> None:
     """Make a random state that differs across the ranks of an expert-parallel group (mode MOE_MODEL)."""
-    add_seed(ParallelMode.MOE_MODEL, _mix(seed, "expert", _seeds.expert_rank), overwrite=True)
+    add_seed(ParallelMode.MOE_MODEL, mix_seed(seed, "expert", _seeds.expert_rank), overwrite=True)
 
 
 @contextmanager
@@ -178,56 +195,31 @@ def replay(mode: Hashable | None, states: Mapping[Hashable, State], generator: S
 
 def snapshot() -> tuple[Hashable | None, dict[Hashable, State], State]:
     """Return the mode in force, the states of all modes and the state of the generators."""
-    return _seeds.current, get_states(), _generator_state()
+    return _seeds.current, get_states(), generator_state()
 
 
 def _restore(mode: Hashable | None, states: Mapping[Hashable, State], generator: State) -> None:
     _seeds.current, _seeds.states = mode, dict(states)
-    _set_generator_state(generator)
+    set_generator_state(generator)
 
 
-def random_state() -> dict[str, Any]:
-    """Return every random state of this process (Python, numpy, torch, all modes), fit for `torch.save`."""
-    name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], np.random.get_state(legacy=True))
-    assert _seeds.current is None or isinstance(_seeds.current, ParallelMode | str)
-    return {
-        "python": random.getstate(),
-        "numpy": [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
-        "torch": _generator_state(),
-        "modes": {_mode_name(mode): state for mode, state in get_states().items()},
-        "current": _mode_name(_seeds.current),
-    }
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Go back to what `random_state` returned; modes that are not there now are left out."""
-    random.setstate(_as_tuple(state["python"]))
-    name, keys, position, has_gauss, gauss = state["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    by_name = {_mode_name(mode): mode for mode in _seeds.states}
-    for mode_name, mode_state in state["modes"].items():
-        if mode_name in by_name:
-            _seeds.states[by_name[mode_name]] = dict(mode_state)
-    if state["current"] in by_name:
-        _seeds.current = by_name[state["current"]]
-    _set_generator_state(state["torch"])
-
-
-def _mode_name(mode: Hashable | None) -> str | None:
-    return mode.value if isinstance(mode, ParallelMode) else None if mode is None else str(mode)
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
-
-
-def _mix(seed: int, *parts: str | int) -> int:
+def mix_seed(seed: int, *parts: str | int) -> int:
     """Derive a seed that is unrelated to that of any other parts."""
     digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big")
 
 
-def _generator_state() -> State:
+def fresh_state(seed: int) -> State:
+    """Return the state of torch's generators after seeding them; the state in force is not touched."""
+    kept = generator_state()
+    torch.manual_seed(seed)
+    fresh = generator_state()
+    set_generator_state(kept)
+    return fresh
+
+
+def generator_state() -> State:
+    """Return the present state of torch's generators, by device type."""
     state = {"cpu": torch.get_rng_state()}
     device = torch.accelerator.current_accelerator()
     if device is not None and torch.accelerator.is_available():
@@ -235,7 +227,8 @@ def _generator_state() -> State:
     return state
 
 
-def _set_generator_state(state: Mapping[str, torch.Tensor]) -> None:
+def set_generator_state(state: Mapping[str, torch.Tensor]) -> None:
+    """Go back to what `generator_state` returned; a device that it does not know is left as it is."""
     torch.set_rng_state(state["cpu"])
     device = torch.accelerator.current_accelerator()
     if device is not None and torch.accelerator.is_available() and device.type in state:

@@ -17,5 +17,11 @@ from colossalai.runtime._plan import Plan as Plan
 from colossalai.runtime._recompute import apply_recompute as apply_recompute
 from colossalai.runtime._recompute import checkpoint as checkpoint
 from colossalai.runtime._recompute import find_blocks as find_blocks
+from colossalai.runtime._saving import Resumed as Resumed
+from colossalai.runtime._saving import Run as Run
+from colossalai.runtime._saving import resume_run as resume_run
+from colossalai.runtime._saving import save_run as save_run
+from colossalai.runtime._saving import settings_of as settings_of
+from colossalai.runtime._saving import with_position as with_position
 from colossalai.runtime._step import TrainingStep as TrainingStep
 from colossalai.runtime._wrapper import ModelWrapper as ModelWrapper

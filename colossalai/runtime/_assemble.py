@@ -6,6 +6,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp import Masters, OptimizerWrapper, StandIns, apply_precision, refuse_misfit
 from colossalai.checkpoint_io import parameter_names
+from colossalai.cluster._watchdog_sections import name_modules
 from colossalai.context import Axis, Mesh, ParallelContext, ParallelMode, get_seeds, set_mode
 from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import Replicated
@@ -74,6 +75,7 @@ def assemble(
             the model has not, or it has made steps already and the plan replaces parameters.
     """
     _check(model, optimizer)
+    name_modules(model)
     replicas = replicas or mesh.axis("dp")
     _warn_of_uncut(model, mesh, replicas)
     if plan.pipeline is not None:

@@ -11,6 +11,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from colossalai.logging import get_dist_logger
 from colossalai.runtime._epoch import length_of, with_last
 
 
@@ -119,15 +120,33 @@ class DataParallelLoader(DataLoader[Any]):
             )
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the pass, and how many of its batches have been handed out."""
+        """Return the position: the pass, how many of its batches have been handed out, and their size."""
         if self.at_last_batch:  # the consumer has the last batch in hand: what comes next is the next pass
-            return {"epoch": self.epoch + 1, "batch": 0}
-        return {"epoch": self.epoch, "batch": self.batch}
+            return {"epoch": self.epoch + 1, "batch": 0, "batch_samples": self._batch_samples}
+        return {"epoch": self.epoch, "batch": self.batch, "batch_samples": self._batch_samples}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Let the next pass go on where `state_dict` was taken."""
+        """Let the next pass go on where `state_dict` was taken.
+
+        Where batches, taken over all replicas, are of another size now, it goes on with the same sample; if
+        that is in the middle of a batch, with the first one of that batch.
+        """
         self.set_epoch(state["epoch"])
-        self.batch = self._resume_at = state["batch"]
+        samples = state["batch"] * state.get("batch_samples", self._batch_samples)
+        batch, again = divmod(samples, self._batch_samples)
+        if again:
+            get_dist_logger().warning(
+                f"a batch has {self._batch_samples} samples over all ranks now, and {samples} of the epoch "
+                f"were seen, which is not a multiple: {again} of them will be seen again",
+                ranks=[0],
+            )
+        self.batch = self._resume_at = batch
+
+    @property
+    def _batch_samples(self) -> int:
+        """Number of samples in a batch of all replicas together."""
+        replicas = self.sampler.num_replicas if isinstance(self.sampler, DataParallelSampler) else 1
+        return (self.batch_size or 1) * replicas
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be the given one, from its beginning."""

@@ -1,9 +1,13 @@
 """A data loader that knows when it hands out the last batch of an epoch."""
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
+from colossalai.cluster._watchdog_sections import section
+
 _NOTHING = object()
+_LOADING = section("data loading")  # what the watchdog calls it
 
 
 class EpochWatch(Protocol):
@@ -44,14 +48,19 @@ def with_last(batches: Iterable[Any], length: int | None) -> Iterator[tuple[Any,
     It reads one batch ahead only where the length is not known: what is read ahead would draw its random
     numbers too early.
     """
-    if length is not None:
-        for number, batch in enumerate(batches, start=1):
-            yield batch, number == length
-        return
     following = iter(batches)
-    current = next(following, _NOTHING)
+    if length is not None:
+        for number in itertools.count(1):
+            with _LOADING:
+                batch = next(following, _NOTHING)
+            if batch is _NOTHING:
+                return
+            yield batch, number == length
+    with _LOADING:
+        current = next(following, _NOTHING)
     while current is not _NOTHING:
-        upcoming = next(following, _NOTHING)
+        with _LOADING:
+            upcoming = next(following, _NOTHING)
         yield current, upcoming is _NOTHING
         current = upcoming
 

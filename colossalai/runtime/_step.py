@@ -10,10 +10,15 @@ from typing import Any
 import torch
 
 from colossalai.amp import OptimizerWrapper
+from colossalai.cluster._watchdog_sections import section
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime._epoch import EpochWatch
 from colossalai.runtime._pipeline import BatchResult, Criterion
 from colossalai.runtime._wrapper import ModelWrapper
+
+# What the watchdog calls the parts of a step.
+_FORWARD, _BACKWARD = section("the forward"), section("the backward")
+_PIPELINE, _UPDATE = section("the pipeline"), section("the optimizer step")
 
 
 class TrainingStep:
@@ -52,15 +57,22 @@ class TrainingStep:
             raise ValueError("there is no optimizer: pass one to colossalai.initialize to train")
         return self._optimizer
 
+    @property
+    def optimizer_or_none(self) -> OptimizerWrapper | None:
+        """The optimizer, None if there is none."""
+        return self._optimizer
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model on a microbatch; with a pipeline that is for `run_pipeline` to do."""
         if self.accumulation_steps > 1 and torch.is_grad_enabled() and self.model.training:
             self.model.set_sync(self._closes_window())
-        return self.model(*args, **kwargs)
+        with _FORWARD:
+            return self.model(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a microbatch's mean loss, as its part of the mean over the window."""
-        self.optimizer.backward(loss / self.accumulation_steps if self.accumulation_steps > 1 else loss)
+        with _BACKWARD:
+            self.optimizer.backward(loss / self.accumulation_steps if self.accumulation_steps > 1 else loss)
 
     def run_pipeline(
         self,
@@ -86,17 +98,18 @@ class TrainingStep:
         factor = 1.0
         if not forward_only:
             factor = self.optimizer.start_backward() / self.accumulation_steps
-        return self.model.pipeline.run(
-            data,
-            label,
-            criterion,
-            options=options,
-            forward_only=forward_only,
-            return_loss=return_loss,
-            return_output=return_output,
-            loss_factor=factor,
-            sync=self._closes_window(),
-        )
+        with _PIPELINE:
+            return self.model.pipeline.run(
+                data,
+                label,
+                criterion,
+                options=options,
+                forward_only=forward_only,
+                return_loss=return_loss,
+                return_output=return_output,
+                loss_factor=factor,
+                sync=self._closes_window(),
+            )
 
     def step(self) -> bool:
         """End a microbatch; at the end of the window update the parameters.
@@ -109,12 +122,22 @@ class TrainingStep:
         if not closes:
             return False
         window, self._done = self._done, 0
-        for sync in self.sync_grads:
-            sync()
-        if window < self.accumulation_steps:  # the last of an epoch: its losses were divided by too much
-            self.optimizer.scale_grads(self.accumulation_steps / window)
-        self.optimizer.step()
+        with _UPDATE:
+            for sync in self.sync_grads:
+                sync()
+            if window < self.accumulation_steps:  # the last of an epoch: its losses were divided by too much
+                self.optimizer.scale_grads(self.accumulation_steps / window)
+            self.optimizer.step()
         return self.optimizer.stepped
+
+    @property
+    def is_in_window(self) -> bool:
+        """Whether some microbatches of a window are complete, and not all."""
+        return self._done > 0
+
+    def restart_window(self) -> None:
+        """Forget the microbatches of the present window, whose gradients somebody else has dropped."""
+        self._done = 0
 
     def zero_grad(self) -> None:
         """Forget the gradients, unless a window is under way."""

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from colossalai.cli._failure import JobFailure, RankError, RankState, find_failure, read_error
+from colossalai.cli._failure import (
+    JobFailure,
+    NodeLoss,
+    RankError,
+    RankState,
+    blame,
+    find_failure,
+    read_error,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -49,6 +57,7 @@ def _failure(*ranks: RankState) -> JobFailure | None:
 def test_the_first_failure(ranks: list[RankState], first: int):
     failure = _failure(*ranks)
     assert failure is not None
+    assert isinstance(failure.first, RankState)
     assert failure.first.global_rank == first
 
 
@@ -107,3 +116,28 @@ def test_an_error_of_torch_is_read_and_half_a_file_is_not(tmp_path: Path):
     assert read_error(path) == RankError(
         message="ValueError: x", traceback="Traceback", time=17.0, exit_code=1
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "is_the_node"),
+    [
+        pytest.param([], True, id="alone"),
+        pytest.param([_rank(0, 1, error="closed by peer", age=1.0)], True, id="its-peers-raise"),
+        pytest.param([_rank(0, 1, error="closed by peer", age=2.5)], True, id="news-of-a-loss-takes-time"),
+        pytest.param([_rank(0, 1, error="boom", age=3.5)], False, id="a-rank-was-first"),
+        pytest.param([_rank(0, -signal.SIGKILL)], False, id="a-rank-was-killed-elsewhere"),
+        pytest.param([_rank(0, -signal.SIGABRT)], True, id="a-peer-aborts"),
+    ],
+)
+def test_a_lost_node_and_the_ranks_of_others(ranks: list[RankState], is_the_node: bool):
+    loss = NodeLoss(host="host2", what="its agent was killed by SIGKILL", time=NOW - 2.0)
+    failure = blame(ranks, [loss])
+    assert (failure.first is loss) == is_the_node
+    assert len(failure.later) == len(ranks)
+    lines = failure.describe().splitlines()
+    assert any("host2 is lost: its agent was killed by SIGKILL" in line for line in lines)
+
+
+def test_a_rank_on_a_host_is_named_with_it():
+    rank = RankState(global_rank=3, pid=7, exit_code=3, error=None, host="host2")
+    assert rank.describe().startswith("rank 3 on host2 (pid 7) ended with exit code 3")

@@ -1,0 +1,29 @@
+"""Names of a package that are imported when they are first asked for (PEP 562).
+
+For packages that a command imports without needing all of them: `import torch` takes seconds.
+"""
+
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+
+def find_name(package: str, homes: Mapping[str, str], name: str) -> Any:
+    """Return what a package's `__getattr__` should: a public name, or a sub-module.
+
+    Args:
+        package: The package's `__name__`.
+        homes: The module of each public name.
+        name: What is asked for.
+
+    Raises:
+        AttributeError: There is neither.
+    """
+    if name in homes:
+        return getattr(importlib.import_module(homes[name]), name)
+    try:
+        return importlib.import_module(f"{package}.{name}")
+    except ModuleNotFoundError as error:
+        if error.name != f"{package}.{name}":
+            raise
+    raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -1,0 +1,246 @@
+"""`colossalai checkpoint`: what is in a checkpoint, whether it is intact, and the same in another form."""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from colossalai.checkpoint_io._comparing import differences
+from colossalai.checkpoint_io._convert import Conversion, convert_checkpoint, size_of
+from colossalai.checkpoint_io._merging import merge_stores
+from colossalai.checkpoint_io._model_store import MODEL
+from colossalai.checkpoint_io._opened import Opened, open_checkpoint
+from colossalai.checkpoint_io._store import names_by_tensor
+from colossalai.checkpoint_io._verifying import verify_checkpoint
+
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def inspect(path: str, *, variant: str | None, allow_pickle: bool, as_json: bool) -> int:
+    """Show what a checkpoint holds."""
+    opened = open_checkpoint(path, variant=variant, allow_pickle=allow_pickle)
+    if as_json:
+        print(json.dumps(_as_json(opened), indent=2))
+        return 0
+    console = _console()
+    console.print(f"{opened.path}: {opened.form}", highlight=False, soft_wrap=True)
+    for line in _facts(opened):
+        console.print(line, highlight=False, soft_wrap=True)
+    for part, tensors in _tensors(opened).items():
+        table = _table(f"{part}: {len(tensors)} tensors, {decimal(sum(t['bytes'] for t in tensors))}")
+        for title in ("name", "shape", "dtype", "bytes", "where"):
+            table.add_column(title, justify="right" if title == "bytes" else "left", overflow="fold")
+        for tensor in tensors:
+            also = "".join(f"\n= {name}" for name in tensor["also"])
+            where = "\n".join(_place_text(place, tensor["shape"]) for place in tensor["where"])
+            shape = "x".join(map(str, tensor["shape"])) or "number"
+            table.add_row(tensor["name"] + also, shape, tensor["dtype"], f"{tensor['bytes']:,}", where)
+        console.print(table)
+    return 0
+
+
+def verify(path: str, *, variant: str | None, as_json: bool) -> int:
+    """Compare every file with its checksums; return 1 if anything is wrong."""
+    total = sum(file.stat().st_size for file in _files_below(Path(path)))
+    verdicts = []
+    with _progress("verifying", total, is_silent=as_json) as done:
+        for verdict in verify_checkpoint(path, variant=variant):
+            done(verdict.size or 0)
+            verdicts.append(verdict)
+    is_intact = all(verdict.problem is None for verdict in verdicts)
+    if as_json:
+        rows = [{**dataclasses.asdict(verdict), "file": str(verdict.file)} for verdict in verdicts]
+        print(json.dumps({"intact": is_intact, "files": rows}, indent=2))
+        return 0 if is_intact else 1
+    table = _table(f"{path} is {'intact' if is_intact else 'damaged'}")
+    for title in ("file", "bytes", "state"):
+        table.add_column(title, justify="right" if title == "bytes" else "left", overflow="fold")
+    for verdict in verdicts:
+        state = verdict.problem or ("intact" if verdict.is_checked else "readable; it has no checksums")
+        table.add_row(
+            _name_in(path, verdict.file), "" if verdict.size is None else f"{verdict.size:,}", state
+        )
+    _console().print(table)
+    return 0 if is_intact else 1
+
+
+def convert(
+    source: str,
+    target: str,
+    *,
+    to: str,
+    dtype: str | None,
+    variant: str | None,
+    allow_pickle: bool,
+    **options: Any,
+) -> int:
+    """Write a checkpoint in another form."""
+    opened = open_checkpoint(source, variant=variant, allow_pickle=allow_pickle)
+    _check(opened)
+    return _write(opened, target, Conversion(to=to, dtype=_DTYPES[dtype] if dtype else None, **options))
+
+
+def merge(
+    sources: Sequence[str], target: str, *, variant: str | None, allow_pickle: bool, buffer_size: float
+) -> int:
+    """Write the weights of several files into one."""
+    opened = [open_checkpoint(source, variant=variant, allow_pickle=allow_pickle) for source in sources]
+    empty = [str(item.path) for item in opened if MODEL.part not in item.stores]
+    if empty:
+        raise ValueError(f"{', '.join(empty)}: there is no model in it")
+    for item in opened:
+        _check(item)
+    store = merge_stores({str(item.path): item.stores[MODEL.part] for item in opened})
+    whole = dataclasses.replace(opened[0], stores={MODEL.part: store}, small={})
+    if Path(target).resolve() in {item.path.resolve() for item in opened}:
+        raise ValueError(f"{target} is one of the sources: give another name")
+    to = "safetensors" if target.endswith(".safetensors") else "pt"
+    return _write(whole, target, Conversion(to=to, buffer_size=buffer_size))
+
+
+def diff(
+    first: str, second: str, *, tolerance: float, variant: str | None, allow_pickle: bool, as_json: bool
+) -> int:
+    """Show in what two checkpoints differ; return 1 if they do."""
+    both = [open_checkpoint(path, variant=variant, allow_pickle=allow_pickle) for path in (first, second)]
+    found = []
+    num_names = sum(len(store.tensors) for opened in both for store in opened.stores.values())
+    with _progress("comparing", num_names, is_silent=as_json, of_bytes=False) as done:
+        for item in differences(*both):
+            done(1 if item.note.startswith("only") else 2)
+            found.append(item)
+    differing = [item for item in found if item.exceeds(tolerance)]
+    if as_json:
+        rows = [dataclasses.asdict(item) for item in found]
+        print(json.dumps({"same": not differing, "tensors": rows}, indent=2))
+        return 1 if differing else 0
+    if not differing:
+        print(f"the same: {len(found)} tensors" + (f", up to {tolerance:g}" if tolerance else ""))
+        return 0
+    table = _table(f"{len(differing)} of {len(found)} tensors differ")
+    for title in ("part", "name", "largest difference", "note"):
+        table.add_column(title, overflow="fold")
+    for item in differing:
+        table.add_row(item.part, item.name, "" if item.largest is None else f"{item.largest:.6g}", item.note)
+    _console().print(table)
+    return 1
+
+
+def _write(opened: Opened, target: str, conversion: Conversion) -> int:
+    with _progress(f"writing {target}", size_of(opened)) as done:
+        left_out = convert_checkpoint(opened, target, dataclasses.replace(conversion, progress=done))
+    written = open_checkpoint(target)
+    print(f"wrote {target}: {written.form}, {decimal(size_of(written))} of tensors")
+    if left_out:
+        print(f"left out, as {conversion.to} cannot hold it: {', '.join(left_out)}")
+    return 0
+
+
+def _check(opened: Opened) -> None:
+    """Refuse what is damaged before anything is made of it."""
+    if opened.form == "distributed checkpoint of torch":
+        return  # without checksums
+    for verdict in verify_checkpoint(opened.path):
+        if verdict.problem is not None:
+            raise ValueError(verdict.problem)
+
+
+def _facts(opened: Opened) -> Iterator[str]:
+    manifest = opened.manifest
+    if manifest is not None:
+        versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
+        yield f"step {manifest.step}, saved on {manifest.num_ranks} ranks by {versions}"
+        if manifest.config:
+            yield f"config: {json.dumps(manifest.config)}"
+    if "epoch" in opened.small:
+        yield f"epoch {opened.small['epoch']}"
+    if opened.small:
+        yield f"also: {', '.join(map(str, opened.small))}"
+
+
+def _tensors(opened: Opened) -> dict[str, list[dict[str, Any]]]:
+    found: dict[str, list[dict[str, Any]]] = {}
+    for part, store in opened.stores.items():
+        found[part] = []
+        for name, names in names_by_tensor(store.tensors).items():
+            tensor = store.tensors[name]
+            places = [
+                {"file": _name_in(opened.path, file), "offsets": part.offsets, "sizes": part.sizes}
+                for file, part in opened.places_of(part, name)
+            ]
+            found[part].append(
+                {
+                    "name": name,
+                    "also": names[1:],
+                    "shape": list(tensor.shape),
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "bytes": tensor.nbytes,
+                    "where": places,
+                }
+            )
+    return found
+
+
+def _as_json(opened: Opened) -> dict[str, Any]:
+    manifest = opened.manifest
+    return {
+        "path": str(opened.path),
+        "form": opened.form,
+        "step": manifest.step if manifest else None,
+        "num_ranks": manifest.num_ranks if manifest else None,
+        "versions": manifest.versions if manifest else None,
+        "config": manifest.config if manifest else None,
+        "files": {_name_in(opened.path, file): file.stat().st_size for file in opened.files},
+        "other": [str(name) for name in opened.small],
+        "tensors": _tensors(opened),
+    }
+
+
+def _place_text(place: dict[str, Any], shape: list[int]) -> str:
+    is_whole = list(place["sizes"]) == shape
+    ranges = ", ".join(f"{b}:{b + s}" for b, s in zip(place["offsets"], place["sizes"], strict=True))
+    return place["file"] if is_whole else f"{place['file']} [{ranges}]"
+
+
+def _name_in(path: str | Path, file: Path) -> str:
+    base = Path(path) if Path(path).is_dir() else Path(path).parent
+    return str(file.relative_to(base)) if file.is_relative_to(base) and file != base else str(file)
+
+
+def _files_below(path: Path) -> list[Path]:
+    return [file for file in path.rglob("*") if file.is_file()] if path.is_dir() else [path]
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=200)  # to be searched by other programs
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, title_justify="left", box=box.SIMPLE)
+
+
+@contextmanager
+def _progress(what: str, total: int, *, is_silent: bool = False, of_bytes: bool = True) -> Iterator[Any]:
+    """Show a bar on stderr, where that is a terminal; give what is to be told how much more is done."""
+    columns = [
+        TextColumn(what),
+        BarColumn(),
+        *([DownloadColumn()] if of_bytes else []),
+        TimeRemainingColumn(),
+    ]
+    console = Console(stderr=True)
+    with Progress(
+        *columns, console=console, transient=True, disable=is_silent or not console.is_terminal
+    ) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda count: bar.advance(task, count)

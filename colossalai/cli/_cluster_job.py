@@ -1,0 +1,140 @@
+"""A job on several machines: where it runs, and the exact command that starts it on each."""
+
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from colossalai.cli._job import Job
+from colossalai.cli._sweep import MARK_VARIABLE
+from colossalai.cluster._hosts import Host
+from colossalai.cluster._ssh import command_on
+
+_PREFIXES = (
+    *("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HIP_", "ROCR_", "XLA_", "UCX_", "FI_", "IBV_"),
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "COLOSSALAI_"),
+)
+_NAMES = (
+    "PYTHONPATH",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "PYTHONHASHSEED",
+    "PYTHONUNBUFFERED",
+    "PYTHONWARNINGS",
+)
+_SECRETS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")  # the command is seen by whoever may list processes
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_LOOPBACK = ("localhost", "127.", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterJob:
+    """What to run, on which machines, and what to do when one is lost."""
+
+    job: Job
+    hosts: tuple[Host, ...]
+    run_id: str
+    min_nodes: int  # so many must be there; a job goes on with fewer than `hosts` after it has lost some
+    master_addr: str | None = None  # the first host's name if not given
+    ssh_port: int | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    interfaces: Mapping[str, str] = field(default_factory=dict)  # by host: how it reaches the others
+    timeout_s: float = 120.0  # until all nodes have started
+    max_restarts: int = 0
+    log_dir: Path | None = None
+
+    def mark(self, host: Host) -> str:
+        """Return what the environment of every process of this job on this host holds in COLOSSALAI_NODE."""
+        return f"{self.run_id}:{host.name}"
+
+    def agent_command(self, host: Host, *, attempt: int = 0) -> list[str]:
+        """Return the command that starts the agent of a node."""
+        words = ["--run-id", self.run_id, "--timeout", f"{self.timeout_s:g}"]
+        if self.max_restarts:
+            words += ["--attempt", str(attempt), "--max-restarts", str(self.max_restarts)]
+        num_procs = self.job.num_procs or host.slots
+        if num_procs is not None:
+            words += ["--nproc-per-node", str(num_procs)]
+        words += ["--module"] if self.job.is_module else []
+        return self._command(host, "_node_agent", *words, "--", self.job.target, *self.job.args)
+
+    def sweep_command(self, host: Host) -> list[str]:
+        """Return the command that ends what is left of this job on a host."""
+        return self._command(host, "_sweep", self.mark(host), is_marked=False)
+
+    def _command(self, host: Host, module: str, *words: str, is_marked: bool = True) -> list[str]:
+        """Return the command that runs a module of this package with our interpreter, folder and variables.
+
+        -P keeps the folder of the script from hiding a module that the agent needs. The shell stays, since
+        ssh passes on an exit code, but not by which signal its command was killed.
+        """
+        env = dict.fromkeys(_INTERFACE_VARIABLES, self.interfaces.get(host.name, ""))
+        env = {name: value for name, value in env.items() if value} | self.env
+        env |= {MARK_VARIABLE: self.mark(host)} if is_marked else {}
+        variables = [f"{name}={value}" for name, value in env.items()]
+        run = ["env", *variables, sys.executable, "-P", "-m", f"colossalai.cli.{module}", *words]
+        script = f"cd {shlex.quote(os.getcwd())} && {shlex.join(run)}; exit $?"
+        return command_on(host.name, ["sh", "-c", script], port=self.ssh_port)
+
+    def describe_commands(self) -> str:
+        """Return what --dry-run prints: the command of each node."""
+        return "\n".join(f"# {host.name}\n{shlex.join(self.agent_command(host))}" for host in self.hosts)
+
+
+def check_cluster_job(cluster: ClusterJob) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        ValueError: The master is localhost, or no host of the job; or a number does not fit.
+    """
+    address, num_hosts = cluster.master_addr, len(cluster.hosts)
+    if num_hosts > 1:
+        names = [address] if address is not None else [cluster.hosts[0].name]
+        names += [host.name for host in cluster.hosts]
+        for name in names:
+            if name.startswith(_LOOPBACK):
+                raise ValueError(
+                    f"{name!r} is another machine on each of the {num_hosts} nodes; give the name or the "
+                    "address by which all of them reach it"
+                )
+    if not 1 <= cluster.min_nodes <= num_hosts:
+        raise ValueError(f"--nnodes: {cluster.min_nodes} to {num_hosts} nodes of {num_hosts} hosts")
+    if cluster.max_restarts < 0:
+        raise ValueError(f"--max-restarts {cluster.max_restarts} is negative; use 0 or more")
+    if cluster.timeout_s <= 0:
+        raise ValueError(f"--timeout {cluster.timeout_s:g} leaves no time to start; use more than 0 seconds")
+    for host in cluster.hosts:
+        if host.slots is not None and (cluster.job.num_procs or 0) > host.slots:
+            raise ValueError(
+                f"--nproc_per_node {cluster.job.num_procs} is more than the {host.slots} slots of {host.name}"
+            )
+
+
+def forwarded_environment(environment: Mapping[str, str], given: Sequence[str] = ()) -> dict[str, str]:
+    """Return the variables that every node gets: those that matter to a job, and the user's --env.
+
+    Args:
+        environment: The caller's.
+        given: "KEY=VALUE" each; they win.
+
+    Raises:
+        ValueError: One of `given` is something else.
+    """
+    env = {
+        name: value
+        for name, value in sorted(environment.items())
+        if (name.startswith(_PREFIXES) or name in _NAMES)
+        and name != MARK_VARIABLE
+        and not any(secret in name for secret in _SECRETS)
+    }
+    root = str(Path(__file__).resolve().parents[2])
+    if root == os.getcwd():  # the package may have been found only because the caller stands beside it
+        env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), root]))
+    for word in given:
+        name, sign, value = word.partition("=")
+        if not sign or not name.isidentifier():
+            raise ValueError(f"--env {word!r} is not a variable; write KEY=VALUE")
+        env[name] = value
+    return env

@@ -1,0 +1,53 @@
+"""Commands on other machines, over the system's own ssh client.
+
+So what the user has set up for ssh holds here: aliases, keys, the agent, jump hosts.
+"""
+
+import shlex
+import socket
+from collections.abc import Sequence
+
+CONNECT_S = 10  # until an unreachable host is given up
+ALIVE_S = 5  # between two questions of ssh's own whether the other side is there
+ALIVE_COUNT = 3  # questions without an answer after which ssh ends; without this it hangs when a link dies
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def ssh_command(host: str, argv: Sequence[str], *, port: int | None = None, tty: bool = False) -> list[str]:
+    """Return the command that runs `argv` on `host`, word by word as given, whatever the words hold.
+
+    ssh asks no question (BatchMode): a host that wants a password fails at once.
+
+    Args:
+        host: As ssh takes it: a name, an address, "user@name", or an alias of the user's ssh config.
+        argv: The words of the command; the remote shell sees each of them quoted.
+        port: Where sshd listens, if not where the user's ssh config says.
+        tty: Give the command a terminal: it then gets a SIGHUP when the connection ends, and its stderr
+            is mixed with its stdout.
+    """
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": CONNECT_S,
+        "ServerAliveInterval": ALIVE_S,
+        "ServerAliveCountMax": ALIVE_COUNT,
+    }
+    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    if port is not None:
+        words += ["-p", str(port)]
+    return ["ssh", "-tt" if tty else "-T", *words, "--", host, shlex.join(argv)]
+
+
+def is_this_machine(host: str, *, port: int | None = None) -> bool:
+    """Say whether `host` surely is the machine we are on, so that no ssh is needed.
+
+    It is if it is this machine's own name. "localhost" is, too, unless an ssh port is given: then it may be
+    the near end of a tunnel. Of an alias or an address nothing is sure: ssh asks the user's ssh config.
+    """
+    own = socket.gethostname()
+    return host in (own, own.partition(".")[0]) or (host in _LOOPBACK and port is None)
+
+
+def command_on(host: str, argv: Sequence[str], *, port: int | None = None) -> list[str]:
+    """Return the command that runs `argv` on `host`: over ssh, or as it is where `host` is this machine."""
+    return list(argv) if is_this_machine(host, port=port) else ssh_command(host, argv, port=port)

@@ -1,0 +1,292 @@
+"""What one rank says when somebody asks what it is doing: where it waits, what it has issued, its stacks."""
+
+import dataclasses
+import json
+import linecache
+import sys
+import sysconfig
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import torch
+from torch import nn
+
+from colossalai.cluster._watchdog_records import Issued, MessageRecord, collectives, group_members
+from colossalai.cluster._watchdog_sections import innermost_sections, name_of
+
+_TORCH = str(Path(torch.__file__).parent)
+_PACKAGE = str(Path(__file__).parents[1])
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), _TORCH, _PACKAGE, "<frozen")
+_NUM_RECENT = 8  # collectives of each group that a rank tells of
+
+# What code is about, by where it stands; looked at from the inside of a stack to the outside.
+_SUBJECTS = (
+    (f"{_TORCH}/utils/data/", "data loading"),
+    (f"{_PACKAGE}/runtime/_data.py", "data loading"),
+    (f"{_PACKAGE}/checkpoint_io/", "saving or loading a checkpoint"),
+    (f"{_TORCH}/serialization.py", "saving or loading a checkpoint"),
+    (f"{_TORCH}/autograd/", "the backward"),
+    (f"{_TORCH}/optim/", "the optimizer step"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """An operation that a rank has issued and that is not complete.
+
+    Attributes:
+        op: What it is.
+        channel: What its partners have to reach; see [Note: channels] in _watchdog_records.
+        number: How far.
+        partners: The global ranks that have to.
+        where: "of axis tp", or of which group.
+        shapes: Shapes of its inputs.
+        dtypes: Their types.
+        seconds: How long ago it was issued.
+        module: The name of the innermost module at work, where there is one.
+    """
+
+    op: str
+    channel: str
+    number: int
+    partners: tuple[int, ...]
+    where: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    seconds: float
+    module: str | None
+
+    def describe(self) -> str:
+        """Name it: "all_reduce #118 of axis tp in blocks.2.attn"."""
+        peer = {"send": f"to rank {self.partners[0]} ", "recv": f"from rank {self.partners[0]} "}.get(
+            self.op, ""
+        )
+        return f"{self.op} #{self.number} {peer}{self.where}{f' in {self.module}' if self.module else ''}"
+
+    def tensors(self) -> str:
+        """Name its tensors: "(8, 128) float"."""
+        pairs = zip(self.shapes, self.dtypes, strict=False)
+        return ", ".join(f"{shape} {dtype}" for shape, dtype in pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a rank is doing.
+
+    Attributes:
+        rank: Its global rank.
+        host: The name of its machine.
+        pid: Its process.
+        activity: What follows the words "rank 3"; for a rank that waits, where it is nevertheless.
+        waiting: What it has issued and is not complete, oldest first.
+        reached: How far it has come in every channel.
+        recent: For every group its last collectives: number, name, shapes.
+        stacks: The Python stacks of its threads.
+        overdue: What it has been in for longer than allowed.
+        gone: Ranks of the same machine whose processes have ended or are stopped, and how.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    activity: str
+    waiting: tuple[Waiting, ...] = ()
+    reached: dict[str, int] = dataclasses.field(default_factory=dict)
+    recent: dict[str, list[tuple[int, str, tuple[tuple[int, ...], ...]]]] = dataclasses.field(
+        default_factory=dict
+    )
+    stacks: str = ""
+    overdue: str = ""
+    gone: dict[int, str] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return it as text for the store."""
+        return json.dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Answer":
+        """Return what `to_json` has written."""
+        fields = json.loads(text)
+        waiting = tuple(
+            Waiting(
+                partners=tuple(item.pop("partners")),
+                shapes=_tuples(item.pop("shapes")),
+                dtypes=tuple(item.pop("dtypes")),
+                **item,
+            )
+            for item in fields["waiting"]
+        )
+        recent = {
+            group: [(number, op, _tuples(shapes)) for number, op, shapes in entries]
+            for group, entries in fields["recent"].items()
+        }
+        gone = {int(rank): how for rank, how in fields["gone"].items()}
+        return Answer(**{**fields, "waiting": waiting, "recent": recent, "gone": gone})
+
+
+def answer_of_this_rank(
+    *,
+    rank: int,
+    host: str,
+    pid: int,
+    record: MessageRecord,
+    axis_of: Callable[[tuple[int, ...]], str | None],
+    since: float,
+    overdue: str,
+    gone: dict[int, str],
+) -> Answer:
+    """Look at this process from a thread of its own.
+
+    Args:
+        rank: The global rank.
+        host: The name of the machine.
+        pid: The process.
+        record: The messages.
+        axis_of: What is the mesh axis along some ranks?
+        since: Seconds since the epoch, when the job began.
+        overdue: What it has been in for too long.
+        gone: What is known of the processes of other ranks.
+    """
+    issued = collectives(since=since)
+    frames = {thread: frame for thread, frame in sys._current_frames().items() if not _is_ours(thread)}
+    pending = [item for item in issued if item.is_pending] + record.messages()
+    members = group_members()
+    waiting = tuple(_waiting(item, frames.get(item.thread), axis_of, members) for item in pending)
+    reached = dict(record.counts)
+    recent: dict[str, list[tuple[int, str, tuple[tuple[int, ...], ...]]]] = {}
+    for item in issued:
+        reached[item.channel] = max(reached.get(item.channel, 0), item.number)
+        recent.setdefault(item.channel, []).append((item.number, item.op, item.shapes))
+    main = threading.main_thread().ident or 0
+    return Answer(
+        rank=rank,
+        host=host,
+        pid=pid,
+        activity=_activity(main, frames.get(main)),
+        waiting=waiting,
+        reached=reached,
+        recent={group: entries[-_NUM_RECENT:] for group, entries in recent.items()},
+        stacks="\n".join(_stacks(frames)),
+        overdue=overdue,
+        gone=gone,
+    )
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Return the innermost line of the user's own code in a stack: 'train.py:41 in step: `loss = ...`'."""
+    for inner in _outwards(frame):
+        code = inner.f_code
+        if not code.co_filename.startswith(_LIBRARIES):
+            line = linecache.getline(code.co_filename, inner.f_lineno).strip()
+            shown = f": `{line}`" if line else ""
+            return f"{Path(code.co_filename).name}:{inner.f_lineno} in {code.co_name}{shown}"
+    return ""
+
+
+def _waiting(
+    item: Issued,
+    frame: FrameType | None,
+    axis_of: Callable[[tuple[int, ...]], str | None],
+    members: dict[str, tuple[int, ...]],
+) -> Waiting:
+    inside = _is_communicating(frame)
+    axis = axis_of(members.get(item.group, item.partners))
+    where = f"of axis {axis}" if axis is not None else f"of group {item.group!r}"
+    op = (_op_on(frame) or item.op) if inside and item.op not in ("send", "recv") else item.op
+    return Waiting(
+        op=op,
+        channel=item.channel,
+        number=item.number,
+        partners=item.partners,
+        where=where,
+        shapes=item.shapes,
+        dtypes=item.dtypes,
+        seconds=item.seconds,
+        module=_module_at_work(frame) if inside else None,
+    )
+
+
+def _activity(thread: int, frame: FrameType | None) -> str:
+    """Say what a thread is doing."""
+    names = [section.name for section in innermost_sections() if section.thread == thread]
+    place = place_of(frame)
+    subject = _subject(frame) or next(iter(names), "")
+    text = f"it is in {subject}: {place}" if subject else f"it is at {place or 'a place without Python'}"
+    error = sys._current_exceptions().get(thread)
+    value = error if isinstance(error, BaseException) else (error[1] if error else None)
+    if isinstance(value, BaseException):
+        text += f"; it is handling {type(value).__name__}: {value}{_raised_at(value)}"
+    return text
+
+
+def _raised_at(error: BaseException) -> str:
+    steps = list(traceback.extract_tb(error.__traceback__))
+    return f" (raised at {Path(steps[-1].filename).name}:{steps[-1].lineno})" if steps else ""
+
+
+def _subject(frame: FrameType | None) -> str | None:
+    for inner in _outwards(frame):
+        for beginning, subject in _SUBJECTS:
+            if inner.f_code.co_filename.startswith(beginning):
+                return subject
+    return None
+
+
+def _is_communicating(frame: FrameType | None) -> bool:
+    """Whether a thread is, as far as Python sees, inside of torch or of our collectives."""
+    return frame is not None and frame.f_code.co_filename.startswith((_TORCH, _PACKAGE))
+
+
+def _op_on(frame: FrameType | None) -> str | None:
+    """Return the collective that a thread is in, by the name that its caller used."""
+    found = None
+    for inner in _outwards(frame):
+        if not inner.f_code.co_filename.startswith(f"{_TORCH}/distributed/"):
+            break
+        if inner.f_code.co_filename.endswith("distributed_c10d.py"):
+            found = inner.f_code.co_name
+    return found
+
+
+def _module_at_work(frame: FrameType | None) -> str | None:
+    """Return the name of the innermost module in whose forward or backward a thread is."""
+    modules = [module for inner in _outwards(frame) if (module := _module_of(inner)) is not None]
+    return name_of(modules[0], modules[-1]) if modules else None
+
+
+def _module_of(frame: FrameType) -> nn.Module | None:
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    if not names:
+        return None
+    first = frame.f_locals.get(names[0])
+    if frame.f_code.co_name == "backward":  # of an autograd function that has noted where it was called
+        noted = getattr(first, "module", None)
+        first = noted() if isinstance(noted, weakref.ref) else None
+    return first if isinstance(first, nn.Module) else None
+
+
+def _stacks(frames: dict[int, FrameType]) -> Iterator[str]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    for thread, frame in sorted(frames.items(), key=lambda item: item[0] != main):
+        yield f"thread {names.get(thread, thread)}, the innermost call last:"
+        yield "".join(traceback.format_stack(frame)).rstrip()
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_ours(thread: int) -> bool:
+    return thread == threading.get_ident()
+
+
+def _tuples(shapes: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(shape) for shape in shapes)

@@ -1,0 +1,96 @@
+"""The options of the watchdog: from a config, from the environment, or the default."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+TIMEOUT_VARIABLE = "COLOSSALAI_WATCHDOG_TIMEOUT"
+ACTIONS = ("end", "report")
+
+_SHARE = 0.9  # of the timeout of the process groups: the report comes before their error
+_POLLS = 10  # looks per timeout
+_LEAST_POLL_S, _MOST_POLL_S = 0.05, 5.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchdogOptions:
+    """How long ranks may wait for one another, and what then.
+
+    Attributes:
+        timeout: Seconds that a collective may take; with `watches_steps`, a section of a step as well.
+        action: "end" ends the job after the report, "report" lets it go on.
+        folder: Where the report is written to.
+        watches_steps: Whether a step is watched that waits for nobody.
+    """
+
+    timeout: float
+    action: str = "end"
+    folder: str = "."
+    watches_steps: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 < self.timeout < float("inf"):
+            raise ValueError(f"watchdog.timeout is {self.timeout!r}; it must be a positive number of seconds")
+        if self.action not in ACTIONS:
+            raise ValueError(f"watchdog.action is {self.action!r}; it must be one of {', '.join(ACTIONS)}")
+
+    @property
+    def poll_s(self) -> float:
+        """Seconds between two looks."""
+        return min(max(self.timeout / _POLLS, _LEAST_POLL_S), _MOST_POLL_S)
+
+    @property
+    def grace_s(self) -> float:
+        """Seconds that the others have for an answer."""
+        return 2 * self.poll_s + 1.5
+
+
+def watchdog_options(
+    written: Mapping[str, Any] | bool | None, *, group_timeout: float, world_size: int
+) -> WatchdogOptions | None:
+    """Return the options of a job, None if nobody watches.
+
+    The environment's timeout wins over the config's: whoever starts a job may know better than its script.
+
+    Args:
+        written: What the config says under `watchdog`; False is off.
+        group_timeout: Seconds after which the communication library gives up by itself.
+        world_size: Number of ranks; one rank alone is watched only where somebody has asked for it.
+
+    Raises:
+        ValueError: The environment variable is not a number, or an option is not what it must be.
+    """
+    options = dict(written) if isinstance(written, Mapping) else {}
+    asked = environment_timeout()
+    if asked is None:
+        asked = options.get("timeout")
+    if asked == 0 or (written is False and asked is None):
+        return None
+    options.pop("timeout", None)
+    if asked is not None:
+        return WatchdogOptions(timeout=float(asked), **options)
+    if world_size == 1:
+        return None
+    return WatchdogOptions(timeout=_SHARE * group_timeout, watches_steps=False, **options)
+
+
+def environment_timeout() -> float | None:
+    """Return what the environment says, None if nothing.
+
+    Raises:
+        ValueError: It is not a number of seconds.
+    """
+    text = os.environ.get(TIMEOUT_VARIABLE, "")
+    if not text:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < float("inf"):
+        raise ValueError(
+            f"the environment variable {TIMEOUT_VARIABLE} is {text!r}; it must be a number of seconds, or 0 "
+            "for no watchdog"
+        )
+    return seconds

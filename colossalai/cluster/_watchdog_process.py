@@ -1,0 +1,120 @@
+"""Processes of a job as their neighbors on the same machine see them: dead, stopped, or stuck.
+
+A process whose compiled code never gives up Python's lock can say nothing itself. Each rank has therefore a
+signal at which `faulthandler`, in compiled code and without the lock, writes the stacks into a file in
+memory, and a neighbor may send it and read the file.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import signal
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import psutil
+
+STACK_SIGNAL = signal.SIGRTMIN + 7
+_STACK_S = 0.4  # for writing the stacks
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProcess:
+    """Where a rank runs.
+
+    Attributes:
+        host: The name of the machine, for people.
+        place: The same for two processes that see each other.
+        pid: Its number there.
+        started: When it started, which tells it from another one with the same number.
+        stack_file: The descriptor of the file for its stacks, -1 without one.
+    """
+
+    host: str
+    place: str
+    pid: int
+    started: float
+    stack_file: int
+
+    def to_json(self) -> str:
+        """Return it as text for the store."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "RankProcess":
+        """Return what `to_json` has written."""
+        return RankProcess(**json.loads(text))
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return f"({self.host}, pid {self.pid})"
+
+    def trouble(self) -> str | None:
+        """Say what is wrong with it, as far as one sees from here; None if nothing is.
+
+        Only for a process of the same place.
+        """
+        try:
+            process = psutil.Process(self.pid)
+            status = process.status()
+            is_other = abs(process.create_time() - self.started) > 1.0
+        except psutil.NoSuchProcess:
+            return "has died"
+        if is_other or status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+            return "has died"
+        if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+            return "is stopped (SIGSTOP, or a debugger)"
+        return None
+
+    def stacks_from_outside(self) -> str:
+        """Have it write its stacks, without its help; empty where it cannot be done."""
+        if self.stack_file < 0:
+            return ""
+        try:
+            os.kill(self.pid, STACK_SIGNAL)
+            time.sleep(_STACK_S)
+            return Path(f"/proc/{self.pid}/fd/{self.stack_file}").read_text(errors="replace")
+        except OSError:
+            return ""
+
+
+def innermost_place(stacks: str) -> str:
+    """Return where the thread is that holds the lock, from what `faulthandler` has written: ", at ..."."""
+    found = re.search(r'^Current thread.*\n  File "(.*)", line (\d+) in (.*)$', stacks, re.MULTILINE)
+    return f", at {Path(found[1]).name}:{found[2]} in {found[3]}" if found else ""
+
+
+def register_this_process() -> RankProcess:
+    """Let neighbors have the stacks of this process; return where it runs."""
+    descriptor = -1
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("colossalai-stacks")
+        faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
+    return RankProcess(
+        host=socket.gethostname(),
+        place=_place(),
+        pid=os.getpid(),
+        started=psutil.Process().create_time(),
+        stack_file=descriptor,
+    )
+
+
+def unregister_this_process(process: RankProcess) -> None:
+    """Take back what `register_this_process` has done."""
+    if process.stack_file >= 0:
+        faulthandler.unregister(STACK_SIGNAL)
+        os.close(process.stack_file)
+
+
+def _place() -> str:
+    """Return what is the same for all processes with one table of processes."""
+    parts = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return "/".join(parts)

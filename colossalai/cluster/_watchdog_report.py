@@ -1,0 +1,99 @@
+"""The report of a hang: the verdict and what every rank does on stderr, all stacks in a file as well."""
+
+import contextlib
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from colossalai.cluster._watchdog_answer import Answer
+from colossalai.cluster._watchdog_verdict import Verdict
+
+_NUM_RANKS_SHOWN = 16
+_FLUSH_S = 0.5
+
+
+def write_report(
+    verdict: Verdict,
+    answers: dict[int, Answer],
+    stacks: dict[int, str],
+    *,
+    folder: str,
+    timeout: float,
+    ends: bool,
+) -> Path | None:
+    """Write a report to stderr and to a file; return the file.
+
+    Args:
+        verdict: Who is to blame.
+        answers: What the ranks say.
+        stacks: Stacks of ranks that say nothing, as their neighbors got them.
+        folder: For the file; it is made if there is none.
+        timeout: What was waited for.
+        ends: Whether the job ends now.
+    """
+    head = [f"colossalai watchdog: ranks have waited for more than {timeout:g} s", *verdict.lines, ""]
+    told = list(_ranks(answers))
+    text = "\n".join([*head, *told, "", *_stacks(answers, stacks, sorted({*answers, *stacks})), ""])
+    path = _write(text, folder)
+    blamed = [rank for rank in verdict.blamed if rank in answers or rank in stacks][:4]
+    end = "the job ends" if ends else "the job goes on (action='report')"
+    shown = [
+        *head,
+        *told[:_NUM_RANKS_SHOWN],
+        *(["..."] if len(told) > _NUM_RANKS_SHOWN else []),
+        "",
+        *_stacks(answers, stacks, blamed),
+        f"{end}; all stacks are in {path}"
+        if path
+        else f"{end}; the stacks could not be written to {folder!r}",
+    ]
+    os.write(2, ("\n" + "\n".join(shown) + "\n").encode())
+    return path
+
+
+def flush_output() -> None:
+    """Flush what Python has buffered, unless a thread that hangs holds the buffer."""
+
+    def flush() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError, AttributeError):
+                stream.flush()
+
+    thread = threading.Thread(target=flush, daemon=True)
+    thread.start()
+    thread.join(_FLUSH_S)
+
+
+def _ranks(answers: dict[int, Answer]) -> Iterator[str]:
+    """Say in a line for each rank what it does."""
+    for rank, answer in sorted(answers.items()):
+        waits = "; ".join(
+            f"waits in {wait.describe()} with {wait.tensors() or 'no tensor'} for {wait.seconds:.1f} s"
+            for wait in answer.waiting
+        )
+        does = f"{waits}; {answer.activity}" if waits else answer.activity
+        yield f"rank {rank} ({answer.host}, pid {answer.pid}): {does}"
+
+
+def _stacks(answers: dict[int, Answer], stacks: dict[int, str], ranks: list[int]) -> Iterator[str]:
+    for rank in ranks:
+        text = answers[rank].stacks if rank in answers else stacks[rank]
+        if text:
+            yield f"Python stacks of rank {rank}:\n{text.rstrip()}\n"
+
+
+def _write(text: str, folder: str) -> Path | None:
+    name = f"hang-{datetime.now():%Y%m%d-%H%M%S}-"
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        descriptor, path = tempfile.mkstemp(prefix=name, suffix=".txt", dir=folder, text=True)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+    except OSError:
+        return None
+    os.chmod(path, 0o644)
+    return Path(path).resolve()

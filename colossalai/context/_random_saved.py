@@ -1,0 +1,186 @@
+"""The random states of a process as plain values, to be saved with a training state and restored from one.
+
+[Note: random states under another layout]
+A training state holds those of every rank, each with the place of the rank in the mesh. Where the layout is
+the same, each rank goes on with its own. Where it is not, a mode is asked on which axes it depends (GLOBAL on
+none, DATA on `dp` and `pp`, TENSOR on all): a rank goes on with the state of the rank that had the same
+coordinates along these, and if there was none, with a new one, made from the seed of the run, the coordinates
+and the step. So two ranks agree or differ as they should, and nobody draws again what was drawn before.
+A mode of the user's own is known by the seed that it started from.
+"""
+
+import random
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from colossalai.context._parallel_mode import ParallelMode
+from colossalai.context._random import (
+    Place,
+    State,
+    _seeds,
+    fresh_state,
+    generator_state,
+    get_states,
+    mix_seed,
+    set_generator_state,
+)
+
+# How many of a place's ranks a mode depends on.
+_NUM_AXES = {ParallelMode.GLOBAL: 0, ParallelMode.DATA: 2, ParallelMode.TENSOR: 3}
+
+Saved = Mapping[str, Any]
+
+
+def random_state() -> dict[str, Any]:
+    """Return every random state of this process (Python, numpy, torch, all modes), fit for `torch.save`."""
+    assert _seeds.current is None or isinstance(_seeds.current, ParallelMode | str)
+    return {
+        "python": random.getstate(),
+        "numpy": _as_plain(np.random.get_state(legacy=True)),
+        "torch": generator_state(),
+        "modes": {_name(mode): state for mode, state in get_states().items()},
+        "current": _name(_seeds.current),
+        "seeds": {_name(mode): seed for mode, seed in _seeds.seeds.items()},
+        "place": list(_seeds.place.ranks),
+        "sizes": list(_seeds.place.sizes),
+    }
+
+
+def set_random_state(state: Saved) -> None:
+    """Go back to what `random_state` returned; modes that are not there now are left out."""
+    random.setstate(_as_tuple(state["python"]))
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    by_name = {_name(mode): mode for mode in _seeds.states}
+    for mode_name, mode_state in state["modes"].items():
+        if mode_name in by_name:
+            _seeds.states[by_name[mode_name]] = dict(mode_state)
+    if state["current"] in by_name:
+        _seeds.current = by_name[state["current"]]
+    set_generator_state(state["torch"])
+
+
+def is_of_this_place(state: Saved) -> bool:
+    """Return whether a state is of this place in a mesh of the same sizes, and of the same devices."""
+    same_devices = state["torch"].keys() == generator_state().keys()
+    return same_devices and _place(state) == _seeds.place
+
+
+def fitting_random_state(saved: Sequence[Saved], *, step: int) -> dict[str, Any]:
+    """Return the state for `set_random_state` with which this process goes on; the mode in force stays.
+
+    See [Note: random states under another layout].
+
+    Args:
+        saved: The states of all ranks of a run; that of this rank is enough if it `is_of_this_place`.
+        step: The step at which they were saved.
+    """
+    here = _seeds.place
+    own = random_state()
+    twin = next((state for state in saved if _place(state).ranks == here.ranks), None)
+    modes = {_name(mode): _of_mode(mode, saved, step=step) for mode in _seeds.states}
+    # What no mode says starts equal on all ranks: if they were still equal, they stay so.
+    python = _of_all([state["python"] for state in saved], twin and twin["python"])
+    numpy = _of_all([state["numpy"] for state in saved], twin and twin["numpy"])
+    fresh = mix_seed(_seed_of_run(saved), "rank", *here.ranks, "step", step)
+    if _seeds.current is None:
+        torch_state = _complete(None if twin is None else twin["torch"], fresh)
+    else:
+        torch_state = modes[_name(_seeds.current)]
+    return {
+        **own,
+        "python": random.Random(fresh).getstate() if python is None else python,
+        "numpy": _fresh_numpy(fresh) if numpy is None else numpy,
+        "torch": torch_state,
+        "modes": modes,
+    }
+
+
+def say_other_layout(saved: Saved, *, step: int) -> str:
+    """Return what `fitting_random_state` does where the layout is another one, in words."""
+    before, now = _place(saved).sizes, _seeds.place.sizes
+    going_on = 1
+    for size_before, size_now in zip(before, now, strict=True):
+        going_on *= min(size_before, size_now)
+    total = now[0] * now[1] * now[2]
+    rest = total - going_on
+    text = (
+        f"it was saved under {_layout(before)}, this job has {_layout(now)}: the random states of {going_on} "
+        f"of {total} ranks go on"
+    )
+    return f"{text}, those of the other {rest} are new, from the seed and step {step}" if rest else text
+
+
+def _of_mode(mode: Hashable, saved: Sequence[Saved], *, step: int) -> State:
+    """Return the state of a mode on this rank."""
+    name, here = _name(mode), _seeds.place
+    holders = [state for state in saved if name in state["modes"]]
+    if len(saved) == 1 and is_of_this_place(saved[0]):
+        found = next(iter(holders), None)
+    elif mode in _NUM_AXES:
+        along = here.ranks[: _NUM_AXES[mode]]
+        found = next((one for one in holders if _place(one).ranks[: len(along)] == along), None)
+        seed = mix_seed(_seed_of_run(saved), str(name), *along, "step", step)
+        return _complete(None if found is None else found["modes"][name], seed)
+    else:
+        found = next((one for one in holders if one.get("seeds", {}).get(name) == _seeds.seeds[mode]), None)
+    seed = mix_seed(_seeds.seeds[mode], "step", step)
+    return _complete(None if found is None else found["modes"][name], seed)
+
+
+def _complete(state: Mapping[str, torch.Tensor] | None, seed: int) -> State:
+    """Return a state with one for each device of this process, a new one where it has none."""
+    found = dict(state or {})
+    return found if found.keys() >= generator_state().keys() else {**fresh_state(seed), **found}
+
+
+def _of_all(values: Sequence[Any], of_twin: Any) -> Any:
+    """Return the value of the rank with the same place, else that of all if they are the same, else None."""
+    if of_twin is not None:
+        return of_twin
+    return values[0] if all(_is_same(value, values[0]) for value in values) else None
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor):
+        return torch.equal(first, second)
+    if isinstance(first, list | tuple):
+        return all(map(_is_same, first, second))
+    return bool(first == second)
+
+
+def _seed_of_run(saved: Sequence[Saved]) -> int:
+    """Return the seed that a run was launched with; that of this job if it was not launched."""
+    name = _name(ParallelMode.GLOBAL)
+    found = saved[0].get("seeds", {}).get(name)
+    return int(_seeds.seeds.get(ParallelMode.GLOBAL, 0) if found is None else found)
+
+
+def _place(state: Saved) -> Place:
+    dp_rank, pp_rank, tensor_rank = state.get("place", (0, 0, 0))
+    dp_size, pp_size, tensor_size = state.get("sizes", (1, 1, 1))
+    return Place((dp_rank, pp_rank, tensor_rank), (dp_size, pp_size, tensor_size))
+
+
+def _layout(sizes: tuple[int, int, int]) -> str:
+    return f"{sizes[0]} data x {sizes[1]} pipeline x {sizes[2]} tensor ranks"
+
+
+def _fresh_numpy(seed: int) -> list[Any]:
+    return _as_plain(np.random.RandomState(seed % 2**32).get_state(legacy=True))
+
+
+def _as_plain(state: Any) -> list[Any]:
+    name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], state)
+    return [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss]
+
+
+def _name(mode: Hashable | None) -> str | None:
+    return mode.value if isinstance(mode, ParallelMode) else None if mode is None else str(mode)
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value

@@ -1,0 +1,180 @@
+"""Save everything of a run in a folder and go on from there: the one mechanism behind both doors.
+
+What a run needs to go on as if it had never stopped: model, optimizer, scheduler, loss scale, random
+states, the position in the data. `colossalai.checkpoint_io` knows how to write these; here is said what they
+are for a model and an optimizer that went through a door.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.amp import OptimizerWrapper
+from colossalai.checkpoint_io import TrainingState, resume_training_state, save_training_state
+from colossalai.context import Mesh
+from colossalai.logging import get_dist_logger
+from colossalai.runtime._plan import Plan
+from colossalai.runtime._wrapper import ModelWrapper
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is saved and loaded together; what is None is left out.
+
+    Attributes:
+        model: The model, as a door returned it or as it was given.
+        optimizer: Its optimizer, likewise.
+        lr_scheduler: A scheduler of the optimizer.
+        dataloader: A loader that knows its position.
+        settings: What `settings_of` returns, for people to read.
+        is_in_window: Whether gradients of a part of an accumulation window are there.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | None = None
+    lr_scheduler: Any = None
+    dataloader: Any = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    is_in_window: bool = False
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """Where a run goes on.
+
+    Attributes:
+        step: The number of steps done, as it was saved.
+        epoch: The epoch that the next batch belongs to, from 0; None if nobody has said.
+        extra: The caller's own values.
+    """
+
+    step: int
+    epoch: int | None
+    extra: dict[str, Any]
+
+
+def save_run(
+    folder: str | Path,
+    run: Run,
+    *,
+    step: int,
+    epoch: int | None = None,
+    extra: Mapping[str, Any] | None = None,
+    save_async: bool = False,
+    keep_last: int = 2,
+    every: int = 1,
+) -> Path | None:
+    """Save a run as `folder/step-<step>`, if it is time; collective.
+
+    Args:
+        folder: The folder of the run's training states.
+        run: The run.
+        step: The number of steps done.
+        epoch: The epoch that the next batch belongs to, from 0; default: that of the loader.
+        extra: Plain values of the caller's own.
+        save_async: Return when everything is copied to host memory, and write in the background.
+        keep_last: How many training states stay in the folder.
+        every: Save only where `step` is a multiple.
+
+    Returns:
+        The path of the training state; None if it was not time.
+
+    Raises:
+        ValueError: Something cannot be saved.
+        OSError: It cannot be written; on all ranks. The earlier ones stay.
+    """
+    if every < 1:
+        raise ValueError(f"every={every} must be at least 1")
+    if step % every:
+        return None
+    if run.is_in_window:
+        raise ValueError(
+            f"step {step} is within an accumulation window, whose gradients are not saved: save where "
+            "engine.step() has returned True, and count these steps"
+        )
+    state = _training_state(run)
+    state.extra = {"epoch": _epoch_of(run.dataloader) if epoch is None else epoch, "extra": dict(extra or {})}
+    return save_training_state(folder, state, step=step, keep_last=keep_last, save_async=save_async)
+
+
+def resume_run(folder: str | Path, run: Run) -> Resumed | None:
+    """Load the newest complete training state of a folder, or the one that a path is; collective.
+
+    Gradients are forgotten.
+
+    Returns:
+        Where the run goes on; None if there is no training state, and nothing has been changed.
+
+    Raises:
+        ValueError: All training states are damaged, or the newest complete one lacks something or does not
+            fit; nothing was overwritten.
+        OSError: It cannot be read.
+    """
+    found = resume_training_state(folder, _training_state(run))
+    if found is None:
+        return None
+    if run.optimizer is not None:
+        run.optimizer.zero_grad()
+    return Resumed(found["step"], found.get("epoch"), found.get("extra", {}))
+
+
+def settings_of(plan: Plan, mesh: Mesh, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return how a run is set up, as plain values: the ranks, the plan in full, the config as written."""
+    return {"mesh": dict(mesh.axes), "plan": _readable(plan), "config": _readable(config)}
+
+
+def with_position(dataloader: Any) -> Any:
+    """Return a loader if it knows its position, else None, and say so once."""
+    if dataloader is None or _knows_position(dataloader):
+        return dataloader
+    get_dist_logger().log_once(
+        f"training states will not hold the position in the data: {type(dataloader).__name__} does not know "
+        "it, colossalai.utils.get_dataloader makes a loader that does",
+        ranks=[0],
+    )
+    return None
+
+
+def _training_state(run: Run) -> TrainingState:
+    if run.dataloader is not None and not _knows_position(run.dataloader):
+        raise ValueError(
+            f"the dataloader, a {type(run.dataloader).__name__}, has no state_dict and load_state_dict: "
+            "plugin.prepare_dataloader and colossalai.utils.get_dataloader make one that knows its position; "
+            "or leave it out"
+        )
+    optimizer = run.optimizer
+    return TrainingState(
+        model=run.model.unwrap() if isinstance(run.model, ModelWrapper) else run.model,
+        optimizer=optimizer,
+        lr_scheduler=run.lr_scheduler,
+        dataloader=run.dataloader,
+        scaler=optimizer.scaler if isinstance(optimizer, OptimizerWrapper) else None,
+        config=run.settings,
+    )
+
+
+def _knows_position(dataloader: Any) -> bool:
+    return all(callable(getattr(dataloader, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+def _epoch_of(dataloader: Any) -> int | None:
+    epoch = None if dataloader is None else dataloader.state_dict().get("epoch")
+    return epoch if isinstance(epoch, int) else None
+
+
+def _readable(value: Any) -> Any:
+    """Return options as values that JSON can hold; an object is its class and its fields."""
+    if is_dataclass(value) and not isinstance(value, type):
+        options = {each.name: _readable(getattr(value, each.name)) for each in fields(value)}
+        return {"type": type(value).__name__, **options}
+    if isinstance(value, Mapping):
+        return {str(key): _readable(item) for key, item in value.items()}
+    if isinstance(value, str | int | float | None):
+        return value
+    if isinstance(value, Sequence):
+        return [_readable(item) for item in value]
+    return str(value)

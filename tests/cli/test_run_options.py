@@ -1,0 +1,148 @@
+"""From the options of `colossalai run` to hosts, commands and variables; mistakes are said in plain words."""
+
+import os
+import re
+import shlex
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from colossalai.cli import main
+from colossalai.cli._cluster_job import ClusterJob, forwarded_environment
+from colossalai.cli._job import Job
+from colossalai.cli._run import RunOptions, find_hosts
+from colossalai.cluster._hosts import Host
+
+pytestmark = pytest.mark.unit
+
+ALLOCATION = {"SLURM_JOB_NODELIST": "node[1-2]"}
+
+
+@pytest.fixture(autouse=True)
+def folder_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.py").write_text("raise AssertionError('started')")
+    return tmp_path
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(main, ["run", *args, "job.py"])
+
+
+def dry_run(*args: str) -> dict[str, str]:
+    """Return the commands by host."""
+    result = invoke("--dry-run", *args)
+    assert result.exit_code == 0, result.output
+    return dict(re.findall(r"# (.*)\n(.*)\n", result.output))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--host", "a,b", "--hostfile", "f"), "use one of them"),
+        (("--host", "a,localhost"), "'localhost' is another machine on each of the 2 nodes"),
+        (("--host", "a,b", "--master_addr", "127.0.0.1"), "'127.0.0.1' is another machine on each"),
+        (("--host", "a,b", "--exclude", "a,b"), "leaves no host"),
+        (("--include", "a"), "--include a is about several machines; name them with --host or --hostfile"),
+        (("--ssh-port", "22"), "--ssh-port 22 is about several machines"),
+        (("--nnodes", "1:2"), "--nnodes 1:2 is about several machines"),
+        (("--host", "a,b", "--nnodes", "1:3"), "--nnodes 1:3 does not fit the hosts: from 1 to 2"),
+        (("--host", "a,b", "--nnodes", "few"), "--nnodes 'few' is neither a number nor MIN:MAX"),
+        (("--host", "a:2", "--nproc_per_node", "3"), "--nproc_per_node 3 is more than the 2 slots of a"),
+        (("--host", "a", "--max-restarts", "-1"), "--max-restarts -1 is negative"),
+        (("--host", "a", "--timeout", "0"), "--timeout 0 leaves no time to start"),
+        (("--env", "A"), "--env 'A' is not a variable; write KEY=VALUE"),
+        (("--host", "a", "--extra_launch_args", "rdzv_backend=c10d"), "'rdzv_backend' is not known here"),
+        (("--host", "a,b", "--extra_launch_args", "standalone"), "standalone is for one machine"),
+        (("--hostfile", "nowhere"), "cannot read the host file 'nowhere'"),
+    ],
+)
+def test_a_mistake_is_said_in_plain_words(args: tuple[str, ...], message: str):
+    result = invoke(*args)
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+def test_a_dry_run_has_a_command_for_each_host(tmp_path: Path):
+    own = socket.gethostname()
+    commands = dry_run("--host", f"a:3,b,{own}", "--max-restarts", "2", "--timeout", "30")
+    assert list(commands) == ["a", "b", own]
+    assert shlex.split(commands["a"])[:2] == ["ssh", "-T"]
+    assert shlex.split(commands[own])[:2] == ["sh", "-c"]
+    agent = shlex.split(shlex.split(shlex.split(commands["a"])[-1])[-1])
+    assert agent[:3] == ["cd", str(tmp_path), "&&"]
+    start = agent.index(sys.executable)
+    assert agent[start : start + 4] == [sys.executable, "-P", "-m", "colossalai.cli._node_agent"]
+    rest = " ".join(agent[start + 6 :])
+    assert rest == "--timeout 30 --attempt 0 --max-restarts 2 --nproc-per-node 3 -- job.py; exit $?"
+
+
+def test_a_dry_run_on_this_machine_starts_nothing():
+    result = invoke("--dry-run", "--nproc_per_node", "4")
+    assert result.output == f"# on this machine, 4 times\n{sys.executable} job.py\n"
+
+
+def test_arguments_of_torchs_launcher_are_options():
+    plain = dry_run("--host", "a,b", "--nnodes", "1:2", "--nproc_per_node", "2", "--max-restarts", "3")
+    extra = dry_run("--host", "a,b", "--extra_launch_args", "nnodes=1:2,--nproc-per-node=2,max_restarts=3")
+    assert [re.sub(r"[0-9a-f]{12}", "ID", command) for command in plain.values()] == [
+        re.sub(r"[0-9a-f]{12}", "ID", command) for command in extra.values()
+    ]
+
+
+def test_a_job_that_may_lose_a_machine_may_restart_once():
+    assert "--max-restarts 1 " in dry_run("--host", "a,b", "--nnodes", "1:2")["a"]
+    assert "--max-restarts" not in dry_run("--host", "a,b", "--nnodes", "2")["a"]
+
+
+def test_the_hosts_of_an_allocation():
+    options = RunOptions(target="job.py")
+    assert find_hosts(options, {}) == ()
+    assert find_hosts(options, ALLOCATION) == (Host("node1"), Host("node2"))
+    assert find_hosts(options, {"SLURM_JOB_NODELIST": socket.gethostname()}) == ()
+    assert find_hosts(RunOptions(target="job.py", exclude="node1"), ALLOCATION) == (Host("node2"),)
+    assert find_hosts(RunOptions(target="job.py", host_list="a"), ALLOCATION) == (Host("a"),)
+    with pytest.raises(ValueError, match="srun has started colossalai run several times"):
+        find_hosts(options, {**ALLOCATION, "SLURM_STEP_NUM_TASKS": "2"})
+
+
+def test_the_variables_that_go_along(monkeypatch: pytest.MonkeyPatch):
+    caller = {
+        "NCCL_DEBUG": "INFO",
+        "OMP_NUM_THREADS": "2",
+        "PYTHONPATH": "/lib",
+        "HF_HOME": "/cache",
+        "HF_TOKEN": "a secret",
+        "HOME": "/root",
+        "COLOSSALAI_NODE": "of another job",
+    }
+    kept = {name: caller[name] for name in ("HF_HOME", "NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONPATH")}
+    assert forwarded_environment(caller) == kept
+    given = ["OMP_NUM_THREADS=8", "HF_TOKEN=given=by hand", "EMPTY="]
+    expected = {**kept, "OMP_NUM_THREADS": "8", "HF_TOKEN": "given=by hand", "EMPTY": ""}
+    assert forwarded_environment(caller, given) == expected
+
+
+def test_a_package_beside_the_caller_is_found_on_the_other_machines(monkeypatch: pytest.MonkeyPatch):
+    root = str(Path(__file__).resolve().parents[2])
+    monkeypatch.chdir(root)
+    assert forwarded_environment({"PYTHONPATH": "/lib"})["PYTHONPATH"] == os.pathsep.join(["/lib", root])
+
+
+def test_the_interface_that_was_found_is_set_unless_the_user_has_set_one():
+    def command(env: dict[str, str]) -> str:
+        cluster = ClusterJob(
+            job=Job(target="job.py"),
+            hosts=(Host("a"),),
+            run_id="id",
+            min_nodes=1,
+            env=env,
+            interfaces={"a": "eth7"},
+        )
+        return " ".join(cluster.agent_command(cluster.hosts[0]))
+
+    assert "GLOO_SOCKET_IFNAME=eth7 NCCL_SOCKET_IFNAME=eth7" in command({})
+    assert "GLOO_SOCKET_IFNAME=mine NCCL_SOCKET_IFNAME=eth7" in command({"GLOO_SOCKET_IFNAME": "mine"})

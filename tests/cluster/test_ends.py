@@ -1,0 +1,153 @@
+"""However a job on two hosts ends, all of it is gone within 30 s, and the report names who was first."""
+
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.command import is_gone, wait_until
+from tests.cluster.launch import Launch, launch, timed, wait_until_empty
+from tests.cluster.network import Network
+
+pytestmark = pytest.mark.cluster
+
+GONE_S = 30.0
+
+# Ranks that ignore every request to end; each has a child in a session of its own that does, too.
+PREPARE = """
+import os, signal, subprocess, sys, time
+code = '''
+import signal, time
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+print(flush=True)
+time.sleep(90)
+'''
+child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
+child.stdout.readline()
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+print(f"rank {os.environ['RANK']}: {os.getpid()}")
+"""
+DEAF = f"{PREPARE}time.sleep(90)\n"
+
+# Rank 1 fails when it is told to; rank 0 soon after, as the peer in a collective does.
+RAISES = f"""{PREPARE}
+while not os.path.exists("fail" + os.environ["RANK"]):
+    time.sleep(0.01)
+if os.environ["RANK"] == "1":
+    open("fail0", "w").close()
+    raise ValueError("a loss of NaN")
+time.sleep(0.05)
+raise RuntimeError("connection closed by peer")
+"""
+
+
+@pytest.fixture
+def begin(network: Network, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
+    """Start a job on host1 and host2 that is ended with the test."""
+    launches: list[Launch] = []
+
+    def start(script: str, *args: str) -> Launch:
+        words = ("--no-preflight", "--host", "host1,host2", *args, "job.py")
+        launches.append(launch(network, tmp_path, *words, script=script))
+        return launches[-1]
+
+    yield start
+    for one in launches:
+        one.end()
+
+
+def end_of(job: Launch, network: Network) -> int:
+    """Wait for the end of a job, and for the end of all that runs on the hosts; both within the time."""
+    seconds = timed(lambda: job.wait(GONE_S))
+    wait_until_empty(network, GONE_S - seconds)
+    return job.wait(0)
+
+
+def test_a_rank_that_raises_is_named_with_its_traceback(begin: Callable[..., Launch], network: Network):
+    job = begin(RAISES)
+    pids = job.pids()
+    (job.folder / "fail1").touch()
+    assert end_of(job, network) == 1
+    assert re.search(
+        rf"^colossalai run: rank 1 on host2 \(pid {pids[1]}\) failed with exit code 1: ValueError: a loss of",
+        job.err,
+        re.MULTILINE,
+    )
+    assert job.err.count("Traceback (most recent call last)") == 1
+    assert "rank 0" not in job.err.partition("after it:")[0]
+
+
+def test_a_killed_rank_is_named(begin: Callable[..., Launch], network: Network):
+    job = begin(DEAF)
+    pids = job.pids()
+    psutil.Process(pids[0]).kill()
+    assert end_of(job, network) == 128 + signal.SIGKILL
+    assert f"colossalai run: rank 0 on host1 (pid {pids[0]}) was killed by SIGKILL" in job.err
+
+
+@pytest.mark.parametrize(("number", "presses"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
+def test_a_signal_to_the_head_ends_all(
+    begin: Callable[..., Launch], network: Network, number: signal.Signals, presses: int
+):
+    job = begin(DEAF)
+    job.pids()
+    job.process.send_signal(number)
+    if presses == 2:
+        time.sleep(0.5)
+        job.process.send_signal(number)
+    seconds = timed(lambda: end_of(job, network))
+    assert seconds < (2.5 if presses == 2 else 10)
+    assert job.wait() == 128 + number
+    assert f"colossalai run: stopped by {number.name}; its processes are ended" in job.err
+
+
+def test_a_killed_agent_leaves_nothing(begin: Callable[..., Launch], network: Network):
+    job = begin(DEAF)
+    job.pids()
+    job.agent("host2").kill()
+    assert end_of(job, network) == 1
+    assert "colossalai run: host2 is lost: its agent was killed by SIGKILL" in job.err
+
+
+def test_an_agent_that_hears_nothing_any_more_is_killed(begin: Callable[..., Launch], network: Network):
+    job = begin(DEAF)
+    job.pids()
+    job.agent("host2").suspend()
+    job.process.send_signal(signal.SIGTERM)  # it would end when asked, if it could hear
+    assert end_of(job, network) == 128 + signal.SIGTERM
+
+
+def test_a_link_that_is_lost_ends_both_sides(begin: Callable[..., Launch], network: Network):
+    job = begin(DEAF)
+    pids = job.pids()
+    network.cut("host2")
+    try:
+        assert timed(lambda: job.wait(GONE_S)) > 8  # a short silence is none
+        wait_until(lambda: all(is_gone(pid) for pid in pids.values()), GONE_S)
+    finally:
+        network.mend("host2")
+    assert job.wait() == 1
+    assert "host2 is lost: nothing was heard of it for 12 s: its link or the machine is down" in job.err
+    wait_until_empty(network, GONE_S)
+
+
+def test_an_ssh_client_that_dies_is_a_lost_host(begin: Callable[..., Launch], network: Network):
+    job = begin(DEAF)
+    job.pids()
+    job.ssh_client("host2").kill()
+    assert end_of(job, network) == 1
+    assert "colossalai run: host2 is lost: ssh, which leads to it, was killed by SIGKILL" in job.err
+
+
+def test_the_hosts_notice_that_the_head_was_killed(begin: Callable[..., Launch], network: Network):
+    job = begin(DEAF)
+    job.pids()
+    job.process.kill()
+    job.wait()
+    wait_until_empty(network, GONE_S)

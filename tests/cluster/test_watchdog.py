@@ -1,0 +1,367 @@
+"""The watchdog names who is waited for: ranks that sleep, stop, die, or go another way; and ends the job.
+
+Where a job can go on, it does (action "report"): the ranks come from the pool then, which takes no time.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import colossalai
+from colossalai.cluster._watchdog_records import MessageRecord
+from colossalai.cluster._watchdog_sections import name_modules, section
+from colossalai.communication import all_reduce, copy_forward_reduce_backward
+from colossalai.context import ParallelMode
+from colossalai.core import global_context as gpc
+from tests.cli.command import start
+from tests.ranks import ROOT, RanksError, run_ranks
+
+pytestmark = pytest.mark.dist
+
+TP = ParallelMode.PARALLEL_1D
+TIMEOUT_S = 0.6
+
+
+def _launch(folder, *, action="report", timeout=TIMEOUT_S):
+    config = {
+        "parallel": {"tensor": {"size": int(os.environ["WORLD_SIZE"]), "mode": "1d"}},
+        "watchdog": {"timeout": timeout, "action": action, "folder": str(folder)},
+    }
+    colossalai.launch_from_torch(config, verbose=False)
+    all_reduce(torch.ones(2), TP)
+    return gpc.get_global_rank()
+
+
+def _report(folder):
+    """Return the one report there is."""
+    (path,) = Path(folder).glob("hang-*.txt")
+    return path.read_text()
+
+
+def _wait_for_report(folder):
+    end = time.monotonic() + 20.0
+    while not any(Path(folder).glob("hang-*.txt")) and time.monotonic() < end:
+        time.sleep(0.02)
+
+
+class Block(nn.Module):
+    def forward(self, x):
+        return all_reduce(x, TP)
+
+
+class Copying(nn.Module):
+    def forward(self, x):
+        return copy_forward_reduce_backward(x, gpc.axis(TP))
+
+
+def _model(block):
+    model = nn.Sequential(nn.Identity(), nn.ModuleDict({"attn": block()}))
+    model.forward = lambda x: model[1]["attn"](x)
+    name_modules(model)
+    return model
+
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __len__(self):
+        return 1
+
+    def __getitem__(self, index):
+        _wait_for_report(self.folder)  # a sample that takes for ever
+        return torch.ones(3)
+
+
+def sleeps_in_data_loading(folder):
+    rank = _launch(folder)
+    batch = torch.ones(1, 3) if rank == 0 else next(iter(torch.utils.data.DataLoader(Samples(folder))))
+    return _model(Block)(batch).tolist()
+
+
+def test_a_rank_in_data_loading_is_named_and_the_job_can_go_on(tmp_path):
+    assert run_ranks(sleeps_in_data_loading, 2, tmp_path) == [[[2.0, 2.0, 2.0]]] * 2
+    text = _report(tmp_path)
+    assert "did not enter all_reduce #2 of axis tp in 1.attn; it is in data loading: test_watchdog.py" in text
+    assert text.splitlines()[1].startswith("rank 1 (")
+    assert "waits in all_reduce #2 of axis tp in 1.attn with (1, 3) float for" in text
+    assert "in __getitem__" in text
+    assert text.index("Python stacks of rank 0:") < text.index("Python stacks of rank 1:")
+
+
+def does_not_come_to_the_backward(folder):
+    rank = _launch(folder)
+    x = torch.ones(2, requires_grad=True)
+    loss = _model(Copying)(x).sum()
+    if rank == 1:
+        try:
+            raise KeyError("no key")
+        except KeyError:  # it went another way
+            _wait_for_report(folder)
+    loss.backward()
+    return x.grad.tolist()
+
+
+def test_the_module_of_a_backward_and_an_error_that_was_caught_are_named(tmp_path):
+    assert run_ranks(does_not_come_to_the_backward, 2, tmp_path) == [[2.0, 2.0]] * 2
+    text = _report(tmp_path)
+    assert "rank 1 (" in text.splitlines()[1]
+    assert "did not enter all_reduce #2 of axis tp in 1.attn" in text
+    assert "it is handling KeyError: 'no key' (raised at test_watchdog.py:" in text
+
+
+def does_not_send(folder):
+    rank = _launch(folder)
+    for number in range(2):
+        if rank == 0:
+            dist.recv(torch.empty(3), src=1)
+        else:
+            if number == 1:
+                _wait_for_report(folder)
+            dist.send(torch.ones(3), dst=0)
+
+
+def test_a_message_that_is_not_sent_is_named(tmp_path):
+    run_ranks(does_not_send, 2, tmp_path)
+    text = _report(tmp_path)
+    assert "did not send message #2 to rank 0 of axis tp" in text
+    assert "waits in recv #2 from rank 1 of axis tp with (3,) float32" in text
+
+
+class Watched(threading.Thread):
+    """Look at what a record says while the main thread waits."""
+
+    def __init__(self, record):
+        super().__init__(daemon=True)
+        self.record, self.channels = record, []
+
+    def run(self):
+        end = time.monotonic() + 5.0
+        while not self.channels and time.monotonic() < end:
+            self.channels = [(message.channel, message.number) for message in self.record.messages()]
+
+
+def counts_and_waits(_folder):
+    colossalai.launch_from_torch({"watchdog": False}, verbose=False)
+    record = MessageRecord()
+    watched = Watched(record)
+    with record.recording():
+        if dist.get_rank() == 0:
+            watched.start()
+            dist.recv(torch.empty(3), src=1)
+            watched.join()
+        else:
+            time.sleep(0.3)
+            dist.send(torch.ones(3), dst=0)
+    return dict(record.counts), watched.channels
+
+
+def test_a_wait_is_for_what_the_partner_counts(tmp_path):
+    (_, waits), (counts, _) = run_ranks(counts_and_waits, 2, tmp_path)
+    assert waits == list(counts.items())
+
+
+def leaves_messages_alone(folder):
+    rank = _launch(folder)
+    if rank == 0:
+        kept = [dist.isend(torch.ones(3), dst=1), dist.irecv(torch.ones(3), src=1)]
+    else:
+        kept = [dist.irecv(torch.ones(3), src=0)]
+    time.sleep(2.5 * TIMEOUT_S)
+    return len(kept)
+
+
+def test_a_message_that_nobody_waits_for_is_no_wait(tmp_path):
+    run_ranks(leaves_messages_alone, 2, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def holds_the_lock(folder):
+    rank = _launch(folder, timeout=0.3)
+    if rank == 1:
+        ctypes.PyDLL(None).usleep(3_500_000)  # gives no other thread a chance
+    all_reduce(torch.ones(2), TP)  # the signal for the stacks has ended the sleep
+    _wait_for_report(folder)
+
+
+def test_a_rank_that_cannot_answer_has_its_stacks_read_by_its_neighbor(tmp_path):
+    run_ranks(holds_the_lock, 2, tmp_path)
+    text = _report(tmp_path)
+    assert "compiled code holds Python's lock, at test_watchdog.py:" in text
+    assert "in holds_the_lock; awaited by rank 0 in all_reduce #2 of axis tp" in text
+
+
+def is_stopped(folder):
+    rank = _launch(folder)
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 0:
+        _continue_after_report(folder, pids[1])
+    else:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return all_reduce(torch.ones(1), TP).item()
+
+
+def _continue_after_report(folder, pid):
+    def go():
+        _wait_for_report(folder)
+        os.kill(pid, signal.SIGCONT)
+
+    threading.Thread(target=go, daemon=True).start()
+
+
+def test_a_stopped_rank_is_named(tmp_path):
+    assert run_ranks(is_stopped, 2, tmp_path) == [2.0, 2.0]
+    assert "is stopped (SIGSTOP, or a debugger); awaited by rank 0 in all_reduce" in _report(tmp_path)
+
+
+def takes_another_branch(folder):
+    rank = _launch(folder, action="end")
+    if rank == 2:
+        dist.broadcast(torch.ones(4), src=0)
+    all_reduce(torch.ones(4), TP)
+
+
+def test_a_rank_in_another_collective_is_named_and_all_ranks_end(tmp_path):
+    with pytest.raises(RanksError) as caught:
+        run_ranks(takes_another_branch, 3, tmp_path, timeout=20.0)
+    assert str(caught.value).count("HangError: rank 2 (") == 3
+    (line,) = _report(tmp_path).splitlines()[1:2]
+    assert line.startswith("rank 2 (")
+    assert "entered broadcast as #2 of axis tp; it is at test_watchdog.py:" in line
+    assert line.endswith("ranks 0, 1 entered all_reduce")
+
+
+def is_slow(folder):
+    """Each wait is shorter than the timeout, all together are longer."""
+    rank = _launch(folder)
+    for number in range(4):
+        if rank == number % 2:
+            time.sleep(0.4 * TIMEOUT_S)
+        all_reduce(torch.ones(2), TP)
+        with section("the forward"):
+            time.sleep(0.4 * TIMEOUT_S)
+    gpc.destroy()
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("colossalai")]
+
+
+def test_who_is_only_slow_is_left_alone(tmp_path):
+    assert run_ranks(is_slow, 2, tmp_path) == [[], []]
+    assert not list(tmp_path.iterdir())
+
+
+def has_a_long_forward(folder):
+    rank = _launch(folder)
+    if rank == 1:
+        with section("the forward"):
+            _wait_for_report(folder)
+    else:
+        _wait_for_report(folder)
+
+
+def test_a_step_that_waits_for_nobody_is_named(tmp_path):
+    run_ranks(has_a_long_forward, 2, tmp_path)
+    line = _report(tmp_path).splitlines()[1]
+    assert line.startswith("rank 1 (")
+    assert "has been in the forward for more than 0.6 s; it is in the forward: test_watchdog.py:" in line
+
+
+def meets_a_closed_connection(folder):
+    rank = _launch(folder, timeout=30.0)
+    if rank == 1:
+        gpc.destroy()
+        time.sleep(0.5)
+        return
+    time.sleep(0.3)
+    try:
+        all_reduce(torch.ones(2), TP)
+    except RuntimeError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def test_an_error_of_a_closed_connection_says_whose(tmp_path, capsys):
+    run_ranks(meets_a_closed_connection, 2, tmp_path)
+    printed = capsys.readouterr().out
+    assert "Connection closed by peer" in printed
+    assert "has left the job: its script has ended it" in printed.splitlines()[-1]
+
+
+JOB = """
+import os, signal, sys, time
+import torch, torch.distributed as dist
+import colossalai
+from colossalai.context._groups import make_group
+
+colossalai.launch_from_torch({"watchdog": {"timeout": 1.0, "folder": "reports"}}, verbose=False)
+dist.barrier()
+rank = dist.get_rank()
+print(rank)
+if sys.argv[1] == "dies":
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    pair = make_group([0, 1], purpose="test")
+    if rank == 1:
+        dist.distributed_c10d._get_default_store().wait(["what rank 2 would have written"])
+    dist.all_reduce(torch.ones(2), group=pair)
+elif rank == 1:
+    time.sleep(100)
+dist.barrier()
+"""
+
+
+def test_the_launcher_names_the_rank_that_was_waited_for(tmp_path):
+    command = start(tmp_path, "run", "--nproc_per_node", "2", "job.py", "sleeps", script=JOB)
+    try:
+        assert command.wait() == 1
+    finally:
+        command.end()
+    launcher = command.err[command.err.index("colossalai run: ") :]
+    assert launcher.startswith("colossalai run: rank 1 (pid ")
+    assert (
+        "did not enter barrier #2 of axis dp; it is at job.py:19 in <module>: `time.sleep(100)`" in launcher
+    )
+    assert _report(tmp_path / "reports").count("Python stacks of rank") == 2
+
+
+def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path):
+    """Rank 0 waits for 1 in a collective, 1 for 2 elsewhere: no connection to 2 is in use."""
+    (tmp_path / "job.py").write_text(JOB)
+    port = 21000 + os.getpid() % 9000
+    address = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": "3",
+        "OMP_NUM_THREADS": "1",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "job.py", "dies"],
+            cwd=tmp_path,
+            env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(3)
+    ]
+    try:
+        errors = [rank.communicate(timeout=90)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [1, 1, -signal.SIGKILL]
+    lines = _report(tmp_path / "reports").splitlines()
+    assert lines[1].endswith(f"pid {ranks[2].pid}) has died")
+    assert "did not enter all_reduce #1 of group 'test:0-1#0'; it is at job.py:16" in lines[2]
+    assert "the job ends; all stacks are in" in errors[0]
+    assert "HangError: rank 2 (" in errors[1]

@@ -1,0 +1,79 @@
+"""What counts as waiting: the same thing, look after look; not the time in which nobody looked."""
+
+import pytest
+
+from colossalai.cluster import _watchdog_progress
+from colossalai.cluster._watchdog_progress import Progress
+from colossalai.cluster._watchdog_records import MessageRecord
+from colossalai.cluster._watchdog_sections import innermost_sections, section
+
+pytestmark = pytest.mark.unit
+
+LOOK_S, TIMEOUT_S = 1.0, 3.0
+
+
+class World:
+    """A clock, and what the flight recorder says."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        self.status = {"0/0": (5, 5)}
+        monkeypatch.setattr(_watchdog_progress, "progress", lambda: dict(self.status))
+        monkeypatch.setattr(_watchdog_progress.time, "monotonic", lambda: self.now)
+        self.watch = Progress(MessageRecord(), watches_sections=False)
+
+    def looks(self, count, *, every=LOOK_S):
+        found = []
+        for _ in range(count):
+            self.now += every
+            found.append(self.watch.overdue(TIMEOUT_S, look_s=LOOK_S))
+        return found
+
+
+@pytest.fixture
+def world(monkeypatch):
+    return World(monkeypatch)
+
+
+def test_a_collective_that_does_not_end_is_overdue(world):
+    world.status = {"0/0": (6, 5)}
+    *before, last = world.looks(5)
+    assert not any(before)
+    assert last.startswith("has been in a collective (of group 0/0) for more than 3 s")
+
+
+def test_one_that_ends_now_and_then_is_not(world):
+    for number in range(6, 12):
+        world.status = {"0/0": (number, number - 1)}
+        assert not any(world.looks(3))
+
+
+def test_time_in_which_the_process_did_not_run_does_not_count(world):
+    world.status = {"0/0": (6, 5)}
+    assert not any(world.looks(2, every=1000.0))
+
+
+def test_a_wait_is_told_of_once(world):
+    world.status = {"0/0": (6, 5)}
+    assert world.looks(5)[-1]
+    world.watch.forgive()
+    assert not any(world.looks(5))
+    world.status = {"0/0": (7, 6)}
+    assert world.looks(5)[-1]
+
+
+def test_what_an_earlier_job_left_pending_does_not_count(monkeypatch, world):
+    world.status = {"0/0": (6, 5)}
+    world.watch = Progress(MessageRecord(), watches_sections=False)
+    assert not any(world.looks(6))
+
+
+def test_sections_nest_and_may_be_entered_again():
+    forward, loading = section("the forward"), section("data loading")
+    with forward:
+        with loading:
+            assert [item.name for item in innermost_sections()] == ["data loading"]
+        with forward:
+            assert [item.name for item in innermost_sections()] == ["the forward"]
+        assert [item.name for item in innermost_sections()] == ["the forward"]
+    assert innermost_sections() == []

@@ -1,0 +1,129 @@
+"""Who is to blame, from what the ranks say; no process is needed for that."""
+
+import pytest
+
+from colossalai.cluster._watchdog_answer import Answer, Waiting
+from colossalai.cluster._watchdog_verdict import judge
+
+pytestmark = pytest.mark.unit
+
+PARTNERS = (0, 1, 2, 3)
+
+
+def wait(number=118, *, op="all_reduce", group="tp", partners=PARTNERS, channel=None, shapes=((8, 128),)):
+    return Waiting(
+        op=op,
+        channel=channel or group,
+        number=number,
+        partners=partners,
+        where=f"of axis {group}",
+        shapes=shapes,
+        dtypes=("float",),
+        seconds=60.0,
+        module="blocks.2.attn",
+    )
+
+
+def answer(rank, *waits, reached=None, does="it is in data loading", overdue=""):
+    """Return what a rank says that has issued what it waits for, and `reached`."""
+    own = {item.channel: item.number for item in waits if item.op not in ("send", "recv")}
+    recent = {item.channel: [(item.number, item.op, item.shapes)] for item in waits}
+    return Answer(
+        rank=rank,
+        host=f"host{rank // 2 + 1}",
+        pid=100 + rank,
+        activity=does,
+        waiting=waits,
+        reached={**own, **(reached or {})},
+        recent=recent,
+        overdue=overdue,
+    )
+
+
+def verdict(*answers, absent=None):
+    return judge({item.rank: item for item in answers}, absent or {})
+
+
+def test_a_rank_that_does_not_come_is_named_with_what_it_does():
+    found = verdict(*(answer(rank, wait()) for rank in range(3)), answer(3, reached={"tp": 117}))
+    assert found.lines == (
+        "rank 3 (host2) did not enter all_reduce #118 of axis tp in blocks.2.attn; it is in data loading",
+    )
+    assert found.blamed == (3,)
+
+
+def test_the_rank_at_the_end_of_a_chain_is_to_blame():
+    """0 waits for 1 along tp, 1 for 3 along dp; 3 sleeps."""
+    found = verdict(
+        answer(0, wait(partners=(0, 1))),
+        answer(1, wait(5, group="dp", partners=(1, 3)), reached={"tp": 117}),
+        answer(3, reached={"dp": 4}),
+    )
+    assert found.blamed == (3,)
+    assert len(found.lines) == 1
+
+
+def test_a_dead_rank_is_to_blame_and_not_those_that_wait_for_it():
+    found = verdict(
+        answer(0, wait(partners=(0, 1))),
+        answer(1, wait(5, group="dp", partners=(1, 3)), reached={"tp": 117}),
+        absent={3: "(host2, pid 103) has died"},
+    )
+    assert found.blamed == (3,)
+    assert found.lines[0].startswith("rank 3 (host2, pid 103) has died; awaited by rank 1 in all_reduce #5")
+
+
+def test_the_rank_in_another_collective_is_to_blame():
+    odd = answer(2, wait(op="broadcast"), does="it is at train.py:7 in step")
+    found = verdict(*(answer(rank, wait()) for rank in (0, 1, 3)), odd)
+    assert found.blamed == (2,)
+    assert "rank 2 (host2) entered broadcast as #118 of axis tp" in found.lines[0]
+    assert "train.py:7" in found.lines[0]
+
+
+def test_a_rank_whose_other_collective_has_ended_is_found_in_what_it_has_issued():
+    odd = answer(1, wait(119, partners=(0, 1)))
+    odd.recent["tp"].insert(0, (118, "broadcast", ((4,),)))
+    found = verdict(answer(0, wait(partners=(0, 1))), odd)
+    assert "entered broadcast as #118" in found.lines[0]
+
+
+def test_different_shapes_are_named():
+    found = verdict(answer(0, wait(partners=(0, 1))), answer(1, wait(partners=(0, 1), shapes=((8, 64),))))
+    assert "different shapes: rank 0 with [(8, 128)]; rank 1 with [(8, 64)]" in found.lines[0]
+
+
+def test_a_sender_that_does_not_send_is_named():
+    receive = wait(3, op="recv", group="pp", partners=(0,), channel="pp/send/0>1")
+    found = verdict(answer(0, reached={"pp/send/0>1": 2}), answer(1, receive))
+    assert found.lines == (
+        "rank 0 (host1) did not send message #3 to rank 1 of axis pp; it is in data loading",
+    )
+
+
+def test_ranks_that_wait_for_one_another_are_all_named():
+    found = verdict(
+        answer(0, wait(5, group="tp", partners=(0, 1)), reached={"dp": 3}),
+        answer(1, wait(4, group="dp", partners=(0, 1)), reached={"tp": 4}),
+    )
+    assert found.blamed == (0, 1)
+    assert "rank 0 waits in all_reduce #5 of axis tp" in found.lines[0]
+    assert "rank 1 waits in all_reduce #4 of axis dp" in found.lines[0]
+
+
+def test_a_long_step_that_waits_for_nobody_is_named():
+    late = answer(1, overdue="has been in the forward for more than 60 s", does="it is at model.py:3")
+    found = verdict(answer(0), late)
+    assert found.lines == ("rank 1 (host1) has been in the forward for more than 60 s; it is at model.py:3",)
+
+
+def test_where_all_have_come_no_rank_is_to_blame():
+    found = verdict(*(answer(rank, wait()) for rank in PARTNERS))
+    assert found.blamed == ()
+    assert "all of ranks 0, 1, 2, 3 have entered all_reduce #118" in found.lines[0]
+
+
+def test_an_answer_survives_the_store():
+    said = answer(1, wait(), reached={"dp": 3})
+    said.gone[3] = "has died"
+    assert Answer.from_json(said.to_json()) == said
