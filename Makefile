@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check format gpu clean
+.PHONY: help setup train test matrix cluster check format gpu clean
 
 PYTHON ?= python3
 NPROC ?= 2
@@ -22,7 +22,9 @@ TRAIN_ARGS = $(if $(DATA),--data "$(DATA)") $(if $(filter-out 0,$(FRESH)),--fres
 help:
 	@echo "make train   train a small GPT on text with NPROC=2 processes; run again to resume."
 	@echo "             FRESH=1 starts over, DATA=PATH takes your .txt/.jsonl files, ARGS= goes to the script"
-	@echo "make test    check, then the whole test suite"
+	@echo "make test    check, then the whole test suite, but for the next two"
+	@echo "make matrix  every checkpoint layout saved and loaded in every other"
+	@echo "make cluster jobs on several hosts, made of network namespaces; as root"
 	@echo "make check   format, lint, types, layers, surface"
 	@echo "make format  format the code and mend what the linter can mend"
 	@echo "make gpu     the tests that need an accelerator, then the benchmarks into benchmarks/results/"
@@ -51,7 +53,13 @@ check: setup
 	$(BIN)/python -m pytest --durations=0 tests/layers tests/surface
 
 test: check
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not cluster"
+
+matrix: setup
+	FULL_MATRIX=1 $(BIN)/python -m pytest tests/checkpoint_io/test_matrix.py
+
+cluster: setup
+	$(BIN)/python -m pytest -m cluster -rs
 
 format: setup
 	$(BIN)/ruff format .

@@ -32,6 +32,7 @@ from colossalai.runtime import (
     assemble,
     observers_of,
     replicas_of,
+    settings_of,
     tensor_axis_of,
 )
 
@@ -104,6 +105,9 @@ def initialize(
         device=device,
         observers=observers_of(global_context),
         gradient_handlers=handlers,
+        lr_scheduler=lr_scheduler,
+        train_dataloader=train_dataloader,
+        settings=settings_of(plan, mesh, global_context.config),
     )
     if verbose:
         get_dist_logger().info(f"initialized {type(model).__name__} with {plan}", ranks=[0])

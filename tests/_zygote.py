@@ -32,6 +32,7 @@ import numpy
 import torch
 
 HEAVY_MODULES = (
+    "psutil",
     "pytest",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -39,6 +40,7 @@ HEAVY_MODULES = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torch.nn.parallel",
+    "torch.profiler._cupti_monitor",
     "torch.testing._internal.distributed.fake_pg",
     "torch.utils.checkpoint",
     "torch.utils.data",

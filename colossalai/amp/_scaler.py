@@ -168,7 +168,9 @@ class CheckedLossScaler(LossScaler, ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to what `state_dict` returned."""
+        """Go back to what `state_dict` returned; the state of a precision without a scale changes nothing."""
+        if not state:
+            return
         self.scale = float(state["scale"])
         self.num_steps = int(state.get("num_steps", 0))  # older checkpoints have the scale only
         self.num_skips_in_a_row = int(state.get("num_skips_in_a_row", 0))

@@ -1,6 +1,6 @@
 """Booster: give it model, optimizer, criterion, dataloader and scheduler, and train with what it returns."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,18 @@ from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_f
 from colossalai.booster.plugin import Plugin, TorchDDPPlugin
 from colossalai.context import ConfigException, global_context
 from colossalai.logging import get_dist_logger
-from colossalai.runtime import ModelWrapper, assemble, replicas_of, tensor_axis_of, to_device
+from colossalai.runtime import (
+    ModelWrapper,
+    Resumed,
+    Run,
+    assemble,
+    replicas_of,
+    resume_run,
+    save_run,
+    settings_of,
+    tensor_axis_of,
+    to_device,
+)
 
 Boosted = tuple[Any, Any, Any, Any, Any]
 
@@ -181,6 +192,97 @@ class Booster:
             _boosted_optimizer(optimizer)
         return _boosted_model(model).no_sync()
 
+    def save(
+        self,
+        folder: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        *,
+        step: int,
+        epoch: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        save_async: bool = False,
+        keep_last: int = 2,
+        every: int = 1,
+    ) -> Path | None:
+        """Save everything that a run needs to go on, as `folder/step-<step>`; every rank calls it.
+
+        With what is given go the loss scale and the random states. Every rank writes its own part, so all of
+        them must see the folder. Call it between two steps: gradients are not saved.
+
+        Args:
+            folder: The folder of the run's training states.
+            model: The model.
+            optimizer: Its optimizer.
+            lr_scheduler: A scheduler of the optimizer.
+            dataloader: The loader of the training data, from `plugin.prepare_dataloader`.
+            step: The number of steps done.
+            epoch: The epoch that the next batch belongs to, from 0; default: that of the loader.
+            extra: Plain values of your own.
+            save_async: Return when everything is copied to host memory, and write in the background. An error
+                there is raised by the next step, or save, or `gpc.destroy()`, on every rank.
+            keep_last: How many training states stay in the folder.
+            every: Save only where `step` is a multiple.
+
+        Returns:
+            The path of the training state; None if it was not time.
+
+        Raises:
+            ValueError: Something cannot be saved.
+            OSError: It cannot be written; on all ranks. The earlier ones stay.
+        """
+        return save_run(
+            folder,
+            self._run(model, optimizer, lr_scheduler, dataloader),
+            step=step,
+            epoch=epoch,
+            extra=extra,
+            save_async=save_async,
+            keep_last=keep_last,
+            every=every,
+        )
+
+    def load(
+        self,
+        folder: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+    ) -> Resumed | None:
+        """Go on from the newest complete training state of a folder, or from the one that a path is.
+
+        It may have been saved under any other plan and number of ranks, and by an Engine. Every rank calls it
+        after `boost`.
+
+        Args:
+            folder: The folder, or a path that `save` returned.
+            model: The model to overwrite; likewise the others, which are left out if None.
+            optimizer: Its optimizer.
+            lr_scheduler: A scheduler of the optimizer.
+            dataloader: The loader of the training data: its next pass goes on where the saved one was.
+
+        Returns:
+            Step, epoch and extra values as they were saved; None if there is no training state.
+
+        Raises:
+            ValueError: All training states are damaged, or the newest complete one lacks something or does
+                not fit; nothing was overwritten.
+            OSError: It cannot be read.
+        """
+        return resume_run(folder, self._run(model, optimizer, lr_scheduler, dataloader))
+
+    def _run(self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any, dataloader: Any) -> Run:
+        return Run(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            dataloader=dataloader,
+            settings=settings_of(self.plan, self.mesh, global_context.config),
+        )
+
     def save_model(
         self,
         model: nn.Module,
@@ -190,6 +292,9 @@ class Booster:
         prefix: str | None = None,
         size_per_shard: int = 1024,
         use_safetensors: bool = False,
+        *,
+        variant: str | None = None,
+        buffer_size: float = 512,
     ) -> None:
         """Save the weights of a model; every rank calls it, rank 0 writes.
 
@@ -197,41 +302,62 @@ class Booster:
             model: A model, boosted or not.
             checkpoint: A file, or with `shard` a folder in the format of Hugging Face (index and shards).
             shard: Whether to write a folder of shards.
-            gather_dtensor: Write whole tensors. Sharded ones cannot be written in slices yet.
+            gather_dtensor: Write whole tensors. False: a folder to which every rank writes its own slices,
+                which all ranks must see; `shard`, `size_per_shard` and `use_safetensors` do not count then.
             prefix: Put before the names.
             size_per_shard: Largest size of a shard in MB.
             use_safetensors: Write safetensors instead of torch's format.
+            variant: A word in the file names of a folder, as in model.fp16.safetensors of transformers.
+            buffer_size: The most memory, in MB, that saving takes on a rank beside the model.
 
         Raises:
-            ValueError: `gather_dtensor` is False for a model with sharded parameters.
             OSError: The checkpoint cannot be written; nothing that was there before is lost.
         """
-        raw = _raw_model(model)
-        if not gather_dtensor and isinstance(model, ModelWrapper) and model.data.shards_parameters:
-            raise ValueError(
-                "gather_dtensor=False is not there yet for sharded parameters: save whole tensors"
-            )
         checkpoint_io.save_model(
-            raw,
+            _raw_model(model),
             checkpoint,
             shard=shard,
             prefix=prefix or None,
             size_per_shard=size_per_shard,
             use_safetensors=use_safetensors,
+            gather_dtensor=gather_dtensor,
+            variant=variant,
+            buffer_size=buffer_size,
         )
 
-    def load_model(self, model: nn.Module, checkpoint: str | Path, strict: bool = True) -> None:
+    def load_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | Path,
+        strict: bool = True,
+        *,
+        prefix: str | None = None,
+        variant: str | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
         """Load weights into a model, boosted or not, from whatever `save_model` can write.
 
         Args:
             model: The model.
             checkpoint: A file or a folder; the format is detected.
             strict: Whether missing and unexpected names are errors; otherwise they are logged.
+            prefix: What the names in the checkpoint begin with, to be left out; found out if it is not given.
+            variant: Which weights of a folder, if it holds several: "fp16" for model.fp16.safetensors.
+            allow_pickle: Run the code that a torch file may hold, if it cannot be restored without: only for
+                a file from somebody whom you trust.
 
         Raises:
-            ValueError: Names or shapes do not fit; nothing has been overwritten.
+            ValueError: Names or shapes do not fit, or the file needs `allow_pickle`; nothing has been
+                overwritten.
         """
-        checkpoint_io.load_model(_raw_model(model), checkpoint, strict=strict)
+        checkpoint_io.load_model(
+            _raw_model(model),
+            checkpoint,
+            strict=strict,
+            prefix=prefix,
+            variant=variant,
+            allow_pickle=allow_pickle,
+        )
 
     def save_optimizer(
         self,
@@ -248,16 +374,14 @@ class Booster:
             optimizer: The optimizer.
             checkpoint: A file, or with `shard` a folder of shards.
             shard: Whether to write a folder of shards.
-            gather_dtensor: Write whole tensors. Sharded ones cannot be written in slices yet.
+            gather_dtensor: Write whole tensors; see `save_model`.
             prefix: Put before the names.
             size_per_shard: Largest size of a shard in MB.
 
         Raises:
-            ValueError: The optimizer has not been boosted, or `gather_dtensor` is False.
+            ValueError: The optimizer has not been boosted.
         """
         wrapped = _boosted_optimizer(optimizer)
-        if not gather_dtensor:
-            raise ValueError("gather_dtensor=False is not there yet for optimizers: save whole tensors")
         checkpoint_io.save_optimizer(
             wrapped,
             checkpoint,
@@ -265,6 +389,7 @@ class Booster:
             shard=shard,
             prefix=prefix or None,
             size_per_shard=size_per_shard,
+            gather_dtensor=gather_dtensor,
         )
 
     def load_optimizer(self, optimizer: Optimizer, checkpoint: str | Path) -> None:

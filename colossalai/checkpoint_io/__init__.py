@@ -1,5 +1,11 @@
-"""Checkpoints: full tensors by name, saved under any plan, loaded under any other, never half written."""
+"""Checkpoints: full tensors by name, saved under any plan, loaded under any other, never half written.
 
+The reader for torch's distributed checkpoints, which take a second to import, comes when it is asked for.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from colossalai._lazy import find_name
 from colossalai.checkpoint_io._atomic import atomic_file as atomic_file
 from colossalai.checkpoint_io._atomic import atomic_folder as atomic_folder
 from colossalai.checkpoint_io._legacy import load_checkpoint as load_checkpoint
@@ -20,4 +26,13 @@ from colossalai.checkpoint_io._pending import wait_for_saves as wait_for_saves
 from colossalai.checkpoint_io._training_state import TrainingState as TrainingState
 from colossalai.checkpoint_io._training_state import latest_training_state as latest_training_state
 from colossalai.checkpoint_io._training_state import load_training_state as load_training_state
+from colossalai.checkpoint_io._training_state import resume_training_state as resume_training_state
 from colossalai.checkpoint_io._training_state import save_training_state as save_training_state
+
+if TYPE_CHECKING:
+    from colossalai.checkpoint_io._dcp import ChunkStorageReader as ChunkStorageReader
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is not imported yet (PEP 562)."""
+    return find_name(__name__, {"ChunkStorageReader": "colossalai.checkpoint_io._dcp"}, name)

@@ -12,7 +12,8 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from colossalai.logging import get_dist_logger
@@ -88,7 +89,18 @@ def atomic_folder(
             _put_in_place(temporary, path)
             sync(path.parent)
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(OSError):  # what stays is removed by the next writer
+                remove_folder(temporary)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder and all in it; large files take time to remove, and go side by side."""
+    files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
+    if len(files) > 1:
+        with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+            for file in files:
+                pool.submit(file.unlink, missing_ok=True)
+    shutil.rmtree(folder)
 
 
 def sync(path: Path) -> None:
@@ -187,7 +199,7 @@ def clear_os_errors(path: Path, num_bytes: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if str(error.strerror).startswith(begin):
+        if begin in str(error):
             raise
         number = error.errno or errno.EIO
         where = f" ({error.filename})" if error.filename else ""

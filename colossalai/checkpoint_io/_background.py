@@ -4,8 +4,16 @@
 The thread writes while the main thread communicates over the same process groups, where the order of
 collectives must be the same on all ranks. So the threads of the ranks agree over the job's key-value store,
 under keys of their own. That a rank is gone is noticed by the others' deadline, or with the end of the job.
+
+[Note: the step at which an error is raised]
+An error must be raised at the same step on all ranks: a rank that raised a step earlier would leave the
+others waiting in a collective. The main threads count the times that they pass by, and are not at the same
+count when the threads learn of the error. So the threads propose the count after the highest that any has
+reached. A main thread that gets there waits until all threads have said whether theirs is not past it. If one
+is, they propose again, twice as far ahead: steps may be shorter than it takes the threads to agree.
 """
 
+import contextlib
 import pickle
 import threading
 import time
@@ -18,7 +26,8 @@ from colossalai.checkpoint_io._agreement import Agreement, global_rank, num_rank
 
 _POLL_S = 0.01
 _DEADLINE_S = 1800.0
-_DEADLINE_AT_EXIT_S = 60.0
+_DEADLINE_AT_END_S = 300.0
+_LEAVING_S = 10.0
 
 
 class BackgroundSave:
@@ -30,13 +39,15 @@ class BackgroundSave:
     """
 
     def __init__(self, write: Callable[[Agreement], object], *, number: int) -> None:
-        self._error: Exception | None = None
-        exchange: Callable[[Any], list[Any]] = _alone if num_ranks() == 1 else _StoreExchange(number)
+        self.error: Exception | None = None
+        self._raising = _CommonCount()
+        self._at_end = threading.Event()
+        exchange = _Alone() if num_ranks() == 1 else _StoreExchange(number, self._at_end)
         own_rank = global_rank()  # asked now: the group may be gone when the thread gets there
         agreement = Agreement(exchange, lambda: own_rank)
         # Not a daemon: Python waits for it at exit, or the last save of a run would be lost.
         self._thread = threading.Thread(
-            target=self._run, args=(write, agreement), name="checkpoint", daemon=False
+            target=self._run, args=(write, agreement, exchange), name="checkpoint", daemon=False
         )
         self._thread.start()
 
@@ -45,22 +56,86 @@ class BackgroundSave:
         """Whether it has ended, well or not."""
         return not self._thread.is_alive()
 
+    def pass_by(self) -> None:
+        """Raise what went wrong, if that is known; at the same call on all ranks."""
+        if self._raising.reached():
+            self.wait()
+
+    def hurry(self) -> None:
+        """Wait less long for other ranks: they too are at the end, or will never answer."""
+        self._at_end.set()
+
     def wait(self) -> None:
         """Wait for the end, and raise what went wrong; it is raised once."""
         self._thread.join()
-        error, self._error = self._error, None
+        error, self.error = self.error, None
         if error is not None:
             raise error
 
-    def _run(self, write: Callable[[Agreement], object], agreement: Agreement) -> None:
+    def _run(
+        self, write: Callable[[Agreement], object], agreement: Agreement, exchange: "_Alone | _StoreExchange"
+    ) -> None:
         try:
             write(agreement)
         except Exception as error:  # raised by `wait`, in the main thread
-            self._error = error
+            self.error = error
+            self._raising.agree(agreement)
+        exchange.close()
 
 
-def _alone(value: Any) -> list[Any]:
-    return [value]
+class _CommonCount:
+    """A count of calls at which something happens on all ranks; see the note above."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._calls = 0
+        self._proposed: int | None = None
+        self._is_agreed = False
+
+    def reached(self) -> bool:
+        """Count a call, and return whether it is the one; wait if that is about to be decided."""
+        with self._changed:
+            self._calls += 1
+            self._changed.wait_for(lambda: self._is_agreed or not self._is_reached())
+            return self._is_reached()
+
+    def agree(self, agreement: Agreement) -> None:
+        """Fix the count with the other ranks, in threads of theirs."""
+        ahead = 1
+        try:
+            while not all(agreement.gather(self._propose(ahead + max(agreement.gather(self._calls))))):
+                self._set(None, is_agreed=False)
+                ahead *= 2
+        except Exception:  # the others are gone: the error that is to be raised is not this one
+            self._set(0, is_agreed=True)
+        else:
+            self._set(self._proposed, is_agreed=True)
+
+    def _propose(self, count: int) -> bool:
+        with self._changed:
+            if self._calls >= count:
+                return False
+            self._proposed = count
+            return True
+
+    def _set(self, proposed: int | None, *, is_agreed: bool) -> None:
+        with self._changed:
+            self._proposed, self._is_agreed = proposed, is_agreed
+            self._changed.notify_all()
+
+    def _is_reached(self) -> bool:
+        return self._proposed is not None and self._calls >= self._proposed
+
+
+class _Alone:
+    """The exchange of a single rank."""
+
+    def __call__(self, value: Any) -> list[Any]:
+        """Return the only value."""
+        return [value]
+
+    def close(self) -> None:
+        """There is nothing to close."""
 
 
 class _StoreExchange:
@@ -68,10 +143,12 @@ class _StoreExchange:
 
     Args:
         number: Counts the saves of a job.
+        at_end: Set when this process is about to leave the job.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, at_end: threading.Event) -> None:
         self._store = _get_default_store()
+        self._at_end = at_end
         self._prefix = f"colossalai/checkpoint/{number}"
         self._round = 0
         # Asked now: the group may be gone when the thread gets there.
@@ -90,7 +167,7 @@ class _StoreExchange:
         begin = time.monotonic()
         for rank, key in enumerate(keys):
             while not self._store.check([key]):
-                _refuse_to_wait_longer(rank, since=begin)
+                self._refuse_to_wait_longer(rank, since=begin)
                 time.sleep(_POLL_S)
         values = [pickle.loads(self._store.get(key)) for key in keys]
         if self._round > 0:  # whoever has written in this round has read the one before
@@ -98,15 +175,30 @@ class _StoreExchange:
         self._round += 1
         return values
 
+    def close(self) -> None:
+        """Let rank 0, whose process may hold the store, go last, so that all get their last values.
+
+        What was to be agreed has been: a store that is gone by now is no error.
+        """
+        left = f"{self._prefix}/left"
+        with contextlib.suppress(RuntimeError):
+            count = self._store.add(left, 1)
+            end = time.monotonic() + _LEAVING_S
+            while self._rank == 0 and count < self._num_ranks and time.monotonic() < end:
+                time.sleep(_POLL_S)
+                count = self._store.add(left, 0)
+            if count == self._num_ranks:
+                for rank in range(self._num_ranks):
+                    self._store.delete_key(self._key(self._round - 1, rank))
+
     def _key(self, number: int, rank: int) -> str:
         return f"{self._prefix}/{number}/{rank}"
 
-
-def _refuse_to_wait_longer(rank: int, *, since: float) -> None:
-    is_exiting = not threading.main_thread().is_alive()
-    deadline = _DEADLINE_AT_EXIT_S if is_exiting else _DEADLINE_S
-    if time.monotonic() - since > deadline:
-        raise RuntimeError(
-            f"a checkpoint that is saved in the background was given up: rank {rank} did not answer for "
-            f"{deadline:.0f} s; the checkpoints before it are as they were"
-        )
+    def _refuse_to_wait_longer(self, rank: int, *, since: float) -> None:
+        is_at_end = self._at_end.is_set() or not threading.main_thread().is_alive()
+        deadline = _DEADLINE_AT_END_S if is_at_end else _DEADLINE_S
+        if time.monotonic() - since > deadline:
+            raise RuntimeError(
+                f"a checkpoint that is saved in the background was given up: rank {rank} did not answer for "
+                f"{deadline:.0f} s; the checkpoints before it are as they were"
+            )

@@ -72,6 +72,42 @@ def whole_box(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
+def is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Return whether every element of a tensor lies in just one of the boxes, and nothing beside it does.
+
+    The first dimension is cut wherever a box begins or ends; what lies between two cuts must be tiled by the
+    rest of the boxes there.
+    """
+    if 0 in shape:
+        return all(box.numel == 0 for box in boxes)
+    if any(len(box.offsets) != len(shape) or len(box.sizes) != len(shape) for box in boxes):
+        return False
+    return _is_tiled(tuple(shape), [(box.offsets, box.sizes) for box in boxes if box.numel > 0])
+
+
+def _is_tiled(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    if not shape:
+        return len(boxes) == 1
+    begins: dict[int, list[int]] = {}
+    ends: dict[int, list[int]] = {}
+    for number, (offsets, sizes) in enumerate(boxes):
+        if sizes[0] < 1:
+            return False
+        begins.setdefault(offsets[0], []).append(number)
+        ends.setdefault(offsets[0] + sizes[0], []).append(number)
+    cuts = sorted(begins.keys() | ends.keys())
+    if not cuts or cuts[0] != 0 or cuts[-1] != shape[0]:
+        return False
+    present: dict[int, None] = {}
+    for cut in cuts[:-1]:
+        for number in ends.get(cut, ()):
+            del present[number]
+        present.update(dict.fromkeys(begins.get(cut, ())))
+        if not _is_tiled(shape[1:], [(boxes[n][0][1:], boxes[n][1][1:]) for n in present]):
+            return False
+    return True
+
+
 def flat_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
     """Return the boxes that a range of the elements of a row-major tensor consists of, in their order.
 

@@ -8,7 +8,7 @@ can look into them; a chunk that is a whole tensor has its name there, any other
 """
 
 import json
-import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 
-from colossalai.checkpoint_io._boxes import Box, whole_box
-from colossalai.checkpoint_io._manifest import FileEntry
+from colossalai.checkpoint_io._boxes import Box, is_tiled, whole_box
+from colossalai.checkpoint_io._manifest import FileEntry, json_checksum
 from colossalai.checkpoint_io._names import listed
 from colossalai.checkpoint_io._tree import Json
 
 INDEX = "tensors.json"
 _FORMAT = 1
+_FILE_OF_RANK = re.compile(r"\d{5,}-of-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,17 @@ def file_of_rank(rank: int, num_ranks: int) -> str:
     return f"{rank:05d}-of-{num_ranks:05d}.safetensors"
 
 
+def refuse_lost_index(folder: Path) -> None:
+    """Raise if a folder without an index holds files that some rank wrote.
+
+    Raises:
+        ValueError: It is so.
+    """
+    names = sorted(entry.name for entry in folder.iterdir() if _FILE_OF_RANK.fullmatch(entry.name))
+    if names:
+        raise ValueError(f"{folder / INDEX} is missing, which tells what {listed(names)} hold")
+
+
 def index_as_text(index: ChunkIndex) -> str:
     """Return the content of the index file."""
     tensors = {
@@ -93,15 +105,8 @@ def index_as_text(index: ChunkIndex) -> str:
         for name, tensor in index.tensors.items()
     }
     files = {name: asdict(entry) for name, entry in index.files.items()}
-    return json.dumps(
-        {
-            "format": _FORMAT,
-            "files": files,
-            "same_as": dict(index.same_as),
-            "tree": index.tree,
-            "tensors": tensors,
-        }
-    )
+    body = {"files": files, "same_as": dict(index.same_as), "tree": index.tree, "tensors": tensors}
+    return json.dumps({"format": _FORMAT, "crc32": json_checksum(body), "index": body})
 
 
 def read_chunk_index(folder: Path) -> ChunkIndex:
@@ -115,14 +120,21 @@ def read_chunk_index(folder: Path) -> ChunkIndex:
     path = folder / INDEX
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        number = content["format"]
-        if number == _FORMAT:
-            index = _parsed(content)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        number, checksum, body = content["format"], content["crc32"], content["index"]
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
     if number != _FORMAT:
         raise ValueError(f"{path} is of format {number}; this version reads format {_FORMAT}")
-    _check(index, folder)
+    if json_checksum(body) != checksum:
+        raise ValueError(f"{path} is damaged: its checksum does not match its content")
+    try:
+        index = _parsed(body)
+        lost = _lost(index)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged: {error!r}") from error
+    if lost:
+        raise ValueError(f"{path} is damaged: it does not have all of {listed(lost)}, once")
+    _check_files(index, folder)
     return index
 
 
@@ -141,7 +153,7 @@ def _parsed(content: dict[str, Any]) -> ChunkIndex:
     return ChunkIndex(tensors, content["same_as"], content["tree"], files)
 
 
-def _check(index: ChunkIndex, folder: Path) -> None:
+def _check_files(index: ChunkIndex, folder: Path) -> None:
     strays = [name for name in index.files if Path(name).name != name]
     if strays:
         raise ValueError(f"{folder / INDEX} names files outside its folder: {listed(strays)}")
@@ -151,18 +163,18 @@ def _check(index: ChunkIndex, folder: Path) -> None:
             raise ValueError(f"{path} is missing; {INDEX} lists it")
         if path.stat().st_size != entry.size:
             raise ValueError(f"{path} has {path.stat().st_size} bytes, {INDEX} says {entry.size}")
+
+
+def _lost(index: ChunkIndex) -> list[str]:
+    """Return the names of the tensors that are not all there."""
     lost = [name for name, tensor in index.tensors.items() if not _is_complete(tensor, index.files)]
-    lost += [name for name, first in index.same_as.items() if first not in index.tensors]
-    if lost:
-        raise ValueError(f"{folder / INDEX} is damaged: it does not have all of {listed(lost)}")
+    return lost + [name for name, first in index.same_as.items() if first not in index.tensors]
 
 
 def _is_complete(tensor: ChunkedTensor, files: Mapping[str, FileEntry]) -> bool:
-    """Return whether the chunks are as large as the tensor, lie within it, and within their files."""
-    whole = whole_box(tensor.shape)
+    """Return whether each element of a tensor lies in one chunk, and the chunks within their files."""
     for chunk in tensor.chunks:
         end = chunk.begin + chunk.box.numel * tensor.dtype.itemsize
-        is_inside = chunk.box.numel == 0 or chunk.box.overlap(whole) == chunk.box
-        if not is_inside or chunk.begin < 0 or end > files[chunk.file].size:
+        if chunk.begin < 0 or end > files[chunk.file].size:
             return False
-    return sum(chunk.box.numel for chunk in tensor.chunks) == math.prod(tensor.shape)
+    return is_tiled(tensor.shape, [chunk.box for chunk in tensor.chunks])

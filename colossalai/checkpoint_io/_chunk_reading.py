@@ -3,11 +3,13 @@
 import math
 import mmap
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from colossalai.checkpoint_io._blocks import bytes_of
 from colossalai.checkpoint_io._boxes import Box
 from colossalai.checkpoint_io._chunk_index import Chunk, ChunkedTensor, ChunkIndex, read_chunk_index
 from colossalai.checkpoint_io._entries import Stored
@@ -47,8 +49,7 @@ class Chunked(Stored):
         if out.device.type == "cpu" and out.dtype == self.dtype and out.is_contiguous():
             _read_exactly(path, begin, out)
             return
-        rows = max(1, _BLOCK // max(1, row))
-        for piece in out.split(rows) if out.ndim else (out,):
+        for piece in _blocks(out, self.dtype.itemsize):
             block = torch.empty(piece.shape, dtype=self.dtype)
             _read_exactly(path, begin, block)
             piece.copy_(block)
@@ -62,11 +63,11 @@ def read_chunks(folder: Path) -> Store:
         ValueError: The folder is damaged or incomplete.
         OSError: It cannot be read.
     """
-    index = read_chunk_index(folder)
-    return _as_store(index, folder)
+    return chunk_store(read_chunk_index(folder), folder)
 
 
-def _as_store(index: ChunkIndex, folder: Path) -> Store:
+def chunk_store(index: ChunkIndex, folder: Path) -> Store:
+    """Return what an index says that lies in a folder."""
     tensors: dict[str, Stored] = {name: _as_stored(tensor, folder) for name, tensor in index.tensors.items()}
     tensors |= {name: tensors[first] for name, first in index.same_as.items()}
     return Store(tensors, index.tree)
@@ -74,6 +75,18 @@ def _as_store(index: ChunkIndex, folder: Path) -> Store:
 
 def _as_stored(tensor: ChunkedTensor, folder: Path) -> Chunked:
     return Chunked(tensor.shape, tensor.dtype, folder, tensor.chunks)
+
+
+def _blocks(tensor: torch.Tensor, itemsize: int) -> Iterator[torch.Tensor]:
+    """Yield views that together are a tensor, in row-major order, each a block at most with that itemsize."""
+    if tensor.ndim == 0 or tensor.numel() * itemsize <= _BLOCK:
+        yield tensor
+    elif len(tensor) == 1:
+        yield from _blocks(tensor[0], itemsize)
+    else:
+        rows = max(1, _BLOCK * len(tensor) // (tensor.numel() * itemsize))
+        for piece in tensor.split(rows):
+            yield from _blocks(piece, itemsize)
 
 
 def _empty(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -112,7 +125,7 @@ def _as_dtype(content: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _read_exactly(path: Path, begin: int, out: torch.Tensor) -> None:
     """Fill a contiguous tensor in host memory with the bytes of a file."""
-    rest = out.view(-1).view(torch.uint8).numpy().data
+    rest = bytes_of(out)
     with path.open("rb", buffering=0) as file:
         while rest:
             count = os.preadv(file.fileno(), [rest[:_BLOCK]], begin)

@@ -3,37 +3,24 @@
 The ranks know of each other what they hold (see `_parts`), so each finds out alone who writes what.
 """
 
-import json
 import os
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from colossalai.checkpoint_io._boxes import Box
+from colossalai.checkpoint_io._blocks import bytes_of, stored_blocks
+from colossalai.checkpoint_io._boxes import Box, is_tiled
+from colossalai.checkpoint_io._checksum import Checksum
 from colossalai.checkpoint_io._chunk_index import Chunk, ChunkedTensor, ChunkIndex, chunk_name, file_of_rank
-from colossalai.checkpoint_io._entries import Spread
+from colossalai.checkpoint_io._entries import Entry, Spread, Stored
 from colossalai.checkpoint_io._manifest import FileEntry
+from colossalai.checkpoint_io._names import listed
+from colossalai.checkpoint_io._safetensors import Listing, header_of
 from colossalai.checkpoint_io._store import Store, names_by_tensor
 
-_BLOCK = 8 << 20  # bytes that are written at once
-_ALIGNMENT = 8
-_SAFETENSORS_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+_BLOCK = 1 << 20  # bytes that are summed and written at once; they stay in the cache of a core between
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +31,13 @@ class Part:
         name: The name of the tensor.
         box: Which part.
         of: The tensor.
-        tensor: Its values; None on the other ranks.
+        tensor: Its values, in memory or in another checkpoint; None on the other ranks.
     """
 
     name: str
     box: Box
-    of: Spread
-    tensor: torch.Tensor | None
+    of: Entry
+    tensor: torch.Tensor | Stored | None
 
     @property
     def nbytes(self) -> int:
@@ -75,15 +62,17 @@ def share_out(store: Store, num_ranks: int) -> list[list[Part]]:
     """Return for every rank the parts that it writes: about the same number of bytes each, where that can be.
 
     Raises:
-        ValueError: A part of a tensor is on no rank.
+        ValueError: A part of a tensor is on no rank, or lies in several parts.
     """
     shares: list[list[Part]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for name in names_by_tensor(store.tensors):
         tensor: Spread = store.tensors[name]
-        held = sum(box.numel for box in tensor.ranks_of) * tensor.dtype.itemsize
-        if held != tensor.nbytes:
-            raise ValueError(f"the ranks hold {held} bytes of {name!r}, which has {tensor.nbytes}")
+        if not is_tiled(tensor.shape, list(tensor.ranks_of)):
+            parts = listed(f"{box} on {list(ranks)}" for box, ranks in tensor.ranks_of.items())
+            raise ValueError(
+                f"the ranks do not hold all of {name!r}, of shape {tensor.shape}, once: there is {parts}"
+            )
         for box, ranks in tensor.ranks_of.items():
             rank = min(ranks, key=lambda rank: loads[rank])
             part = Part(name, box, tensor, tensor.pieces.get(box))
@@ -102,23 +91,28 @@ def write_parts(path: Path, parts: Sequence[Part]) -> Written:
         ValueError: A tensor is not dense.
         OSError: The file cannot be written.
     """
-    sparse = [part.name for part in parts if part.tensor is not None and part.tensor.layout != torch.strided]
+    sparse = [
+        part.name
+        for part in parts
+        if isinstance(part.tensor, torch.Tensor) and part.tensor.layout != torch.strided
+    ]
     if sparse:
-        raise ValueError(f"{sparse[0]} is {torch.sparse_coo} or the like: only dense tensors lie in chunks")
+        raise ValueError(f"{sparse[0]} is not strided: only dense tensors can be saved in chunks")
     if not parts:
         return Written(None, ())
     header, begins = _header(parts)
-    checksum = zlib.crc32(header)
+    checksum = Checksum()
+    checksum.update(header)
     with path.open("wb", buffering=0) as file:
         _write_all(file.fileno(), header)
         for part in parts:
             assert part.tensor is not None, "a rank writes what it holds"
             for block in _blocks(part.tensor):
-                checksum = zlib.crc32(block, checksum)
+                checksum.update(block)
                 _write_all(file.fileno(), block)
         os.fsync(file.fileno())
     size = begins[-1] + parts[-1].nbytes
-    return Written(FileEntry(size, checksum), tuple(begins))
+    return Written(FileEntry(size, checksum.value), tuple(begins))
 
 
 def index_of(store: Store, shares: Sequence[Sequence[Part]], written: Sequence[Written]) -> ChunkIndex:
@@ -141,39 +135,28 @@ def index_of(store: Store, shares: Sequence[Sequence[Part]], written: Sequence[W
 
 def _header(parts: Sequence[Part]) -> tuple[bytes, list[int]]:
     """Return the header of a safetensors file, and where each part begins in the file."""
-    entries: dict[str, Mapping[str, object]] = {"__metadata__": {"format": "pt"}}
-    offsets, end = [], 0
-    for part in parts:
-        dtype = _SAFETENSORS_NAMES.get(part.of.dtype)
-        entries[chunk_name(part.name, part.box, part.of.shape)] = {
-            "dtype": dtype or "U8",  # what the format has no name for is bytes to others
-            "shape": list(part.box.sizes) if dtype else [part.nbytes],
-            "data_offsets": [end, end + part.nbytes],
-        }
-        offsets.append(end)
-        end += part.nbytes
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    header = len(text).to_bytes(8, "little") + text
-    return header, [len(header) + offset for offset in offsets]
+    listings = [
+        Listing(chunk_name(part.name, part.box, part.of.shape), part.of.dtype, part.box.sizes)
+        for part in parts
+    ]
+    return header_of(listings, [part.nbytes for part in parts], {"format": "pt"})
 
 
-def _blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
+def _blocks(tensor: torch.Tensor | Stored) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in row-major order, not more than a block at a time."""
+    if isinstance(tensor, Stored):
+        yield from map(bytes_of, stored_blocks(tensor, size=_BLOCK))
+        return
     if tensor.device.type == "cpu" and tensor.is_contiguous():
-        content = _bytes_of(tensor)
+        content = bytes_of(tensor)
         for begin in range(0, len(content), _BLOCK):
             yield content[begin : begin + _BLOCK]
     elif tensor.nbytes <= _BLOCK or tensor.ndim == 0:
-        yield _bytes_of(tensor.cpu().contiguous())
+        yield bytes_of(tensor.cpu().contiguous())
     else:
         rows = max(1, _BLOCK * len(tensor) // tensor.nbytes)
         for piece in tensor.split(rows):
             yield from _blocks(piece if len(tensor) > 1 or tensor.ndim == 1 else piece[0])
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _write_all(descriptor: int, content: bytes | memoryview) -> None:

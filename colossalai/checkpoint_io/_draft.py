@@ -4,7 +4,6 @@ To make one takes collectives; to write one takes none but the agreement of the 
 the background.
 """
 
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,9 +13,11 @@ from typing import Any
 import torch
 
 from colossalai._version import __version__
-from colossalai.checkpoint_io._agreement import Agreement, global_rank
+from colossalai.checkpoint_io._agreement import COLLECTIVE, Agreement, global_rank
+from colossalai.checkpoint_io._atomic import clear_os_errors
 from colossalai.checkpoint_io._chunk_index import INDEX, file_of_rank, index_as_text, read_chunk_index
 from colossalai.checkpoint_io._chunk_writing import Part, Written, index_of, write_parts
+from colossalai.checkpoint_io._host_copies import HostCopies
 from colossalai.checkpoint_io._manifest import FileEntry, Manifest, write_manifest
 from colossalai.checkpoint_io._shelf import next_serial, prune
 from colossalai.checkpoint_io._staging import shared_folder
@@ -37,7 +38,7 @@ class Draft:
         stores: The large parts, by the name of their folder.
         shares: What each rank writes of them.
         small_files: Plain values by the name of the file.
-        config: The options of the run.
+        config: The options of the run, as JSON.
     """
 
     path: Path
@@ -46,7 +47,7 @@ class Draft:
     stores: Mapping[str, Store]
     shares: Mapping[str, Sequence[Sequence[Part]]]
     small_files: Mapping[str, Any]
-    config: Mapping[str, Any]
+    config: Any
 
     @property
     def num_ranks(self) -> int:
@@ -54,18 +55,20 @@ class Draft:
         return len(next(iter(self.shares.values())))
 
 
-def in_host_memory(draft: Draft) -> Draft:
+def in_host_memory(draft: Draft, copies: HostCopies) -> Draft:
     """Return a draft with copies of what this rank writes, so that training can go on."""
     rank = global_rank()
+    copies.begin()
 
-    def copied(part: Part) -> Part:
-        assert part.tensor is not None, "a rank writes what it holds"
-        copy = torch.empty(part.box.sizes, dtype=part.of.dtype)
-        copy.copy_(part.tensor)
-        return replace(part, tensor=copy)
+    def copied(folder: str, part: Part) -> Part:
+        assert isinstance(part.tensor, torch.Tensor), "a rank writes what it holds"
+        return replace(part, tensor=copies.copy_of(part.tensor, (folder, part.name, part.box)))
 
     shares = {
-        name: [[copied(part) for part in parts] if owner == rank else parts for owner, parts in enumerate(of)]
+        name: [
+            [copied(name, part) for part in parts] if owner == rank else parts
+            for owner, parts in enumerate(of)
+        ]
         for name, of in draft.shares.items()
     }
     small_files = {name: with_own_memory(content) for name, content in draft.small_files.items()}
@@ -81,10 +84,26 @@ def write_draft(draft: Draft, agreement: Agreement) -> None:
     num_bytes = sum(total_bytes(store) for store in draft.stores.values())
     with shared_folder(draft.path, num_bytes=num_bytes, agreement=agreement) as target:
         agreement.on_writer(lambda: _make_folders(target, draft))
-        written = agreement.on_every_rank(lambda: _write_own(target, draft, rank=agreement.rank))
+        # Here, and not only around the folder: it is this error that the other ranks are told.
+        clear = clear_os_errors(draft.path.resolve(), num_bytes)
+        written = agreement.on_every_rank(lambda: clear(_write_own)(target, draft, rank=agreement.rank))
         of_all_ranks = agreement.gather(written)
-        agreement.on_writer(lambda: _finish(target, draft, of_all_ranks))
+        agreement.on_writer(lambda: clear(_finish)(target, draft, of_all_ranks))
     agreement.on_writer(lambda: prune(draft.path.parent, keep_last=draft.keep_last))
+
+
+def write_draft_alone(draft: Draft) -> None:
+    """Write in one process what all ranks would write; older training states stay as they are.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    num_bytes = sum(total_bytes(store) for store in draft.stores.values())
+    with shared_folder(draft.path, num_bytes=num_bytes, agreement=COLLECTIVE) as target:
+        clear = clear_os_errors(draft.path.resolve(), num_bytes)
+        clear(_make_folders)(target, draft)
+        written = [clear(_write_own)(target, draft, rank=rank) for rank in range(draft.num_ranks)]
+        clear(_finish)(target, draft, written)
 
 
 def _make_folders(target: Path, draft: Draft) -> None:
@@ -114,7 +133,7 @@ def _finish(target: Path, draft: Draft, written: Sequence[Mapping[str, Written]]
         step=draft.step,
         num_ranks=draft.num_ranks,
         versions=_versions(),
-        config=json.loads(json.dumps(dict(draft.config), default=str)),
+        config=draft.config,
         files=files,
     )
     write_manifest(target, manifest)

@@ -51,9 +51,12 @@ class Held(Entry):
 
     Attributes:
         pieces: The parts; none if it holds nothing of it.
+        may_differ: Whether ranks that hold the same part may have other values there (buffers: the statistics
+            of a batch norm). Then the first one's count.
     """
 
     pieces: tuple[Piece, ...]
+    may_differ: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +65,11 @@ class Described(Entry):
 
     Attributes:
         boxes: The parts.
+        may_differ: See `Held`.
     """
 
     boxes: tuple[Box, ...]
+    may_differ: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +77,7 @@ class Spread(Entry):
     """What all ranks together hold of a tensor.
 
     Attributes:
-        ranks_of: For each part, the ranks that hold it.
+        ranks_of: For each part, the ranks that hold it with the values that are to be saved.
         pieces: The parts that are on this rank.
     """
 
@@ -131,3 +136,16 @@ class Mapped(Stored):
 def mapped(tensor: torch.Tensor) -> Mapped:
     """Return a view of a file as an entry."""
     return Mapped(tuple(tensor.shape), tensor.dtype, tensor)
+
+
+def all_mapped(tensors: Mapping[str, torch.Tensor]) -> dict[str, Mapped]:
+    """Return views of a file as entries; names of one view, which are tied, get one entry."""
+    found: dict[str, Mapped] = {}
+    known: dict[tuple[object, ...], Mapped] = {}
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided or tensor.numel() == 0:
+            found[name] = mapped(tensor)
+            continue
+        place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        found[name] = known.setdefault(place, mapped(tensor))
+    return found

@@ -6,8 +6,10 @@ Boxes are in torch's order of dimensions, whatever the order in which a layer st
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
+from torch import nn
 
 from colossalai.checkpoint_io._boxes import Box, flat_boxes, whole_box
 from colossalai.checkpoint_io._entries import Entry, Held, Piece, Stored
@@ -16,7 +18,8 @@ from colossalai.tensor import FlatRange, ShardingSpec, range_of_states, spec_of
 
 def held(tensor: torch.Tensor) -> Held:
     """Return what this rank holds of a parameter, a buffer, or any other tensor."""
-    return _held(tensor.detach(), spec_of(tensor), None)
+    own = _held(tensor.detach(), spec_of(tensor), None)
+    return replace(own, may_differ=not isinstance(tensor, nn.Parameter))
 
 
 def held_state(state: torch.Tensor, param: torch.Tensor) -> Held:

@@ -5,6 +5,8 @@
 
 The index is JSON: `weight_map` tells which file holds which name, `metadata.total_size` the bytes of all
 tensors. An optimizer's state lies in the same layout under names of its own, so that both fit in one folder.
+Weights of a variant ("fp16") lie beside others: model.fp16.safetensors, model.fp16-00001-of-00003.safetensors
+and model.safetensors.index.fp16.json.
 """
 
 import json
@@ -14,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from colossalai.checkpoint_io._manifest import json_checksum
 from colossalai.checkpoint_io._names import listed
 
 _MB = 1024 * 1024
+_CHECKSUM = "crc32"  # under it the metadata has the checksum of all the rest
 
 
 @dataclass(frozen=True)
@@ -26,25 +30,45 @@ class Stems:
     torch: str
     safetensors: str
 
-    def index_name(self, *, use_safetensors: bool) -> str:
-        """Return the name of the index file."""
-        return (
-            f"{self.safetensors}.safetensors.index.json"
-            if use_safetensors
-            else f"{self.torch}.bin.index.json"
-        )
-
-    def shard_name(self, number: int, count: int, *, use_safetensors: bool) -> str:
-        """Return the name of shard `number` (from 1) of `count`."""
+    def file_name(self, *, use_safetensors: bool, variant: str | None = None) -> str:
+        """Return the name of a single file."""
         stem, suffix = (self.safetensors, "safetensors") if use_safetensors else (self.torch, "bin")
-        return f"{stem}-{number:05d}-of-{count:05d}.{suffix}"
+        return f"{stem}{_infix(variant)}.{suffix}"
 
-    def owns(self, name: str) -> bool:
-        """Return whether a file belongs to a checkpoint of this kind, in either format."""
-        forms = ((self.torch, "bin"), (self.safetensors, "safetensors"))
+    def index_name(self, *, use_safetensors: bool, variant: str | None = None) -> str:
+        """Return the name of the index file; a variant comes before its last word."""
+        file = self.file_name(use_safetensors=use_safetensors)
+        return f"{file}.index{_infix(variant)}.json"
+
+    def shard_name(
+        self, number: int, count: int, *, use_safetensors: bool, variant: str | None = None
+    ) -> str:
+        """Return the name of shard `number` (from 1) of `count`."""
+        stem, dot, suffix = self.file_name(use_safetensors=use_safetensors, variant=variant).rpartition(".")
+        return f"{stem}-{number:05d}-of-{count:05d}{dot}{suffix}"
+
+    def owns(self, name: str, *, variant: str | None = None) -> bool:
+        """Return whether a file belongs to a checkpoint of this kind and variant, in either format."""
+        infix = re.escape(_infix(variant))
         return any(
-            re.fullmatch(rf"{stem}(-\d+-of-\d+)?\.{suffix}(\.index\.json)?", name) for stem, suffix in forms
+            re.fullmatch(rf"{stem}({infix}(-\d+-of-\d+)?\.{suffix}|\.{suffix}\.index{infix}\.json)", name)
+            for stem, suffix in ((self.torch, "bin"), (self.safetensors, "safetensors"))
         )
+
+    def variants_in(self, folder: Path) -> list[str]:
+        """Return the variants of which there are weights in a folder."""
+        forms = [
+            form
+            for stem, suffix in ((self.torch, "bin"), (self.safetensors, "safetensors"))
+            for form in (rf"{stem}\.(.+)(?<!-of-\d{{5}})\.{suffix}", rf"{stem}\.{suffix}\.index\.(.+)\.json")
+        ]
+        names = [entry.name for entry in folder.iterdir()]
+        found = (re.fullmatch(form, name) for form in forms for name in names)
+        return sorted({match.group(1) for match in found if match})
+
+
+def _infix(variant: str | None) -> str:
+    return "" if variant is None else f".{variant}"
 
 
 @dataclass(frozen=True)
@@ -84,21 +108,26 @@ def plan_shards(sizes: Mapping[str, int], *, size_per_shard: float) -> list[list
     return shards
 
 
-def find_weights(folder: Path, stems: Stems) -> Path:
+def find_weights(folder: Path, stems: Stems, *, variant: str | None = None) -> Path:
     """Return the only file of a folder or its index: the first of the names that `from_pretrained` looks for.
 
     Raises:
         ValueError: The folder holds no checkpoint of this kind.
     """
     names = [
-        f"{stems.safetensors}.safetensors",
-        stems.index_name(use_safetensors=True),
-        f"{stems.torch}.bin",
-        stems.index_name(use_safetensors=False),
+        name
+        for use_safetensors in (True, False)
+        for name in (
+            stems.file_name(use_safetensors=use_safetensors, variant=variant),
+            stems.index_name(use_safetensors=use_safetensors, variant=variant),
+        )
     ]
     for name in names:
         if (folder / name).is_file():
             return folder / name
+    variants = stems.variants_in(folder)
+    if variants:
+        raise ValueError(f"{folder} holds none of {', '.join(names)}, but the variants {listed(variants)}")
     present = sorted(entry.name for entry in folder.iterdir())
     raise ValueError(f"{folder} holds none of {', '.join(names)}; there is {listed(present)}")
 
@@ -114,6 +143,9 @@ def read_index(path: Path) -> Index:
         index = Index(dict(content["weight_map"]), dict(content.get("metadata") or {}))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is damaged or is not an index of shards: {error!r}") from error
+    checksum = index.metadata.pop(_CHECKSUM, None)  # others write none
+    if checksum not in (None, json_checksum([index.weight_map, index.metadata])):
+        raise ValueError(f"{path} is damaged: its checksum does not match its content")
     strays = [name for name in index.files if not isinstance(name, str) or Path(name).name != name]
     if strays:
         raise ValueError(f"{path} names files outside its folder: {listed(map(str, strays))}")
@@ -125,4 +157,6 @@ def read_index(path: Path) -> Index:
 
 def index_text(index: Index) -> str:
     """Return the content of an index file."""
-    return json.dumps({"metadata": index.metadata, "weight_map": index.weight_map}, indent=2)
+    checksum = json_checksum([index.weight_map, index.metadata])
+    metadata = {**index.metadata, _CHECKSUM: checksum}
+    return json.dumps({"metadata": metadata, "weight_map": index.weight_map}, indent=2)

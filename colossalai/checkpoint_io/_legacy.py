@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._agreement import on_every_rank
 from colossalai.checkpoint_io._atomic import atomic_file
-from colossalai.checkpoint_io._gathering import gather_on_writer
+from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB
 from colossalai.checkpoint_io._lr_scheduler import Stateful, read_plain
 from colossalai.checkpoint_io._model_loading import ModelLoading, module_names, plan_model_loading
 from colossalai.checkpoint_io._model_store import MODEL, model_store
@@ -25,11 +25,9 @@ from colossalai.checkpoint_io._optimizer_loading import (
 from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, opened, optimizer_store, parameter_names
 from colossalai.checkpoint_io._parts import names_elsewhere
 from colossalai.checkpoint_io._staging import staged
-from colossalai.checkpoint_io._store import Store
 from colossalai.checkpoint_io._store_reading import store_of
-from colossalai.checkpoint_io._store_writing import total_bytes
+from colossalai.checkpoint_io._store_writing import total_bytes, write_torch_store
 from colossalai.checkpoint_io._tree import plain, with_own_memory
-from colossalai.checkpoint_io._weight_file import write_torch
 
 
 def save_checkpoint(
@@ -38,6 +36,8 @@ def save_checkpoint(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     lr_scheduler: Stateful | None = None,
+    *,
+    buffer_size: float = DEFAULT_BUFFER_MB,
 ) -> None:
     """Save a model, and what trains it, in one file; collective: every rank calls it, global rank 0 writes.
 
@@ -47,13 +47,14 @@ def save_checkpoint(
         model: The model.
         optimizer: An optimizer of parameters of the model.
         lr_scheduler: The scheduler of its learning rate.
+        buffer_size: The most memory, in MB (1024 * 1024 bytes), that saving takes on a rank.
 
     Raises:
         ValueError: The optimizer holds parameters that are not the model's, or a state is not plain.
         OSError: The file cannot be written; on all ranks. What was there before is still there.
     """
     with opened(optimizer, loads=False) as raw:
-        _save(file, epoch, model, raw, lr_scheduler)
+        _save(file, epoch, model, raw, lr_scheduler, buffer_size=buffer_size)
 
 
 def _save(
@@ -62,6 +63,8 @@ def _save(
     model: nn.Module,
     optimizer: Optimizer | None,
     lr_scheduler: Stateful | None,
+    *,
+    buffer_size: float,
 ) -> None:
     stores = {"model": (model_store(model), MODEL)}
     if optimizer is not None:
@@ -71,14 +74,8 @@ def _save(
         content["lr_scheduler"] = plain(lr_scheduler.state_dict(), at="lr_scheduler")
     num_bytes = sum(total_bytes(store) for store, _ in stores.values())
     with staged(atomic_file, file, num_bytes=num_bytes) as write:
-        full = {
-            part: Store(gather_on_writer(store.tensors), store.tree) for part, (store, _) in stores.items()
-        }
-        write(
-            lambda path: write_torch(
-                path, content | {part: kind.join(full[part]) for part, (_, kind) in stores.items()}
-            )
-        )
+        content |= {part: kind.join(store) for part, (store, kind) in stores.items()}
+        write_torch_store(write, content, [store for store, _ in stores.values()], buffer_size=buffer_size)
 
 
 def load_checkpoint(
@@ -87,6 +84,8 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     lr_scheduler: Stateful | None = None,
     strict: bool = True,
+    *,
+    allow_pickle: bool = False,
 ) -> int:
     """Load what `save_checkpoint` wrote; collective: every rank calls it and copies its own slices.
 
@@ -96,6 +95,8 @@ def load_checkpoint(
         optimizer: The optimizer to overwrite, if wanted.
         lr_scheduler: The scheduler to overwrite, if wanted.
         strict: Raise if the model and its weights do not fit; else load what fits and warn.
+        allow_pickle: Run the code that the file may hold, if it cannot be restored without: only for a file
+            from somebody whom you trust.
 
     Returns:
         The epoch that was saved.
@@ -105,7 +106,7 @@ def load_checkpoint(
         OSError: It cannot be read.
     """
     with opened(optimizer, loads=True) as raw:
-        return _load(Path(file), model, raw, lr_scheduler, strict=strict)
+        return _load(Path(file), model, raw, lr_scheduler, strict=strict, allow_pickle=allow_pickle)
 
 
 def _load(
@@ -115,6 +116,7 @@ def _load(
     lr_scheduler: Stateful | None,
     *,
     strict: bool,
+    allow_pickle: bool,
 ) -> int:
     elsewhere = names_elsewhere(module_names(model))
     names = parameter_names(model)
@@ -123,7 +125,7 @@ def _load(
         states_elsewhere = optimizer_names_elsewhere(optimizer, names)
 
     def plan() -> tuple[dict[str, Any], ModelLoading, OptimizerLoading | None]:
-        content = read_plain(path, mapped=True)
+        content = read_plain(path, mapped=True, allow_pickle=allow_pickle)
         wanted = {"epoch": True, "model": True, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
         missing = [part for part, want in wanted.items() if want is not None and part not in content]
         if missing:
@@ -141,9 +143,9 @@ def _load(
         )
 
     content, weights, updates = on_every_rank(plan)
-    weights.apply()
+    on_every_rank(weights.apply)
     if updates is not None:
-        updates.apply()
+        on_every_rank(updates.apply)
     if lr_scheduler is not None:
         lr_scheduler.load_state_dict(with_own_memory(content["lr_scheduler"]))
     epoch: int = content["epoch"]

@@ -44,18 +44,19 @@ def load_lr_scheduler(lr_scheduler: Stateful, checkpoint: str | Path) -> None:
     lr_scheduler.load_state_dict(on_every_rank(lambda: read_plain(Path(checkpoint))))
 
 
-def read_plain(path: Path, *, mapped: bool = False) -> dict[str, Any]:
+def read_plain(path: Path, *, mapped: bool = False, allow_pickle: bool = False) -> dict[str, Any]:
     """Read a torch file of a dictionary of plain values, its checksums compared.
 
     Args:
         path: The file.
         mapped: Leave the tensors in it views of the file.
+        allow_pickle: Run the code that it may hold, if it cannot be restored without.
 
     Raises:
         ValueError: It is damaged, or holds something else.
     """
     verify(path)
-    content = read_torch(path, mapped=mapped)
+    content = read_torch(path, mapped=mapped, allow_pickle=allow_pickle)
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__} where a dict is expected")
     return content

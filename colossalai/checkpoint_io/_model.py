@@ -11,10 +11,12 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from colossalai.checkpoint_io._agreement import on_every_rank
+from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB
 from colossalai.checkpoint_io._model_loading import module_names, plan_model_loading
 from colossalai.checkpoint_io._model_store import MODEL, model_store
 from colossalai.checkpoint_io._names import LoadReport
 from colossalai.checkpoint_io._parts import names_elsewhere
+from colossalai.checkpoint_io._slices import save_slices
 from colossalai.checkpoint_io._store import Layout
 from colossalai.checkpoint_io._store_reading import load_store
 from colossalai.checkpoint_io._store_writing import save_store
@@ -28,6 +30,9 @@ def save_model(
     prefix: str | None = None,
     size_per_shard: float = 1024,
     use_safetensors: bool = False,
+    variant: str | None = None,
+    buffer_size: float = DEFAULT_BUFFER_MB,
+    gather_dtensor: bool = True,
 ) -> None:
     """Save the weights of a model; collective: every rank calls it, global rank 0 writes.
 
@@ -45,19 +50,40 @@ def save_model(
         size_per_shard: The most a shard holds, in MB (1024 * 1024 bytes). A larger tensor is a shard by
             itself.
         use_safetensors: Write that format rather than torch's.
+        variant: A word for the file names in a folder ("fp16"), as transformers has it: weights of several
+            variants lie side by side.
+        buffer_size: The most memory, in MB (1024 * 1024 bytes), that saving takes on a rank beside the model.
+        gather_dtensor: False: every rank writes what it holds into a folder that all of them see; of the
+            other options only `prefix` counts then.
 
     Raises:
         ValueError: A file where a folder is meant or the reverse, values that the format cannot hold, or
             parameters that are both slices and DTensors.
         OSError: The checkpoint cannot be written; on all ranks. What was there before is still there.
     """
-    layout = Layout(shard=shard, size_per_shard=size_per_shard, use_safetensors=use_safetensors)
-    save_store(
-        checkpoint, model_store(module, prefix=prefix or ""), MODEL, layout, texts=_config_files(module)
+    store = model_store(module, prefix=prefix or "")
+    if not gather_dtensor:
+        save_slices(checkpoint, store, MODEL)
+        return
+    layout = Layout(
+        shard=shard,
+        size_per_shard=size_per_shard,
+        use_safetensors=use_safetensors,
+        variant=variant,
+        buffer_size=buffer_size,
     )
+    save_store(checkpoint, store, MODEL, layout, texts=_config_files(module))
 
 
-def load_model(module: nn.Module, checkpoint: str | Path, *, strict: bool = True) -> LoadReport:
+def load_model(
+    module: nn.Module,
+    checkpoint: str | Path,
+    *,
+    strict: bool = True,
+    prefix: str | None = None,
+    variant: str | None = None,
+    allow_pickle: bool = False,
+) -> LoadReport:
     """Load the weights of a model; collective: every rank calls it and copies its own slices.
 
     The format is seen from the content: a torch or safetensors file, an index, or a folder of shards. If all
@@ -68,6 +94,11 @@ def load_model(module: nn.Module, checkpoint: str | Path, *, strict: bool = True
         checkpoint: The file or folder.
         strict: Raise if anything does not fit; else load what fits and warn. Values of another dtype are
             converted.
+        prefix: Text in front of the names in the checkpoint that is to be left out; names without it are
+            unexpected.
+        variant: The word in the file names of a folder, if it holds weights of several variants.
+        allow_pickle: Run the code that a torch file may hold, if it cannot be restored without: only for a
+            file from somebody whom you trust. Else such a file is refused.
 
     Returns:
         What did not fit.
@@ -77,12 +108,14 @@ def load_model(module: nn.Module, checkpoint: str | Path, *, strict: bool = True
             overwritten.
         OSError: It cannot be read.
     """
-    store = load_store(checkpoint, MODEL)
+    store = load_store(checkpoint, MODEL, variant=variant, allow_pickle=allow_pickle)
     elsewhere = names_elsewhere(module_names(module))
     loading = on_every_rank(
-        lambda: plan_model_loading(module, store, source=str(checkpoint), strict=strict, elsewhere=elsewhere)
+        lambda: plan_model_loading(
+            module, store, source=str(checkpoint), strict=strict, elsewhere=elsewhere, saved_prefix=prefix
+        )
     )
-    loading.apply()
+    on_every_rank(loading.apply)
     return loading.report
 
 

@@ -51,7 +51,13 @@ def module_names(module: nn.Module) -> list[str]:
 
 
 def plan_model_loading(
-    module: nn.Module, store: Store, *, source: str, strict: bool, elsewhere: Collection[str] = ()
+    module: nn.Module,
+    store: Store,
+    *,
+    source: str,
+    strict: bool,
+    elsewhere: Collection[str] = (),
+    saved_prefix: str | None = None,
 ) -> ModelLoading:
     """Compare a checkpoint with a model and overwrite nothing.
 
@@ -61,6 +67,7 @@ def plan_model_loading(
         source: What to call it.
         strict: Whether a misfit is an error.
         elsewhere: Names of the parts of the model that other ranks hold.
+        saved_prefix: What the names in the checkpoint begin with; found out if it is not given.
 
     Raises:
         ValueError: Something does not fit and `strict` is set; all of it is named.
@@ -71,7 +78,11 @@ def plan_model_loading(
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     targets = {name: value for name, value in state.items() if id(value) in own}
     groups = names_by_tensor(targets)
-    stored = _without_prefix(stored_values(store), state.keys() | set(elsewhere), groups)
+    stored = stored_values(store)
+    if saved_prefix is None:
+        stored = _without_common_prefix(stored, state.keys() | set(elsewhere), groups)
+    else:
+        stored = dict(_without_prefix(stored, saved_prefix))
     stored |= _under_other_names(state, stored)
 
     common = [name for name in state if name in stored]
@@ -104,7 +115,13 @@ def plan_model_loading(
     )
 
 
-def _without_prefix(
+def _without_prefix(stored: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in stored.items():
+        has_prefix = name.startswith(prefix)
+        yield name.removeprefix(prefix) if has_prefix else f"{name} (without {prefix!r} before it)", value
+
+
+def _without_common_prefix(
     stored: dict[str, Any], wanted: Set[str], groups: Mapping[str, list[str]]
 ) -> dict[str, Any]:
     """Return the stored values by the model's names, a prefix that all of them carry left out."""

@@ -41,6 +41,8 @@ def _as_store(values: Mapping[str, Any]) -> Store:
 
 
 def _split(content: Any) -> Store:
+    if isinstance(content, nn.Module):  # a pickled one, which the caller has allowed
+        content = content.state_dict()
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"there are no weights by name in it, but a {type(content).__name__}")
     if {"epoch", "model"} <= content.keys():

@@ -9,8 +9,10 @@ from pathlib import Path
 from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._agreement import on_every_rank
+from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB
 from colossalai.checkpoint_io._optimizer_loading import optimizer_names_elsewhere, plan_optimizer_loading
 from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, ParamNames, opened, optimizer_store
+from colossalai.checkpoint_io._slices import save_slices
 from colossalai.checkpoint_io._store import Layout
 from colossalai.checkpoint_io._store_reading import load_store
 from colossalai.checkpoint_io._store_writing import save_store
@@ -25,6 +27,8 @@ def save_optimizer(
     prefix: str | None = None,
     size_per_shard: float = 1024,
     use_safetensors: bool = False,
+    buffer_size: float = DEFAULT_BUFFER_MB,
+    gather_dtensor: bool = True,
 ) -> None:
     """Save an optimizer; collective: every rank calls it, global rank 0 writes.
 
@@ -37,16 +41,28 @@ def save_optimizer(
         prefix: Text to put in front of every parameter name.
         size_per_shard: The most a shard holds, in MB (1024 * 1024 bytes).
         use_safetensors: Write that format rather than torch's.
+        buffer_size: The most memory, in MB (1024 * 1024 bytes), that saving takes on a rank beside its own.
+        gather_dtensor: False: every rank writes what it holds into a folder that all of them see, which may
+            be the one that holds the model; of the other options only `prefix` counts then.
 
     Raises:
         ValueError: A parameter has no name, or the state holds something that is not plain, or of another
             shape than the slice that its parameter is.
         OSError: The checkpoint cannot be written; on all ranks. What was there before is still there.
     """
-    layout = Layout(shard=shard, size_per_shard=size_per_shard, use_safetensors=use_safetensors)
+    layout = Layout(
+        shard=shard,
+        size_per_shard=size_per_shard,
+        use_safetensors=use_safetensors,
+        buffer_size=buffer_size,
+    )
     with opened(optimizer, loads=False) as raw:
         assert raw is not None
-        save_store(checkpoint, optimizer_store(raw, param_names, prefix=prefix or ""), OPTIMIZER, layout)
+        store = optimizer_store(raw, param_names, prefix=prefix or "")
+        if gather_dtensor:
+            save_store(checkpoint, store, OPTIMIZER, layout)
+        else:
+            save_slices(checkpoint, store, OPTIMIZER)
 
 
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path, *, param_names: ParamNames) -> None:
@@ -74,4 +90,4 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path, *, param_names:
                 raw, store, param_names, source=str(checkpoint), elsewhere=elsewhere
             )
         )
-        loading.apply()
+        on_every_rank(loading.apply)

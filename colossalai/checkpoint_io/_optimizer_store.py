@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp import OptimizerWrapper
+from colossalai.checkpoint_io._agreement import on_every_rank
 from colossalai.checkpoint_io._held import follows, held_state, is_cut_by_spec, whole_shape
 from colossalai.checkpoint_io._index import Stems
 from colossalai.checkpoint_io._names import listed
@@ -99,6 +100,11 @@ def optimizer_store(optimizer: Optimizer, param_names: ParamNames, *, prefix: st
         ValueError: A parameter has no name, or the state holds something that is not plain, or of which it is
             not known how it is cut.
     """
+    own = on_every_rank(lambda: _own_content(optimizer, param_names, prefix))
+    return with_other_ranks(own, merge=_merge, as_store=_as_store)
+
+
+def _own_content(optimizer: Optimizer, param_names: ParamNames, prefix: str) -> dict[str, Any]:
     surplus = optimizer.state_dict().keys() - {"state", "param_groups"}
     if surplus:
         raise ValueError(
@@ -108,7 +114,7 @@ def optimizer_store(optimizer: Optimizer, param_names: ParamNames, *, prefix: st
     named = {prefix + name: param for name, param in named_parameters(optimizer, param_names).items()}
     names = {parameter: name for name, parameter in named.items()}
     state = optimizer.state
-    own = {
+    return {
         "state": {
             name: state_as_cut(state[param], param, name=name)
             for name, param in named.items()
@@ -122,7 +128,6 @@ def optimizer_store(optimizer: Optimizer, param_names: ParamNames, *, prefix: st
         "other_state": {key: item for key, item in state.items() if not isinstance(key, torch.Tensor)},
         "optimizer": type(optimizer).__name__,
     }
-    return with_other_ranks(own, merge=_merge, as_store=_as_store)
 
 
 def state_as_cut(state: Mapping[str, Any], param: nn.Parameter, *, name: str) -> dict[str, Any]:

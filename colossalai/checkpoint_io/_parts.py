@@ -42,16 +42,18 @@ def with_other_ranks(content: Content, *, merge: Merge, as_store: AsStore) -> St
     """
     content = _held_entries(content)
     own = as_store(content).tensors
-    everywhere = _exchange(tree_map_only(Held, _Once(_describe), content))
+    described = tree_map_only(Held, _Once(_describe), content)
+    everywhere = _exchange(described)
     if everywhere is None:
-        ranks = tuple(range(num_ranks()))
+        same = as_store(described).tensors
         return _replaced(
             as_store(content),
-            {name: {piece.box: ranks for piece in entry.pieces} for name, entry in own.items()},
+            {name: _ranks_of([entry] * num_ranks()) for name, entry in same.items()},
             own,
         )
     tables = [as_store(part).tensors for part in everywhere]
     merged = as_store(merge(everywhere))
+    _refuse_disagreement(tables)
     ranks_of = {name: _ranks_of([table.get(name) for table in tables]) for name in merged.tensors}
     return _replaced(merged, ranks_of, own)
 
@@ -130,15 +132,35 @@ def _held_entries(content: Content) -> Content:
 
 
 def _describe(entry: Held) -> Described:
-    return Described(entry.shape, entry.dtype, tuple(piece.box for piece in entry.pieces))
+    boxes = tuple(piece.box for piece in entry.pieces)
+    return Described(entry.shape, entry.dtype, boxes, entry.may_differ)
 
 
 def _ranks_of(entries: Sequence[Described | None]) -> dict[Box, tuple[int, ...]]:
-    ranks: dict[Box, tuple[int, ...]] = {}
+    """Return for each part of a tensor the ranks whose values of it can be saved."""
+    ranks: dict[Box, list[int]] = {}
     for rank, entry in enumerate(entries):
-        for box in entry.boxes if entry is not None else ():
-            ranks[box] = (*ranks.get(box, ()), rank)
-    return ranks
+        if entry is None:
+            continue
+        for box in entry.boxes:
+            having = ranks.setdefault(box, [])
+            if not having or not entry.may_differ:
+                having.append(rank)
+    return {box: tuple(having) for box, having in ranks.items()}
+
+
+def _refuse_disagreement(tables: Sequence[Mapping[str, Described]]) -> None:
+    """Refuse tensors of one name that are of other shapes or dtypes on other ranks; the same on all ranks."""
+    first: dict[str, tuple[int, Described]] = {}
+    for rank, table in enumerate(tables):
+        for name, entry in table.items():
+            other_rank, other = first.setdefault(name, (rank, entry))
+            if (entry.shape, entry.dtype) != (other.shape, other.dtype):
+                raise ValueError(
+                    f"{name} is {other.shape} {other.dtype} on rank {other_rank} and {entry.shape} "
+                    f"{entry.dtype} on rank {rank}: parts of one tensor must agree, other tensors need other "
+                    f"names"
+                )
 
 
 def _replaced(

@@ -3,6 +3,7 @@
 An error in it is raised where training passes by next: the optimizer's step, or the next save.
 """
 
+import atexit
 import itertools
 from collections.abc import Callable
 
@@ -12,6 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from colossalai.amp import OptimizerWrapper
 from colossalai.checkpoint_io._agreement import Agreement
 from colossalai.checkpoint_io._background import BackgroundSave
+from colossalai.checkpoint_io._host_copies import HostCopies
+from colossalai.context import before_end
+from colossalai.logging import get_dist_logger
 
 
 class _Pending:
@@ -21,6 +25,7 @@ class _Pending:
         self.save: BackgroundSave | None = None
         self.watch: RemovableHandle | None = None
         self.numbers = itertools.count()
+        self.copies = HostCopies()
 
     def forget(self) -> None:
         """Stop looking at it."""
@@ -32,6 +37,12 @@ class _Pending:
 _pending = _Pending()
 
 
+def host_copies() -> HostCopies:
+    """Return the memory for the copies of a save in the background."""
+    assert _pending.save is None, "the memory is in use"
+    return _pending.copies
+
+
 def start_save(write: Callable[[Agreement], object], *, watch: Optimizer | None) -> None:
     """Start to save in the background; every rank does so at the same place.
 
@@ -41,15 +52,27 @@ def start_save(write: Callable[[Agreement], object], *, watch: Optimizer | None)
     """
     assert _pending.save is None, "a save waits for the one before"
     _pending.save = BackgroundSave(write, number=next(_pending.numbers))
+    before_end(_finish_saves)
     raw = watch.optim if isinstance(watch, OptimizerWrapper) else watch
     if raw is not None:
         _pending.watch = raw.register_step_pre_hook(lambda *_: check_saves())
 
 
 def check_saves() -> None:
-    """Raise what went wrong in the background, if a save has ended so; else go on."""
-    if _pending.save is not None and _pending.save.is_done:
-        wait_for_saves()
+    """Raise what went wrong in the background, if a save has ended so; else go on.
+
+    Every rank calls it at the same places; an error is raised at the same one on all of them.
+    """
+    save = _pending.save
+    if save is None:
+        return
+    try:
+        save.pass_by()
+    except Exception:
+        _pending.forget()
+        raise
+    if save.is_done and save.error is None:
+        _pending.forget()
 
 
 def wait_for_saves() -> None:
@@ -61,3 +84,17 @@ def wait_for_saves() -> None:
         save.wait()
     finally:
         _pending.forget()
+
+
+def _finish_saves() -> None:
+    """Wait before the job ends here: with it goes the store over which the ranks agree."""
+    if _pending.save is not None:
+        _pending.save.hurry()
+        wait_for_saves()
+
+
+@atexit.register
+def _tell_at_exit() -> None:
+    """Log what went wrong after the last step; Python has waited for the thread by now."""
+    if _pending.save is not None and _pending.save.error is not None:
+        get_dist_logger().error(f"the last checkpoint was not saved: {_pending.save.error}")

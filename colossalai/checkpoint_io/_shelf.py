@@ -5,10 +5,12 @@ back to an earlier step saves smaller ones, and clocks of different machines dis
 """
 
 import re
-import shutil
 from pathlib import Path
 
+from colossalai.checkpoint_io._agreement import Agreement
+from colossalai.checkpoint_io._atomic import remove_folder
 from colossalai.checkpoint_io._manifest import MANIFEST, Manifest, read_manifest, verify_files
+from colossalai.checkpoint_io._names import listed
 from colossalai.logging import get_dist_logger
 
 _OURS = re.compile(r"step-\d{8,}")
@@ -25,15 +27,43 @@ def next_serial(folder: Path) -> int:
     return 1 + max((manifest.serial for _, manifest in _manifests(folder)), default=0)
 
 
-def newest_complete(folder: Path) -> Path | None:
-    """Return the newest training state in a folder whose files are all as its manifest says."""
-    for path, manifest in _manifests(folder):
-        try:
-            verify_files(path, manifest)
-        except (ValueError, OSError) as error:
-            get_dist_logger().warning(f"passing over the training state {path}: {error}")
-            continue
-        return path
+def newest_complete(folder: Path, agreement: Agreement, *, num_ranks: int) -> Path | None:
+    """Return the newest training state in a folder whose files are all as its manifest says, or None.
+
+    Every rank takes part, and reads its part of the files.
+
+    Raises:
+        OSError: The folder cannot be read.
+    """
+    candidates = agreement.gather(agreement.on_writer(lambda: _manifests(folder)))[0]
+    for path, manifest in candidates or []:
+        misfits = agreement.gather(_misfit(path, manifest, part=agreement.rank, num_parts=num_ranks))
+        first = next(filter(None, misfits), None)
+        if first is None:
+            return path
+        get_dist_logger().warning(f"passing over the training state {path}: {first}", ranks=[0])
+    return None
+
+
+def refuse_lost(folder: Path) -> None:
+    """Raise if there are training states in a folder, none of which is complete: they should not be missed.
+
+    Raises:
+        ValueError: It is so.
+    """
+    ours = sorted(entry.name for entry in folder.iterdir() if _OURS.fullmatch(entry.name))
+    if ours:
+        raise ValueError(
+            f"{folder} holds {listed(ours)}, of which none is a complete training state (the warnings say "
+            f"why): move them away to begin anew"
+        )
+
+
+def _misfit(path: Path, manifest: Manifest, *, part: int, num_parts: int) -> str | None:
+    try:
+        verify_files(path, manifest, part=part, num_parts=num_parts)
+    except (ValueError, OSError) as error:
+        return str(error)
     return None
 
 
@@ -46,7 +76,7 @@ def prune(folder: Path, *, keep_last: int) -> None:
         if is_old or _LEFTOVER.fullmatch(entry.name):
             # First what makes it complete: whoever looks while it goes does not take it for one.
             (entry / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(entry)
+            remove_folder(entry)
 
 
 def _manifests(folder: Path) -> list[tuple[Path, Manifest]]:

@@ -4,12 +4,20 @@ import errno
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+from typing import Protocol
 
-from colossalai.checkpoint_io._agreement import Agreement, on_writer
+from colossalai.checkpoint_io._agreement import Agreement, is_writer, on_every_rank, on_writer
 from colossalai.checkpoint_io._atomic import atomic_folder, clear_os_errors
 
-Write = Callable[[Callable[[Path], object]], None]
-"""Has an action done by the writer, on the path that is being written; raises on all ranks if it fails."""
+
+class Write(Protocol):
+    """Has an action done by the writer on the path that is being written; a failure is one on all ranks."""
+
+    def __call__(
+        self, action: Callable[[Path], object], *, elsewhere: Callable[[], object] = lambda: None
+    ) -> None:
+        """Do `action` on the writer, and `elsewhere` on the other ranks meanwhile."""
+        ...
 
 
 @contextmanager
@@ -30,14 +38,16 @@ def staged(
     with ExitStack() as stack:
         target = on_writer(lambda: stack.enter_context(open_target(path, num_bytes=num_bytes)))
 
-        def write(action: Callable[[Path], object]) -> None:
+        def write(
+            action: Callable[[Path], object], *, elsewhere: Callable[[], object] = lambda: None
+        ) -> None:
             def act() -> None:
                 assert target is not None, "only the writer has a path"
                 # Here, and not only in open_target: it is this error that the other ranks are told.
                 with clear_os_errors(path, num_bytes):
                     action(target)
 
-            on_writer(act)
+            on_every_rank(act if is_writer() else elsewhere)
 
         yield write
         on_writer(stack.close)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB
 from colossalai.checkpoint_io._index import Stems
 from colossalai.checkpoint_io._tree import Json
 
@@ -55,11 +56,15 @@ class Layout:
         shard: A folder of shards rather than one file.
         size_per_shard: The most that a shard holds, in MB of 1024 * 1024 bytes.
         use_safetensors: In that format rather than torch's.
+        variant: A word in the file names of a folder, by which transformers tells several weights apart.
+        buffer_size: The most memory that writing takes on a rank, in MB.
     """
 
     shard: bool = False
     size_per_shard: float = 1024
     use_safetensors: bool = False
+    variant: str | None = None
+    buffer_size: float = DEFAULT_BUFFER_MB
 
 
 def names_by_tensor(tensors: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from colossalai.checkpoint_io._agreement import global_rank, num_ranks, on_every_rank
-from colossalai.checkpoint_io._chunk_index import INDEX, read_chunk_index
-from colossalai.checkpoint_io._chunk_reading import read_chunks
-from colossalai.checkpoint_io._entries import Mapped, mapped
+from colossalai.checkpoint_io._chunk_index import INDEX, read_chunk_index, refuse_lost_index
+from colossalai.checkpoint_io._chunk_reading import chunk_store
+from colossalai.checkpoint_io._entries import Mapped, all_mapped
 from colossalai.checkpoint_io._index import find_weights, read_index
 from colossalai.checkpoint_io._manifest import share_of_files, verify_file
 from colossalai.checkpoint_io._names import listed
@@ -21,37 +21,52 @@ from colossalai.checkpoint_io._store import TREE_KEY, Kind, Store
 from colossalai.checkpoint_io._weight_file import Format, detect_format, read_safetensors, read_torch, verify
 
 
-def load_store(path: str | Path, kind: Kind) -> Store:
+def load_store(
+    path: str | Path, kind: Kind, *, variant: str | None = None, allow_pickle: bool = False
+) -> Store:
     """Read a checkpoint; collective: an error on one rank is raised on all.
 
     Args:
         path: A file of torch or safetensors, an index file, a folder that holds one of these or tensors in
             chunks, or a training state.
         kind: What it is.
+        variant: Which of the weights in a folder.
+        allow_pickle: Run the code that a torch file may hold, if it cannot be restored without.
 
     Raises:
         ValueError: It is damaged, incomplete, or something else; the message names the file.
         OSError: It cannot be read.
     """
-    return on_every_rank(lambda: read_store(Path(path), kind, is_verified=False))
+    return on_every_rank(
+        lambda: read_store(Path(path), kind, is_verified=False, variant=variant, allow_pickle=allow_pickle)
+    )
 
 
-def read_store(path: Path, kind: Kind, *, is_verified: bool) -> Store:
+def read_store(
+    path: Path,
+    kind: Kind,
+    *,
+    is_verified: bool,
+    variant: str | None = None,
+    allow_pickle: bool = False,
+) -> Store:
     """Read a checkpoint on this rank; unless `is_verified`, compare its part of the files with checksums."""
     if path.is_dir() and not (path / INDEX).is_file() and (path / kind.part).is_dir():
         path = path / kind.part  # of a training state
     if (path / INDEX).is_file():
         return _read_chunk_folder(path, is_verified=is_verified)
     if path.is_dir():
-        path = find_weights(path, kind.stems)
+        refuse_lost_index(path)
+        path = find_weights(path, kind.stems, variant=variant)
     if not path.name.endswith(".json"):
         _verify_part([path], is_verified=is_verified)
-        return _read_file(path, kind)
+        return _read_file(path, kind, allow_pickle=allow_pickle)
     index = read_index(path)
     _verify_part([path.parent / name for name in index.files], is_verified=is_verified)
     tensors: dict[str, Mapped] = {}
     for name in index.files:
-        shard = {key: mapped(tensor) for key, tensor in _read_shard(path.parent / name).items()}
+        values = _read_shard(path.parent / name, allow_pickle=allow_pickle)
+        shard = all_mapped(values)
         lost = [key for key, home in index.weight_map.items() if home == name and key not in shard]
         if lost:
             raise ValueError(f"{path} says that {name} holds {listed(lost)}, which it does not")
@@ -66,7 +81,7 @@ def store_of(content: Any, kind: Kind) -> Store:
         ValueError: It is not of that kind.
     """
     store = kind.split(content)
-    return Store({name: mapped(tensor) for name, tensor in store.tensors.items()}, store.tree)
+    return Store(dict(all_mapped(store.tensors)), store.tree)
 
 
 def _verify_part(files: list[Path], *, is_verified: bool) -> None:
@@ -75,29 +90,26 @@ def _verify_part(files: list[Path], *, is_verified: bool) -> None:
 
 
 def _read_chunk_folder(folder: Path, *, is_verified: bool) -> Store:
-    store = read_chunks(folder)
-    files = read_chunk_index(folder).files
-    for name in [] if is_verified else share_of_files(files, global_rank(), num_ranks()):
-        verify_file(folder / name, files[name], listed_in=INDEX)
-    return store
+    index = read_chunk_index(folder)
+    for name in [] if is_verified else share_of_files(index.files, global_rank(), num_ranks()):
+        verify_file(folder / name, index.files[name], listed_in=INDEX)
+    return chunk_store(index, folder)
 
 
-def _read_file(path: Path, kind: Kind) -> Store:
+def _read_file(path: Path, kind: Kind, *, allow_pickle: bool) -> Store:
     if detect_format(path) is not Format.SAFETENSORS:
         try:
-            return store_of(read_torch(path), kind)
+            return store_of(read_torch(path, allow_pickle=allow_pickle), kind)
         except ValueError as error:
             raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
     tensors, header = read_safetensors(path)
-    return Store(
-        {name: mapped(tensor) for name, tensor in tensors.items()}, json.loads(header.get(TREE_KEY, "null"))
-    )
+    return Store(dict(all_mapped(tensors)), json.loads(header.get(TREE_KEY, "null")))
 
 
-def _read_shard(path: Path) -> dict[str, torch.Tensor]:
+def _read_shard(path: Path, *, allow_pickle: bool) -> dict[str, torch.Tensor]:
     if detect_format(path) is Format.SAFETENSORS:
         return read_safetensors(path)[0]
-    content: Any = read_torch(path)
+    content: Any = read_torch(path, allow_pickle=allow_pickle)
     if not isinstance(content, dict) or not all(isinstance(item, torch.Tensor) for item in content.values()):
         raise ValueError(f"{path} is not a shard: it holds more than tensors by name")
     return content

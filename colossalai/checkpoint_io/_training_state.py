@@ -10,6 +10,7 @@ A folder is written beside, synced and renamed into place, so a process that is 
 the previous training state or the new one. Which one is the newest complete one is found by content.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +23,6 @@ from torch.optim import Optimizer
 from colossalai.checkpoint_io._agreement import (
     COLLECTIVE,
     broadcast_from_writer,
-    gather,
     global_rank,
     num_ranks,
     on_every_rank,
@@ -31,7 +31,7 @@ from colossalai.checkpoint_io._agreement import (
 from colossalai.checkpoint_io._chunk_writing import share_out
 from colossalai.checkpoint_io._draft import Draft, in_host_memory, write_draft
 from colossalai.checkpoint_io._lr_scheduler import Stateful, read_plain
-from colossalai.checkpoint_io._manifest import Manifest, read_manifest, verify_files
+from colossalai.checkpoint_io._manifest import MANIFEST, Manifest, read_manifest, verify_files
 from colossalai.checkpoint_io._model_loading import ModelLoading, module_names, plan_model_loading
 from colossalai.checkpoint_io._model_store import MODEL, model_store
 from colossalai.checkpoint_io._names import listed
@@ -48,11 +48,12 @@ from colossalai.checkpoint_io._optimizer_store import (
     parameter_names,
 )
 from colossalai.checkpoint_io._parts import names_elsewhere
-from colossalai.checkpoint_io._pending import start_save, wait_for_saves
-from colossalai.checkpoint_io._shelf import newest_complete, step_folder
+from colossalai.checkpoint_io._pending import host_copies, start_save, wait_for_saves
+from colossalai.checkpoint_io._random_files import random_files, read_random_state
+from colossalai.checkpoint_io._shelf import newest_complete, refuse_lost, step_folder
 from colossalai.checkpoint_io._store_reading import read_store
 from colossalai.checkpoint_io._tree import plain
-from colossalai.context import random_state, set_random_state
+from colossalai.context import set_random_state
 from colossalai.logging import get_dist_logger
 
 _PARTS_FILE = "parts.pt"
@@ -126,7 +127,7 @@ def save_training_state(
         if not save_async:
             write_draft(draft, COLLECTIVE)
             return draft.path
-        staged = on_every_rank(lambda: in_host_memory(draft))
+        staged = on_every_rank(lambda: in_host_memory(draft, host_copies()))
     start_save(partial(write_draft, staged), watch=state.optimizer)
     return draft.path
 
@@ -135,16 +136,18 @@ def latest_training_state(folder: str | Path) -> Path | None:
     """Return the newest complete training state in a folder, None if there is none; collective.
 
     Complete is one whose files are all as its manifest says; the newest is the one that was saved last. A
-    damaged one is named in a warning and passed over.
+    damaged one is named in a warning and passed over. What is being saved in the background is waited for.
     """
-    return broadcast_from_writer(on_writer(lambda: newest_complete(Path(folder))))
+    wait_for_saves()
+    return newest_complete(Path(folder), COLLECTIVE, num_ranks=num_ranks())
 
 
 def load_training_state(path: str | Path, state: TrainingState) -> dict[str, Any]:
     """Load a training state into the objects of `state`; collective.
 
-    The number of ranks and the way the model is cut may be others than when it was saved. Random states are
-    restored if the number of ranks is the same.
+    The number of ranks and the way the model is cut may be others than when it was saved. Under the same
+    layout the random states go on exactly; under another one those of ranks with the same place in the mesh
+    do, and the others get new ones, made from the seed of the run and the step.
 
     Args:
         path: What `save_training_state` or `latest_training_state` returned.
@@ -157,29 +160,54 @@ def load_training_state(path: str | Path, state: TrainingState) -> dict[str, Any
         ValueError: The training state is damaged, lacks a part, or does not fit; nothing was overwritten.
         OSError: It cannot be read.
     """
+    wait_for_saves()  # it may be the one that is being saved
+    return _opened_and_loaded(Path(path), state, is_verified=False)
+
+
+def resume_training_state(folder: str | Path, state: TrainingState) -> dict[str, Any] | None:
+    """Load the newest complete training state of a folder, or the one that a path is; collective.
+
+    Args:
+        folder: The folder that `save_training_state` was given, or one that it returned.
+        state: What to load into; see `load_training_state`.
+
+    Returns:
+        What `load_training_state` returns; None if the folder is not there or holds no training state.
+
+    Raises:
+        ValueError: All that there are are damaged, or the newest complete one does not fit.
+        OSError: It cannot be read.
+    """
+    wait_for_saves()
+    path = Path(folder)
+    if broadcast_from_writer(on_writer(lambda: (path / MANIFEST).is_file())):
+        return load_training_state(path, state)
+    newest = latest_training_state(path)
+    if newest is None:
+        on_writer(lambda: refuse_lost(path) if path.is_dir() else None)
+        return None
+    return _opened_and_loaded(newest, state, is_verified=True)
+
+
+def _opened_and_loaded(path: Path, state: TrainingState, *, is_verified: bool) -> dict[str, Any]:
     with opened(state.optimizer, loads=True) as raw:
-        return _load(Path(path), replace(state, optimizer=raw))
+        return _load(path, replace(state, optimizer=raw), is_verified=is_verified)
 
 
-def _load(path: Path, state: TrainingState) -> dict[str, Any]:
+def _load(path: Path, state: TrainingState, *, is_verified: bool) -> dict[str, Any]:
     elsewhere = names_elsewhere(module_names(state.model))
     states_elsewhere: frozenset[str] = frozenset()
     if state.optimizer is not None:
         states_elsewhere = optimizer_names_elsewhere(state.optimizer, _names(state))
-    loading = on_every_rank(lambda: _plan(path, state, elsewhere, states_elsewhere))
+    loading = on_every_rank(lambda: _plan(path, state, elsewhere, states_elsewhere, is_verified=is_verified))
     for name, part in state.small_parts.items():
         part.load_state_dict(loading.content[name])
-    loading.weights.apply()
+    on_every_rank(loading.weights.apply)
     if loading.updates is not None:
-        loading.updates.apply()
-    if loading.random is not None:
-        set_random_state(loading.random)
-    else:
-        get_dist_logger().warning(
-            f"{path} was saved on {loading.manifest.num_ranks} ranks, this job has {num_ranks()}: "
-            f"the random states are not restored",
-            ranks=[0],
-        )
+        on_every_rank(loading.updates.apply)
+    set_random_state(loading.random)
+    if loading.note:
+        get_dist_logger().info(f"loaded {path}: {loading.note}", ranks=[0])
     return {**loading.content["extra"], "step": loading.manifest.step}
 
 
@@ -188,12 +216,8 @@ def _draft(folder: Path, state: TrainingState, *, step: int, keep_last: int) -> 
     stores = {MODEL.part: model_store(state.model)}
     if state.optimizer is not None:
         stores[OPTIMIZER.part] = optimizer_store(state.optimizer, _names(state))
-    parts = {name: part.state_dict() for name, part in state.small_parts.items()}
-    content = plain({**parts, "extra": state.extra}, at="training state")
-    random_states = [plain(own, at="random state") for own in gather(random_state())]
-    small_files = {_PARTS_FILE: content} | {
-        _random_file(rank, num_ranks()): own for rank, own in enumerate(random_states)
-    }
+    content = on_every_rank(lambda: _small_content(state))
+    small_files = {_PARTS_FILE: content, **random_files()}
     return Draft(
         path=folder / step_folder(step),
         step=step,
@@ -201,16 +225,18 @@ def _draft(folder: Path, state: TrainingState, *, step: int, keep_last: int) -> 
         stores=stores,
         shares={name: share_out(store, num_ranks()) for name, store in stores.items()},
         small_files=small_files,
-        config=state.config,
+        config=json.loads(json.dumps(dict(state.config), default=str)),
     )
+
+
+def _small_content(state: TrainingState) -> dict[str, Any]:
+    parts = {name: part.state_dict() for name, part in state.small_parts.items()}
+    content: dict[str, Any] = plain({**parts, "extra": state.extra}, at="training state")
+    return content
 
 
 def _names(state: TrainingState) -> ParamNames:
     return parameter_names(state.model) if state.param_names is None else state.param_names
-
-
-def _random_file(rank: int, count: int) -> str:
-    return f"random/{rank:05d}-of-{count:05d}.pt"
 
 
 @dataclass(frozen=True)
@@ -221,23 +247,28 @@ class _Loading:
     content: dict[str, Any]
     weights: ModelLoading
     updates: OptimizerLoading | None
-    random: dict[str, Any] | None
+    random: dict[str, Any]
+    note: str
 
 
 def _plan(
-    path: Path, state: TrainingState, elsewhere: frozenset[str], states_elsewhere: frozenset[str]
+    path: Path,
+    state: TrainingState,
+    elsewhere: frozenset[str],
+    states_elsewhere: frozenset[str],
+    *,
+    is_verified: bool,
 ) -> _Loading:
     """Read and compare everything on this rank, and overwrite nothing."""
     manifest = read_manifest(path)
-    verify_files(path, manifest, part=global_rank(), num_parts=num_ranks())
+    if not is_verified:
+        verify_files(path, manifest, part=global_rank(), num_parts=num_ranks())
     content = read_plain(path / _PARTS_FILE)
     missing = [name for name in state.small_parts if name not in content]
     if state.optimizer is not None and not (path / "optimizer").is_dir():
         missing.append("optimizer")
     if missing:
-        raise ValueError(
-            f"{path} holds no {listed(missing)}: leave it out of the TrainingState to load the rest"
-        )
+        raise ValueError(f"{path} holds no {listed(missing)}: leave that out to load the rest")
     model = read_store(path / "model", MODEL, is_verified=True)
     updates = None
     if state.optimizer is not None:
@@ -245,11 +276,12 @@ def _plan(
         updates = plan_optimizer_loading(
             state.optimizer, optimizer, _names(state), source=str(path), elsewhere=states_elsewhere
         )
-    same_ranks = manifest.num_ranks == num_ranks()
+    random, note = read_random_state(path, manifest)
     return _Loading(
         manifest=manifest,
         content=content,
         weights=plan_model_loading(state.model, model, source=str(path), strict=True, elsewhere=elsewhere),
         updates=updates,
-        random=read_plain(path / _random_file(global_rank(), num_ranks())) if same_ranks else None,
+        random=random,
+        note=note,
     )

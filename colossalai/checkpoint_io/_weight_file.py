@@ -2,15 +2,15 @@
 
 Both are read memory-mapped: what comes back is a view of the file, and only what is copied out of it costs
 memory. Both carry checksums: torch's zip archive by its nature, our safetensors files as CRC-32 of each
-tensor in the header. Nothing in a file is ever executed.
+tensor in the header. Nothing in a file is executed unless the caller says that it may be.
 """
 
 import enum
 import json
 import pickle
+import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,23 @@ import safetensors
 import safetensors.torch
 import torch
 
-_CHECKSUMS = "crc32"
+from colossalai.checkpoint_io._safetensors import CHECKSUMS, has_intact_header
+from colossalai.logging import get_dist_logger
+
 _TORCH_ZIP = b"PK\x03\x04"
 _TORCH_LEGACY = b"\x80\x02"  # a pickle of protocol 2: torch before 1.6
+
+_ALLOWING = (
+    "If you trust whoever made it, load_model and load_checkpoint (and Booster.load_model) read it with "
+    "allow_pickle=True"
+)
+
+
+# What readers of zip files make of damaged ones.
+_OF_DAMAGED_ZIPS = (
+    *(zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, EOFError, ValueError, LookupError),
+    *(OverflowError, AttributeError, TypeError),
+)
 
 
 class Format(enum.Enum):
@@ -65,43 +79,33 @@ def write_torch(path: Path, content: Any) -> None:
         raise
 
 
-def read_torch(path: Path, *, mapped: bool = True) -> Any:
+def read_torch(path: Path, *, mapped: bool = True, allow_pickle: bool = False) -> Any:
     """Read a torch file of plain values and tensors, memory-mapped or into memory.
 
+    Args:
+        path: The file.
+        mapped: Leave the tensors views of the file.
+        allow_pickle: Run the code that a file may hold, if it cannot be restored without.
+
     Raises:
-        ValueError: The file is damaged, or holds objects that only code from the file could restore.
+        ValueError: The file is damaged, or holds objects that only code could restore.
     """
     try:
         is_zip = detect_format(path) is Format.TORCH_ZIP
         if is_zip:
             zipfile.ZipFile(path).close()  # finds a truncated file, and says so better than torch
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip and mapped)
+        is_mapped = is_zip and mapped
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+        except pickle.UnpicklingError:
+            if not allow_pickle:
+                raise
+            get_dist_logger().warning(f"running what {path} holds: allow_pickle=True", ranks=[0])
+            return torch.load(path, map_location="cpu", weights_only=False, mmap=is_mapped)
     except pickle.UnpicklingError as error:
         raise ValueError(_refusal(path)) from error
-    except (zipfile.BadZipFile, RuntimeError, EOFError) as error:
+    except _OF_DAMAGED_ZIPS as error:
         raise ValueError(f"{path} is damaged or incomplete: {error}") from error
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], *, header: Mapping[str, str]) -> None:
-    """Write tensors, which lie in host memory, contiguous.
-
-    Args:
-        path: The file.
-        tensors: By name. Those that share memory are stored once each.
-        header: Additional text for the header.
-
-    Raises:
-        ValueError: The format has no place for one of the tensors.
-    """
-    separate = _separate(tensors)
-    checksums = {name: _checksum(name, tensor) for name, tensor in separate.items()}
-    metadata = {"format": "pt", _CHECKSUMS: json.dumps(checksums), **header}
-    try:
-        safetensors.torch.save_file(separate, path, metadata)
-    except KeyError as error:
-        raise ValueError(f"safetensors has no {error}: use use_safetensors=False") from error
-    except safetensors.SafetensorError as error:
-        raise OSError(str(error)) from error
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -139,38 +143,23 @@ def _first_damaged_record(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.testzip()
-    except zipfile.BadZipFile as error:
+    except _OF_DAMAGED_ZIPS as error:
         raise ValueError(f"{path} is damaged or incomplete: {error}") from error
 
 
 def _first_damaged_tensor(path: Path) -> str | None:
     tensors, header = read_safetensors(path)
-    checksums = json.loads(header.get(_CHECKSUMS, "{}"))
+    if not has_intact_header(path):
+        return "its header"
+    checksums = json.loads(header.get(CHECKSUMS, "{}"))
     for name, tensor in tensors.items():
-        if name in checksums and checksums[name] != _checksum(name, tensor):
+        if name in checksums and checksums[name] != _checksum(tensor):
             return name
     return None
 
 
-def _checksum(name: str, tensor: torch.Tensor) -> int:
-    if tensor.layout is not torch.strided:
-        raise ValueError(
-            f"{name} is {tensor.layout}, safetensors holds dense tensors only: use use_safetensors=False"
-        )
+def _checksum(tensor: torch.Tensor) -> int:
     return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
-
-
-def _separate(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copy the tensors that share memory with an earlier one."""
-    seen: set[int] = set()
-    separate = {}
-    for name, tensor in tensors.items():
-        start = (
-            tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and tensor.numel() else 0
-        )
-        separate[name] = tensor.clone() if start in seen else tensor
-        seen |= {start} - {0}
-    return separate
 
 
 def _refusal(path: Path) -> str:
@@ -178,8 +167,19 @@ def _refusal(path: Path) -> str:
     is_zip = detect_format(path) is Format.TORCH_ZIP
     unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
     if not unsafe:
-        return f"{path} is damaged, or needs code to be restored, which is refused"
+        return f"{path} is damaged, or needs code to be restored, which is refused: {_ALLOWING}"
     return (
         f"{path} holds objects that only running code could restore, and is refused: {', '.join(unsafe)}. "
-        f"If you trust it, load it with torch.load(weights_only=False) and save the tensors alone"
+        f"{_ALLOWING}"
     )
+
+
+def has_checksums(path: Path) -> bool:
+    """Return whether there is anything in an intact file that `verify` compares it with."""
+    match detect_format(path):
+        case Format.TORCH_ZIP:
+            return True
+        case Format.SAFETENSORS:
+            return CHECKSUMS in read_safetensors(path)[1]
+        case Format.TORCH_LEGACY:
+            return False

@@ -61,7 +61,9 @@ def verify(path: str, *, variant: str | None, as_json: bool) -> int:
         rows = [{**dataclasses.asdict(verdict), "file": str(verdict.file)} for verdict in verdicts]
         print(json.dumps({"intact": is_intact, "files": rows}, indent=2))
         return 0 if is_intact else 1
-    table = _table(f"{path} is {'intact' if is_intact else 'damaged'}")
+    console = _console()
+    console.print(f"{path} is {'intact' if is_intact else 'damaged'}", highlight=False, soft_wrap=True)
+    table = _table("")
     for title in ("file", "bytes", "state"):
         table.add_column(title, justify="right" if title == "bytes" else "left", overflow="fold")
     for verdict in verdicts:
@@ -226,7 +228,7 @@ def _console() -> Console:
 
 
 def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE)
+    return Table(title=title or None, title_justify="left", box=box.SIMPLE)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from colossalai.cluster._ports import port_holder
 from colossalai.context._config import ConfigException
 from colossalai.context._ending import let_gloo_threads_rest
+from colossalai.context._launchers import openmpi_place, slurm_place, torch_place
 from colossalai.context._layout import parse_layout
 from colossalai.context._parallel_context import global_context
 from colossalai.context._parallel_mode import ParallelMode
@@ -99,71 +101,52 @@ def launch_from_torch(
     timeout: float = DEFAULT_TIMEOUT,
 ) -> None:
     """Launch a process that `colossalai run` or `torchrun` started; see `launch`."""
-    starter = "start the script with `colossalai run --nproc_per_node N script.py` or with torchrun"
-    launch(
-        config,
-        rank=_number("RANK", starter),
-        world_size=_number("WORLD_SIZE", starter),
-        host=_variable("MASTER_ADDR", starter),
-        port=_number("MASTER_PORT", starter),
-        backend=backend,
-        local_rank=_number("LOCAL_RANK", starter),
-        seed=seed,
-        verbose=verbose,
-        timeout=timeout,
-    )
+    place = torch_place()
+    launch(config, **asdict(place), backend=backend, seed=seed, verbose=verbose, timeout=timeout)
 
 
 def launch_from_slurm(
     config: ConfigLike,
-    host: str,
-    port: int,
+    host: str | None = None,
+    port: int | None = None,
     backend: str = "nccl",
     seed: int = 1024,
     verbose: bool = True,
     *,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> None:
-    """Launch a process that SLURM's `srun` started; `host` is the node of task 0. See `launch`."""
-    starter = "start the script with `srun python script.py`"
-    launch(
-        config,
-        rank=_number("SLURM_PROCID", starter),
-        world_size=_number("SLURM_NPROCS", starter),
-        host=host,
-        port=port,
-        backend=backend,
-        local_rank=_number("SLURM_LOCALID", starter),
-        seed=seed,
-        verbose=verbose,
-        timeout=timeout,
-    )
+    """Launch a process that SLURM's `srun` started; see `launch`.
+
+    `host` is the node of task 0. Left out, it is MASTER_ADDR or else what SLURM says; `port` is MASTER_PORT
+    or else follows from the numbers of job and step.
+
+    Raises:
+        ValueError: The process was not started by srun.
+    """
+    place = slurm_place(host, port)
+    launch(config, **asdict(place), backend=backend, seed=seed, verbose=verbose, timeout=timeout)
 
 
 def launch_from_openmpi(
     config: ConfigLike,
-    host: str,
-    port: int,
+    host: str | None = None,
+    port: int | None = None,
     backend: str = "nccl",
     seed: int = 1024,
     verbose: bool = True,
     *,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> None:
-    """Launch a process that OpenMPI's `mpirun` started; `host` is the node of rank 0. See `launch`."""
-    starter = "start the script with OpenMPI's `mpirun -np N python script.py`"
-    launch(
-        config,
-        rank=_number("OMPI_COMM_WORLD_RANK", starter),
-        world_size=_number("OMPI_COMM_WORLD_SIZE", starter),
-        host=host,
-        port=port,
-        backend=backend,
-        local_rank=_number("OMPI_COMM_WORLD_LOCAL_RANK", starter),
-        seed=seed,
-        verbose=verbose,
-        timeout=timeout,
-    )
+    """Launch a process that OpenMPI's `mpirun` started; see `launch`.
+
+    `host` is the node of rank 0. Left out, it is MASTER_ADDR or else the node of mpirun, if rank 0 runs
+    there; `port` is MASTER_PORT or else follows from the number of the job.
+
+    Raises:
+        ValueError: The process was not started by mpirun, or rank 0 runs elsewhere than mpirun.
+    """
+    place = openmpi_place(host, port)
+    launch(config, **asdict(place), backend=backend, seed=seed, verbose=verbose, timeout=timeout)
 
 
 def relayout(parallel: Mapping[str, Any]) -> None:
@@ -232,21 +215,6 @@ def _check_arguments(rank: int, world_size: int, port: int, timeout: float) -> N
         raise ValueError(f"port {port} does not exist: choose one from 1024 to 65535")
     if timeout <= 0:
         raise ValueError(f"timeout is {timeout}; it must be a positive number of seconds")
-
-
-def _variable(name: str, starter: str) -> str:
-    if name not in os.environ:
-        raise ValueError(f"the environment variable {name} is not set: {starter}, which sets it")
-    return os.environ[name]
-
-
-def _number(name: str, starter: str) -> int:
-    value = _variable(name, starter)
-    if not value.isdecimal():
-        raise ValueError(
-            f"the environment variable {name} is {value!r}, not a number: {starter}, which sets it"
-        )
-    return int(value)
 
 
 def _local_rank(rank: int) -> int:

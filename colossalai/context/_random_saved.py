@@ -99,17 +99,17 @@ def fitting_random_state(saved: Sequence[Saved], *, step: int) -> dict[str, Any]
     }
 
 
-def say_other_layout(saved: Saved, *, step: int) -> str:
+def say_other_layout(saved: Sequence[Saved], *, step: int) -> str:
     """Return what `fitting_random_state` does where the layout is another one, in words."""
-    before, now = _place(saved).sizes, _seeds.place.sizes
+    before, now = _place(saved[0]).sizes, _seeds.place.sizes
     going_on = 1
     for size_before, size_now in zip(before, now, strict=True):
         going_on *= min(size_before, size_now)
     total = now[0] * now[1] * now[2]
     rest = total - going_on
     text = (
-        f"it was saved under {_layout(before)}, this job has {_layout(now)}: the random states of {going_on} "
-        f"of {total} ranks go on"
+        f"it was saved on {len(saved)} ranks ({_layout(before)}), this job has {_layout(now)}: the random "
+        f"states of {going_on} of {total} ranks go on"
     )
     return f"{text}, those of the other {rest} are new, from the seed and step {step}" if rest else text
 
@@ -166,7 +166,7 @@ def _place(state: Saved) -> Place:
 
 
 def _layout(sizes: tuple[int, int, int]) -> str:
-    return f"{sizes[0]} data x {sizes[1]} pipeline x {sizes[2]} tensor ranks"
+    return f"data x pipeline x tensor = {sizes[0]} x {sizes[1]} x {sizes[2]}"
 
 
 def _fresh_numpy(seed: int) -> list[Any]:

@@ -1,6 +1,7 @@
 """The Engine: one object for a model, its optimizer and its criterion, with a config's features built in."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,7 +10,15 @@ from colossalai.amp import OptimizerWrapper
 from colossalai.context import Axis, Mesh
 from colossalai.engine.gradient_handler import BaseGradientHandler
 from colossalai.engine.schedule import BaseSchedule
-from colossalai.runtime import ModelWrapper, TrainingStep
+from colossalai.runtime import (
+    ModelWrapper,
+    Resumed,
+    Run,
+    TrainingStep,
+    resume_run,
+    save_run,
+    with_position,
+)
 
 Criterion = Callable[..., torch.Tensor]
 
@@ -26,6 +35,9 @@ class Engine:
         observers: The ranks whose losses and outputs together are those of the whole batch, each part seen
             equally often; default: those along `dp` and, where there is a pipeline, its ranks.
         gradient_handlers: What makes gradients equal over the ranks, if not DDP.
+        lr_scheduler: The scheduler that `save` and `load` take along.
+        train_dataloader: The loader whose position they take along, if it knows that.
+        settings: How the run is set up, for people who read a training state.
     """
 
     def __init__(
@@ -38,6 +50,9 @@ class Engine:
         device: torch.device,
         observers: Axis | None = None,
         gradient_handlers: Sequence[BaseGradientHandler] = (),
+        lr_scheduler: Any = None,
+        train_dataloader: Any = None,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.training_step = training_step
         self.schedule = schedule
@@ -45,6 +60,9 @@ class Engine:
         self.device = device
         self.observers = observers or mesh.axis(("dp", "pp") if self.model.pipeline else "dp")
         self.gradient_handlers = tuple(gradient_handlers)
+        self.lr_scheduler = lr_scheduler
+        self.train_dataloader = train_dataloader
+        self.settings = dict(settings or {})
         self._criterion = criterion
 
     @property
@@ -135,4 +153,87 @@ class Engine:
         """
         return self.schedule.forward_back_step(
             self, data_iter, forward_only, return_loss, return_output_label
+        )
+
+    def save(
+        self,
+        folder: str | Path,
+        *,
+        step: int,
+        epoch: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        save_async: bool = False,
+        keep_last: int = 2,
+        every: int = 1,
+    ) -> Path | None:
+        """Save everything that the run needs to go on, as `folder/step-<step>`; every rank calls it.
+
+        That is model, optimizer, scheduler, loss scale, random states and the position in the data. Every
+        rank writes its own part, so all of them must see the folder.
+
+        Args:
+            folder: The folder of the run's training states.
+            step: The number of steps done.
+            epoch: The epoch that the next batch belongs to, from 0; default: that of the loader.
+            extra: Plain values of your own.
+            lr_scheduler: The scheduler; default: the one that went through `initialize`.
+            dataloader: The loader of the training data; default: the one that `initialize` returned, if it
+                knows its position.
+            save_async: Return when everything is copied to host memory, and write in the background. An error
+                there is raised by the next step, or save, or `gpc.destroy()`, on every rank.
+            keep_last: How many training states stay in the folder.
+            every: Save only where `step` is a multiple.
+
+        Returns:
+            The path of the training state; None if it was not time.
+
+        Raises:
+            ValueError: Something cannot be saved, or an accumulation window is under way.
+            OSError: It cannot be written; on all ranks. The earlier ones stay.
+        """
+        run = self._run(lr_scheduler, dataloader)
+        return save_run(
+            folder,
+            run,
+            step=step,
+            epoch=epoch,
+            extra=extra,
+            save_async=save_async,
+            keep_last=keep_last,
+            every=every,
+        )
+
+    def load(self, folder: str | Path, *, lr_scheduler: Any = None, dataloader: Any = None) -> Resumed | None:
+        """Go on from the newest complete training state of a folder, or from the one that a path is.
+
+        It may have been saved under any other plan and number of ranks, and by a Booster.
+
+        Args:
+            folder: The folder, or a path that `save` returned.
+            lr_scheduler: See `save`.
+            dataloader: See `save`.
+
+        Returns:
+            Step, epoch and extra values as they were saved; None if there is no training state.
+
+        Raises:
+            ValueError: All training states are damaged, or the newest complete one lacks something or does
+                not fit; nothing was overwritten.
+            OSError: It cannot be read.
+        """
+        resumed = resume_run(folder, self._run(lr_scheduler, dataloader))
+        if resumed is not None:
+            self.training_step.restart_window()
+        return resumed
+
+    def _run(self, lr_scheduler: Any, dataloader: Any) -> Run:
+        return Run(
+            model=self.model,
+            optimizer=self.training_step.optimizer_or_none,
+            lr_scheduler=self.lr_scheduler if lr_scheduler is None else lr_scheduler,
+            dataloader=with_position(self.train_dataloader) if dataloader is None else dataloader,
+            settings=self.settings,
+            is_in_window=self.training_step.is_in_window,
         )

@@ -203,3 +203,8 @@ def cut_of_heads(num_heads: int) -> Cut:
 def by_head(fused: Tensor, num_heads: int) -> Tensor:
     """Reorder dim 0 of a fused weight or bias from (3, heads, head_size) to (heads, 3, head_size)."""
     return fused.unflatten(0, (3, num_heads, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def by_kind(fused: Tensor, num_heads: int) -> Tensor:
+    """Undo `by_head`: reorder dim 0 from (heads, 3, head_size) to (3, heads, head_size)."""
+    return fused.unflatten(0, (num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)

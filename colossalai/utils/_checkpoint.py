@@ -35,6 +35,8 @@ def load_checkpoint(
     optimizer: Optimizer | None = None,
     lr_scheduler: Any = None,
     strict: bool = True,
+    *,
+    allow_pickle: bool = False,
 ) -> int:
     """Load what `save_checkpoint` saved and return the epoch; the parallel plan may be another one.
 
@@ -44,8 +46,12 @@ def load_checkpoint(
         optimizer: Its optimizer, or the engine's.
         lr_scheduler: A scheduler.
         strict: Whether missing and unexpected names are errors.
+        allow_pickle: Run the code that the file may hold, if it cannot be restored without: only for a file
+            from somebody whom you trust.
     """
-    return checkpoint_io.load_checkpoint(file, _raw_model(model), optimizer, lr_scheduler, strict=strict)
+    return checkpoint_io.load_checkpoint(
+        file, _raw_model(model), optimizer, lr_scheduler, strict=strict, allow_pickle=allow_pickle
+    )
 
 
 def _raw_model(model: nn.Module) -> nn.Module:

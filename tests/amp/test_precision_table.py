@@ -44,7 +44,9 @@ def train(choice, column):
     else:
         booster = Booster(mixed_precision=choice, plugin=plugin())
     torch.manual_seed(0)
-    model, criterion = build("gpt", max_position_embeddings=LENGTH), criterion_of("gpt")
+    num_layers = 2 if column == "pipeline" else 1  # a pipeline has two stages; the rest is the same per layer
+    model = build("gpt", max_position_embeddings=LENGTH, num_layers=num_layers)
+    criterion = criterion_of("gpt")
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if optimizer.scaler.scale > 1:
         optimizer.scaler.scale = 64.0

@@ -118,12 +118,12 @@ def build(method):
     return booster, model, optimizer, scheduler
 
 
-def save_everything(method, folder, shard, use_safetensors):
+def save_everything(method, folder, shard, use_safetensors, gather):
     colossalai.launch_from_torch(config={}, verbose=False)
     booster, model, optimizer, scheduler = build(method)
     train_two_steps(booster, model, optimizer, scheduler)
-    booster.save_model(model, f"{folder}/model", shard, True, "", 10, use_safetensors=use_safetensors)
-    booster.save_optimizer(optimizer, f"{folder}/optimizer", shard=shard)
+    booster.save_model(model, f"{folder}/model", shard, gather, "", 10, use_safetensors=use_safetensors)
+    booster.save_optimizer(optimizer, f"{folder}/optimizer", shard=shard, gather_dtensor=gather)
     booster.save_lr_scheduler(scheduler, f"{folder}/scheduler")
     train_two_steps(booster, model, optimizer, scheduler)
     return full_parameters(model)
@@ -141,12 +141,14 @@ def load_everything(method, folder):
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("save", "load", "shard", "use_safetensors"),
-    [(("ddp", 2), ("fsdp", 2), False, False), (("fsdp", 2), ("ddp", 1), True, True),
-     (("fsdp", 2), ("fsdp", 4), True, False), (("ddp", 1), ("fsdp", 2), False, True)],
+    ("save", "load", "shard", "use_safetensors", "gather"),
+    [(("ddp", 2), ("fsdp", 2), False, False, True), (("fsdp", 2), ("ddp", 1), True, True, True),
+     (("fsdp", 2), ("fsdp", 4), True, False, True), (("ddp", 1), ("fsdp", 2), False, True, True),
+     (("fsdp", 2), ("ddp", 1), False, False, False)],
 )  # fmt: skip
-def test_training_goes_on_under_another_plugin(tmp_path, save, load, shard, use_safetensors):
-    expected = run_ranks(save_everything, save[1], save[0], str(tmp_path), shard, use_safetensors)[0]
+def test_training_goes_on_under_another_plugin(tmp_path, save, load, shard, use_safetensors, gather):
+    expected = run_ranks(save_everything, save[1], save[0], str(tmp_path), shard, use_safetensors, gather)[0]
+    assert gather == (not (tmp_path / "model" / "model" / "tensors.json").is_file())
     for params in run_ranks(load_everything, load[1], load[0], str(tmp_path)):
         for name, value in params.items():
             assert_close(value, expected[name], rtol=1e-10, atol=1e-10)
@@ -252,11 +254,6 @@ def errors():
         booster.backward(torch.ones(()), torch.optim.SGD(model.parameters(), lr=1))
     with pytest.raises(ValueError, match="has not been boosted"):
         booster.no_sync(model)
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=1))
-    with pytest.raises(ValueError, match="gather_dtensor=False"):
-        booster.save_model(boosted, "x", gather_dtensor=False)
-    with pytest.raises(ValueError, match="gather_dtensor=False"):
-        booster.save_optimizer(optimizer, "x", gather_dtensor=False)
     for wrong in ({"plugin": TorchDDPPlugin}, {"mixed_precision": 16}, {"mixed_precision": "fp8"}):
         with pytest.raises(ValueError, match="it must be"):
             Booster(**wrong)

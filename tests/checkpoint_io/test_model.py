@@ -197,8 +197,9 @@ def test_damage_is_found_before_anything_is_overwritten(options: dict[str, Any],
     files = [tmp_path / "x"] if not options.get("shard") else sorted((tmp_path / "x").glob("*-of-*"))
     victim, model = files[-1], tied(seed=1)
     intact = victim.read_bytes()
-    middle = len(intact) // 2
-    flipped = intact[:middle] + bytes([intact[middle] ^ 1]) + intact[middle + 1 :]
+    values = (tensor.numpy().tobytes() for tensor in tied(seed=2).state_dict().values())
+    place = max(map(intact.find, values))  # of a value, not of what fills a file up
+    flipped = intact[:place] + bytes([intact[place] ^ 1]) + intact[place + 1 :]
     for damaged in (flipped, intact[:-20], b""):
         victim.write_bytes(damaged)
         with pytest.raises(ValueError, match=str(victim)):

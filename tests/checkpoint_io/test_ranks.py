@@ -212,7 +212,7 @@ def fail_in_the_second_shard(folder: Path) -> str:
     with group():
         model = sharded(3)
         if dist.get_rank() == 0:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
         with pytest.raises(OSError, match="bytes needed") as caught:
             save_model(model, folder, shard=True, size_per_shard=0.0005)
         return str(caught.value)
@@ -254,5 +254,5 @@ def test_a_training_state_of_two_ranks(tmp_path: Path, capfd: pytest.CaptureFixt
     path = latest_training_state(tmp_path)
     assert path is not None
     load_training_state(path, state)
-    assert "saved on 2 ranks, this job has 1: the random states are not restored" in capfd.readouterr().err
+    assert "saved on 2 ranks" in capfd.readouterr().err
     assert train(state.model, state.optimizer, steps=range(2, 4)) == pytest.approx(losses, abs=TOLERANCE)

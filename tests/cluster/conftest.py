@@ -1,10 +1,12 @@
-"""The hosts that the tests of a file share."""
+"""The hosts that the tests of a file share, and SLURM on them."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from tests.cluster.network import Network, make_network
+from tests.cluster.slurm import Slurm
+from tests.cluster.slurm import reason_to_skip as reason_against_slurm
 
 
 @pytest.fixture(scope="module")
@@ -13,3 +15,11 @@ def network() -> Iterator[Network]:
     hosts = make_network(3)
     yield hosts
     hosts.close()
+
+
+@pytest.fixture(scope="module")
+def slurm(network: Network) -> Slurm:
+    """SLURM on host1 and host2; it ends with the hosts."""
+    if reason := reason_against_slurm():
+        pytest.skip(reason)
+    return Slurm(network)

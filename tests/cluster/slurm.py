@@ -66,10 +66,14 @@ class Slurm:
             self._start(host, ["slurmd", "-f", conf])
         self._wait_until_idle()
 
+    @property
+    def env(self) -> dict[str, str]:
+        """What a command of SLURM needs in its environment."""
+        return {"SLURM_CONF": str(self.folder / "slurm.conf")}
+
     def run(self, argv: Sequence[str], **options: Any) -> subprocess.CompletedProcess[str]:
         """Run a command of SLURM on host1."""
-        env = {**options.pop("env", {}), "SLURM_CONF": str(self.folder / "slurm.conf")}
-        return self.network.run("host1", argv, env=env, **options)
+        return self.network.run("host1", argv, env={**options.pop("env", {}), **self.env}, **options)
 
     def _start(self, host: str, argv: list[str]) -> None:
         done = self.network.run(host, argv)  # it goes into the background by itself

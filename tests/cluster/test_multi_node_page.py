@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,7 +18,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.cluster import openmpi
 from tests.cluster.network import ROOT, Network
+from tests.cluster.slurm import Slurm
 from tests.cluster.test_preflight import hidden
 
 PAGE = (ROOT / "docs" / "multi_node.md").read_text()
@@ -51,13 +52,7 @@ class Terminal:
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "COLUMNS": "250",
-            # What mpirun needs to be told by root, and by hosts with the addresses of these.
-            "OMPI_ALLOW_RUN_AS_ROOT": "1",
-            "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-            "OMPI_MCA_btl": "self,tcp",
-            "OMPI_MCA_btl_tcp_if_include": "eth0",
-            "OMPI_MCA_oob_tcp_if_include": "eth0",
-            "OMPI_MCA_plm_rsh_agent": "ssh",
+            **openmpi.SETTINGS,
         }
 
     def run(self, host: str, command: str) -> subprocess.CompletedProcess[str]:
@@ -156,17 +151,35 @@ def test_a_failure_is_named(terminal: Terminal, broken: str, text: str):
 def test_the_commands_do_what_the_page_says(terminal: Terminal):
     (terminal.folder / "hosts").unlink()
     for broken, text in BLOCKS:
-        if broken is None and "mpirun" not in text:
+        if broken is None and "mpirun" not in text and "srun" not in text:
             terminal.follow(text, fails=False)
     assert (terminal.home / ".ssh" / "id_ed25519.pub").exists()
     assert (terminal.folder / "model.safetensors").exists()
 
 
 @pytest.mark.cluster
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="not installed: mpirun (Debian: openmpi-bin)")
+@pytest.mark.skipif(bool(openmpi.reason_to_skip()), reason=openmpi.reason_to_skip())
 def test_the_line_of_openmpi(terminal: Terminal):
     (text,) = [text for _, text in BLOCKS if "mpirun" in text]
     terminal.follow(text, fails=False)
+
+
+@pytest.mark.cluster
+def test_the_line_of_slurm(terminal: Terminal, slurm: Slurm):
+    (text,) = [text for _, text in BLOCKS if "srun" in text]
+    terminal.env |= slurm.env
+    terminal.follow(text, fails=False)
+
+
+@pytest.mark.cluster
+def test_the_batch_script(terminal: Terminal, slurm: Slurm):
+    script = block("bash").replace("#SBATCH --gpus-per-node=8\n", "").replace("_node 8", "_node 1")
+    (terminal.folder / "job.sh").write_text(script)
+    terminal.env |= slurm.env
+    done = terminal.run("host1", "sbatch --wait --output log job.sh")
+    log = (terminal.folder / "log").read_text()
+    assert done.returncode == 0, done.stderr + log
+    assert "[host1:0] trained on 2 ranks" in log
 
 
 @pytest.mark.cluster
@@ -213,13 +226,6 @@ def test_the_manifest_fits_the_schema_of_kubernetes():
     job["spec"]["completionModes"] = "Indexed"
     with pytest.raises(validator.ValidationError):
         validator.validate(job, validator.latest_version(), strict=True)
-
-
-@pytest.mark.unit
-def test_the_batch_script_is_one(tmp_path: Path):
-    (tmp_path / "job.sh").write_text(block("bash"))
-    assert subprocess.run(["bash", "-n", str(tmp_path / "job.sh")], check=False).returncode == 0
-    assert "\n#SBATCH --nodes=2\n" in block("bash")
 
 
 @pytest.mark.unit

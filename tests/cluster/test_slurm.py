@@ -2,30 +2,16 @@
 
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.cluster import slurm
-from tests.cluster.network import ROOT, make_network
+from tests.cluster.network import ROOT
 from tests.cluster.slurm import Slurm
 
 pytestmark = pytest.mark.cluster
 
 RUN = (sys.executable, "-m", "colossalai.cli", "run", "--no-preflight", "job.py")
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Slurm]:
-    """Two hosts with SLURM."""
-    if reason := slurm.reason_to_skip():
-        pytest.skip(reason)
-    network = make_network(2)
-    try:
-        yield Slurm(network)
-    finally:
-        network.close()
 
 
 @pytest.fixture
@@ -37,20 +23,20 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_uses_the_nodes_of_the_allocation(cluster: Slurm, folder: Path):
-    done = cluster.run(["salloc", "-N", "2", *RUN], cwd=folder, env={"PYTHONPATH": str(ROOT)})
+def test_it_uses_the_nodes_of_the_allocation(slurm: Slurm, folder: Path):
+    done = slurm.run(["salloc", "-N", "2", *RUN], cwd=folder, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[host1:0] rank 0 2 host1", "[host2:1] rank 1 2 host2"]
 
 
-def test_in_an_allocation_of_this_machine_it_needs_no_ssh(cluster: Slurm, folder: Path):
+def test_in_an_allocation_of_this_machine_it_needs_no_ssh(slurm: Slurm, folder: Path):
     words = ["salloc", "-w", "host1", *RUN[:-1], "--nproc_per_node", "2", "job.py"]
-    done = cluster.run(words, cwd=folder, env={"PYTHONPATH": str(ROOT)})
+    done = slurm.run(words, cwd=folder, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 2 host1", "rank 1 2 host1"]
 
 
-def test_started_by_srun_on_every_node_it_says_what_to_do(cluster: Slurm, folder: Path):
-    done = cluster.run(["srun", "-N", "2", "-n", "2", *RUN], cwd=folder, env={"PYTHONPATH": str(ROOT)})
+def test_started_by_srun_on_every_node_it_says_what_to_do(slurm: Slurm, folder: Path):
+    done = slurm.run(["srun", "-N", "2", "-n", "2", *RUN], cwd=folder, env={"PYTHONPATH": str(ROOT)})
     assert done.returncode != 0
     assert len(re.findall("start it once, in the batch script without srun", done.stderr)) == 2

@@ -143,6 +143,16 @@ def test_a_mode_of_the_user_is_known_by_its_seed() -> None:
     assert found[2] != torch.rand((), generator=torch.Generator().manual_seed(52)).item()
 
 
+def test_a_second_resume_draws_anew() -> None:
+    _, states, _ = saved_by((1, 1, 1))
+    drawn = []
+    for step in (5, 6):
+        be_rank(1, (2, 1, 1))
+        set_random_state(fitting_random_state(states, step=step))
+        drawn.append(draw()[DATA])
+    assert drawn[0] != drawn[1]
+
+
 def test_the_mode_in_force_stays() -> None:
     _, states, after = saved_by((1, 1, 1))
     be_rank(0, (1, 1, 2))
@@ -154,6 +164,7 @@ def test_the_mode_in_force_stays() -> None:
 def test_it_is_said_in_words() -> None:
     _, states, _ = saved_by((2, 1, 1))
     be_rank(0, (4, 1, 2))
-    text = say_other_layout(states[0], step=5)
-    assert "2 data x 1 pipeline x 1 tensor ranks, this job has 4 data x 1 pipeline x 2 tensor ranks" in text
+    text = say_other_layout(states, step=5)
+    assert "saved on 2 ranks (data x pipeline x tensor = 2 x 1 x 1), this job has data" in text
+    assert "this job has data x pipeline x tensor = 4 x 1 x 2" in text
     assert "of 2 of 8 ranks go on, those of the other 6 are new, from the seed and step 5" in text

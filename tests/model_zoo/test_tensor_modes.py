@@ -26,11 +26,11 @@ def loss_of(criterion, model, batch):
     return criterion(model(inputs), labels)
 
 
-def train(name, mode, data, vocab_parallel_limit, extra=None, vocab=VOCAB):
+def train(name, mode, data, vocab_parallel_limit, extra=None, vocab=VOCAB, num_layers=1):
     """Train in a mode and in one process; the plain twin is built before there is a mode."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(3)
-    sizes = {} if name == "vit" else {"vocab_size": vocab}
+    sizes = {"num_layers": num_layers} | ({} if name == "vit" else {"vocab_size": vocab})
     plain, plain_criterion = build(name, **sizes), criterion_of(name)
     max_norm = (
         MAX_NORM if data > 1 else None
@@ -62,7 +62,7 @@ def train(name, mode, data, vocab_parallel_limit, extra=None, vocab=VOCAB):
 @pytest.mark.parametrize("mode", EVERY_MODE)
 @pytest.mark.parametrize("name", ["gpt", "bert", "vit"])
 def test_three_steps(name, mode):
-    losses = run_ranks(train, MODES[mode]["size"], name, mode, 1, 1)
+    losses = run_ranks(train, MODES[mode]["size"], name, mode, 1, 1, None, VOCAB, 2)
     assert len(set(losses[0])) == 3
 
 
@@ -109,7 +109,7 @@ def losses_in(precision, name, mode):
     config |= {"fp16": {"mode": precision}} if precision == AMP_TYPE.BF16 else {}
     colossalai.launch_from_torch(config, verbose=False)
     torch.manual_seed(3)
-    model = build(name, vocab_parallel_limit=1, init_std=0.1)
+    model = build(name, vocab_parallel_limit=1, init_std=0.1, num_layers=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     engine, *_ = colossalai.initialize(model, optimizer, criterion_of(name), verbose=False)
     losses = []

@@ -24,7 +24,8 @@ TENSOR = {"none": None, "1d": {"size": 2, "mode": "1d"}, "2d": {"size": 4, "mode
 def train(name: str, mode: str, schedule: str, pipeline: int, data: int) -> list[float]:
     """Train over data x pipeline x tensor ranks; the plain twin is built before there is a mode."""
     torch.set_default_dtype(torch.float64)
-    sizes = {"num_layers": 4}
+    num_chunks = 2 if schedule in ("interleaved", "zb-v") else 1
+    sizes = {"num_layers": pipeline * num_chunks}  # a block for each chunk
     torch.manual_seed(3)
     plain, plain_criterion = build(name, **sizes), criterion_of(name)
     config: dict[str, Any] = {

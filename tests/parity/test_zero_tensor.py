@@ -31,7 +31,8 @@ def train(mode: str, stage: int, pipeline: int) -> list[float]:
     """Train a GPT over two replicas; the plain twin is built before there is a mode."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(3)
-    plain, plain_criterion = build("gpt"), criterion_of("gpt")
+    sizes = {"num_layers": pipeline}  # a block for each stage
+    plain, plain_criterion = build("gpt", **sizes), criterion_of("gpt")
     config: dict[str, Any] = {
         "parallel": {"tensor": TENSOR[mode]},
         "zero": {"stage": stage},
@@ -44,7 +45,7 @@ def train(mode: str, stage: int, pipeline: int) -> list[float]:
 
     def apply(twin: nn.Module) -> Subject:
         torch.manual_seed(3)
-        model = build("gpt", vocab_parallel_limit=1)
+        model = build("gpt", vocab_parallel_limit=1, **sizes)
         through = through_pipeline if pipeline > 1 else through_engine
         return through(case, model, criterion_of("gpt"))
 

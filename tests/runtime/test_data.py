@@ -114,3 +114,19 @@ def test_refusals():
         next(iter(loader))
     with pytest.raises(ValueError, match="replica 2 of 2"):
         DataParallelSampler(dataset_of(4), num_replicas=2, replica=2)
+
+
+@pytest.mark.unit
+def test_a_batch_of_another_size_goes_on_at_the_same_sample(capfd):
+    def loader(num_replicas, batch_size):
+        dataset = TensorDataset(torch.arange(24))
+        return make_dataloader(dataset, num_replicas=num_replicas, replica=0, batch_size=batch_size)
+
+    saved = loader(2, 2)
+    batches = iter(saved)
+    next(batches), next(batches), next(batches)  # samples 0 to 11, on both replicas
+    for num_replicas, batch_size, first in ((1, 6, 12), (3, 2, 12), (1, 12, 12), (1, 8, 8)):
+        resumed = loader(num_replicas, batch_size)
+        resumed.load_state_dict(saved.state_dict())
+        assert next(iter(resumed))[0][0] == first
+    assert capfd.readouterr().err.count("4 of them will be seen again") == 1

@@ -1,16 +1,23 @@
 """GPT-2 models of Hugging Face transformers, taken over."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from colossalai.model_zoo._attention import by_head
+from colossalai.model_zoo._attention import by_head, by_kind
 from colossalai.model_zoo._weights import gelu_of, load_parameters, require_settings
 from colossalai.model_zoo.gpt._config import GPTConfig
 from colossalai.model_zoo.gpt._model import GPT
 
+# Names in a block: here, and theirs.
+_LINEAR = {
+    "attention.projection": "attn.c_proj",
+    "mlp.expansion": "mlp.c_fc",
+    "mlp.projection": "mlp.c_proj",
+}
+_NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
 _BUILT_IN = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -36,6 +43,32 @@ def from_hugging_face(hf_model: nn.Module, **overrides: Any) -> GPT:
     model = GPT(config)
     load_parameters(model, dict(_weights(hf_model.state_dict(), config)))
     return model
+
+
+def to_hugging_face(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[str, Tensor]:
+    """Return the weights of a GPT by the names, and in the layout, of a `transformers.GPT2LMHeadModel`.
+
+    Args:
+        weights: Whole tensors by their names in `GPT`: what a file of `save_model` holds.
+        config: The shape of the model.
+    """
+    theirs = {
+        "transformer.wte.weight": weights["embedding.tokens.weight"],
+        "transformer.wpe.weight": weights["embedding.positions.weight"],
+        "lm_head.weight": weights["embedding.tokens.weight"],
+    }
+    for kind in ("weight", "bias"):
+        theirs[f"transformer.ln_f.{kind}"] = weights[f"norm.{kind}"]
+        for layer in range(config.num_layers):
+            block, target = f"blocks.{layer}", f"transformer.h.{layer}"
+            fused = by_kind(weights[f"{block}.attention.qkv.{kind}"], config.num_attention_heads)
+            # Their linear layers are stored (in, out).
+            theirs[f"{target}.attn.c_attn.{kind}"] = fused.t()
+            for mine, name in _LINEAR.items():
+                theirs[f"{target}.{name}.{kind}"] = weights[f"{block}.{mine}.{kind}"].t()
+            for mine, name in _NORMS.items():
+                theirs[f"{target}.{name}.{kind}"] = weights[f"{block}.{mine}.{kind}"]
+    return {name: tensor.contiguous() for name, tensor in theirs.items()}
 
 
 def config_of(hf_config: Any) -> GPTConfig:
@@ -66,10 +99,9 @@ def _weights(theirs: dict[str, Tensor], config: GPTConfig) -> Iterator[tuple[str
             # Their linear layers are stored (in, out).
             fused = theirs[f"{source}.attn.c_attn.{kind}"].t()
             yield f"{target}.attention.qkv.{kind}", by_head(fused, config.num_attention_heads)
-            yield f"{target}.attention.projection.{kind}", theirs[f"{source}.attn.c_proj.{kind}"].t()
-            yield f"{target}.mlp.expansion.{kind}", theirs[f"{source}.mlp.c_fc.{kind}"].t()
-            yield f"{target}.mlp.projection.{kind}", theirs[f"{source}.mlp.c_proj.{kind}"].t()
-            yield f"{target}.attention_norm.{kind}", theirs[f"{source}.ln_1.{kind}"]
-            yield f"{target}.mlp_norm.{kind}", theirs[f"{source}.ln_2.{kind}"]
+            for mine, name in _LINEAR.items():
+                yield f"{target}.{mine}.{kind}", theirs[f"{source}.{name}.{kind}"].t()
+            for mine, name in _NORMS.items():
+                yield f"{target}.{mine}.{kind}", theirs[f"{source}.{name}.{kind}"]
     for kind in ("weight", "bias"):
         yield f"norm.{kind}", theirs[f"transformer.ln_f.{kind}"]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from colossalai.checkpoint_io import save_checkpoint
+from colossalai.checkpoint_io import save_checkpoint, wait_for_saves
 from colossalai.registry import HOOKS
 from colossalai.trainer.hooks._base import BaseHook, check_interval
 from colossalai.trainer.hooks._lr_scheduler_hook import LRSchedulerHook
@@ -22,6 +22,13 @@ class SaveCheckpointHook(BaseHook):
 
         trainer.cur_epoch = load_checkpoint(file, model, optimizer, lr_scheduler) + 1
 
+    With `keep_last` it saves training states instead (`Engine.save`), which hold all that a run needs to go
+    on bit for bit, in the middle of an epoch too:
+
+        resumed = engine.load("checkpoints", lr_scheduler=lr_scheduler)
+        if resumed is not None:
+            trainer.cur_epoch, trainer.cur_step = resumed.epoch, resumed.step
+
     Args:
         interval: Number of epochs (or of steps, with `save_by_iter`) from one save to the next.
         checkpoint_dir: A name with a suffix ("last.pt") is a file that every save replaces; one without is
@@ -30,6 +37,11 @@ class SaveCheckpointHook(BaseHook):
         model: The model to save, the engine's if not given.
         save_by_iter: Count steps instead of epochs.
         priority: Hooks with a lower value run earlier; the one that steps the schedule must.
+        keep_last: Save training states in the folder `checkpoint_dir`, and keep so many.
+        save_async: Write them in the background.
+
+    Raises:
+        ValueError: The options do not go together.
     """
 
     def __init__(
@@ -39,25 +51,56 @@ class SaveCheckpointHook(BaseHook):
         model: nn.Module | None = None,
         save_by_iter: bool = False,
         priority: int = 10,
+        *,
+        keep_last: int | None = None,
+        save_async: bool = False,
     ) -> None:
         super().__init__(priority)
         self.interval = check_interval(interval)
         self.path = Path("checkpoints" if checkpoint_dir is None else checkpoint_dir)
         self.model = model
         self.save_by_iter = save_by_iter
+        self.keep_last = keep_last
+        self.save_async = save_async
+        self._is_due = False  # since the last batch of an epoch, which ends first
+        if keep_last is None and save_async:
+            raise ValueError("save_async=True is for training states: say how many to keep with keep_last")
+        if keep_last is not None and (model is not None or self.path.suffix):
+            raise ValueError(
+                "keep_last saves training states of the engine's model: leave model out, and give a folder"
+            )
 
     def after_train_iter(self, trainer: "Trainer", output: Any, label: Any, loss: Tensor | None) -> None:
         """Save if steps are counted and it is time."""
-        if self.save_by_iter and trainer.cur_step % self.interval == 0:
+        if not self.save_by_iter or trainer.cur_step % self.interval:
+            return
+        loader = trainer.engine.train_dataloader
+        self._is_due = self.keep_last is not None and getattr(loader, "at_last_batch", False)
+        if not self._is_due:
             self._save(trainer, f"step_{trainer.cur_step}.pt")
 
+    def after_train(self, trainer: "Trainer") -> None:
+        """Wait for what is saved in the background."""
+        wait_for_saves()
+
     def after_train_epoch(self, trainer: "Trainer") -> None:
-        """Save if epochs are counted and it is time."""
-        if not self.save_by_iter and trainer.cur_epoch % self.interval == 0:
+        """Save if epochs are counted and it is time, or it was time at the last step."""
+        if self._is_due or (not self.save_by_iter and trainer.cur_epoch % self.interval == 0):
+            self._is_due = False
             self._save(trainer, f"epoch_{trainer.cur_epoch}.pt")
 
     def _save(self, trainer: "Trainer", name: str) -> None:
         schedulers = [hook.lr_scheduler for hook in trainer.hooks if isinstance(hook, LRSchedulerHook)]
+        if self.keep_last is not None:
+            trainer.engine.save(
+                self.path,
+                step=trainer.cur_step,
+                epoch=trainer.cur_epoch,
+                lr_scheduler=schedulers[0] if schedulers else None,
+                save_async=self.save_async,
+                keep_last=self.keep_last,
+            )
+            return
         save_checkpoint(
             self.path if self.path.suffix else self.path / name,
             trainer.cur_epoch - 1,

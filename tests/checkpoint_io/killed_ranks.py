@@ -1,0 +1,223 @@
+"""Ranks that save for ever, are killed at a random moment, and what they leave.
+
+Used by test_kills.py and by tools/checkpoint_kills.py. The caller is a process that has run nothing: the
+ranks are forked from it, which takes no time.
+"""
+
+import mmap
+import os
+import random
+import select
+import signal
+import socket
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+from colossalai.checkpoint_io import (
+    TrainingState,
+    latest_training_state,
+    load_training_state,
+    save_training_state,
+)
+
+NUM_RANKS = 2
+MOST_SAVES = 3  # before the one in which the kill falls
+FIRST_GUESS_S = 0.05  # how long a save takes
+GRACE_S = 0.05  # how long a rank that was not killed has for noticing
+WAIT_S = 60.0
+_BEGUN, _DONE = range(2)
+
+
+@dataclass(frozen=True)
+class Kill:
+    """What happened in one try.
+
+    Attributes:
+        victims: The ranks that were killed at once; the others a little later.
+        is_async: Whether they saved in the background.
+        done: The last save that had ended.
+        begun: The last that had begun.
+        told: The one that was found.
+        num_left: Number of entries of the folder that no complete save would have left.
+    """
+
+    victims: tuple[int, ...]
+    is_async: bool
+    done: int
+    begun: int
+    told: int
+    num_left: int
+
+
+class Counters:
+    """Two numbers that the forked ranks and their keeper share."""
+
+    def __init__(self) -> None:
+        self._memory = memoryview(mmap.mmap(-1, 16)).cast("q")
+
+    def __getitem__(self, place: int) -> int:
+        return self._memory[place]
+
+    def __setitem__(self, place: int, value: int) -> None:
+        self._memory[place] = value
+
+
+def state_of(step: int) -> TrainingState:
+    """A state all of whose values tell the step."""
+    model = nn.Sequential(*(nn.Linear(48, 48) for _ in range(3)))
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in model.parameters():
+        nn.init.constant_(param, step)
+        optimizer.state[param]["momentum_buffer"] = torch.full_like(param, step)
+    return TrainingState(model=model, optimizer=optimizer, extra={"told": step})
+
+
+def run_tries(folder: Path, *, num_tries: int, seed: int) -> list[Kill]:
+    """Kill ranks that save, again and again in one folder, and look at what is left each time.
+
+    Raises:
+        AssertionError: No complete training state was left, or not the last or the one before.
+    """
+    keeper = Keeper(folder, seed)
+    save_training_state(folder, state_of(0), step=0)
+    return [keeper.one_try() for _ in range(num_tries)]
+
+
+class Keeper:
+    """Starts the ranks, kills them, and looks at what they leave.
+
+    Args:
+        folder: Where they save.
+        seed: Of all that is random.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder = folder
+        self._source = random.Random(seed)
+        self._last = 0
+        self._seconds = FIRST_GUESS_S  # that a save takes
+
+    def one_try(self) -> Kill:
+        """Let ranks save, kill them, and return what happened."""
+        victims = self._source.choice([(0,), (1,), (0, 1)])
+        is_async, num_saves = self._source.random() < 0.5, self._source.randint(0, MOST_SAVES)
+        counters = Counters()
+        counters[_DONE] = self._last
+        with tempfile.TemporaryFile("w+") as log:
+            pids = self._start(is_async, counters, log.fileno())
+            try:
+                self._wait_for(self._last + num_saves, counters)
+                time.sleep(self._source.uniform(0, 1.5 * self._seconds))
+                for rank in victims:
+                    os.kill(pids[rank], signal.SIGKILL)
+                time.sleep(GRACE_S)
+            finally:
+                for pid in pids:
+                    os.kill(pid, signal.SIGKILL)
+                ends = [os.waitpid(pid, 0)[1] for pid in pids]
+            for rank in victims:
+                log.seek(0)
+                assert os.WIFSIGNALED(ends[rank]), f"rank {rank} ended by itself\n{log.read()}"
+        done, begun = counters[_DONE], counters[_BEGUN]
+        self._last = told_by(self._folder)
+        assert done <= self._last <= max(begun, done), (
+            f"{self._last} was found after {done} had been saved and {begun} had begun"
+        )
+        left = [entry for entry in self._folder.iterdir() if entry.name.startswith(".")]
+        return Kill(victims, is_async, done, begun, self._last, len(left))
+
+    def _start(self, is_async: bool, counters: Counters, log: int) -> list[int]:
+        """Fork the ranks, and return their process ids when the first is about to save."""
+        reader, writer = os.pipe()
+        port, first = _free_port(), self._last + 1
+        pids = [
+            _fork(rank, port, self._folder, first, is_async, counters, writer, log)
+            for rank in range(NUM_RANKS)
+        ]
+        os.close(writer)
+        ready, _, _ = select.select([reader], [], [], WAIT_S)
+        assert ready, "the ranks do not start"
+        assert os.read(reader, 1), "the ranks ended before the first save"
+        os.close(reader)
+        return pids
+
+    def _wait_for(self, step: int, counters: Counters) -> None:
+        begin, first = time.monotonic(), counters[_DONE]
+        while counters[_DONE] < step:
+            assert time.monotonic() < begin + WAIT_S, "the ranks save nothing"
+            time.sleep(0.001)
+        if step > first:
+            self._seconds = (time.monotonic() - begin) / (step - first)
+
+
+def told_by(folder: Path) -> int:
+    """Return which save the newest complete training state is of, all of whose values must tell it."""
+    path = latest_training_state(folder)
+    assert path is not None, f"no complete training state is left in {folder}"
+    loaded = state_of(-1)
+    told = load_training_state(path, loaded)["told"]
+    for param in loaded.model.parameters():
+        assert param.detach().eq(told).all(), f"{path}: a weight is not of save {told}"
+        assert loaded.optimizer.state[param]["momentum_buffer"].eq(told).all(), f"{path}: a state is not"
+    return told
+
+
+def _fork(
+    rank: int,
+    port: int,
+    folder: Path,
+    first_step: int,
+    is_async: bool,
+    counters: Counters,
+    writer: int,
+    log: int,
+) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.dup2(log, 2)
+            os.environ |= {
+                **{"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)},
+                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+            }
+            dist.init_process_group("gloo")
+            _save_for_ever(folder, first_step, is_async, counters if rank == 0 else Counters(), writer)
+        finally:
+            os._exit(1)
+    return pid
+
+
+def _save_for_ever(
+    folder: Path, first_step: int, is_async: bool, counters: Counters, writer: int
+) -> NoReturn:
+    dist.barrier()
+    step = first_step
+    os.write(writer, b".")
+    while True:
+        counters[_BEGUN] = step
+        # Every third step overwrites the one before: folders are exchanged as well as added.
+        save_training_state(
+            folder, state_of(step), step=step - step % 3 // 2, keep_last=1, save_async=is_async
+        )
+        counters[_DONE] = step - 1 if is_async else step
+        step += 1
+
+
+def _free_port() -> int:
+    source = random.SystemRandom()
+    while True:
+        port = source.randrange(20000, 32000)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+            return port

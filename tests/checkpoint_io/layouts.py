@@ -1,0 +1,230 @@
+"""One training run in many layouts: how it is built, what it holds, and how it is saved and loaded.
+
+The run is a small GPT with tied weights and a vocabulary that no number of ranks divides, in float64, under
+Adam with two groups. A layout is a config and a number of ranks. The batch is the same in all of them, so the
+losses are.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import colossalai
+from colossalai.checkpoint_io import TrainingState, load_training_state, save_training_state
+from colossalai.core import global_context as gpc
+from colossalai.nn.optimizer import HybridAdam, Lamb
+from colossalai.tensor import spec_of
+from tests.model_zoo.tiny import build, criterion_of, make_batch
+from tests.parity.tensor import MODES, whole
+
+VOCAB, SEQ, BATCH = 13, 8, 16
+BEFORE, AFTER = 2, 3  # steps before a save, and after it
+REFERENCE = "whole tensors"
+
+Named = dict[str, dict[str, Tensor]]
+"""By parameter name, and then "parameter" or the key of a state."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the run is laid out.
+
+    Attributes:
+        num_ranks: Number of ranks.
+        config: What it is launched with.
+        optimizer: The optimizer; "disk" is "hybrid" with its states in files.
+        dtype: Of the model as it is built.
+    """
+
+    num_ranks: int
+    config: dict[str, Any]
+    optimizer: str = "adam"
+    dtype: torch.dtype = torch.float64
+
+
+def pipeline(**options: Any) -> dict[str, Any]:
+    return {"size": 2, "partition": "uniform", **options}
+
+
+LAYOUTS = {
+    "one": Layout(1, {}),
+    "dp2": Layout(2, {}),
+    "tp2": Layout(2, {"parallel": {"tensor": MODES["1d"]}}),
+    "2d": Layout(4, {"parallel": {"tensor": MODES["2d"]}}),
+    "2.5d": Layout(8, {"parallel": {"tensor": MODES["2.5d"]}}),
+    "3d": Layout(8, {"parallel": {"tensor": MODES["3d"]}}),
+    "pp2": Layout(2, {"parallel": {"pipeline": pipeline()}, "NUM_MICRO_BATCHES": 2}),
+    "pp2-tp2": Layout(
+        4, {"parallel": {"pipeline": pipeline(), "tensor": MODES["1d"]}, "NUM_MICRO_BATCHES": 2}
+    ),
+    "zero1": Layout(4, {"zero": {"stage": 1}}),
+    "zero2-tp2": Layout(4, {"zero": {"stage": 2}, "parallel": {"tensor": MODES["1d"]}}),
+    "fsdp": Layout(2, {"zero": {"stage": 3}}),
+}
+FURTHER = {
+    "interleaved": Layout(
+        2,
+        {
+            "parallel": {"pipeline": pipeline(schedule="interleaved")},
+            "NUM_MICRO_BATCHES": 2,
+            "NUM_CHUNKS": 2,
+        },
+    ),
+    "sequence": Layout(2, {"parallel": {"tensor": {"size": 2, "mode": "sequence"}}}),
+    "zero1-pp2": Layout(
+        4, {"zero": {"stage": 1}, "parallel": {"pipeline": pipeline()}, "NUM_MICRO_BATCHES": 2}
+    ),
+    "fsdp-tp2": Layout(4, {"zero": {"stage": 3}, "parallel": {"tensor": MODES["1d"]}}),
+    "lamb": Layout(1, {}, "lamb"),
+    "lamb-zero2": Layout(2, {"zero": {"stage": 2}}, "lamb"),
+    "hybrid": Layout(2, {}, "hybrid", torch.float32),
+    "disk": Layout(1, {}, "disk", torch.float32),
+}
+
+
+def layout_of(name: str) -> Layout:
+    return (LAYOUTS | FURTHER)[name]
+
+
+class Run:
+    """The run in this job's layout.
+
+    Args:
+        layout: The layout.
+        seed: The seed of the weights.
+        num_layers: Number of blocks.
+    """
+
+    def __init__(self, layout: Layout, seed: int, num_layers: int) -> None:
+        torch.set_default_dtype(layout.dtype)
+        colossalai.launch_from_torch(layout.config, verbose=False)
+        torch.manual_seed(seed)
+        options = {"vocab_size": VOCAB, "vocab_parallel_limit": 1, "max_position_embeddings": SEQ}
+        model = build("gpt", num_layers=num_layers, **options)
+        optimizer = build_optimizer(layout.optimizer, model)
+        numbered = {id(param): name for name, param in model.named_parameters()}
+        self._names = [numbered[id(param)] for group in optimizer.param_groups for param in group["params"]]
+        self.engine, *_ = colossalai.initialize(model, optimizer, criterion_of("gpt"), verbose=False)
+
+    @property
+    def state(self) -> TrainingState:
+        """Return what is saved of it."""
+        return TrainingState(model=self.engine.model.unwrap(), optimizer=self.engine.optimizer)
+
+    def train(self, steps: range) -> list[float | None]:
+        """Return this rank's losses; None where it does not know them."""
+        losses = []
+        for step in steps:
+            ids = make_batch("gpt", BATCH, step, VOCAB)[0].repeat(1, 2)[:, :SEQ]
+            part = ids.chunk(gpc.data_parallel_size)[gpc.mesh.axis_rank("dp")]
+            self.engine.zero_grad()
+            _, _, loss = self.engine.execute_schedule(iter([(part, part)]), return_output_label=False)
+            self.engine.step()
+            losses.append(None if loss is None else float(loss))
+        return losses
+
+    def tensors(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Tensor]]]:
+        """Yield each parameter that this rank has by its name in the whole model, with all tensors of it."""
+        optimizer = self.engine.optimizer
+        params = {optimizer.param_names[param]: param for param in self.engine.model.parameters()}
+        names = [name for name in self._names if name in params]
+        states = optimizer.state_dict()["state"]
+        for number, name in enumerate(names):
+            found = {"parameter": params[name].detach()}
+            found |= {key: value for key, value in states.get(number, {}).items() if torch.is_tensor(value)}
+            yield name, params[name], found
+
+    def wholes(self) -> Named:
+        """Return what this rank has, whole; collective."""
+        return {
+            name: {
+                key: whole(param, value) if value.ndim == param.ndim else value.clone()
+                for key, value in found.items()
+            }
+            for name, param, found in self.tensors()
+        }
+
+    def differences(self, expected: Named) -> list[str]:
+        """Return the names of what this rank has and is not bit for bit as it should be."""
+        return [
+            f"{name} {key}"
+            for name, param, found in self.tensors()
+            for key in found.keys() | expected[name].keys()
+            if key not in found or not is_part(found[key], expected[name].get(key), param)
+        ]
+
+
+def is_part(own: Tensor, expected: Tensor | None, param: nn.Parameter) -> bool:
+    """Return whether a tensor is this rank's part of another; told by the spec, or by how FSDP cuts."""
+    if expected is None:
+        return False
+    spec = spec_of(param)
+    if spec is not None and own.ndim == param.ndim and expected.ndim:
+        expected = spec.slice_of(expected)
+    if isinstance(own, DTensor):
+        mesh = own.device_mesh
+        if expected.ndim:
+            rows = math.ceil(expected.size(0) / mesh.size())
+            expected = expected[rows * mesh.get_local_rank() :][:rows]
+        own = own.to_local()
+    return own.dtype == expected.dtype and torch.equal(own.cpu(), expected)
+
+
+def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
+    params = list(model.parameters())
+    groups = [
+        {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1},
+        {"params": [param for param in params if param.dim() == 1], "weight_decay": 0.0, "lr": 0.02},
+    ]
+    make: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adam": torch.optim.AdamW,
+        "lamb": Lamb,
+        "hybrid": HybridAdam,
+        "disk": HybridAdam,
+    }
+    return make[name](groups, lr=0.01, **({"nvme_offload_fraction": 1.0} if name == "disk" else {}))
+
+
+def save(name: str, folder: Path, num_layers: int = 2) -> list[float | None]:
+    """Train, save, train on; return the losses after the save."""
+    run = Run(layout_of(name), 1, num_layers)
+    run.train(range(BEFORE))
+    path = save_training_state(folder / name, run.state, step=BEFORE)
+    torch.save(run.wholes(), path.with_name(f"{REFERENCE} {gpc.get_global_rank()}"))
+    losses = run.train(range(BEFORE, BEFORE + AFTER))
+    gpc.destroy()
+    return losses
+
+
+def reference(saved: Path) -> Named:
+    """Return what all ranks had when they saved."""
+    merged: Named = {}
+    for path in saved.glob(f"{REFERENCE} *"):
+        merged |= torch.load(path)
+    return merged
+
+
+def load(name: str, sources: list[str], folder: Path, num_layers: int = 2) -> dict[str, list[float | None]]:
+    """Load what was saved in several layouts, one after the other, and train; return the losses."""
+    run = Run(layout_of(name), 2, num_layers)
+    losses = {}
+    for source in sources:
+        saved = folder / source
+        load_training_state(saved / f"step-{BEFORE:08d}", run.state)
+        wrong = run.differences(reference(saved))
+        assert not wrong, f"saved as {source}, loaded as {name}: {wrong[:8]} of {len(wrong)}"
+        losses[source] = run.train(range(BEFORE, BEFORE + AFTER))
+    gpc.destroy()
+    return losses
+
+
+def mean_losses(of_ranks: list[list[float | None]]) -> list[float]:
+    """Return the mean over the ranks that know a loss, step by step."""
+    steps = zip(*of_ranks, strict=True)
+    return [sum(filter(None, losses)) / len(list(filter(None, losses))) for losses in steps]

@@ -1,0 +1,168 @@
+"""A save in the background: its error reaches every rank at the same step, and no end of the job loses it."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+from colossalai.booster import Booster
+from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
+from colossalai.checkpoint_io import _draft
+from colossalai.core import global_context as gpc
+from colossalai.engine import Engine
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+PLUGINS = {"ddp": TorchDDPPlugin, "zero": lambda: LowLevelZeroPlugin(precision="fp32")}
+SAVED_AT = 2
+STEPS = 40
+
+
+def make_slow(seconds: float, *, only: int | None = None, then: Exception | None = None) -> None:
+    """Let a rank take its time to write its part, and fail then."""
+    write = _draft.write_parts
+
+    def write_slowly(*args: Any) -> Any:
+        if only in (None, gpc.get_global_rank()):
+            time.sleep(seconds)
+            if then is not None:
+                raise then
+        return write(*args)
+
+    _draft.write_parts = write_slowly
+
+
+def until_it_fails(step_once: Any) -> tuple[int, str]:
+    """Return the step that raises, and what."""
+    for step in range(SAVED_AT, STEPS):
+        try:
+            step_once()
+        except OSError as error:
+            return step, str(error)
+        time.sleep(0.01 * gpc.get_global_rank())  # ranks do not pass by at the same time
+    return STEPS, ""
+
+
+def booster_fails(plugin: str, folder: str) -> tuple[int, str]:
+    colossalai.launch_from_torch({}, verbose=False)
+    booster = Booster(plugin=PLUGINS[plugin]())
+    model = nn.Linear(4, 4)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters()))
+
+    def step_once() -> None:
+        booster.backward(model(torch.ones(2, 4)).mean(), optimizer)
+        optimizer.step()
+
+    step_once()
+    make_slow(0.1, only=1, then=OSError("the disk is gone"))
+    booster.save(folder, model, optimizer, step=SAVED_AT, save_async=True)
+    found = until_it_fails(step_once)
+    step_once()  # it is raised once, and training can go on
+    gpc.destroy()
+    return found
+
+
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_an_error_is_raised_by_the_same_step_on_all_ranks(plugin: str, tmp_path: Path) -> None:
+    found = run_ranks(booster_fails, 2, plugin, str(tmp_path))
+    assert found[0][0] == found[1][0] < STEPS
+    assert all("the disk is gone" in text for _, text in found)
+    assert "rank 1" in found[0][1]
+    assert not list(tmp_path.glob("step-*"))
+
+
+def make_engine(config: dict[str, Any]) -> Engine:
+    colossalai.launch_from_torch(config, verbose=False)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = colossalai.initialize(model, optimizer, nn.MSELoss(), verbose=False)
+    return engine
+
+
+def engine_fails(folder: str) -> tuple[int, str]:
+    engine = make_engine({"gradient_accumulation": 3})
+
+    def microbatch() -> bool:
+        engine.zero_grad()
+        engine.backward(engine(torch.ones(2, 4)).mean())
+        return engine.step()
+
+    while not microbatch():
+        pass
+    make_slow(0.1, only=0, then=OSError("the disk is gone"))
+    engine.save(folder, step=SAVED_AT, save_async=True)
+    found = until_it_fails(microbatch)
+    gpc.destroy()
+    return found
+
+
+def test_an_error_is_raised_at_the_end_of_an_accumulation_window(tmp_path: Path) -> None:
+    found = run_ranks(engine_fails, 2, str(tmp_path))
+    assert found[0][0] == found[1][0] < STEPS
+    assert (found[0][0] - SAVED_AT) % 3 == 2
+    assert all("the disk is gone" in text for _, text in found)
+
+
+def destroys_at_once(folder: str, fails: bool) -> str:
+    engine = make_engine({})
+    make_slow(0.3, only=1, then=OSError("the disk is gone") if fails else None)
+    engine.save(folder, step=1, save_async=True)
+    try:
+        gpc.destroy()
+    except OSError as error:
+        assert not gpc.is_launched
+        return str(error)
+    return ""
+
+
+def test_the_end_of_the_job_waits(tmp_path: Path) -> None:
+    assert run_ranks(destroys_at_once, 2, str(tmp_path), False) == ["", ""]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert (tmp_path / "step-00000001" / "manifest.json").is_file()
+
+
+def test_the_end_of_the_job_raises_what_went_wrong(tmp_path: Path) -> None:
+    texts = run_ranks(destroys_at_once, 2, str(tmp_path), True)
+    assert all("the disk is gone" in text for text in texts)
+
+
+SCRIPT = """
+    import os, signal, sys, torch
+    from torch import nn
+    import colossalai
+    from tests.checkpoint_io.test_background import make_engine, make_slow
+
+    engine = make_engine({})
+    make_slow(1.0)
+    engine.save(sys.argv[1], step=1, save_async=True)
+    if sys.argv[2] == "error":
+        if torch.distributed.get_rank() == 1:
+            raise KeyError("a mistake of the script")
+        torch.distributed.barrier()
+    if sys.argv[2] == "ctrl-c":
+        os.kill(os.getpid(), signal.SIGINT)
+        torch.distributed.barrier()
+"""
+
+
+@pytest.mark.parametrize(("end", "codes"), [("error", (1,)), ("ctrl-c", (1, 130, -2)), ("falls off", (0,))])
+def test_no_end_of_a_script_loses_it(end: str, codes: tuple[int, ...], tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-m", "colossalai.cli", "run", "--nproc_per_node", "2",
+         "script.py", str(tmp_path / "states"), end],
+        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+    )  # fmt: skip
+    assert done.returncode in codes, done.stdout + done.stderr
+    assert (tmp_path / "states" / "step-00000001" / "manifest.json").is_file(), done.stdout + done.stderr

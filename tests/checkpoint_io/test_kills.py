@@ -1,0 +1,29 @@
+"""Ranks that are killed at any moment while they save leave the last checkpoint or the one before."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colossalai.checkpoint_io import save_training_state
+from tests.checkpoint_io.killed_ranks import run_tries, state_of
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+NUM_TRIES = 20
+
+
+def keeper(folder: Path, seed: int) -> list[dict[str, Any]]:
+    kills = run_tries(folder, num_tries=NUM_TRIES, seed=seed)
+    save_training_state(folder, state_of(7), step=7, keep_last=1)
+    return [asdict(kill) for kill in kills]
+
+
+def test_kill_any_rank_at_any_moment(tmp_path: Path) -> None:
+    (kills,) = run_ranks(keeper, 1, tmp_path, 20)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]  # nothing of the killed ones
+    assert len(kills) == NUM_TRIES
+    assert kills[-1]["told"] > NUM_TRIES, "the ranks never got anything done"
+    assert sum(kill["begun"] > kill["done"] for kill in kills) > NUM_TRIES // 4, "hardly one fell into a save"

@@ -1,0 +1,135 @@
+"""Saving and loading take a few blocks of memory beside what the ranks hold anyway, however it is cut."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import colossalai
+from colossalai.checkpoint_io import TrainingState, load_training_state, save_training_state
+from colossalai.core import global_context as gpc
+from colossalai.tensor import ShardingSpec, set_spec
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+ROWS, COLUMNS = 5000, 5000  # of float32: 100 MB, two of them
+MOST_MB = 48  # a quarter of the model, half of what a rank has of it
+
+
+class Peak:
+    """The most anonymous memory of this process, of itself and beside what it had, in MB."""
+
+    def __init__(self) -> None:
+        self.before = self.most = anonymous_mb()
+
+    @property
+    def extra(self) -> float:
+        return self.most - self.before
+
+
+def anonymous_mb() -> float:
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) / 1024
+
+
+@contextmanager
+def measured() -> Iterator[Peak]:
+    peak, is_over = Peak(), threading.Event()
+
+    def sample() -> None:
+        while not is_over.is_set():
+            peak.most = max(peak.most, anonymous_mb())
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        peak.most = max(peak.most, anonymous_mb())
+        is_over.set()
+        thread.join()
+
+
+def value_of(number: int) -> torch.Tensor:
+    """A matrix, the same wherever it is made."""
+    return torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS).add_(number)
+
+
+def under_fsdp(is_filled: bool) -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(COLUMNS, ROWS, bias=False) for _ in range(2)))
+    for number, layer in enumerate(model):
+        layer.weight.data = value_of(number) if is_filled else torch.zeros(ROWS, COLUMNS)
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+def in_slices(dim: int, stored_as: tuple[int, int] | None, is_filled: bool) -> nn.Module:
+    """Slices along a dimension of what is stored, which may be the other way round."""
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(2)))
+    shape = (ROWS, COLUMNS) if stored_as is None else (COLUMNS, ROWS)
+    cut = tuple(("tp",) if axis == dim else () for axis in range(2))
+    for number, layer in enumerate(model):
+        spec = ShardingSpec(shape, cut, gpc.mesh, stored_as)
+        whole = value_of(number) if is_filled else torch.zeros(ROWS, COLUMNS)
+        layer.weight = nn.Parameter(spec.slice_of(whole))
+        set_spec(layer.weight, spec)
+    return model
+
+
+LAYOUTS: dict[str, Callable[[bool], nn.Module]] = {
+    "fsdp": under_fsdp,
+    "columns": lambda is_filled: in_slices(1, None, is_filled),
+    "turned": lambda is_filled: in_slices(0, (1, 0), is_filled),
+}
+FROM = {"fsdp": "columns", "columns": "turned", "turned": "fsdp"}
+
+
+def mesh_config(name: str) -> dict[str, object]:
+    return {} if name == "fsdp" else {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
+
+
+def save(name: str, folder: Path) -> float:
+    colossalai.launch_from_torch(mesh_config(name), verbose=False)
+    model = LAYOUTS[name](True)
+    with measured() as peak:
+        save_training_state(folder / name, TrainingState(model=model), step=1)
+    gpc.destroy()
+    return peak.extra
+
+
+def load(name: str, folder: Path) -> float:
+    colossalai.launch_from_torch(mesh_config(name), verbose=False)
+    model = LAYOUTS[name](False)
+    with measured() as peak:
+        load_training_state(folder / FROM[name] / "step-00000001", TrainingState(model=model))
+    expected = LAYOUTS[name](True)
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        mine, theirs = (getattr(param, "_local_tensor", param) for param in (mine, theirs))
+        assert torch.equal(mine, theirs)
+    gpc.destroy()
+    return peak.extra
+
+
+def test_the_measurement_sees_a_copy() -> None:
+    with measured() as peak:
+        copy = torch.ones(ROWS, COLUMNS)
+    assert peak.extra > 90
+    del copy
+
+
+def test_extra_memory_of_saving_and_loading(tmp_path: Path) -> None:
+    saving = {name: run_ranks(save, 2, name, tmp_path) for name in LAYOUTS}
+    loading = {name: run_ranks(load, 2, name, tmp_path) for name in LAYOUTS}
+    print(f"\nextra MB in saving {saving}\nand in loading {loading}")
+    for figures in (saving, loading):
+        for name, of_ranks in figures.items():
+            assert max(of_ranks) < MOST_MB, (name, figures)

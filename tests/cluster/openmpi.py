@@ -1,0 +1,17 @@
+"""What OpenMPI's mpirun needs to be told on the hosts of a test network."""
+
+import shutil
+
+SETTINGS = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_btl": "self,tcp",
+    "OMPI_MCA_btl_tcp_if_include": "eth0",
+    "OMPI_MCA_oob_tcp_if_include": "eth0",
+    "OMPI_MCA_plm_rsh_agent": "ssh",
+}
+
+
+def reason_to_skip() -> str:
+    """Say why there can be no OpenMPI here; empty if there can."""
+    return "" if shutil.which("mpirun") else "not installed: mpirun (Debian: openmpi-bin)"
