@@ -53,6 +53,8 @@ TRANSFORMERS_MODULES = (
     "transformers.models.vit.modeling_vit",
 )
 """Four seconds of imports in each rank that needs them, and few tests do: imported if one was collected."""
+EXAMPLE_MODULES = ("matplotlib.pyplot", "sklearn.datasets", "tokenizers", "torch.utils.tensorboard")
+"""The same for the scripts of examples/: two seconds."""
 PACKAGE_MODULES = (
     "colossalai",
     "colossalai.core",

@@ -6,12 +6,13 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from itertools import chain
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests._zygote import TRANSFORMERS_MODULES
+from tests._zygote import EXAMPLE_MODULES, TRANSFORMERS_MODULES
 from tests.ranks import start_zygote, stop_zygote
 
 THREAD_END_S = 2.0  # a thread that was told to end has this long for it
@@ -47,8 +48,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         session.config, "workerinput"
     )
     if paths and not is_controller and not session.config.option.collectonly:
-        needs_transformers = any(b"transformers" in path.read_bytes() for path in paths)
-        start_zygote(*(TRANSFORMERS_MODULES if needs_transformers else ()))
+        texts = [path.read_bytes() for path in paths]
+        modules = {b"transformers": TRANSFORMERS_MODULES, b"tests.examples": EXAMPLE_MODULES}
+        wanted = [names for word, names in modules.items() if any(word in text for text in texts)]
+        start_zygote(*chain.from_iterable(wanted))
 
 
 def pytest_sessionfinish() -> None:

@@ -16,8 +16,6 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
 STACK_SIGNAL = signal.SIGRTMIN + 7
 _STACK_S = 0.4  # for writing the stacks
 
@@ -59,6 +57,8 @@ class RankProcess:
 
         Only for a process of the same place.
         """
+        import psutil  # here, so that `import colossalai` does not pay for it
+
         try:
             process = psutil.Process(self.pid)
             status = process.status()
@@ -91,6 +91,8 @@ def innermost_place(stacks: str) -> str:
 
 def register_this_process() -> RankProcess:
     """Let neighbors have the stacks of this process; return where it runs."""
+    import psutil
+
     descriptor = -1
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("colossalai-stacks")

@@ -144,18 +144,16 @@ SCRIPT = """
     engine = make_engine({})
     make_slow(1.0)
     engine.save(sys.argv[1], step=1, save_async=True)
-    if sys.argv[2] == "error":
-        if torch.distributed.get_rank() == 1:
-            raise KeyError("a mistake of the script")
-        torch.distributed.barrier()
-    if sys.argv[2] == "ctrl-c":
-        os.kill(os.getpid(), signal.SIGINT)
-        torch.distributed.barrier()
+    if sys.argv[2] == "falls off":
+        sys.exit()
+    if torch.distributed.get_rank() == 1:
+        raise KeyError("a mistake of the script")
+    os.kill(os.getpid(), signal.SIGINT)
 """
 
 
-@pytest.mark.parametrize(("end", "codes"), [("error", (1,)), ("ctrl-c", (1, 130, -2)), ("falls off", (0,))])
-def test_no_end_of_a_script_loses_it(end: str, codes: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["error and ctrl-c", "falls off"])
+def test_no_end_of_a_script_loses_it(end: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     root = str(Path(__file__).parents[2])
     done = subprocess.run(
@@ -164,5 +162,5 @@ def test_no_end_of_a_script_loses_it(end: str, codes: tuple[int, ...], tmp_path:
         cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
     )  # fmt: skip
-    assert done.returncode in codes, done.stdout + done.stderr
+    assert (done.returncode == 0) == (end == "falls off"), done.stdout + done.stderr
     assert (tmp_path / "states" / "step-00000001" / "manifest.json").is_file(), done.stdout + done.stderr

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.cluster.network import Network, make_network
+from tests.cluster.side_by_side import Running, run_chosen
 from tests.cluster.slurm import Slurm
 from tests.cluster.slurm import reason_to_skip as reason_against_slurm
 
@@ -23,3 +24,9 @@ def slurm(network: Network) -> Slurm:
     if reason := reason_against_slurm():
         pytest.skip(reason)
     return Slurm(network)
+
+
+@pytest.fixture(scope="module")
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """The tests of the file that run side by side."""
+    yield from run_chosen(request, tmp_path_factory)

@@ -239,10 +239,15 @@ def remove_leftovers() -> None:
 
 def make_network(num_hosts: int) -> Network:
     """Return fresh hosts, or skip the test with the reason why there can be none."""
+    skip_without_hosts()
+    return Network(num_hosts)
+
+
+def skip_without_hosts() -> None:
+    """Skip the test where there can be no hosts; where there can, those of killed sessions are removed."""
     if reason := reason_to_skip():
         pytest.skip(reason)
     remove_leftovers()
-    return Network(num_hosts)
 
 
 def _ip(*words: str) -> None:

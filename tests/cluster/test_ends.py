@@ -3,15 +3,14 @@
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 
+from colossalai.cli._sweep import GRACE_S
 from tests.cli.command import is_gone, wait_until
-from tests.cluster.launch import Launch, launch, timed, wait_until_empty
-from tests.cluster.network import Network
+from tests.cluster.launch import Launch, timed, wait_until_empty
+from tests.cluster.side_by_side import Site, side_by_side
 
 pytestmark = pytest.mark.cluster
 
@@ -47,33 +46,30 @@ raise RuntimeError("connection closed by peer")
 """
 
 
-@pytest.fixture
-def begin(network: Network, tmp_path: Path) -> Iterator[Callable[..., Launch]]:
-    """Start a job on host1 and host2 that is ended with the test."""
-    launches: list[Launch] = []
-
-    def start(script: str, *args: str) -> Launch:
-        words = ("--no-preflight", "--host", "host1,host2", *args, "job.py")
-        launches.append(launch(network, tmp_path, *words, script=script))
-        return launches[-1]
-
-    yield start
-    for one in launches:
-        one.end()
+SLEEPS = """
+import time, torch.distributed as dist
+import colossalai
+colossalai.launch_from_torch({"watchdog": {"timeout": 2.0, "folder": "reports"}}, verbose=False)
+dist.barrier()
+if dist.get_rank() == 1:
+    time.sleep(100)
+dist.barrier()
+"""
 
 
-def end_of(job: Launch, network: Network) -> int:
+def end_of(job: Launch) -> int:
     """Wait for the end of a job, and for the end of all that runs on the hosts; both within the time."""
     seconds = timed(lambda: job.wait(GONE_S))
-    wait_until_empty(network, GONE_S - seconds)
+    wait_until_empty(job.network, GONE_S - seconds)
     return job.wait(0)
 
 
-def test_a_rank_that_raises_is_named_with_its_traceback(begin: Callable[..., Launch], network: Network):
-    job = begin(RAISES)
+@side_by_side
+def test_a_rank_that_raises_is_named_with_its_traceback(site: Site) -> None:
+    job = site.start(RAISES)
     pids = job.pids()
     (job.folder / "fail1").touch()
-    assert end_of(job, network) == 1
+    assert end_of(job) == 1
     assert re.search(
         rf"^colossalai run: rank 1 on host2 \(pid {pids[1]}\) failed with exit code 1: ValueError: a loss of",
         job.err,
@@ -83,71 +79,93 @@ def test_a_rank_that_raises_is_named_with_its_traceback(begin: Callable[..., Lau
     assert "rank 0" not in job.err.partition("after it:")[0]
 
 
-def test_a_killed_rank_is_named(begin: Callable[..., Launch], network: Network):
-    job = begin(DEAF)
+@side_by_side
+def test_a_killed_rank_is_named(site: Site) -> None:
+    job = site.start(DEAF)
     pids = job.pids()
     psutil.Process(pids[0]).kill()
-    assert end_of(job, network) == 128 + signal.SIGKILL
+    assert end_of(job) == 128 + signal.SIGKILL
     assert f"colossalai run: rank 0 on host1 (pid {pids[0]}) was killed by SIGKILL" in job.err
 
 
-@pytest.mark.parametrize(("number", "presses"), [(signal.SIGTERM, 1), (signal.SIGINT, 2)])
-def test_a_signal_to_the_head_ends_all(
-    begin: Callable[..., Launch], network: Network, number: signal.Signals, presses: int
-):
-    job = begin(DEAF)
+@side_by_side
+def test_a_signal_to_the_head_ends_all(site: Site) -> None:
+    job = site.start(DEAF)
     job.pids()
-    job.process.send_signal(number)
-    if presses == 2:
-        time.sleep(0.5)
-        job.process.send_signal(number)
-    seconds = timed(lambda: end_of(job, network))
-    assert seconds < (2.5 if presses == 2 else 10)
-    assert job.wait() == 128 + number
-    assert f"colossalai run: stopped by {number.name}; its processes are ended" in job.err
+    job.process.send_signal(signal.SIGTERM)
+    assert end_of(job) == 128 + signal.SIGTERM
+    assert "colossalai run: stopped by SIGTERM; its processes are ended" in job.err
 
 
-def test_a_killed_agent_leaves_nothing(begin: Callable[..., Launch], network: Network):
-    job = begin(DEAF)
+@side_by_side
+def test_a_second_ctrl_c_gives_no_grace(site: Site) -> None:
+    job = site.start(DEAF)
+    job.pids()
+    job.process.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    job.process.send_signal(signal.SIGINT)
+    assert timed(lambda: end_of(job)) < GRACE_S - 0.5
+    assert job.wait() == 128 + signal.SIGINT
+    assert "colossalai run: stopped by SIGINT; its processes are ended" in job.err
+
+
+@side_by_side
+def test_a_killed_agent_leaves_nothing(site: Site) -> None:
+    job = site.start(DEAF)
     job.pids()
     job.agent("host2").kill()
-    assert end_of(job, network) == 1
+    assert end_of(job) == 1
     assert "colossalai run: host2 is lost: its agent was killed by SIGKILL" in job.err
 
 
-def test_an_agent_that_hears_nothing_any_more_is_killed(begin: Callable[..., Launch], network: Network):
-    job = begin(DEAF)
+@side_by_side
+def test_an_agent_that_hears_nothing_any_more_is_killed(site: Site) -> None:
+    job = site.start(DEAF)
     job.pids()
     job.agent("host2").suspend()
     job.process.send_signal(signal.SIGTERM)  # it would end when asked, if it could hear
-    assert end_of(job, network) == 128 + signal.SIGTERM
+    assert end_of(job) == 128 + signal.SIGTERM
 
 
-def test_a_link_that_is_lost_ends_both_sides(begin: Callable[..., Launch], network: Network):
-    job = begin(DEAF)
+@side_by_side
+def test_a_link_that_is_lost_ends_both_sides(site: Site) -> None:
+    job = site.start(DEAF)
     pids = job.pids()
-    network.cut("host2")
+    site.network.cut("host2")
     try:
         assert timed(lambda: job.wait(GONE_S)) > 8  # a short silence is none
         wait_until(lambda: all(is_gone(pid) for pid in pids.values()), GONE_S)
     finally:
-        network.mend("host2")
+        site.network.mend("host2")
     assert job.wait() == 1
     assert "host2 is lost: nothing was heard of it for 12 s: its link or the machine is down" in job.err
-    wait_until_empty(network, GONE_S)
+    wait_until_empty(site.network, GONE_S)
 
 
-def test_an_ssh_client_that_dies_is_a_lost_host(begin: Callable[..., Launch], network: Network):
-    job = begin(DEAF)
+@side_by_side
+def test_an_ssh_client_that_dies_is_a_lost_host(site: Site) -> None:
+    job = site.start(DEAF)
     job.pids()
     job.ssh_client("host2").kill()
-    assert end_of(job, network) == 1
+    assert end_of(job) == 1
     assert "colossalai run: host2 is lost: ssh, which leads to it, was killed by SIGKILL" in job.err
 
 
-def test_the_hosts_notice_that_the_head_was_killed(begin: Callable[..., Launch], network: Network):
-    job = begin(DEAF)
+@side_by_side
+def test_the_hosts_notice_that_the_head_was_killed(site: Site) -> None:
+    job = site.start(DEAF)
     job.pids()
     job.process.kill()
     job.wait()
-    wait_until_empty(network, GONE_S)
+    wait_until_empty(site.network, GONE_S)
+
+
+@side_by_side
+def test_a_rank_that_sleeps_is_named_by_the_watchdog(site: Site) -> None:
+    job = site.start(SLEEPS)
+    assert end_of(job) == 1
+    (report,) = (site.folder / "reports").glob("hang-*.txt")
+    verdict = "did not enter barrier #2 of axis dp; it is at job.py:7 in <module>: `time.sleep(100)`"
+    assert re.search(rf"^rank 1 \(host2\) {re.escape(verdict)}", report.read_text(), re.MULTILINE)
+    assert re.search(r"^colossalai run: rank 1 on host2 \(pid \d+\)", job.err, re.MULTILINE)
+    assert verdict in job.err

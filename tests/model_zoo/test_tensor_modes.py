@@ -62,7 +62,8 @@ def train(name, mode, data, vocab_parallel_limit, extra=None, vocab=VOCAB, num_l
 @pytest.mark.parametrize("mode", EVERY_MODE)
 @pytest.mark.parametrize("name", ["gpt", "bert", "vit"])
 def test_three_steps(name, mode):
-    losses = run_ranks(train, MODES[mode]["size"], name, mode, 1, 1, None, VOCAB, 2)
+    num_layers = 2 if name == "gpt" else 1  # all three stack the same block
+    losses = run_ranks(train, MODES[mode]["size"], name, mode, 1, 1, None, VOCAB, num_layers)
     assert len(set(losses[0])) == 3
 
 

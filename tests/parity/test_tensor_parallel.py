@@ -44,7 +44,7 @@ class Model(nn.Module):
         super().__init__()
         limit = 1 if vocab_parallel else 10**6
         self.embedding = layers.Embedding(VOCAB, HIDDEN, vocab_parallel_limit=limit)
-        self.block = Block(layers)  # tests/model_zoo/test_tensor_modes.py stacks them
+        self.blocks = nn.ModuleList(Block(layers) for _ in range(2))
         self.norm = layers.LayerNorm(HIDDEN)
         if layers is TORCH:
             self.head = nn.Linear(HIDDEN, VOCAB)
@@ -55,7 +55,10 @@ class Model(nn.Module):
             self.head = layers.Classifier(HIDDEN, VOCAB, weight, vocab_parallel_limit=limit)
 
     def forward(self, ids):
-        return self.head(self.norm(self.block(self.embedding(ids))))
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
 
 
 def loss_of(model, batch):
