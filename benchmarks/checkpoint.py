@@ -10,11 +10,12 @@ how long training stands still, and the baseline is a plain copy of the same byt
 """
 
 import argparse
+import itertools
 import os
 import shutil
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,14 +119,15 @@ def load_dcp(model: nn.Module, path: Path) -> None:
     dcp.load(model.state_dict(), storage_reader=dcp.FileSystemReader(path))
 
 
-def save_ours(model: nn.Module, path: Path, *, save_async: bool = False) -> None:
-    """Save a training state that holds a model."""
-    save_training_state(path, TrainingState(model=model), step=1, keep_last=1, save_async=save_async)
+def save_ours(model: nn.Module, path: Path, steps: Iterator[int], *, save_async: bool = False) -> None:
+    """Save a training state that holds a model, and remove the one before."""
+    state = TrainingState(model=model)
+    save_training_state(path, state, step=next(steps), keep_last=1, save_async=save_async)
 
 
 def load_ours(model: nn.Module, path: Path) -> None:
-    """Load it."""
-    load_training_state(path / "step-00000001", TrainingState(model=model))
+    """Load the only one."""
+    load_training_state(next(path.glob("step-*")), TrainingState(model=model))
 
 
 class PlainCopy:
@@ -197,7 +199,7 @@ def measure(layout: str, folder: Path, *, num_parameters: int, rounds: int) -> l
         "torch.save": torch_file.save,
         "safetensors": safe_file.save,
         "DCP": partial(save_dcp, model, folder / "dcp"),
-        "ours": partial(save_ours, model, folder / "ours"),
+        "ours": partial(save_ours, model, folder / "ours", itertools.count()),
     }
     loads: dict[str, Action] = {
         "torch.load": torch_file.load,
@@ -219,7 +221,7 @@ def stall_rows(
     copy = PlainCopy(model)
     variants: dict[str, Action] = {
         "plain copy": copy,
-        "ours": partial(save_ours, model, folder / "async", save_async=True),
+        "ours": partial(save_ours, model, folder / "async", itertools.count(), save_async=True),
         "(wait)": wait_for_saves,
     }
     # Not rotated: the save must have ended before the next round.

@@ -12,8 +12,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from colossalai.logging import get_dist_logger
@@ -89,18 +88,7 @@ def atomic_folder(
             _put_in_place(temporary, path)
             sync(path.parent)
         finally:
-            with suppress(OSError):  # what stays is removed by the next writer
-                remove_folder(temporary)
-
-
-def remove_folder(folder: Path) -> None:
-    """Remove a folder and all in it; large files take time to remove, and go side by side."""
-    files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
-    if len(files) > 1:
-        with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-            for file in files:
-                pool.submit(file.unlink, missing_ok=True)
-    shutil.rmtree(folder)
+            shutil.rmtree(temporary, ignore_errors=True)  # what stays is removed by the next writer
 
 
 def sync(path: Path) -> None:

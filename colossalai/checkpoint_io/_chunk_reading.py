@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from colossalai.checkpoint_io._blocks import bytes_of
+from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB, block_size, bytes_of
 from colossalai.checkpoint_io._boxes import Box
 from colossalai.checkpoint_io._chunk_index import Chunk, ChunkedTensor, ChunkIndex, read_chunk_index
 from colossalai.checkpoint_io._entries import Stored
 from colossalai.checkpoint_io._store import Store
 
-_BLOCK = 8 << 20  # bytes that are read at once
+_BLOCK = 8 << 20  # most bytes that are read at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,10 +25,12 @@ class Chunked(Stored):
     Attributes:
         folder: Where the files are.
         chunks: The parts.
+        block: The most bytes that are read at once.
     """
 
     folder: Path
     chunks: tuple[Chunk, ...]
+    block: int
 
     def read(self, box: Box, out: torch.Tensor) -> None:
         """See the base class."""
@@ -47,11 +49,11 @@ class Chunked(Stored):
             return
         begin = chunk.begin + (box.offsets[0] * row if box.offsets else 0)
         if out.device.type == "cpu" and out.dtype == self.dtype and out.is_contiguous():
-            _read_exactly(path, begin, out)
+            _read_exactly(path, begin, out, most=self.block)
             return
-        for piece in _blocks(out, self.dtype.itemsize):
+        for piece in _blocks(out, self.dtype.itemsize, most=self.block):
             block = torch.empty(piece.shape, dtype=self.dtype)
-            _read_exactly(path, begin, block)
+            _read_exactly(path, begin, block, most=self.block)
             piece.copy_(block)
             begin += block.nbytes
 
@@ -66,27 +68,36 @@ def read_chunks(folder: Path) -> Store:
     return chunk_store(read_chunk_index(folder), folder)
 
 
-def chunk_store(index: ChunkIndex, folder: Path) -> Store:
-    """Return what an index says that lies in a folder."""
-    tensors: dict[str, Stored] = {name: _as_stored(tensor, folder) for name, tensor in index.tensors.items()}
+def chunk_store(index: ChunkIndex, folder: Path, *, buffer_size: float = DEFAULT_BUFFER_MB) -> Store:
+    """Return what an index says that lies in a folder.
+
+    Args:
+        index: The index.
+        folder: The folder.
+        buffer_size: The memory, in MB, that reading a tensor may take beside where it goes.
+    """
+    block = min(_BLOCK, block_size(buffer_size))
+    tensors: dict[str, Stored] = {
+        name: _as_stored(tensor, folder, block) for name, tensor in index.tensors.items()
+    }
     tensors |= {name: tensors[first] for name, first in index.same_as.items()}
     return Store(tensors, index.tree)
 
 
-def _as_stored(tensor: ChunkedTensor, folder: Path) -> Chunked:
-    return Chunked(tensor.shape, tensor.dtype, folder, tensor.chunks)
+def _as_stored(tensor: ChunkedTensor, folder: Path, block: int) -> Chunked:
+    return Chunked(tensor.shape, tensor.dtype, folder, tensor.chunks, block)
 
 
-def _blocks(tensor: torch.Tensor, itemsize: int) -> Iterator[torch.Tensor]:
-    """Yield views that together are a tensor, in row-major order, each a block at most with that itemsize."""
-    if tensor.ndim == 0 or tensor.numel() * itemsize <= _BLOCK:
+def _blocks(tensor: torch.Tensor, itemsize: int, *, most: int) -> Iterator[torch.Tensor]:
+    """Yield views that together are a tensor, in row-major order, each `most` bytes with that itemsize."""
+    if tensor.ndim == 0 or tensor.numel() * itemsize <= most:
         yield tensor
     elif len(tensor) == 1:
-        yield from _blocks(tensor[0], itemsize)
+        yield from _blocks(tensor[0], itemsize, most=most)
     else:
-        rows = max(1, _BLOCK * len(tensor) // (tensor.numel() * itemsize))
+        rows = max(1, most * len(tensor) // (tensor.numel() * itemsize))
         for piece in tensor.split(rows):
-            yield from _blocks(piece, itemsize)
+            yield from _blocks(piece, itemsize, most=most)
 
 
 def _empty(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -123,12 +134,12 @@ def _as_dtype(content: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return content.view(dtype)
 
 
-def _read_exactly(path: Path, begin: int, out: torch.Tensor) -> None:
-    """Fill a contiguous tensor in host memory with the bytes of a file."""
+def _read_exactly(path: Path, begin: int, out: torch.Tensor, *, most: int) -> None:
+    """Fill a contiguous tensor in host memory with the bytes of a file, up to `most` at once."""
     rest = bytes_of(out)
     with path.open("rb", buffering=0) as file:
         while rest:
-            count = os.preadv(file.fileno(), [rest[:_BLOCK]], begin)
+            count = os.preadv(file.fileno(), [rest[:most]], begin)
             if count == 0:
                 raise OSError(f"{path} ends at byte {begin}, where more was expected")
             rest = rest[count:]

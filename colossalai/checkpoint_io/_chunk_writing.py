@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from colossalai.checkpoint_io._blocks import bytes_of, stored_blocks
+from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB, block_size, bytes_of, stored_blocks
 from colossalai.checkpoint_io._boxes import Box, is_tiled
 from colossalai.checkpoint_io._checksum import Checksum
 from colossalai.checkpoint_io._chunk_index import Chunk, ChunkedTensor, ChunkIndex, chunk_name, file_of_rank
@@ -20,7 +20,7 @@ from colossalai.checkpoint_io._names import listed
 from colossalai.checkpoint_io._safetensors import Listing, header_of
 from colossalai.checkpoint_io._store import Store, names_by_tensor
 
-_BLOCK = 1 << 20  # bytes that are summed and written at once; they stay in the cache of a core between
+_BLOCK = 1 << 20  # most bytes that are summed and written at once; they stay in the cache of a core between
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,13 +82,18 @@ def share_out(store: Store, num_ranks: int) -> list[list[Part]]:
     return [sorted(parts, key=lambda part: -part.of.dtype.itemsize) for parts in shares]
 
 
-def write_parts(path: Path, parts: Sequence[Part]) -> Written:
+def write_parts(path: Path, parts: Sequence[Part], *, buffer_size: float = DEFAULT_BUFFER_MB) -> Written:
     """Write a rank's parts into its file, and see them on disk.
 
     Takes at most a block of memory beside the parts themselves.
 
+    Args:
+        path: The file.
+        parts: What to write.
+        buffer_size: The memory that may be used, in MB.
+
     Raises:
-        ValueError: A tensor is not dense.
+        ValueError: A tensor is not dense, or the buffer too small.
         OSError: The file cannot be written.
     """
     sparse = [
@@ -100,6 +105,7 @@ def write_parts(path: Path, parts: Sequence[Part]) -> Written:
         raise ValueError(f"{sparse[0]} is not strided: only dense tensors can be saved in chunks")
     if not parts:
         return Written(None, ())
+    block_bytes = min(_BLOCK, block_size(buffer_size))
     header, begins = _header(parts)
     checksum = Checksum()
     checksum.update(header)
@@ -107,7 +113,7 @@ def write_parts(path: Path, parts: Sequence[Part]) -> Written:
         _write_all(file.fileno(), header)
         for part in parts:
             assert part.tensor is not None, "a rank writes what it holds"
-            for block in _blocks(part.tensor):
+            for block in _blocks(part.tensor, most=block_bytes):
                 checksum.update(block)
                 _write_all(file.fileno(), block)
         os.fsync(file.fileno())
@@ -142,21 +148,21 @@ def _header(parts: Sequence[Part]) -> tuple[bytes, list[int]]:
     return header_of(listings, [part.nbytes for part in parts], {"format": "pt"})
 
 
-def _blocks(tensor: torch.Tensor | Stored) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in row-major order, not more than a block at a time."""
+def _blocks(tensor: torch.Tensor | Stored, *, most: int) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in row-major order, not more than `most` at a time."""
     if isinstance(tensor, Stored):
-        yield from map(bytes_of, stored_blocks(tensor, size=_BLOCK))
+        yield from map(bytes_of, stored_blocks(tensor, size=most))
         return
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         content = bytes_of(tensor)
-        for begin in range(0, len(content), _BLOCK):
-            yield content[begin : begin + _BLOCK]
-    elif tensor.nbytes <= _BLOCK or tensor.ndim == 0:
+        for begin in range(0, len(content), most):
+            yield content[begin : begin + most]
+    elif tensor.nbytes <= most or tensor.ndim == 0:
         yield bytes_of(tensor.cpu().contiguous())
     else:
-        rows = max(1, _BLOCK * len(tensor) // tensor.nbytes)
+        rows = max(1, most * len(tensor) // tensor.nbytes)
         for piece in tensor.split(rows):
-            yield from _blocks(piece if len(tensor) > 1 or tensor.ndim == 1 else piece[0])
+            yield from _blocks(piece if len(tensor) > 1 or tensor.ndim == 1 else piece[0], most=most)
 
 
 def _write_all(descriptor: int, content: bytes | memoryview) -> None:

@@ -140,6 +140,7 @@ def _to_state(opened: Opened, stores: Mapping[str, Store], target: Path, convers
     small = plain(with_own_memory({**parts, "extra": extra}), at="training state")
     step = opened.manifest.step if opened.manifest is not None else conversion.step or 0
     draft = Draft(
+        buffer_size=conversion.buffer_size,
         path=target,
         step=step,
         keep_last=1,

@@ -15,6 +15,7 @@ import torch
 from colossalai._version import __version__
 from colossalai.checkpoint_io._agreement import COLLECTIVE, Agreement, global_rank
 from colossalai.checkpoint_io._atomic import clear_os_errors
+from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB
 from colossalai.checkpoint_io._chunk_index import INDEX, file_of_rank, index_as_text, read_chunk_index
 from colossalai.checkpoint_io._chunk_writing import Part, Written, index_of, write_parts
 from colossalai.checkpoint_io._host_copies import HostCopies
@@ -39,6 +40,7 @@ class Draft:
         shares: What each rank writes of them.
         small_files: Plain values by the name of the file.
         config: The options of the run, as JSON.
+        buffer_size: The memory, in MB, that writing may take on a rank.
     """
 
     path: Path
@@ -48,6 +50,7 @@ class Draft:
     shares: Mapping[str, Sequence[Sequence[Part]]]
     small_files: Mapping[str, Any]
     config: Any
+    buffer_size: float = DEFAULT_BUFFER_MB
 
     @property
     def num_ranks(self) -> int:
@@ -89,7 +92,7 @@ def write_draft(draft: Draft, agreement: Agreement) -> None:
         written = agreement.on_every_rank(lambda: clear(_write_own)(target, draft, rank=agreement.rank))
         of_all_ranks = agreement.gather(written)
         agreement.on_writer(lambda: clear(_finish)(target, draft, of_all_ranks))
-    agreement.on_writer(lambda: prune(draft.path.parent, keep_last=draft.keep_last))
+    prune(draft.path.parent, agreement, keep_last=draft.keep_last)
 
 
 def write_draft_alone(draft: Draft) -> None:
@@ -113,7 +116,9 @@ def _make_folders(target: Path, draft: Draft) -> None:
 
 def _write_own(target: Path, draft: Draft, *, rank: int) -> dict[str, Written]:
     return {
-        name: write_parts(target / name / file_of_rank(rank, draft.num_ranks), shares[rank])
+        name: write_parts(
+            target / name / file_of_rank(rank, draft.num_ranks), shares[rank], buffer_size=draft.buffer_size
+        )
         for name, shares in draft.shares.items()
     }
 

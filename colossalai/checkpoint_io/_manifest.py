@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB, block_size
 from colossalai.checkpoint_io._checksum import Checksum
 
 MANIFEST = "manifest.json"
-_BLOCK = 1 << 20  # stays in the cache of a core between being read and being summed
+_BLOCK = 1 << 20  # the most: it stays in the cache of a core between being read and being summed
 _FORMAT = 2
 
 
@@ -79,17 +80,33 @@ def read_manifest(folder: Path) -> Manifest:
     return Manifest(**body, files=files)
 
 
-def verify_files(folder: Path, manifest: Manifest, *, part: int = 0, num_parts: int = 1) -> None:
+def verify_files(
+    folder: Path,
+    manifest: Manifest,
+    *,
+    part: int = 0,
+    num_parts: int = 1,
+    buffer_size: float = DEFAULT_BUFFER_MB,
+) -> None:
     """Compare the files with the manifest; of `num_parts` readers who share the work, each its `part`.
+
+    Args:
+        folder: Where the files are.
+        manifest: The manifest.
+        part: Which of the readers this is.
+        num_parts: How many they are.
+        buffer_size: The memory that may be used, in MB.
 
     Raises:
         ValueError: A file is missing or differs; it is named.
     """
     for name in share_of_files(manifest.files, part, num_parts):
-        verify_file(folder / name, manifest.files[name], listed_in=MANIFEST)
+        verify_file(folder / name, manifest.files[name], listed_in=MANIFEST, buffer_size=buffer_size)
 
 
-def verify_file(path: Path, expected: FileEntry, *, listed_in: str) -> None:
+def verify_file(
+    path: Path, expected: FileEntry, *, listed_in: str, buffer_size: float = DEFAULT_BUFFER_MB
+) -> None:
     """Compare a file with what it must be.
 
     Raises:
@@ -99,7 +116,7 @@ def verify_file(path: Path, expected: FileEntry, *, listed_in: str) -> None:
         raise ValueError(f"{path} is missing; {listed_in} lists it")
     if path.stat().st_size != expected.size:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, {listed_in} says {expected.size}")
-    if file_entry(path) != expected:
+    if file_entry(path, buffer_size=buffer_size) != expected:
         raise ValueError(f"{path} is damaged: its checksum differs from that in {listed_in}")
 
 
@@ -115,10 +132,10 @@ def share_of_files(files: Mapping[str, FileEntry], part: int, num_parts: int) ->
     return share
 
 
-def file_entry(path: Path) -> FileEntry:
-    """Return what a file is."""
+def file_entry(path: Path, *, buffer_size: float = DEFAULT_BUFFER_MB) -> FileEntry:
+    """Return what a file is, read with a part of so many MB of memory."""
     size, checksum = 0, Checksum()
-    buffer = memoryview(bytearray(_BLOCK))
+    buffer = memoryview(bytearray(min(_BLOCK, block_size(buffer_size))))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             size += count

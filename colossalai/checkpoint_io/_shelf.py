@@ -5,10 +5,12 @@ back to an earlier step saves smaller ones, and clocks of different machines dis
 """
 
 import re
+import shutil
+from functools import partial
 from pathlib import Path
 
 from colossalai.checkpoint_io._agreement import Agreement
-from colossalai.checkpoint_io._atomic import remove_folder
+from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB
 from colossalai.checkpoint_io._manifest import MANIFEST, Manifest, read_manifest, verify_files
 from colossalai.checkpoint_io._names import listed
 from colossalai.logging import get_dist_logger
@@ -27,7 +29,9 @@ def next_serial(folder: Path) -> int:
     return 1 + max((manifest.serial for _, manifest in _manifests(folder)), default=0)
 
 
-def newest_complete(folder: Path, agreement: Agreement, *, num_ranks: int) -> Path | None:
+def newest_complete(
+    folder: Path, agreement: Agreement, *, num_ranks: int, buffer_size: float = DEFAULT_BUFFER_MB
+) -> Path | None:
     """Return the newest training state in a folder whose files are all as its manifest says, or None.
 
     Every rank takes part, and reads its part of the files.
@@ -35,9 +39,10 @@ def newest_complete(folder: Path, agreement: Agreement, *, num_ranks: int) -> Pa
     Raises:
         OSError: The folder cannot be read.
     """
+    check = partial(_misfit, num_parts=num_ranks, buffer_size=buffer_size)
     candidates = agreement.gather(agreement.on_writer(lambda: _manifests(folder)))[0]
     for path, manifest in candidates or []:
-        misfits = agreement.gather(_misfit(path, manifest, part=agreement.rank, num_parts=num_ranks))
+        misfits = agreement.gather(check(path, manifest, part=agreement.rank))
         first = next(filter(None, misfits), None)
         if first is None:
             return path
@@ -59,24 +64,48 @@ def refuse_lost(folder: Path) -> None:
         )
 
 
-def _misfit(path: Path, manifest: Manifest, *, part: int, num_parts: int) -> str | None:
+def _misfit(path: Path, manifest: Manifest, *, part: int, num_parts: int, buffer_size: float) -> str | None:
     try:
-        verify_files(path, manifest, part=part, num_parts=num_parts)
+        verify_files(path, manifest, part=part, num_parts=num_parts, buffer_size=buffer_size)
     except (ValueError, OSError) as error:
         return str(error)
     return None
 
 
-def prune(folder: Path, *, keep_last: int) -> None:
-    """Remove all but the newest training states, and what killed writers left."""
+def prune(folder: Path, agreement: Agreement, *, keep_last: int) -> None:
+    """Remove all but the newest training states, and what killed writers left.
+
+    Every rank takes part: to remove large files takes time.
+    """
+    found = agreement.on_writer(lambda: _retire(folder, keep_last=keep_last))
+    found_by_rank = agreement.gather(found)
+    retired = found_by_rank[0] or []
+    agreement.on_every_rank(lambda: _remove_files(retired, part=agreement.rank, num_parts=len(found_by_rank)))
+    agreement.on_writer(lambda: _remove_folders(retired))
+
+
+def _retire(folder: Path, *, keep_last: int) -> list[Path]:
+    """Return the folders that are to go; from now on nobody takes one for a training state."""
     ours = [path for path, _ in _manifests(folder) if _OURS.fullmatch(path.name)]
     kept = {path.name for path in ours[:keep_last]}
+    retired = []
     for entry in folder.iterdir():
         is_old = _OURS.fullmatch(entry.name) and entry.name not in kept
         if is_old or _LEFTOVER.fullmatch(entry.name):
-            # First what makes it complete: whoever looks while it goes does not take it for one.
             (entry / MANIFEST).unlink(missing_ok=True)
-            remove_folder(entry)
+            retired.append(entry)
+    return retired
+
+
+def _remove_files(folders: list[Path], *, part: int, num_parts: int) -> None:
+    files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
+    for file in files[part::num_parts]:
+        file.unlink(missing_ok=True)
+
+
+def _remove_folders(folders: list[Path]) -> None:
+    for folder in folders:
+        shutil.rmtree(folder)
 
 
 def _manifests(folder: Path) -> list[tuple[Path, Manifest]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from colossalai.checkpoint_io._agreement import global_rank, num_ranks, on_every_rank
+from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB
 from colossalai.checkpoint_io._chunk_index import INDEX, read_chunk_index, refuse_lost_index
 from colossalai.checkpoint_io._chunk_reading import chunk_store
 from colossalai.checkpoint_io._entries import Mapped, all_mapped
@@ -49,12 +50,16 @@ def read_store(
     is_verified: bool,
     variant: str | None = None,
     allow_pickle: bool = False,
+    buffer_size: float = DEFAULT_BUFFER_MB,
 ) -> Store:
-    """Read a checkpoint on this rank; unless `is_verified`, compare its part of the files with checksums."""
+    """Read a checkpoint on this rank; unless `is_verified`, compare its part of the files with checksums.
+
+    Chunks are read with up to `buffer_size` MB; files of other formats are mapped, and need none.
+    """
     if path.is_dir() and not (path / INDEX).is_file() and (path / kind.part).is_dir():
         path = path / kind.part  # of a training state
     if (path / INDEX).is_file():
-        return _read_chunk_folder(path, is_verified=is_verified)
+        return _read_chunk_folder(path, is_verified=is_verified, buffer_size=buffer_size)
     if path.is_dir():
         refuse_lost_index(path)
         path = find_weights(path, kind.stems, variant=variant)
@@ -89,11 +94,11 @@ def _verify_part(files: list[Path], *, is_verified: bool) -> None:
         verify(file)
 
 
-def _read_chunk_folder(folder: Path, *, is_verified: bool) -> Store:
+def _read_chunk_folder(folder: Path, *, is_verified: bool, buffer_size: float) -> Store:
     index = read_chunk_index(folder)
     for name in [] if is_verified else share_of_files(index.files, global_rank(), num_ranks()):
-        verify_file(folder / name, index.files[name], listed_in=INDEX)
-    return chunk_store(index, folder)
+        verify_file(folder / name, index.files[name], listed_in=INDEX, buffer_size=buffer_size)
+    return chunk_store(index, folder, buffer_size=buffer_size)
 
 
 def _read_file(path: Path, kind: Kind, *, allow_pickle: bool) -> Store:

@@ -28,6 +28,7 @@ from colossalai.checkpoint_io._agreement import (
     on_every_rank,
     on_writer,
 )
+from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB, block_size
 from colossalai.checkpoint_io._chunk_writing import share_out
 from colossalai.checkpoint_io._draft import Draft, in_host_memory, write_draft
 from colossalai.checkpoint_io._lr_scheduler import Stateful, read_plain
@@ -97,6 +98,7 @@ def save_training_state(
     step: int,
     keep_last: int = 2,
     save_async: bool = False,
+    buffer_size: float = DEFAULT_BUFFER_MB,
 ) -> Path:
     """Save a training state as `folder/step-<step>` and remove older ones; collective.
 
@@ -111,19 +113,23 @@ def save_training_state(
         keep_last: How many training states, counted in the order of saving, stay in `folder`.
         save_async: Write in the background. The next save waits for this one. An error is raised by the next
             step of the optimizer, the next save, or `wait_for_saves`, whichever comes first.
+        buffer_size: The most memory, in MB of 1024 * 1024 bytes, that writing takes on a rank beside what is
+            saved; with `save_async` beside the copy in host memory, too.
 
     Returns:
         The path of the training state; with `save_async` it may not be there yet.
 
     Raises:
-        ValueError: Something in it cannot be saved.
+        ValueError: Something in it cannot be saved, or an option is out of range.
         OSError: It cannot be written; on all ranks. The earlier ones stay.
     """
     if step < 0 or keep_last < 1:
         raise ValueError(f"step={step} must be at least 0 and keep_last={keep_last} at least 1")
+    block_size(buffer_size)  # refuses one that is too small
     wait_for_saves()
     with opened(state.optimizer, loads=False) as raw:
         draft = _draft(Path(folder), replace(state, optimizer=raw), step=step, keep_last=keep_last)
+        draft = replace(draft, buffer_size=buffer_size)
         if not save_async:
             write_draft(draft, COLLECTIVE)
             return draft.path
@@ -142,7 +148,9 @@ def latest_training_state(folder: str | Path) -> Path | None:
     return newest_complete(Path(folder), COLLECTIVE, num_ranks=num_ranks())
 
 
-def load_training_state(path: str | Path, state: TrainingState) -> dict[str, Any]:
+def load_training_state(
+    path: str | Path, state: TrainingState, *, buffer_size: float = DEFAULT_BUFFER_MB
+) -> dict[str, Any]:
     """Load a training state into the objects of `state`; collective.
 
     The number of ranks and the way the model is cut may be others than when it was saved. Under the same
@@ -152,6 +160,7 @@ def load_training_state(path: str | Path, state: TrainingState) -> dict[str, Any
     Args:
         path: What `save_training_state` or `latest_training_state` returned.
         state: What to load into. Parts that are None are left out, `extra` is not looked at.
+        buffer_size: The most memory, in MB, that loading takes on a rank beside what is loaded.
 
     Returns:
         The `extra` values that were saved, and "step".
@@ -161,15 +170,18 @@ def load_training_state(path: str | Path, state: TrainingState) -> dict[str, Any
         OSError: It cannot be read.
     """
     wait_for_saves()  # it may be the one that is being saved
-    return _opened_and_loaded(Path(path), state, is_verified=False)
+    return _opened_and_loaded(Path(path), state, is_verified=False, buffer_size=buffer_size)
 
 
-def resume_training_state(folder: str | Path, state: TrainingState) -> dict[str, Any] | None:
+def resume_training_state(
+    folder: str | Path, state: TrainingState, *, buffer_size: float = DEFAULT_BUFFER_MB
+) -> dict[str, Any] | None:
     """Load the newest complete training state of a folder, or the one that a path is; collective.
 
     Args:
         folder: The folder that `save_training_state` was given, or one that it returned.
         state: What to load into; see `load_training_state`.
+        buffer_size: See `load_training_state`.
 
     Returns:
         What `load_training_state` returns; None if the folder is not there or holds no training state.
@@ -179,27 +191,35 @@ def resume_training_state(folder: str | Path, state: TrainingState) -> dict[str,
         OSError: It cannot be read.
     """
     wait_for_saves()
+    block_size(buffer_size)  # refuses one that is too small, which no folder is damaged by
     path = Path(folder)
     if broadcast_from_writer(on_writer(lambda: (path / MANIFEST).is_file())):
-        return load_training_state(path, state)
-    newest = latest_training_state(path)
+        return load_training_state(path, state, buffer_size=buffer_size)
+    newest = newest_complete(path, COLLECTIVE, num_ranks=num_ranks(), buffer_size=buffer_size)
     if newest is None:
         on_writer(lambda: refuse_lost(path) if path.is_dir() else None)
         return None
-    return _opened_and_loaded(newest, state, is_verified=True)
+    return _opened_and_loaded(newest, state, is_verified=True, buffer_size=buffer_size)
 
 
-def _opened_and_loaded(path: Path, state: TrainingState, *, is_verified: bool) -> dict[str, Any]:
+def _opened_and_loaded(
+    path: Path, state: TrainingState, *, is_verified: bool, buffer_size: float
+) -> dict[str, Any]:
+    block_size(buffer_size)  # refuses one that is too small
     with opened(state.optimizer, loads=True) as raw:
-        return _load(path, replace(state, optimizer=raw), is_verified=is_verified)
+        return _load(path, replace(state, optimizer=raw), is_verified=is_verified, buffer_size=buffer_size)
 
 
-def _load(path: Path, state: TrainingState, *, is_verified: bool) -> dict[str, Any]:
+def _load(path: Path, state: TrainingState, *, is_verified: bool, buffer_size: float) -> dict[str, Any]:
     elsewhere = names_elsewhere(module_names(state.model))
     states_elsewhere: frozenset[str] = frozenset()
     if state.optimizer is not None:
         states_elsewhere = optimizer_names_elsewhere(state.optimizer, _names(state))
-    loading = on_every_rank(lambda: _plan(path, state, elsewhere, states_elsewhere, is_verified=is_verified))
+    loading = on_every_rank(
+        lambda: _plan(
+            path, state, elsewhere, states_elsewhere, is_verified=is_verified, buffer_size=buffer_size
+        )
+    )
     for name, part in state.small_parts.items():
         part.load_state_dict(loading.content[name])
     on_every_rank(loading.weights.apply)
@@ -258,21 +278,22 @@ def _plan(
     states_elsewhere: frozenset[str],
     *,
     is_verified: bool,
+    buffer_size: float,
 ) -> _Loading:
     """Read and compare everything on this rank, and overwrite nothing."""
     manifest = read_manifest(path)
     if not is_verified:
-        verify_files(path, manifest, part=global_rank(), num_parts=num_ranks())
+        verify_files(path, manifest, part=global_rank(), num_parts=num_ranks(), buffer_size=buffer_size)
     content = read_plain(path / _PARTS_FILE)
     missing = [name for name in state.small_parts if name not in content]
     if state.optimizer is not None and not (path / "optimizer").is_dir():
         missing.append("optimizer")
     if missing:
         raise ValueError(f"{path} holds no {listed(missing)}: leave that out to load the rest")
-    model = read_store(path / "model", MODEL, is_verified=True)
+    model = read_store(path / "model", MODEL, is_verified=True, buffer_size=buffer_size)
     updates = None
     if state.optimizer is not None:
-        optimizer = read_store(path / "optimizer", OPTIMIZER, is_verified=True)
+        optimizer = read_store(path / "optimizer", OPTIMIZER, is_verified=True, buffer_size=buffer_size)
         updates = plan_optimizer_loading(
             state.optimizer, optimizer, _names(state), source=str(path), elsewhere=states_elsewhere
         )

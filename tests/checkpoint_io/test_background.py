@@ -142,8 +142,9 @@ SCRIPT = """
     from tests.checkpoint_io.test_background import make_engine, make_slow
 
     engine = make_engine({})
+    engine.save(sys.argv[1], step=0)
     make_slow(1.0)
-    engine.save(sys.argv[1], step=1, save_async=True)
+    engine.save(sys.argv[1], step=1, keep_last=1, save_async=True)
     if sys.argv[2] == "falls off":
         sys.exit()
     if torch.distributed.get_rank() == 1:
@@ -164,3 +165,4 @@ def test_no_end_of_a_script_loses_it(end: str, tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.returncode == 0) == (end == "falls off"), done.stdout + done.stderr
     assert (tmp_path / "states" / "step-00000001" / "manifest.json").is_file(), done.stdout + done.stderr
+    assert [path.name for path in (tmp_path / "states").iterdir()] == ["step-00000001"]
