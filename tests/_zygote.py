@@ -59,7 +59,12 @@ PACKAGE_MODULES = (
     "colossalai",
     "colossalai.core",
     "colossalai.booster.plugin",
+    "colossalai.builder",
     "colossalai.initialize",
+    "colossalai.model_zoo.bert",
+    "colossalai.model_zoo.gpt",
+    "colossalai.model_zoo.resnet",
+    "colossalai.model_zoo.vit",
     "colossalai.trainer.hooks",
     "colossalai.testing",
 )

@@ -9,6 +9,8 @@ SETTINGS = {
     "OMPI_MCA_btl_tcp_if_include": "eth0",
     "OMPI_MCA_oob_tcp_if_include": "eth0",
     "OMPI_MCA_plm_rsh_agent": "ssh",
+    # Each host believes that it has the machine for itself: all would bind their ranks to the same cores.
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
 }
 
 

@@ -40,8 +40,10 @@ def srun(slurm: Slurm, folder: Path, *words: str) -> subprocess.CompletedProcess
 
 
 def mpirun(network: Network, folder: Path, hosts: str) -> subprocess.CompletedProcess[str]:
-    command = ["mpirun", "-H", hosts, "-np", "2", sys.executable, "job.py", "openmpi"]
-    return network.run("host1", command, cwd=folder, env=_environment() | openmpi.SETTINGS)
+    environment = _environment()
+    forwarded = [word for name in environment for word in ("-x", name)]
+    command = ["mpirun", *forwarded, "-H", hosts, "-np", "2", sys.executable, "job.py", "openmpi"]
+    return network.run("host1", command, cwd=folder, env=environment | openmpi.SETTINGS)
 
 
 def _environment() -> dict[str, str]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.cli.command import wait_until
 from tests.cluster import openmpi
 from tests.cluster.network import ROOT, Network
 from tests.cluster.slurm import Slurm
@@ -176,10 +177,11 @@ def test_the_batch_script(terminal: Terminal, slurm: Slurm):
     script = block("bash").replace("#SBATCH --gpus-per-node=8\n", "").replace("_node 8", "_node 1")
     (terminal.folder / "job.sh").write_text(script)
     terminal.env |= slurm.env
-    done = terminal.run("host1", "sbatch --wait --output log job.sh")
+    done = terminal.run("host1", "sbatch --output log job.sh")
+    assert done.returncode == 0, done.stderr
+    wait_until(lambda: not slurm.run(["squeue", "--noheader"]).stdout, 120)  # `sbatch --wait` looks rarely
     log = (terminal.folder / "log").read_text()
-    assert done.returncode == 0, done.stderr + log
-    assert "[host1:0] trained on 2 ranks" in log
+    assert "[host1:0] trained on 2 ranks" in log, log
 
 
 @pytest.mark.cluster
