@@ -206,6 +206,7 @@ class Booster:
         save_async: bool = False,
         keep_last: int = 2,
         every: int = 1,
+        buffer_size: float = 512,
     ) -> Path | None:
         """Save everything that a run needs to go on, as `folder/step-<step>`; every rank calls it.
 
@@ -225,6 +226,8 @@ class Booster:
                 there is raised by the next step, or save, or `gpc.destroy()`, on every rank.
             keep_last: How many training states stay in the folder.
             every: Save only where `step` is a multiple.
+            buffer_size: The most memory, in MB, that writing takes on a rank beside what is saved, and beside
+                the copy in host memory that `save_async` makes.
 
         Returns:
             The path of the training state; None if it was not time.
@@ -242,6 +245,7 @@ class Booster:
             save_async=save_async,
             keep_last=keep_last,
             every=every,
+            buffer_size=buffer_size,
         )
 
     def load(
@@ -251,6 +255,8 @@ class Booster:
         optimizer: Optimizer | None = None,
         lr_scheduler: Any = None,
         dataloader: Any = None,
+        *,
+        buffer_size: float = 512,
     ) -> Resumed | None:
         """Go on from the newest complete training state of a folder, or from the one that a path is.
 
@@ -263,6 +269,7 @@ class Booster:
             optimizer: Its optimizer.
             lr_scheduler: A scheduler of the optimizer.
             dataloader: The loader of the training data: its next pass goes on where the saved one was.
+            buffer_size: The most memory, in MB, that loading takes on a rank beside what is loaded.
 
         Returns:
             Step, epoch and extra values as they were saved; None if there is no training state.
@@ -272,7 +279,8 @@ class Booster:
                 not fit; nothing was overwritten.
             OSError: It cannot be read.
         """
-        return resume_run(folder, self._run(model, optimizer, lr_scheduler, dataloader))
+        run = self._run(model, optimizer, lr_scheduler, dataloader)
+        return resume_run(folder, run, buffer_size=buffer_size)
 
     def _run(self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any, dataloader: Any) -> Run:
         return Run(

@@ -167,6 +167,7 @@ class Engine:
         save_async: bool = False,
         keep_last: int = 2,
         every: int = 1,
+        buffer_size: float = 512,
     ) -> Path | None:
         """Save everything that the run needs to go on, as `folder/step-<step>`; every rank calls it.
 
@@ -185,6 +186,8 @@ class Engine:
                 there is raised by the next step, or save, or `gpc.destroy()`, on every rank.
             keep_last: How many training states stay in the folder.
             every: Save only where `step` is a multiple.
+            buffer_size: The most memory, in MB, that writing takes on a rank beside what is saved, and beside
+                the copy in host memory that `save_async` makes.
 
         Returns:
             The path of the training state; None if it was not time.
@@ -203,9 +206,17 @@ class Engine:
             save_async=save_async,
             keep_last=keep_last,
             every=every,
+            buffer_size=buffer_size,
         )
 
-    def load(self, folder: str | Path, *, lr_scheduler: Any = None, dataloader: Any = None) -> Resumed | None:
+    def load(
+        self,
+        folder: str | Path,
+        *,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        buffer_size: float = 512,
+    ) -> Resumed | None:
         """Go on from the newest complete training state of a folder, or from the one that a path is.
 
         It may have been saved under any other plan and number of ranks, and by a Booster.
@@ -214,6 +225,7 @@ class Engine:
             folder: The folder, or a path that `save` returned.
             lr_scheduler: See `save`.
             dataloader: See `save`.
+            buffer_size: The most memory, in MB, that loading takes on a rank beside what is loaded.
 
         Returns:
             Step, epoch and extra values as they were saved; None if there is no training state.
@@ -223,7 +235,7 @@ class Engine:
                 not fit; nothing was overwritten.
             OSError: It cannot be read.
         """
-        resumed = resume_run(folder, self._run(lr_scheduler, dataloader))
+        resumed = resume_run(folder, self._run(lr_scheduler, dataloader), buffer_size=buffer_size)
         if resumed is not None:
             self.training_step.restart_window()
         return resumed

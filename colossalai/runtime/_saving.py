@@ -67,6 +67,7 @@ def save_run(
     save_async: bool = False,
     keep_last: int = 2,
     every: int = 1,
+    buffer_size: float = 512,
 ) -> Path | None:
     """Save a run as `folder/step-<step>`, if it is time; collective.
 
@@ -79,6 +80,7 @@ def save_run(
         save_async: Return when everything is copied to host memory, and write in the background.
         keep_last: How many training states stay in the folder.
         every: Save only where `step` is a multiple.
+        buffer_size: The most memory, in MB, that writing takes on a rank beside what is saved.
 
     Returns:
         The path of the training state; None if it was not time.
@@ -98,13 +100,20 @@ def save_run(
         )
     state = _training_state(run)
     state.extra = {"epoch": _epoch_of(run.dataloader) if epoch is None else epoch, "extra": dict(extra or {})}
-    return save_training_state(folder, state, step=step, keep_last=keep_last, save_async=save_async)
+    return save_training_state(
+        folder, state, step=step, keep_last=keep_last, save_async=save_async, buffer_size=buffer_size
+    )
 
 
-def resume_run(folder: str | Path, run: Run) -> Resumed | None:
+def resume_run(folder: str | Path, run: Run, *, buffer_size: float = 512) -> Resumed | None:
     """Load the newest complete training state of a folder, or the one that a path is; collective.
 
     Gradients are forgotten.
+
+    Args:
+        folder: The folder, or a path that `save_run` returned.
+        run: What to overwrite.
+        buffer_size: The most memory, in MB, that loading takes on a rank beside what is loaded.
 
     Returns:
         Where the run goes on; None if there is no training state, and nothing has been changed.
@@ -114,7 +123,7 @@ def resume_run(folder: str | Path, run: Run) -> Resumed | None:
             fit; nothing was overwritten.
         OSError: It cannot be read.
     """
-    found = resume_training_state(folder, _training_state(run))
+    found = resume_training_state(folder, _training_state(run), buffer_size=buffer_size)
     if found is None:
         return None
     if run.optimizer is not None:

@@ -26,4 +26,4 @@ def test_kill_any_rank_at_any_moment(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]  # nothing of the killed ones
     assert len(kills) == NUM_TRIES
     assert kills[-1]["told"] > NUM_TRIES, "the ranks never got anything done"
-    assert sum(kill["begun"] > kill["done"] for kill in kills) > NUM_TRIES // 4, "hardly one fell into a save"
+    assert any(kill["num_left"] for kill in kills), "not one fell into the writing of a save"
