@@ -53,6 +53,7 @@ check: setup
 	$(BIN)/python -m pytest --durations=0 tests/layers tests/surface
 
 test: check
+	@$(BIN)/python -m compileall -q colossalai tests
 	$(BIN)/python -m pytest -m "not cluster"
 
 matrix: setup
