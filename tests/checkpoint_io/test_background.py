@@ -31,12 +31,12 @@ def make_slow(seconds: float, *, only: int | None = None, then: Exception | None
     """Let a rank take its time to write its part, and fail then."""
     write = _draft.write_parts
 
-    def write_slowly(*args: Any) -> Any:
+    def write_slowly(*args: Any, **options: Any) -> Any:
         if only in (None, gpc.get_global_rank()):
             time.sleep(seconds)
             if then is not None:
                 raise then
-        return write(*args)
+        return write(*args, **options)
 
     _draft.write_parts = write_slowly
 
