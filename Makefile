@@ -54,7 +54,7 @@ check: setup
 
 test: check
 	@$(BIN)/python -m compileall -q colossalai tests
-	$(BIN)/python -m pytest -m "not cluster"
+	$(BIN)/python -m pytest -m "not cluster" --ignore=tests/checkpoint_io/test_matrix.py
 
 matrix: setup
 	FULL_MATRIX=1 $(BIN)/python -m pytest tests/checkpoint_io/test_matrix.py
