@@ -3,13 +3,12 @@
 import math
 import mmap
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB, block_size, bytes_of
+from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB, block_boxes, block_size, bytes_of
 from colossalai.checkpoint_io._boxes import Box
 from colossalai.checkpoint_io._chunk_index import Chunk, ChunkedTensor, ChunkIndex, read_chunk_index
 from colossalai.checkpoint_io._entries import Stored
@@ -51,10 +50,10 @@ class Chunked(Stored):
         if out.device.type == "cpu" and out.dtype == self.dtype and out.is_contiguous():
             _read_exactly(path, begin, out, most=self.block)
             return
-        for piece in _blocks(out, self.dtype.itemsize, most=self.block):
-            block = torch.empty(piece.shape, dtype=self.dtype)
+        for place in block_boxes(out.shape, most=max(1, self.block // self.dtype.itemsize)):
+            block = torch.empty(place.sizes, dtype=self.dtype)
             _read_exactly(path, begin, block, most=self.block)
-            piece.copy_(block)
+            place.of(out).copy_(block)
             begin += block.nbytes
 
 
@@ -86,18 +85,6 @@ def chunk_store(index: ChunkIndex, folder: Path, *, buffer_size: float = DEFAULT
 
 def _as_stored(tensor: ChunkedTensor, folder: Path, block: int) -> Chunked:
     return Chunked(tensor.shape, tensor.dtype, folder, tensor.chunks, block)
-
-
-def _blocks(tensor: torch.Tensor, itemsize: int, *, most: int) -> Iterator[torch.Tensor]:
-    """Yield views that together are a tensor, in row-major order, each `most` bytes with that itemsize."""
-    if tensor.ndim == 0 or tensor.numel() * itemsize <= most:
-        yield tensor
-    elif len(tensor) == 1:
-        yield from _blocks(tensor[0], itemsize, most=most)
-    else:
-        rows = max(1, most * len(tensor) // (tensor.numel() * itemsize))
-        for piece in tensor.split(rows):
-            yield from _blocks(piece, itemsize, most=most)
 
 
 def _empty(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import torch
 
-from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB, block_size, bytes_of, stored_blocks
+from colossalai.checkpoint_io._blocks import (
+    DEFAULT_BUFFER_MB,
+    block_boxes,
+    block_size,
+    bytes_of,
+    stored_blocks,
+)
 from colossalai.checkpoint_io._boxes import Box, is_tiled
 from colossalai.checkpoint_io._checksum import Checksum
 from colossalai.checkpoint_io._chunk_index import Chunk, ChunkedTensor, ChunkIndex, chunk_name, file_of_rank
@@ -157,12 +163,9 @@ def _blocks(tensor: torch.Tensor | Stored, *, most: int) -> Iterator[memoryview]
         content = bytes_of(tensor)
         for begin in range(0, len(content), most):
             yield content[begin : begin + most]
-    elif tensor.nbytes <= most or tensor.ndim == 0:
-        yield bytes_of(tensor.cpu().contiguous())
-    else:
-        rows = max(1, most * len(tensor) // tensor.nbytes)
-        for piece in tensor.split(rows):
-            yield from _blocks(piece if len(tensor) > 1 or tensor.ndim == 1 else piece[0], most=most)
+        return
+    for box in block_boxes(tensor.shape, most=max(1, most // tensor.dtype.itemsize)):
+        yield bytes_of(box.of(tensor).cpu().contiguous())
 
 
 def _write_all(descriptor: int, content: bytes | memoryview) -> None:
