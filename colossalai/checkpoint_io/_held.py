@@ -5,6 +5,7 @@ slice, or a flat range of any of the first two. Here, and nowhere else in this p
 Boxes are in torch's order of dimensions, whatever the order in which a layer stores them.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -127,11 +128,16 @@ def _local_pieces(tensor: torch.Tensor, shape: tuple[int, ...], part: FlatRange 
 
 def _in_whole(pieces: tuple[Piece, ...], spec: ShardingSpec) -> Iterator[Piece]:
     """Yield pieces of a slice as pieces of the whole, in torch's order, without what is padding."""
-    start = tuple(offset for offset, _ in spec.box())
     limits = whole_box(spec.whole_shape)
-    for piece in pieces:
-        box = piece.box.moved(start).permuted(spec.stored_dims)
+    for piece, region in itertools.product(pieces, spec.regions()):
+        own = Box(
+            tuple(stretch.local_offset for stretch in region), tuple(stretch.size for stretch in region)
+        ).overlap(piece.box)
+        if own is None:
+            continue
+        further = [stretch.offset - stretch.local_offset for stretch in region]
+        box = own.moved(further).permuted(spec.stored_dims)
         inside = box.overlap(limits)
         if inside is not None:
-            view = piece.tensor.permute(spec.stored_dims)
+            view = own.moved(piece.box.offsets, sign=-1).of(piece.tensor).permute(spec.stored_dims)
             yield Piece(inside, inside.moved(box.offsets, sign=-1).of(view))

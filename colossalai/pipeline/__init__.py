@@ -4,6 +4,7 @@ from colossalai.pipeline._auto_cut import cut_model as cut_model
 from colossalai.pipeline._chunks import ChunkList as ChunkList
 from colossalai.pipeline._chunks import has_full_names as has_full_names
 from colossalai.pipeline._costs import Costs as Costs
+from colossalai.pipeline._elsewhere import is_elsewhere as is_elsewhere
 from colossalai.pipeline._executor import PipelineExecutor as PipelineExecutor
 from colossalai.pipeline._executor import PipelineResult as PipelineResult
 from colossalai.pipeline._messages import Message as Message

@@ -72,6 +72,11 @@ def copy_with(module: nn.Module, make: MakeTensor) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
+def is_elsewhere(module: nn.Module) -> bool:
+    """Return whether a module stands for a part that another stage holds."""
+    return isinstance(module, _Elsewhere)
+
+
 class _Elsewhere(nn.Module):
     """A part that another stage holds.
 

@@ -97,6 +97,12 @@ class ModelStage(PipelineStage):
         for held in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             object.__setattr__(self, held, getattr(model, held))
 
+    @property
+    def model(self) -> nn.Module:
+        """The model with stand-ins for what other stages hold; it shares its modules with this stage."""
+        model: nn.Module = self.__dict__["_model"]
+        return model
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)

@@ -1,4 +1,4 @@
-"""Apply a plan to a model and its optimizers, in one fixed order: pipeline, precision, recompute, data."""
+"""Apply a plan to a model and its optimizers in one order: pipeline, tensors, precision, recompute, data."""
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from colossalai.runtime._plan import Plan
 from colossalai.runtime._recompute import apply_recompute, find_blocks
 from colossalai.runtime._stages import take_stages
 from colossalai.runtime._wrapper import ModelWrapper
+from colossalai.shardformer import can_shard, shard_model
 from colossalai.tensor import ShardingSpec, set_spec, spec_of
 from colossalai.zero import ZeroReplicas
 
@@ -77,9 +78,11 @@ def assemble(
     _check(model, optimizer)
     name_modules(model)
     replicas = replicas or mesh.axis("dp")
-    _warn_of_uncut(model, mesh, replicas)
     if plan.pipeline is not None:
         model = take_stages(model, optimizer, options=plan.pipeline, axis=mesh.axis("pp"), device=device)
+    if tensor_axis is not None and tensor_axis.size > 1:
+        _share_layers(model, optimizer, mesh)
+    _warn_of_uncut(model, mesh, replicas)
     names = {id(param): name for name, param in model.named_parameters()}
     specs = {name: spec_of(param) for name, param in model.named_parameters()}
     model.to(device)
@@ -159,13 +162,24 @@ def _param_names(model: nn.Module, plan: Plan) -> dict[nn.Parameter, str]:
     return {param: name for name, param in model.named_parameters()}
 
 
+def _share_layers(model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> None:
+    """Cut the layers of a model that was not built for tensor parallelism, where there are rules for it."""
+    if optimizer is not None and optimizer.state and can_shard(model):
+        raise ValueError(
+            "the optimizer has made steps already, but this plan cuts the layers of the model: assemble "
+            "first, then load the state of the optimizer"
+        )
+    shard_model(model, mesh)
+
+
 def _warn_of_uncut(model: nn.Module, mesh: Mesh, replicas: Axis) -> None:
     """Say it where there are tensor-parallel ranks and the model has nothing for them to share."""
     num_sharing = mesh.world_size // (replicas.size * mesh.axes.get("pp", 1))
     if num_sharing > 1 and all(spec_of(param) is None for param in model.parameters()):
         get_dist_logger().log_once(
             f"tensor parallelism cuts nothing of {type(model).__name__}: {num_sharing} ranks each compute "
-            "all of it: build it with layers of colossalai.nn, or leave tensor parallelism out",
+            "all of it: build it with layers of colossalai.nn, or leave tensor parallelism out; mode '1d' "
+            "cuts models of transformers, too, for whose classes colossalai.shardformer has rules",
             ranks=[0],
         )
 

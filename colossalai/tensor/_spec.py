@@ -4,9 +4,11 @@ Every parameter that a parallel layer cuts carries its spec. What holds for the 
 it) is derived from that.
 """
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -14,6 +16,20 @@ from colossalai.communication import all_gather
 from colossalai.context import Mesh
 
 _ATTRIBUTE = "sharding_spec"
+
+
+class Stretch(NamedTuple):
+    """A range in one dimension that a rank holds.
+
+    Attributes:
+        offset: Where it begins in the global tensor.
+        local_offset: Where it begins in the slice of the rank.
+        size: How far it extends.
+    """
+
+    offset: int
+    local_offset: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -30,12 +46,15 @@ class ShardingSpec:
         mesh: The mesh.
         stored_as: For each stored dimension, which of torch's it is: stored is `whole.permute(stored_as)`.
             None: the order is torch's.
+        parts: For each dimension, of how many equal parts it consists, each of which is cut for itself: 3 for
+            a weight that yields query, key and value one behind the other. None: all are cut as one.
     """
 
     shape: tuple[int, ...]
     dims: tuple[tuple[str, ...], ...]
     mesh: Mesh = field(repr=False)
     stored_as: tuple[int, ...] | None = None
+    parts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if len(self.dims) != len(self.shape):
@@ -46,12 +65,15 @@ class ShardingSpec:
             raise ValueError(
                 f"stored_as={self.stored_as} does not name each of {len(self.shape)} dimensions once"
             )
-        for dim, axes in enumerate(self.dims):
-            parts = math.prod(self.mesh.axis_size(axis) for axis in axes)
-            if self.shape[dim] % parts:
+        if len(self.parts_of_dims) != len(self.shape):
+            raise ValueError(f"parts={self.parts} for {len(self.shape)} dimensions")
+        for dim, (axes, num_parts) in enumerate(zip(self.dims, self.parts_of_dims, strict=True)):
+            num_ranks = math.prod(self.mesh.axis_size(axis) for axis in axes)
+            if self.shape[dim] % (num_ranks * num_parts):
+                of_parts = f"{num_parts} parts of " if num_parts > 1 else ""
                 raise ValueError(
-                    f"dimension {dim} of shape {self.shape} is {self.shape[dim]}, which the {parts} ranks "
-                    f"along {' x '.join(axes)} do not divide"
+                    f"dimension {dim} of shape {self.shape} is {of_parts}{self.shape[dim] // num_parts}, "
+                    f"which the {num_ranks} ranks along {' x '.join(axes)} do not divide"
                 )
 
     @property
@@ -70,36 +92,57 @@ class ShardingSpec:
         return not self.axes and self.stored_as is None
 
     @property
+    def parts_of_dims(self) -> tuple[int, ...]:
+        """For each dimension the number of its parts."""
+        return (1,) * len(self.shape) if self.parts is None else self.parts
+
+    @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of this rank's slice."""
-        return tuple(size for _, size in self.box())
+        num_ranks = (math.prod(self.mesh.axis_size(axis) for axis in axes) for axes in self.dims)
+        return tuple(size // ranks for size, ranks in zip(self.shape, num_ranks, strict=True))
 
-    def box(self, global_rank: int | None = None) -> tuple[tuple[int, int], ...]:
-        """Return (offset, size) in every dimension of the slice of a rank; default: this one."""
+    def regions(self, global_rank: int | None = None) -> Iterator[tuple[Stretch, ...]]:
+        """Yield the boxes of the global tensor that make up the slice of a rank; default: this one.
+
+        A box has one stretch for each dimension. There is one box, or one for each part.
+        """
         position = self.mesh.coordinate(self.mesh.rank if global_rank is None else global_rank)
-        box = []
-        for size, axes in zip(self.shape, self.dims, strict=True):
-            offset = 0
-            for axis in axes:
-                size //= self.mesh.axis_size(axis)
-                offset += position[axis] * size
-            box.append((offset, size))
-        return tuple(box)
+        yield from itertools.product(*(self._stretches(dim, position) for dim in range(len(self.shape))))
 
     def cut(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of this rank's slice of the global tensor."""
         if tuple(tensor.shape) != self.shape:
             raise ValueError(f"the global shape is {self.shape}, not {tuple(tensor.shape)}")
-        for dim, (offset, size) in enumerate(self.box()):
-            tensor = tensor.narrow(dim, offset, size)
+        position = self.mesh.coordinate(self.mesh.rank)
+        for dim, num_parts in enumerate(self.parts_of_dims):
+            first = self._stretches(dim, position)[0]
+            by_part = tensor.unflatten(dim, (num_parts, tensor.shape[dim] // num_parts)).narrow(
+                dim + 1, first.offset, first.size
+            )
+            tensor = by_part.flatten(dim, dim + 1)
         return tensor.clone(memory_format=torch.contiguous_format)
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the global tensor of which every rank holds a slice; one all-gather per cutting axis."""
-        for dim, axes in enumerate(self.dims):
+        for dim, (axes, num_parts) in enumerate(zip(self.dims, self.parts_of_dims, strict=True)):
+            if not axes:
+                continue
+            by_part = tensor.unflatten(dim, (num_parts, tensor.shape[dim] // num_parts))
             for axis in reversed(axes):
-                tensor = all_gather(tensor, dim, self.mesh.axis(axis))
+                by_part = all_gather(by_part, dim + 1, self.mesh.axis(axis))
+            tensor = by_part.flatten(dim, dim + 1)
         return tensor
+
+    def _stretches(self, dim: int, position: dict[str, int]) -> list[Stretch]:
+        """Return what a rank at a position in the mesh holds along a dimension."""
+        num_parts = self.parts_of_dims[dim]
+        size = part_size = self.shape[dim] // num_parts
+        offset = 0
+        for axis in self.dims[dim]:
+            size //= self.mesh.axis_size(axis)
+            offset += position[axis] * size
+        return [Stretch(part * part_size + offset, part * size, size) for part in range(num_parts)]
 
     def slice_of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return a copy of this rank's slice, as it is stored, of the global tensor in torch's order."""
@@ -128,10 +171,11 @@ def cut_dims(
     mesh: Mesh,
     *,
     stored_as: tuple[int, ...] | None = None,
+    parts: tuple[int, ...] | None = None,
 ) -> ShardingSpec:
     """Return a spec in which axes of one rank are left out: they cut nothing."""
     kept = tuple(tuple(axis for axis in axes if mesh.axis_size(axis) > 1) for axes in dims)
-    return ShardingSpec(tuple(shape), kept, mesh, stored_as)
+    return ShardingSpec(tuple(shape), kept, mesh, stored_as, parts)
 
 
 def set_spec(tensor: torch.Tensor, spec: ShardingSpec) -> None:

@@ -1,7 +1,5 @@
 """Specs: boxes tile the tensor, slices gather to the whole, norms are of the whole."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,28 +16,29 @@ AXES = {"dp": 2, "col": 3, "row": 2}
 
 @st.composite
 def cuts(draw):
-    """Draw which dimension each axis cuts, if any, and a shape that they divide."""
+    """Draw which dimension each axis cuts, if any, of how many parts, and a shape that they divide."""
     num_dims = draw(st.integers(1, 3))
     dims = [[] for _ in range(num_dims)]
-    shape = [draw(st.integers(1, 3)) for _ in range(num_dims)]
+    parts = tuple(draw(st.integers(1, 3)) for _ in range(num_dims))
+    shape = [draw(st.integers(1, 3)) * num_parts for num_parts in parts]
     for axis in draw(st.permutations(list(AXES))):
         target = draw(st.integers(-1, num_dims - 1))
         if target >= 0:
             dims[target].append(axis)
             shape[target] *= AXES[axis]
-    return tuple(shape), tuple(map(tuple, dims))
+    return tuple(shape), tuple(map(tuple, dims)), parts
 
 
 @pytest.mark.unit
 @settings(deadline=None)
 @given(cuts())
 def test_boxes_tile_the_tensor_once_for_each_replica(cut):
-    shape, dims = cut
+    shape, dims, parts = cut
     covered = torch.zeros(shape)
-    spec = ShardingSpec(shape, dims, Mesh(AXES, rank=0))
+    spec = ShardingSpec(shape, dims, Mesh(AXES, rank=0), parts=parts)
     for rank in range(12):
-        region = tuple(slice(offset, offset + size) for offset, size in spec.box(rank))
-        covered[region] += 1
+        for region in spec.regions(rank):
+            covered[tuple(slice(offset, offset + size) for offset, _, size in region)] += 1
     replicas = 12
     for axis in spec.axes:
         replicas //= AXES[axis]
@@ -50,23 +49,27 @@ def test_boxes_tile_the_tensor_once_for_each_replica(cut):
 @settings(deadline=None)
 @given(cuts(), st.integers(0, 11))
 def test_a_slice_is_that_of_the_box(cut, rank):
-    shape, dims = cut
-    spec = ShardingSpec(shape, dims, Mesh(AXES, rank=rank))
+    shape, dims, parts = cut
+    spec = ShardingSpec(shape, dims, Mesh(AXES, rank=rank), parts=parts)
     whole = torch.arange(torch.Size(shape).numel()).reshape(shape)
     part = spec.cut(whole)
     assert tuple(part.shape) == spec.local_shape
-    for index in itertools.product(*map(range, part.shape)):
-        there = tuple(offset + i for (offset, _), i in zip(spec.box(), index, strict=True))
-        assert part[index] == whole[there]
+    seen = torch.zeros(part.shape)
+    for region in spec.regions():
+        here = tuple(slice(local, local + size) for _, local, size in region)
+        there = tuple(slice(offset, offset + size) for offset, _, size in region)
+        assert torch.equal(part[here], whole[there])
+        seen[here] += 1
+    assert (seen == 1).all()
 
 
 @pytest.mark.unit
 @settings(deadline=None)
 @given(cuts(), st.integers(0, 11), st.randoms(use_true_random=False))
 def test_what_is_stored_in_another_order_is_a_slice_of_the_permuted_whole(cut, rank, random):
-    shape, dims = cut
+    shape, dims, parts = cut
     order = tuple(random.sample(range(len(shape)), len(shape)))
-    spec = ShardingSpec(shape, dims, Mesh(AXES, rank=rank), stored_as=order)
+    spec = ShardingSpec(shape, dims, Mesh(AXES, rank=rank), stored_as=order, parts=parts)
     stored = torch.arange(torch.Size(shape).numel()).reshape(shape)
     whole = stored.permute([order.index(dim) for dim in range(len(shape))])
     assert spec.whole_shape == tuple(whole.shape)
@@ -84,6 +87,10 @@ def test_refusals():
         ShardingSpec((9, 9), (("col",), ("col",)), mesh)
     with pytest.raises(ValueError, match="a spec of 1 dimensions"):
         ShardingSpec((9, 9), (("col",),), mesh)
+    with pytest.raises(ValueError, match=r"is 2 parts of 4, which the 3 ranks along col do not divide"):
+        ShardingSpec((8,), (("col",),), mesh, parts=(2,))
+    with pytest.raises(ValueError, match=r"parts=\(3,\) for 2 dimensions"):
+        ShardingSpec((6, 9), ((), ("col",)), mesh, parts=(3,))
     spec = ShardingSpec((6,), (("col",),), mesh)
     with pytest.raises(ValueError, match=r"the global shape is \(6,\)"):
         spec.cut(torch.zeros(5))
@@ -114,6 +121,9 @@ def gather_and_norm():
         solid = torch.arange(72.0).reshape(6, 4, 3)
         assert torch.equal(turned.whole(turned.slice_of(solid)), solid)
         params.append(param)
+    fused = ShardingSpec((6, 8), ((), ("row", "col")), gpc.mesh, parts=(1, 2))
+    whole_fused = torch.arange(48.0).reshape(6, 8)
+    assert torch.equal(fused.gather(fused.cut(whole_fused)), whole_fused)
     return global_grad_norm(params).item(), (3 * whole.square().sum()).sqrt().item()
 
 

@@ -38,6 +38,7 @@ class ParallelEmbedding(ParallelModule):
         vocab_axes: Axes that cut the vocabulary, the coarsest cut first.
         mesh: The ranks; default: those of the launched job.
         weight_initializer: Fills the whole weight; default: standard normal, as torch.
+        weight: A weight that has been cut, instead of a new one.
 
     Shape:
         Input (batch, ...) of ids, whole; output (batch, ..., features), a slice as `cut` says.
@@ -54,6 +55,7 @@ class ParallelEmbedding(ParallelModule):
         vocab_axes: Axes = (),
         mesh: Mesh | None = None,
         weight_initializer: Initializer | None = None,
+        weight: nn.Parameter | None = None,
     ) -> None:
         super().__init__(mesh)
         self.num_embeddings = num_embeddings
@@ -61,6 +63,9 @@ class ParallelEmbedding(ParallelModule):
         self.padding_idx = None if padding_idx is None else self._from_start(padding_idx)
         self.cut = cut
         self.vocab_axes = vocab_axes
+        if weight is not None:
+            self.weight = weight
+            return
         whole = empty_parameter(num_embeddings, embedding_dim, dtype=dtype)
         (weight_initializer or _normal)(whole, num_embeddings, embedding_dim)
         if padding_idx is not None and weight_initializer is None:

@@ -1,0 +1,90 @@
+"""What stands in for a layer once its parameters are cut; its parameters keep their names and identity."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossalai.communication import gather_forward_split_backward
+from colossalai.context import Mesh, ParallelMode, get_seeds, seed
+from colossalai.nn.layer._dropout import random_mode
+from colossalai.nn.layer._product import product
+from colossalai.nn.layer._scheme import Cut, LinearScheme
+from colossalai.nn.layer._spec_keeper import SpecKeeper
+from colossalai.tensor import spec_of
+
+AXIS = "tp"
+
+
+class LinearShard(SpecKeeper):
+    """A linear layer along a 1D scheme.
+
+    Args:
+        weight: This rank's slice, with its spec.
+        bias: This rank's slice, or the whole behind a row layer; None for none.
+        scheme: `COLUMN` or `ROW`.
+        mesh: The ranks.
+        out_first: Whether the weight is (out, in).
+
+    Shape:
+        Input (..., in), output (..., out). The output of a column layer and the input of a row layer are cut.
+    """
+
+    def __init__(
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        *,
+        scheme: LinearScheme,
+        mesh: Mesh,
+        out_first: bool,
+    ) -> None:
+        super().__init__(mesh)
+        self.scheme = scheme
+        self.out_first = out_first
+        self.weight = weight
+        self.bias = bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of the output."""
+        weight = self.weight.t() if self.out_first else self.weight
+        return product(x, weight, self.scheme, self.mesh, bias=self.bias)
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows."""
+        return f"weight {tuple(self.weight.shape)}, {'out' if self.scheme.w_out else 'in'} features cut"
+
+
+class HeadShard(LinearShard):
+    """A column layer whose output is gathered: the logits of the whole vocabulary, on every rank.
+
+    What pads the vocabulary is left out.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return all logits."""
+        whole = gather_forward_split_backward(super().forward(x), self.mesh.axis(AXIS), -1)
+        spec = spec_of(self.weight)
+        assert spec is not None
+        return whole[..., : spec.whole_shape[0 if self.out_first else 1]]
+
+
+class DrawsApart(nn.Module):
+    """Put before the class of a module between column and row layers: each rank draws other numbers in it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        mode = random_mode(Cut(features=(AXIS,))) if self.training else None
+        with nullcontext() if mode is None else seed(mode):
+            return super().forward(*args, **kwargs)
+
+
+class DrawsTogether(nn.Module):
+    """Put before the class of a module inside of such a one: the ranks draw the same numbers in it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        is_launched = self.training and ParallelMode.DATA in get_seeds()
+        with seed(ParallelMode.DATA) if is_launched else nullcontext():
+            return super().forward(*args, **kwargs)

@@ -1,0 +1,92 @@
+"""Models of transformers train in tensor parallelism as on one process, alone and with other methods."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+from colossalai.core import global_context as gpc
+from colossalai.tensor import spec_of
+from colossalai.testing import ParityCase, Subject, check_parity
+from tests.parity import pipeline, zero
+from tests.parity.pipeline import slice_of_batch
+from tests.ranks import run_ranks
+from tests.shardformer.models import (
+    VOCAB,
+    bert,
+    gpt2,
+    gpt2_of_four_blocks,
+    language_loss,
+    llama,
+    mistral,
+    qwen2,
+)
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.dist
+
+TENSOR = {"size": 2, "mode": "1d"}
+
+
+def train(build: Callable[[], nn.Module], config: dict[str, Any], uncut: tuple[str, ...]) -> list[float]:
+    """Train for three steps; every matrix and vocabulary must be cut, but for those with an `uncut` name."""
+    parallel = {"tensor": TENSOR, **config.pop("parallel", {})}
+    colossalai.launch_from_torch({"clip_grad_norm": 0.5, "parallel": parallel, **config}, verbose=False)
+    ids = torch.randint(VOCAB, (3, 8, 6), generator=torch.Generator().manual_seed(1))
+    case = ParityCase(
+        build_model=build,
+        build_optimizer=partial(torch.optim.AdamW, lr=0.01),
+        compute_loss=lambda model, batch: language_loss(model(batch[0]), batch[1]),
+        batches=[(part, part.roll(-1, dims=1)) for part in ids],
+        max_norm=0.5,
+    )
+
+    def apply(model: nn.Module) -> Subject:
+        through = zero.through_engine if "zero" in config else pipeline.through_engine
+        subject = through(case, model, language_loss)
+        whole = [
+            name
+            for name, param in model.named_parameters()
+            if param.dim() > 1 and spec_of(param) is None and not any(word in name for word in uncut)
+        ]
+        assert not whole or "pipeline" in parallel  # where parts of the model are elsewhere
+        return subject
+
+    losses = check_parity(case, apply, **slice_of_batch())
+    gpc.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("build", "num_ranks", "config", "uncut"),
+    [
+        (gpt2, 2, {}, ("wpe",)),
+        (llama, 2, {}, ()),
+        (mistral, 2, {}, ()),
+        (qwen2, 2, {}, ()),
+        (bert, 2, {}, ("embeddings", "predictions")),
+        (gpt2, 2, {"recompute": True}, ("wpe",)),
+        (gpt2, 4, {"zero": {"stage": 2}}, ("wpe",)),
+    ],
+)
+def test_three_steps(
+    build: Callable[[], nn.Module], num_ranks: int, config: dict[str, Any], uncut: tuple[str, ...]
+) -> None:
+    losses = run_ranks(train, num_ranks, build, config, uncut)
+    assert len(set(losses[0])) == 3
+
+
+@pytest.mark.parametrize(
+    ("build", "schedule"), [(gpt2, "1f1b"), (gpt2_of_four_blocks, "zb-v"), (llama, "zb-h1"), (bert, "1f1b")]
+)
+def test_three_steps_in_a_pipeline(build: Callable[[], nn.Module], schedule: str) -> None:
+    config = {
+        "parallel": {"pipeline": {"size": 2, "schedule": schedule, "partition": "balanced"}},
+        "NUM_MICRO_BATCHES": 4,
+    }
+    losses = run_ranks(train, 4, build, config, ("wpe", "embeddings", "predictions"))
+    assert len(set(losses[0])) == 3

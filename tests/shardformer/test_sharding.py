@@ -1,0 +1,171 @@
+"""What is cut and what is not: slices, random masks, rules, what is refused."""
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+from colossalai.context import Mesh
+from colossalai.core import global_context as gpc
+from colossalai.shardformer import Rule, can_shard, register_rule, rule_of, shard_model, sharded_classes
+from colossalai.shardformer._policy import _rules
+from colossalai.tensor import spec_of
+from tests.ranks import run_ranks
+from tests.shardformer.models import VOCAB, gpt2, llama
+
+pytest.importorskip("transformers")
+
+
+def mesh(rank: int = 0, size: int = 2) -> Mesh:
+    return Mesh({"tp": size}, rank=rank)
+
+
+@pytest.mark.unit
+def test_each_rank_keeps_its_heads_of_query_key_and_value():
+    model = gpt2()
+    fused = model.transformer.h[0].attn.c_attn
+    whole, bias = fused.weight.detach().clone(), fused.bias.detach().normal_().clone()
+    kept = fused.weight
+    assert shard_model(model, mesh(rank=1)) == 6  # attention and MLP of two blocks, embedding, head
+    attention = model.transformer.h[0].attn
+    assert attention.c_attn.weight is kept
+    columns = [*range(4, 8), *range(12, 16), *range(20, 24)]
+    assert torch.equal(attention.c_attn.weight, whole[:, columns])
+    assert torch.equal(attention.c_attn.bias, bias[columns])
+    assert (attention.num_heads, attention.split_size) == (1, 4)
+    assert spec_of(kept).whole_shape == (8, 24)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert tuple(model.lm_head.weight.shape) == (13, 8)
+    assert spec_of(model.lm_head.weight).whole_shape == (VOCAB, 8)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("model", "size", "message"),
+    [
+        (
+            gpt2,
+            3,
+            r"'transformer.h.0.attn' cannot be shared by 3 tensor-parallel ranks: its num_heads is 2, which",
+        ),
+        (llama, 4, "its config.num_key_value_heads is 2, which they do not divide; choose a tensor size"),
+    ],
+)
+def test_what_the_ranks_do_not_divide_is_refused_before_anything_changes(model, size, message):
+    model = model()
+    before = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    with pytest.raises(ValueError, match=message):
+        shard_model(model, mesh(size=size))
+    assert before == {name: tuple(param.shape) for name, param in model.named_parameters()}
+
+
+@pytest.mark.unit
+def test_layers_that_cannot_be_cut_are_refused():
+    model = gpt2()
+    model.transformer.h[1].mlp.c_fc = nn.Sequential(model.transformer.h[1].mlp.c_fc)
+    with pytest.raises(ValueError, match="its c_fc is a Sequential, and only torch"):
+        shard_model(model, mesh())
+    assert spec_of(model.transformer.h[0].attn.c_attn.weight) is None
+    shard_model(again := gpt2(), mesh())
+    with pytest.raises(ValueError, match="its lm_head is a HeadShard"):
+        shard_model(again, mesh())
+
+
+class Wide(nn.Module):
+    """A block of one's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4, bias=False)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Wider(Wide):
+    """A subclass of it."""
+
+
+@pytest.fixture
+def wide_rule():
+    register_rule("Wide", Rule(columns=("up",), rows=("down",)))
+    yield
+    del _rules["Wide"]
+
+
+@pytest.mark.unit
+def test_rules_of_ones_own(wide_rule):
+    assert "Wide" in sharded_classes()
+    assert rule_of(Wider()) is rule_of(Wide())
+    assert can_shard(nn.Sequential(Wider()))
+    model = Wider()
+    assert shard_model(model, mesh()) == 1
+    assert tuple(model.up.weight.shape) == (3, 4)
+    assert tuple(model.down.weight.shape) == (4, 3)
+    assert "in features cut" in repr(model.down)
+
+
+@pytest.mark.unit
+def test_a_model_without_rules_is_left_alone():
+    model = nn.Linear(3, 3)
+    assert not can_shard(model)
+    assert shard_model(model, mesh()) == 0
+    assert spec_of(model.weight) is None
+
+
+@pytest.mark.unit
+def test_a_sharded_module_cannot_be_mistaken_for_a_plain_one():
+    model = gpt2(dropout=0.5)
+    shard_model(model, mesh())
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(model)
+
+
+def with_dropout():
+    colossalai.launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, verbose=False)
+    torch.manual_seed(0)
+    model = gpt2(dropout=0.3, attn_implementation="eager")
+    masks = {"cut": [], "whole": []}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = colossalai.initialize(model, optimizer, verbose=False)
+    engine.train()
+    attention = model.transformer.h[0].attn
+
+    def keep(module, args, output):
+        masks["whole"].append(((output == 0) & (args[0] != 0)).tolist())
+
+    attention.resid_dropout.register_forward_hook(keep)
+    model.transformer.h[0].mlp.dropout.register_forward_hook(keep)
+    inner = attention.c_proj.register_forward_pre_hook
+    inner(lambda module, args: masks["cut"].append(torch.rand(3).tolist()))
+    hidden = engine(torch.arange(6)[None], output_hidden_states=True).hidden_states[-1]
+    gpc.destroy()
+    return masks, hidden.tolist()
+
+
+@pytest.mark.dist
+def test_masks_differ_between_heads_and_agree_where_the_ranks_hold_the_same():
+    (first, hidden), (second, other_hidden) = run_ranks(with_dropout, 2)
+    assert first["whole"] == second["whole"]
+    assert first["cut"] != second["cut"]
+    assert hidden == other_hidden
+    assert any(dropped for rows in first["whole"][0] for row in rows for dropped in row)
+
+
+def refuse_a_stepped_optimizer():
+    colossalai.launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, verbose=False)
+    model = gpt2()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.arange(6)[None]).logits.sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="has made steps already, but this plan cuts the layers"):
+        colossalai.initialize(model, optimizer, verbose=False)
+    assert spec_of(model.lm_head.weight) is None
+    gpc.destroy()
+
+
+@pytest.mark.dist
+def test_an_optimizer_that_has_made_steps_is_refused():
+    run_ranks(refuse_a_stepped_optimizer, 2)
