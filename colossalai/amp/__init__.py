@@ -12,6 +12,7 @@ from colossalai.amp._masters import Masters as Masters
 from colossalai.amp._model import PrecisionModule as PrecisionModule
 from colossalai.amp._model import apply_precision as apply_precision
 from colossalai.amp._optimizer import OptimizerWrapper as OptimizerWrapper
+from colossalai.amp._optimizer import check_clipping as check_clipping
 from colossalai.amp._overflow import Overflow as Overflow
 from colossalai.amp._precision import BF16Autocast as BF16Autocast
 from colossalai.amp._precision import FP16Autocast as FP16Autocast

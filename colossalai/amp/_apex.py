@@ -14,7 +14,7 @@ scale, too, a step with an overflow is skipped (Apex makes it, and the weights a
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -56,12 +56,11 @@ _LEVELS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ApexPrecision(Precision):
     """One of Apex's optimization levels; None leaves an option to the level.
 
     Attributes:
-        enabled: False leaves everything as it is.
         opt_level: "O0", "O1", "O2" or "O3".
         cast_model_type: The dtype of parameters, buffers and inputs; not under O1.
         patch_torch_functions: Let torch choose the dtype of each operation (autocast); under O1 only.
@@ -74,12 +73,12 @@ class ApexPrecision(Precision):
         min_loss_scale: A dynamic scale does not shrink below it; None for no bound.
         max_loss_scale: A dynamic scale does not grow above it.
         max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
+        enabled: False leaves everything as it is.
 
     Raises:
         ValueError: An option is not what it must be, or does not go with the level.
     """
 
-    enabled: bool = True
     opt_level: str = "O1"
     cast_model_type: torch.dtype | None = None
     patch_torch_functions: bool | None = None
@@ -91,7 +90,9 @@ class ApexPrecision(Precision):
     verbosity: int = 1
     min_loss_scale: float | None = None
     max_loss_scale: float = _MAX_SCALE
+    _: KW_ONLY
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS
+    enabled: bool = True
 
     def __post_init__(self) -> None:
         _check(self)

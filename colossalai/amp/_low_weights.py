@@ -1,6 +1,6 @@
 """Precisions in which the model itself holds 16 bits, and the optimizer float32 masters of the weights."""
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ class PureBF16(_LowWeights):
     dtype = torch.bfloat16
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class NaiveFP16(_LowWeights):
     """All in float16, with float32 masters of the weights and a dynamic loss scale.
 
@@ -78,8 +78,8 @@ class NaiveFP16(_LowWeights):
         growth_interval: Number of steps without overflow before the scale grows.
         hysteresis: Number of overflows since the last growth before the scale shrinks.
         max_scale: The scale does not grow above it.
-        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
         verbose: Log every change of the scale.
+        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
     """
 
     dtype = torch.float16
@@ -92,8 +92,9 @@ class NaiveFP16(_LowWeights):
     growth_interval: int = 1000
     hysteresis: int = 2
     max_scale: float = 2.0**32
-    max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS
     verbose: bool = False
+    _: KW_ONLY
+    max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS
 
     def __post_init__(self) -> None:
         self.make_scaler()  # it checks the options

@@ -13,10 +13,24 @@ from colossalai.amp._masters import Masters
 from colossalai.amp._overflow import Overflow, share_name
 from colossalai.amp._scaler import CheckedLossScaler, LossScaler
 from colossalai.amp._stand_ins import StandIns
+from colossalai.logging import get_dist_logger
 from colossalai.tensor import count_zero_grads, global_grad_norm, local_grads, scale_grads
 
 _STAGE_PLACES = 2**20  # more parameters than a stage of a pipeline has
 _LAST_PLACE = 2**39  # of a parameter that has no name
+
+
+def check_clipping(max_norm: float, norm_type: float) -> None:
+    """Refuse a bound below 0, and a p below 1.
+
+    Raises:
+        ValueError: One of them is.
+    """
+    if not max_norm >= 0 or not norm_type >= 1:
+        raise ValueError(
+            f"max_norm is {max_norm} and norm_type {norm_type}: the bound must be above 0, or 0 for no "
+            "clipping, and the p of the norm at least 1"
+        )
 
 
 class OptimizerWrapper(Optimizer):
@@ -35,6 +49,9 @@ class OptimizerWrapper(Optimizer):
         counts: False for a parameter of the model that another stage holds, too, and counts in norms.
         param_places: Place of each parameter in the model, if that is not the order of `param_names` (and
             before it the order of the stages).
+
+    Raises:
+        ValueError: `max_norm` or `norm_type` is not what it must be.
     """
 
     def __init__(
@@ -53,6 +70,7 @@ class OptimizerWrapper(Optimizer):
         param_places: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
         # The base class is for isinstance() only: everything it would set up is the optimizer's own.
+        check_clipping(max_norm, norm_type)
         self.optim = optim
         self.scaler = scaler or LossScaler()
         self.group = group
@@ -66,6 +84,7 @@ class OptimizerWrapper(Optimizer):
         self._places = param_places or self._default_places(param_names or {})
         self.stepped = False
         self._may_step: bool | None = None
+        self._has_scaled = False  # whether a backward of this optimizer ran since the last step
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not set yet: pickle and copy ask before __init__ has run
@@ -82,12 +101,14 @@ class OptimizerWrapper(Optimizer):
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Run the backward of the scaled loss; `kwargs` go to `Tensor.backward`."""
         self._may_step = None
+        self._has_scaled = True
         self.masters.before_backward()
         (loss if self.scaler.scale == 1.0 else loss * self.scaler.scale).backward(**kwargs)
 
     def start_backward(self) -> float:
         """Prepare for a backward that somebody else runs; return the factor of its loss, the loss scale."""
         self._may_step = None
+        self._has_scaled = True
         return self.scaler.scale
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -145,6 +166,7 @@ class OptimizerWrapper(Optimizer):
             raise ValueError(
                 "a closure computes gradients that are not scaled: with float16 call backward and step"
             )
+        self._warn_of_other_backward()
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm, self.norm_type)
         self.stepped = self._prepare()
@@ -210,6 +232,17 @@ class OptimizerWrapper(Optimizer):
             return loss
 
         return compute
+
+    def _warn_of_other_backward(self) -> None:
+        if not self._has_scaled and self.scaler.scale != 1.0:
+            get_dist_logger().log_once(
+                f"{type(self.optim).__name__}: step without a backward of this optimizer. Its loss scale is "
+                "divided out of the gradients, so it must be in them: call optimizer.backward(loss), and not "
+                "loss.backward() or that of another optimizer. For several optimizers with one loss take "
+                "bfloat16, which has no scale",
+                ranks=[0],
+            )
+        self._has_scaled = False
 
     def _is_counted(self, param: torch.Tensor) -> bool:
         return self._counts is None or self._counts(self.masters.param_of(param))

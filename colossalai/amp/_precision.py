@@ -5,7 +5,7 @@ state that goes with it.
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -101,8 +101,12 @@ class FP16Autocast(_Autocast):
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
+    _: KW_ONLY
     enabled: bool = True
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS
+
+    def __post_init__(self) -> None:
+        self.make_scaler()  # it checks the options
 
     def make_scaler(self) -> LossScaler:
         if not self.enabled:

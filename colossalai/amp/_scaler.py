@@ -254,7 +254,7 @@ class DynamicLossScaler(CheckedLossScaler):
     ) -> None:
         if init_scale <= 0 or growth_factor <= 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
             raise ValueError(
-                f"init_scale {init_scale}, growth_factor {growth_factor}, backoff_factor {backoff_factor}, "
+                f"first scale {init_scale}, growth_factor {growth_factor}, backoff_factor {backoff_factor}, "
                 f"growth_interval {growth_interval}: the scale must be above 0, the growth factor above 1, "
                 "the backoff factor between 0 and 1, the interval at least 1"
             )

@@ -10,7 +10,11 @@ from colossalai.cli._checkpoint_commands import checkpoint
 from colossalai.cli._run_command import run
 
 # \b keeps click from filling the lines.
-_EXAMPLES = "\b\nExamples:\n  colossalai run --nproc_per_node 4 train.py\n  colossalai check -i"
+_EXAMPLES = """\b
+Examples:
+  colossalai run --nproc_per_node 4 train.py
+  colossalai check -i
+  colossalai check --doctor --host host1,host2"""
 _CHECK_EXAMPLES = """\b
 Examples:
   colossalai check -i
@@ -280,11 +284,11 @@ def memory(as_json: bool, explain: bool, **settings: Any) -> None:
     Neither weights nor ranks are needed: parameters are counted on the meta device. With a pipeline, the
     stage that needs most is shown.
     """
-    from colossalai.cli._memory import Settings, show_memory
+    from colossalai.cli._memory import show_memory
 
     if as_json and explain:
         raise click.UsageError("--json has the formulas: leave --explain out")
     try:
-        show_memory(Settings(**settings), as_json=as_json, explain=explain)
+        show_memory(**settings, as_json=as_json, explain=explain)
     except ValueError as error:
         raise click.UsageError(str(error)) from error

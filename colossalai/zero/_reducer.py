@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from colossalai.communication import all_reduce_in_place
 from colossalai.context import Axis
+from colossalai.nn.parallel import adopt_grad
 from colossalai.zero._exchange import Finish, start_mean
 from colossalai.zero._layout import Bucket
 
@@ -117,19 +118,8 @@ class BucketGrads:
         return self.bucket.section(self._flat, self._rank).data_ptr()
 
     def _adopt(self, index: int) -> None:
-        """Let the gradient of a parameter be its view of the bucket; a copy where it is not yet."""
         self._memory()
-        param, view = self.bucket.params[index], self._views[index]
-        if param.grad is view:
-            return
-        assert param.grad is not None
-        if param.grad.layout is not torch.strided:
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} has a {param.grad.layout} gradient; buckets take "
-                "dense ones: build the embedding with sparse=False"
-            )
-        view.copy_(param.grad)
-        param.grad = view
+        adopt_grad(self.bucket.params[index], self._views[index])
 
 
 class ShardedReducer:

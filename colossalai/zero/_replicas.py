@@ -36,6 +36,7 @@ class _Handle:
     replicas: Axis
     reducers: list[ShardedReducer] = field(default_factory=list)
     part: int | None = None
+    held: set[nn.Parameter] = field(default_factory=set)  # by the optimizers that have been cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +69,17 @@ class ZeroReplicas(DataMethod):
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2):
-            raise ValueError(f"stage is {self.stage!r}; it must be 1 or 2")
+            raise ValueError(
+                f"stage is {self.stage!r}; it must be 1 or 2. TorchDDPPlugin cuts nothing, TorchFSDPPlugin "
+                "parameters, too (stage 3)"
+            )
         if not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be above 0")
         dtype = self.communication_dtype
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"communication_dtype is {dtype}; it must be a floating one, or None")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ValueError(
+                f"communication_dtype is {dtype!r}; it must be a floating one such as torch.bfloat16, or None"
+            )
 
     def apply(
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
@@ -119,6 +125,11 @@ class ZeroReplicas(DataMethod):
             _refuse_own_clipping(optimizer)
             masters.start_equal(handle.replicas.group)
         held = {param for group in optimizer.param_groups for param in group["params"]}
+        if (twice := next(iter(handle.held & held), None)) is not None:
+            raise ValueError(
+                f"a parameter of shape {tuple(twice.shape)} is in two optimizers of one model: its slice has "
+                "one master and one gradient, so give each optimizer parameters of its own"
+            )
         own, shared = _trainable(handle.parts, held, late)
         owners = {}
         if not is_elementwise(optimizer):
@@ -138,6 +149,7 @@ class ZeroReplicas(DataMethod):
                 dtype=self.communication_dtype,
             )
             handle.reducers.append(reducer)
+            handle.held |= held
             return Shards(
                 optimizer,
                 reducer,

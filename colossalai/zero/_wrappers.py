@@ -8,6 +8,7 @@ optimizer.step()
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp import (
-    DynamicLossScaler,
     FullPrecision,
     LossScaler,
     Masters,
@@ -201,6 +201,7 @@ def zero_optim_wrapper(
     max_scale: float = 2.0**32,
     max_norm: float = 0.0,
     norm_type: float = 2.0,
+    verbose: bool = False,
 ) -> LowLevelZeroOptimizer:
     """Cut an optimizer of a model over the data-parallel ranks; call its `backward(loss)` and `step()`.
 
@@ -216,28 +217,39 @@ def zero_optim_wrapper(
         max_scale: The scale does not grow above it.
         max_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
         norm_type: The p of that norm.
+        verbose: Log every change of the loss scale.
 
     Raises:
-        ValueError: The model has not been through `zero_model_wrapper`, or the optimizer cannot be cut.
+        ValueError: The model has not been through `zero_model_wrapper`, the optimizer cannot be cut, or an
+            option is not what it must be.
     """
+    given = locals()
     if not isinstance(model, ZeroModel):
         raise ValueError(
             f"the model is a {type(model).__name__}: pass what zero_model_wrapper(model, ...) returned"
         )
     scaler: LossScaler | None = None
     if isinstance(model.precision, NaiveFP16):
-        scaler = DynamicLossScaler(
-            init_scale=initial_scale,
+        scaler = NaiveFP16(
+            initial_scale=initial_scale,
             growth_factor=growth_factor,
             backoff_factor=backoff_factor,
             growth_interval=growth_interval,
             hysteresis=hysteresis,
             min_scale=min_scale,
             max_scale=max_scale,
-        )
-    elif initial_scale != 2.0**16:
+            verbose=verbose,
+        ).make_scaler()
+    elif useless := [name for name, default in _scaler_defaults().items() if given[name] != default]:
         get_dist_logger().log_once(
-            "initial_scale has no effect: only zero_model_wrapper(..., precision='fp16') has a loss scale",
+            f"{', '.join(useless)}: no effect, only precision='fp16' of zero_model_wrapper has a loss scale",
             ranks=[0],
         )
     return LowLevelZeroOptimizer(model, optimizer, scaler=scaler, max_norm=max_norm, norm_type=norm_type)
+
+
+def _scaler_defaults() -> dict[str, Any]:
+    """Return the defaults of the options that only a loss scale has."""
+    others = ("model", "optimizer", "max_norm", "norm_type")
+    parameters = signature(zero_optim_wrapper).parameters
+    return {name: each.default for name, each in parameters.items() if name not in others}

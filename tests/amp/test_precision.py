@@ -16,6 +16,7 @@ from colossalai.amp import (
     convert_to_amp,
     precision_of,
 )
+from colossalai.logging import get_dist_logger
 
 pytestmark = pytest.mark.unit
 
@@ -68,6 +69,23 @@ def test_clipping_sees_true_gradients_and_happens_once(scaler):
     for clip in (optimizer.clip_grad_by_norm, optimizer.clip_grad_by_value):
         with pytest.raises(ValueError, match="must be above 0"):
             clip(0.0)
+
+
+def test_a_backward_of_somebody_else_is_said(capfd, monkeypatch):
+    monkeypatch.setattr(get_dist_logger(), "_once", set())
+    param = nn.Parameter(torch.ones(1))
+    optimizer = OptimizerWrapper(torch.optim.SGD([param], lr=1.0), scaler=make_scaler())
+    optimizer.backward(param.sum())
+    optimizer.step()
+    assert "without a backward" not in capfd.readouterr().err
+    optimizer.zero_grad()
+    param.sum().backward()
+    optimizer.step()
+    assert "SGD: step without a backward of this optimizer" in capfd.readouterr().err
+    unscaled = OptimizerWrapper(torch.optim.Adam([param], lr=1.0))
+    param.sum().backward()
+    unscaled.step()
+    assert "without a backward" not in capfd.readouterr().err
 
 
 def test_a_closure_works_where_nothing_is_scaled():

@@ -75,6 +75,33 @@ def test_gradients_of_parameters_that_no_optimizer_holds(stage: int) -> None:
     run_ranks(held_by_none, 2, stage)
 
 
+def during_the_backward(stage: int, overlap: bool) -> None:
+    """Buckets are on their way before the gradient of the first layer, the last one to come, is there."""
+    colossalai.launch_from_torch({}, verbose=False)
+    torch.manual_seed(0)
+    raw = Net()
+    sent_before = []
+    booster = Booster(plugin=plugin(stage, overlap_communication=overlap))
+    with ledger() as book:
+        raw.first.weight.register_post_accumulate_grad_hook(
+            lambda _: sent_before.append(book.num_bytes("reduce_scatter"))
+        )
+        model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(raw.parameters(), lr=0.1))
+        booster.backward(model(batch_of(0).float()).square().mean(), optimizer)
+        sent_after = book.num_bytes("reduce_scatter")
+        optimizer.step()
+        sent = book.num_bytes("reduce_scatter")
+    assert sent_before[0] > sent / 4 if overlap else sent_after == 0
+    assert sent > 0
+    gpc.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_buckets_are_sent_while_the_backward_runs(stage: int, overlap: bool) -> None:
+    run_ranks(during_the_backward, 2, stage, overlap)
+
+
 def own_clipping() -> None:
     colossalai.launch_from_torch({}, verbose=False)
     model = Net()

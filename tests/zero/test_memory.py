@@ -11,7 +11,9 @@ from torch import nn
 
 import colossalai
 from colossalai.booster import Booster
-from colossalai.booster.plugin import LowLevelZeroPlugin
+from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
+from colossalai.cli._memory._report import Job, report_of
+from colossalai.cli._memory._shape import shape_of
 from colossalai.communication import ledger
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
@@ -46,7 +48,11 @@ def storage_bytes(tensors) -> int:
 def measure(stage: int, precision: str, num_microbatches: int) -> Bytes:
     """Train two steps, and count before the last gradients are forgotten."""
     colossalai.launch_from_torch({}, verbose=False)
-    booster = Booster(plugin=LowLevelZeroPlugin(stage, precision=precision, reduce_bucket_size_in_m=0.02))
+    if stage:
+        booster = Booster(plugin=LowLevelZeroPlugin(stage, precision=precision, reduce_bucket_size_in_m=0.02))
+    else:
+        named = {"bf16": "bf16_master"}.get(precision, precision)
+        booster = Booster(plugin=TorchDDPPlugin(gradient_as_bucket_view=True), mixed_precision=named)
     model = build()
     num_params = sum(param.numel() for param in model.parameters())
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
@@ -91,6 +97,40 @@ def test_bytes_per_rank(num_ranks: int, stage: int, precision: str, num_microbat
     grads = element if stage == 1 else element / num_ranks
     for found in run_ranks(measure, num_ranks, stage, precision, num_microbatches):
         assert tuple(found) == pytest.approx((element, grads, state / num_ranks), rel=0.05)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_bytes_per_rank_without_zero(num_ranks: int, precision: str) -> None:
+    """Stage 0 is data parallelism; with masters it has float32 gradients beside those that are sent."""
+    element, state = (2, 12) if precision == "bf16" else (4, 8)
+    grads = 4 if precision == "fp32" or num_ranks == 1 else 4 + 2
+    for found in run_ranks(measure, num_ranks, 0, precision, 1):
+        assert tuple(found) == pytest.approx((element, grads, state), rel=0.05)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_the_command_says_the_same(num_ranks: int, stage: int, precision: str) -> None:
+    """`colossalai memory`, for what the tests above have measured."""
+    report = report_of(
+        shape_of("gpt2-small"),
+        Job(
+            **{"dp": num_ranks, "tp": 1, "pp": 1, "zero": stage, "batch": 1, "seq": 8},
+            precision="bf16_master" if precision == "bf16" else precision,
+            recompute=False,
+            has_scores=False,
+        ),
+    )
+    named = {row.name: row.num_bytes / report.shape.num_params for row in report.states}
+    grads = named.pop("gradients") + named.pop("gradients in float32", 0)
+    element, state = (2, 12) if precision == "bf16" else (4, 8)
+    measured = {0: 4 if precision == "fp32" or num_ranks == 1 else 6, 1: element, 2: element / num_ranks}
+    assert grads == pytest.approx(measured[stage])
+    assert named.pop("parameters") == element
+    assert sum(named.values()) == pytest.approx(state / (num_ranks if stage else 1))
 
 
 def sent(stage: int, num_microbatches: int) -> tuple[float, float, float, int]:

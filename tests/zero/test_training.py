@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import colossalai.nn.optimizer
+from colossalai.nn.optimizer import DiskOptions, HybridAdam
 from colossalai.zero import declare_elementwise, is_elementwise
 from tests.ranks import run_ranks
 from tests.zero.training import Case, Net, adamw, compare
@@ -105,6 +106,12 @@ def with_a_frozen_one(model: nn.Module) -> torch.optim.Optimizer:
     return adamw(model)
 
 
+def on_disk(model: nn.Module) -> torch.optim.Optimizer:
+    """A page for each block, so that there are several of each slice."""
+    options = DiskOptions(depth=2, buffer_size=4096)
+    return HybridAdam(model.parameters(), lr=0.05, nvme_offload_fraction=1.0, nvme_options=options)
+
+
 def evaluate_between(model: nn.Module, step: int) -> None:
     model.eval()
     with torch.no_grad():
@@ -180,6 +187,7 @@ CASES: dict[str, Case] = {
     "recomputed, reentrant": Case(build=ReentrantRecomputed, options={"overlap_communication": False}),
     "channels last": Case(build=ChannelsLast),
     "cpu_offload": Case(options={"cpu_offload": True}),
+    "states on disk": Case(optimizer=on_disk),
     # bfloat16 gradients are sums over halves of the batch on one side, and rounded in another order
     "mixed dtypes": Case(build=MixedDtypes, tolerance=0.02),
 }

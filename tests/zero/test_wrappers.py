@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from torch import nn
 
 import colossalai
 from colossalai.booster import Booster
-from colossalai.booster.plugin import TorchDDPPlugin
+from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.core import global_context as gpc
+from colossalai.logging import get_dist_logger
 from colossalai.zero import LowLevelZeroOptimizer, zero_model_wrapper, zero_optim_wrapper
 from tests.ranks import run_ranks
 from tests.zero.training import Net, adamw, assert_same, batch_of, plugin
@@ -256,6 +258,12 @@ def refusals() -> None:
     wrapped = zero_model_wrapper(model)
     with pytest.raises(ValueError, match="LBFGS"):
         zero_optim_wrapper(wrapped, torch.optim.LBFGS(wrapped.parameters()))
+    with pytest.raises(ValueError, match="max_norm is -1"):
+        zero_optim_wrapper(zero_model_wrapper(Net()), adamw(model), max_norm=-1.0)
+    zero_optim_wrapper(wrapped, torch.optim.SGD(model.first.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"shape \(7, 5\) is in two optimizers of one model"):
+        zero_optim_wrapper(wrapped, torch.optim.SGD([model.first.weight, model.gain], lr=0.1))
+    zero_optim_wrapper(wrapped, torch.optim.SGD([model.gain], lr=0.1))
     sparse = nn.Embedding(4, 3, sparse=True)
     booster = Booster(plugin=plugin(1))
     model, optimizer, *_ = booster.boost(sparse, adamw(sparse))
@@ -273,3 +281,38 @@ def refusals() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     run_ranks(refusals, 1)
+
+
+def without_effect() -> None:
+    launch()
+    model = Net()
+    with patch.object(get_dist_logger(), "log_once") as log:
+        zero_optim_wrapper(zero_model_wrapper(model), adamw(model), growth_factor=4.0, verbose=True)
+        LowLevelZeroPlugin(verbose=True, max_scale=4.0, norm_type=1.0)
+    assert [call.args[0].partition(":")[0] for call in log.call_args_list] == [
+        "growth_factor, verbose",
+        "norm_type has no effect with max_norm=0",
+        "max_scale, verbose",
+    ]
+    gpc.destroy()
+
+
+def test_options_without_effect_are_said() -> None:
+    run_ranks(without_effect, 1)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("stage", 3, "stage is 3; it must be 1 or 2. .* TorchFSDPPlugin"),
+        ("reduce_bucket_size_in_m", 0, "reduce_bucket_size_in_m is 0"),
+        ("communication_dtype", "fp16", "communication_dtype is 'fp16'"),
+        ("overlap_communication", "no", "overlap_communication is 'no'; it must be True or False"),
+        ("cpu_offload", 1, "cpu_offload is 1; it must be True or False"),
+        ("norm_type", 0.5, "norm_type 0.5"),
+    ],
+)
+def test_wrong_options_of_the_plugin(option: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LowLevelZeroPlugin(**{option: value})

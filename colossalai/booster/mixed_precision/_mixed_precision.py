@@ -1,19 +1,21 @@
-"""The precisions that Booster takes, by name or as objects with options."""
+"""The precisions that Booster takes, by name or as objects with options.
+
+An object is what the core has for it (see `colossalai.amp`), under the name and with the options of the
+documents: each option stands, and is checked, once.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-
-import torch
+from dataclasses import dataclass
 
 from colossalai.amp import (
+    AMP_TYPE,
     ApexPrecision,
-    BF16Autocast,
     FP16Autocast,
     FullPrecision,
     NaiveFP16,
     Precision,
-    PureBF16,
+    precision_of,
 )
 
 
@@ -26,72 +28,26 @@ class MixedPrecision(ABC):
 
 
 @dataclass(frozen=True)
-class FP16TorchMixedPrecision(MixedPrecision):
-    """Autocast to float16 with a dynamic loss scale.
-
-    Args:
-        init_scale: The first scale.
-        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
-        backoff_factor: Factor of the scale after an overflow.
-        growth_interval: Number of steps without overflow before the scale grows.
-        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
-    """
-
-    init_scale: float = 2.0**16
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 2000
-    max_consecutive_skips: int = 50
+class FP16TorchMixedPrecision(FP16Autocast, MixedPrecision):
+    """Autocast to float16 with a dynamic loss scale; the options are those of `FP16Autocast`."""
 
     def precision(self) -> Precision:
         """See the base class."""
-        return FP16Autocast(**asdict(self))
+        return FP16Autocast(**vars(self))
 
 
 @dataclass(frozen=True)
-class FP16ApexMixedPrecision(MixedPrecision):
-    """One of the optimization levels of NVIDIA Apex, built on torch; None leaves an option to the level.
+class FP16ApexMixedPrecision(ApexPrecision, MixedPrecision):
+    """One of the optimization levels of NVIDIA Apex, built on torch.
 
-    O0 is float32; O1 autocast to float16; O2 a float16 model with float32 batch normalization and masters of
-    the weights; O3 a float16 model and nothing else. O1 and O2 scale the loss dynamically.
-
-    Args:
-        opt_level: "O0", "O1", "O2" or "O3".
-        cast_model_type: The dtype of parameters, buffers and inputs; not under O1.
-        patch_torch_functions: Let torch choose the dtype of each operation (autocast); under O1 only.
-        keep_batchnorm_fp32: Leave batch normalizations in float32; not under O1.
-        master_weights: Let the optimizer work on float32 copies of the weights; not under O1.
-        loss_scale: "dynamic", or a fixed number above 0.
-        cast_model_outputs: The dtype of what the model returns; None: float32.
-        num_losses: Number of losses. They share one scale: more than one has no effect.
-        verbosity: 0 for silence, 1 to warn of skipped steps, 2 to log every change of the scale.
-        min_loss_scale: A dynamic scale does not shrink below it; None for no bound.
-        max_loss_scale: A dynamic scale does not grow above it.
-        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
-
-    Raises:
-        ValueError: An option is not what it must be, or does not go with the level.
+    The options are those of `ApexPrecision`; the first of them is the level. O0 is float32; O1 autocast
+    to float16; O2 a float16 model with float32 batch normalization and masters of the weights; O3 a float16
+    model and nothing else. O1 and O2 scale the loss dynamically.
     """
-
-    opt_level: str = "O1"
-    cast_model_type: torch.dtype | None = None
-    patch_torch_functions: bool | None = None
-    keep_batchnorm_fp32: bool | None = None
-    master_weights: bool | None = None
-    loss_scale: float | str | None = None
-    cast_model_outputs: torch.dtype | None = None
-    num_losses: int = 1
-    verbosity: int = 1
-    min_loss_scale: float | None = None
-    max_loss_scale: float = 2.0**24
-    max_consecutive_skips: int = 50
-
-    def __post_init__(self) -> None:
-        self.precision()  # it checks the options
 
     def precision(self) -> Precision:
         """See the base class."""
-        return ApexPrecision(**asdict(self))
+        return ApexPrecision(**vars(self))
 
 
 @dataclass(frozen=True)
@@ -105,42 +61,24 @@ class BF16MixedPrecision(MixedPrecision):
 
     master_weights: bool = False
 
+    def __post_init__(self) -> None:
+        self.precision()  # it checks the option
+
     def precision(self) -> Precision:
         """See the base class."""
-        return PureBF16() if self.master_weights else BF16Autocast()
+        return precision_of(AMP_TYPE.BF16, vars(self))
 
 
 @dataclass(frozen=True)
-class FP16NaiveMixedPrecision(MixedPrecision):
+class FP16NaiveMixedPrecision(NaiveFP16, MixedPrecision):
     """All in float16, with float32 masters of the weights and a dynamic loss scale.
 
-    Args:
-        log_num_zeros_in_grad: Log before every step how many elements of the gradients are 0.
-        initial_scale: The first scale.
-        min_scale: The scale does not shrink below it.
-        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
-        backoff_factor: Factor of the scale after overflows.
-        growth_interval: Number of steps without overflow before the scale grows.
-        hysteresis: Number of overflows since the last growth before the scale shrinks.
-        max_scale: The scale does not grow above it.
-        verbose: Log every change of the scale.
-        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
+    The options are those of `NaiveFP16`.
     """
-
-    log_num_zeros_in_grad: bool = False
-    initial_scale: float = 2.0**32
-    min_scale: float = 1.0
-    growth_factor: float = 2.0
-    backoff_factor: float = 0.5
-    growth_interval: int = 1000
-    hysteresis: int = 2
-    max_scale: float = 2.0**32
-    verbose: bool = False
-    max_consecutive_skips: int = 50
 
     def precision(self) -> Precision:
         """See the base class."""
-        return NaiveFP16(**asdict(self))
+        return NaiveFP16(**vars(self))
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from inspect import signature
+from typing import Any
 
 import torch
 
-from colossalai.amp import FullPrecision, NaiveFP16, Precision, PureBF16
+from colossalai.amp import FullPrecision, NaiveFP16, Precision, PureBF16, check_clipping
 from colossalai.booster.mixed_precision import MixedPrecision
 from colossalai.booster.plugin._plugin import Plugin
 from colossalai.logging import get_dist_logger
@@ -14,7 +15,7 @@ from colossalai.zero import ZeroReplicas
 
 _SCALER_OPTIONS = (
     *("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval"),
-    *("hysteresis", "max_scale"),
+    *("hysteresis", "max_scale", "verbose"),
 )
 
 
@@ -69,14 +70,18 @@ class LowLevelZeroPlugin(Plugin):
         *,
         recompute: bool | Sequence[str] = False,
     ) -> None:
-        if max_norm < 0 or norm_type < 1:
-            raise ValueError(
-                f"max_norm is {max_norm} and norm_type {norm_type}: the bound must be above 0, or 0 for no "
-                "clipping, and the p of the norm at least 1"
+        check_clipping(max_norm, norm_type)
+        if norm_type != 2.0 and max_norm == 0:
+            get_dist_logger().log_once(
+                "norm_type has no effect with max_norm=0: nothing is clipped", ranks=[0]
             )
+        if not reduce_bucket_size_in_m > 0:
+            raise ValueError(f"reduce_bucket_size_in_m is {reduce_bucket_size_in_m}; it must be above 0")
         given = locals()
-        scaler = {name: given[name] for name in _SCALER_OPTIONS}
-        self.precision = _precision(precision, scaler, verbose)
+        for name in ("overlap_communication", "cpu_offload", "verbose"):
+            if not isinstance(given[name], bool):
+                raise ValueError(f"{name} is {given[name]!r}; it must be True or False")
+        self.precision = _precision(precision, {name: given[name] for name in _SCALER_OPTIONS})
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.recompute = recompute
@@ -108,9 +113,9 @@ class LowLevelZeroPlugin(Plugin):
         )
 
 
-def _precision(name: MixedPrecision | str, scaler: dict[str, float], verbose: bool) -> Precision:
+def _precision(name: MixedPrecision | str, scaler: dict[str, Any]) -> Precision:
     if name == "fp16":
-        return NaiveFP16(**scaler, verbose=verbose)  # type: ignore[arg-type]
+        return NaiveFP16(**scaler)
     defaults = signature(LowLevelZeroPlugin.__init__).parameters
     useless = [key for key, value in scaler.items() if value != defaults[key].default]
     if useless:
@@ -122,6 +127,7 @@ def _precision(name: MixedPrecision | str, scaler: dict[str, float], verbose: bo
     named = {"bf16": PureBF16, "fp32": FullPrecision}
     if name not in named:
         raise ValueError(
-            f"precision is {name!r}; it must be 'bf16', 'fp16', 'fp32' or a MixedPrecision object"
+            f"precision is {name!r}; it must be 'bf16', 'fp16' (both with float32 masters of the weights), "
+            "'fp32' or a MixedPrecision object"
         )
     return named[name]()

@@ -1,4 +1,3 @@
 """`colossalai memory`: what a rank will hold in training, without the weights and without the ranks."""
 
-from colossalai.cli._memory._command import Settings as Settings
 from colossalai.cli._memory._command import show_memory as show_memory

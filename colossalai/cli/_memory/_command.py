@@ -2,53 +2,32 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from typing import Any
 
 from colossalai.cli._memory._report import Job, report_of
 from colossalai.cli._memory._shape import shape_of
 from colossalai.cli._memory._show import show
 
 
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What was asked for; see `Job`.
+def show_memory(
+    model: str, *, seq: int | None, attention: str, as_json: bool, explain: bool, **plan: Any
+) -> None:
+    """Print what a rank holds, as a table or as JSON.
 
-    Attributes:
+    Args:
+        model: A name, or the path of a config.json.
         seq: Length of the sequences; None: the longest that the model takes.
         attention: "sdpa" or "eager".
-    """
-
-    model: str
-    dp: int
-    tp: int
-    pp: int
-    zero: int
-    precision: str
-    batch: int
-    seq: int | None
-    recompute: bool
-    attention: str
-
-
-def show_memory(settings: Settings, *, as_json: bool, explain: bool) -> None:
-    """Print what a rank holds, as a table or as JSON.
+        as_json: Print JSON.
+        explain: Also print the formulas.
+        plan: The rest of a `Job`.
 
     Raises:
         ValueError: There is no such model, or it cannot be trained so.
     """
-    shape = shape_of(settings.model)
-    job = Job(
-        dp=settings.dp,
-        tp=settings.tp,
-        pp=settings.pp,
-        zero=settings.zero,
-        precision=settings.precision,
-        batch=settings.batch,
-        seq=shape.max_length if settings.seq is None else settings.seq,
-        recompute=settings.recompute,
-        has_scores=settings.attention == "eager",
-    )
-    report = report_of(shape, job)
+    shape = shape_of(model)
+    length = shape.max_length if seq is None else seq
+    report = report_of(shape, Job(seq=length, has_scores=attention == "eager", **plan))
     if as_json:
         sys.stdout.write(json.dumps(report.as_dict(), indent=2) + "\n")
     else:

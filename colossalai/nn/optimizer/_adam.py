@@ -1,13 +1,12 @@
 """Adam with torch's states, float32 masters of half weights, and states on disk."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from colossalai.logging import get_dist_logger
@@ -23,9 +22,9 @@ from colossalai.nn.optimizer._adam_kernel import (
     mixed_adam_step,
 )
 from colossalai.nn.optimizer._check import check_decay_rates, check_not_negative
-from colossalai.nn.optimizer._closure import loss_of
-from colossalai.nn.optimizer._disk import MASTER, Block, DiskOffload, DiskOptions, Piece
-from colossalai.nn.optimizer._whole_tensor import tensors_with_grad
+from colossalai.nn.optimizer._disk import DiskOffload, DiskOptions
+from colossalai.nn.optimizer._disk_layout import MASTER, Block, Piece
+from colossalai.nn.optimizer._stepping import SteppingOptimizer
 
 # What torch's Adam has in a group beside the options here: with it a state dict goes from one to the other.
 _FIXED = {
@@ -53,13 +52,17 @@ class _Interrupted:
         )
 
 
-class Adam(Optimizer):
+class Adam(SteppingOptimizer):
     """Abstract: what HybridAdam, CPUAdam and FusedAdam share.
 
     The states are those of `torch.optim.AdamW` under the same keys ("step", "exp_avg", "exp_avg_sq"); a
     float16 or bfloat16 parameter has float32 ones and a float32 copy of itself, "master". The master has the
     say, except over elements that were written into the parameter since the last step: those become the
     master's.
+
+    A step raises an OSError if the disk failed: the message has the path, the bytes needed and free. What the
+    files could not take is in memory. Call `step` again when the cause is removed, with the same gradients:
+    parameters that were updated already are left alone.
     """
 
     elementwise = True
@@ -121,35 +124,12 @@ class Adam(Optimizer):
                     f"a parameter of shape {tuple(param.shape)} is {param.dtype}; give floating ones only"
                 )
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the parameters that have a gradient.
-
-        Args:
-            closure: Computes the loss and the gradients anew.
-
-        Returns:
-            What `closure` returns, None without one.
-
-        Raises:
-            OSError: The disk failed: the message has the path, the bytes needed and the bytes free. What the
-                files could not take is in memory. Call `step` again when the cause is removed, with the same
-                gradients: parameters that were updated already are left alone.
-            ValueError: A group asks for amsgrad, or a gradient is sparse.
-        """
-        loss = loss_of(closure)
+    def _update_all(self) -> None:
         lists = []
-        for group in self.param_groups:
+        for params, group in self._lists():
             if group["amsgrad"]:
                 raise ValueError("amsgrad=True is not supported; use torch.optim.AdamW(amsgrad=True)")
-            options = AdamOptions.of_group(group)
-            lists += [(params, options) for params in tensors_with_grad(group["params"])]
+            lists.append((params, AdamOptions.of_group(group)))
         self._offload.plan([param for params, _ in lists for param in params])
         on_disk = {
             param: options for params, options in lists for param in params if self._offload.holds(param)
@@ -158,7 +138,6 @@ class Adam(Optimizer):
             self._update_on_disk(on_disk)
         for params, options in lists:
             self._update_in_memory([param for param in params if param not in on_disk], options)
-        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as torch numbers it; states on disk are tensors that read the files.

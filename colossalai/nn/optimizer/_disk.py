@@ -25,11 +25,19 @@ import torch
 from torch import Tensor
 
 from colossalai.logging import get_dist_logger
-from colossalai.nn.optimizer._adam_kernel import HALF_DTYPES, flat, is_dense, local
+from colossalai.nn.optimizer._adam_kernel import flat, local
 from colossalai.nn.optimizer._disk_file import PAGE, PrivateFolder, StateFile
-
-MASTER = "master"
-"""The key of the float32 weights among the states of a half parameter."""
+from colossalai.nn.optimizer._disk_layout import (
+    KEYS,
+    MASTER,
+    Block,
+    Piece,
+    cut_into_blocks,
+    is_able,
+    kind_of,
+    regions_of,
+    shaped_as,
+)
 
 States = Mapping[Tensor, dict[str, Any]]
 
@@ -59,34 +67,6 @@ class DiskOptions:
             )
         if self.buffer_size < PAGE or self.buffer_size % PAGE:
             raise ValueError(f"buffer_size={self.buffer_size} must be a positive multiple of {PAGE}")
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """The elements `start` to `stop` of a parameter, as they lie in memory, in a block.
-
-    Attributes:
-        param: The parameter.
-        start: Its first element.
-        stop: The element behind the last one.
-        offset: Where its states begin in the block, in bytes.
-    """
-
-    param: Tensor
-    start: int
-    stop: int
-    offset: int
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """A run of bytes at the same place in the files of all keys."""
-
-    files: Mapping[str, StateFile]
-    dtype: torch.dtype
-    offset: int
-    num_bytes: int
-    pieces: Sequence[Piece]
 
 
 @dataclass(eq=False)
@@ -145,8 +125,10 @@ class DiskOffload:
     """
 
     def __init__(self, fraction: float, folder: str | Path | None, options: DiskOptions) -> None:
-        if not 0 <= fraction <= 1:
+        if not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
             raise ValueError(f"nvme_offload_fraction={fraction!r} is out of range; give a number from 0 to 1")
+        if not isinstance(options, DiskOptions):
+            raise ValueError(f"nvme_options={options!r} must be DiskOptions(...)")
         self._fraction = fraction
         self._parent = folder
         self._options = options
@@ -186,7 +168,7 @@ class DiskOffload:
             OSError: The files cannot be made; nothing has changed.
         """
         new = [param for param in params if param not in self._seen] if self.is_used else []
-        able = [param for param in new if _is_able(param)]
+        able = [param for param in new if is_able(param)]
         if new and not able:
             get_dist_logger().log_once(
                 "nvme_offload_fraction has no effect on parameters that are on an accelerator or not dense: "
@@ -202,7 +184,7 @@ class DiskOffload:
         kinds: dict[tuple[torch.dtype, tuple[str, ...]], list[Tensor]] = {}
         for param in able:
             if param in chosen:
-                kinds.setdefault(_kind(param), []).append(param)
+                kinds.setdefault(kind_of(param), []).append(param)
         for (dtype, keys), members in kinds.items():
             self._add_files(members, dtype, keys)
         self._seen.update(new)
@@ -304,7 +286,7 @@ class DiskOffload:
                     value.copy_(block.files[key].tensor(offset, value.numel(), block.dtype))
             else:
                 _fill(piece, values, states[param])
-        return {key: _shaped(tensor, param) for key, tensor in tensors.items()}
+        return {key: shaped_as(tensor, param) for key, tensor in tensors.items()}
 
     def _is_mapped(self, states: States, param: Tensor) -> bool:
         state = states.get(param, {})
@@ -325,7 +307,7 @@ class DiskOffload:
 
     def _add_files(self, params: Sequence[Tensor], dtype: torch.dtype, keys: Sequence[str]) -> None:
         assert self._folder is not None
-        offsets, size = _regions(params, dtype)
+        offsets, size = regions_of(params, dtype)
         name = next(self._file_names)
         files: dict[str, StateFile] = {}
         try:
@@ -336,13 +318,13 @@ class DiskOffload:
             for file in files.values():
                 file.path.unlink()
             raise
-        for block in _blocks(params, offsets, files, dtype, self._options.buffer_size):
+        for block in cut_into_blocks(params, offsets, files, dtype, self._options.buffer_size):
             for piece in block.pieces:
                 self._blocks_of.setdefault(piece.param, []).append(block)
         for param, offset in zip(params, offsets, strict=True):
             numel = local(param).numel()
             self._mapped[param] = {
-                key: _shaped(file.tensor(offset, numel, dtype), param) for key, file in files.items()
+                key: shaped_as(file.tensor(offset, numel, dtype), param) for key, file in files.items()
             }
         self._files += files.values()
 
@@ -350,26 +332,11 @@ class DiskOffload:
         if not self._buffers:
             size = self._options.buffer_size
             self._buffers = [
-                _Buffer(mmap.mmap(-1, len((*_KEYS, MASTER)) * size), size) for _ in range(self._options.depth)
+                _Buffer(mmap.mmap(-1, len((*KEYS, MASTER)) * size), size) for _ in range(self._options.depth)
             ]
         for buffer in self._buffers:
             buffer.block = None
         return self._buffers
-
-
-_KEYS = ("exp_avg", "exp_avg_sq")
-
-
-def _kind(param: Tensor) -> tuple[torch.dtype, tuple[str, ...]]:
-    """Return the dtype and the keys of the states of a parameter."""
-    if param.dtype in HALF_DTYPES:
-        return torch.float32, (*_KEYS, MASTER)
-    return param.dtype, _KEYS
-
-
-def _is_able(param: Tensor) -> bool:
-    held = local(param)
-    return held.device.type == "cpu" and held.numel() > 0 and is_dense(held)
 
 
 def _fill(piece: Piece, values: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -385,61 +352,3 @@ def _fill(piece: Piece, values: Mapping[str, Tensor], state: Mapping[str, Any]) 
             value.copy_(flat(held.detach())[piece.start : piece.stop])
         else:
             value.zero_()
-
-
-def _shaped(tensor: Tensor, param: Tensor) -> Tensor:
-    """Return a tensor with the shape and the layout of a parameter; a DTensor if that is one."""
-    from torch.distributed.tensor import DTensor
-
-    held = local(param)
-    shaped = tensor.as_strided(held.shape, held.stride())
-    if not isinstance(param, DTensor):
-        return shaped
-    return DTensor.from_local(
-        shaped,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
-
-
-def _regions(params: Sequence[Tensor], dtype: torch.dtype) -> tuple[list[int], int]:
-    """Return where the region of each parameter begins, and the size of the file, in bytes."""
-    offsets = []
-    end = 0
-    for param in params:
-        offsets.append(end)
-        end += _pages(local(param).numel() * dtype.itemsize)
-    return offsets, end
-
-
-def _blocks(
-    params: Sequence[Tensor],
-    offsets: Sequence[int],
-    files: Mapping[str, StateFile],
-    dtype: torch.dtype,
-    size: int,
-) -> Iterator[Block]:
-    begin = end = 0  # of the block, in the file
-    pieces: list[Piece] = []
-    for param, offset in zip(params, offsets, strict=True):
-        numel = local(param).numel()
-        start = 0
-        while start < numel:
-            position = offset + start * dtype.itemsize
-            if position - begin == size:
-                yield Block(files, dtype, begin, end - begin, pieces)
-                begin, pieces = position, []
-            room = (begin + size - position) // dtype.itemsize
-            stop = min(numel, start + room)
-            pieces.append(Piece(param, start, stop, position - begin))
-            end = offset + _pages(stop * dtype.itemsize)
-            start = stop
-    if pieces:
-        yield Block(files, dtype, begin, end - begin, pieces)
-
-
-def _pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE) * PAGE

@@ -44,6 +44,8 @@ class PrivateFolder:
 
     def __init__(self, parent: str | Path | None) -> None:
         root = Path(tempfile.gettempdir() if parent is None else parent).absolute()
+        if root.exists() and not root.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "nvme_offload_dir is no folder", str(root))
         try:
             root.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(root)
@@ -128,9 +130,10 @@ def explained(error: OSError, path: Path, *, needed: int) -> OSError:
     """Return an error of the same kind that says which file, how much it needs, and how much there is."""
     folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
     free = shutil.disk_usage(folder).free
+    what = f"{needed} bytes needed" if needed else "a folder cannot be made"
     return OSError(
         error.errno,
-        f"{error.strerror} (optimizer states on disk: {needed} bytes needed, {free} bytes free in {folder})",
+        f"{error.strerror} (optimizer states on disk: {what}, {free} bytes free in {folder})",
         str(path),
     )
 

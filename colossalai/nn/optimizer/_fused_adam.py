@@ -1,17 +1,16 @@
 """Adam with the arguments of the fused Adam that libraries of kernels have."""
 
-from typing import Any
-
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from colossalai.nn.optimizer._adam import Adam, disk_offload
 from colossalai.nn.optimizer._disk import DiskOptions
+from colossalai.nn.optimizer._stepping import SetGradNone
 from colossalai.registry import OPTIMIZERS
 
 
 @OPTIMIZERS.register_module
-class FusedAdam(Adam):
+class FusedAdam(SetGradNone, Adam):
     """Adam on torch's fused kernels.
 
     Args:
@@ -54,14 +53,3 @@ class FusedAdam(Adam):
             decoupled_weight_decay=adamw_mode,
             offload=disk_offload(0.0, None, DiskOptions()),
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients.
-
-        Args:
-            set_to_none: Whether to drop them and not write zeros; `set_grad_none` if not given.
-        """
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)

@@ -1,21 +1,20 @@
 """LAMB with the arguments of the fused LAMB that libraries of kernels have; `_lamb.py` has the formulas."""
 
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from colossalai.nn.optimizer._check import check_not_negative
-from colossalai.nn.optimizer._closure import loss_of
 from colossalai.nn.optimizer._lamb import Lamb
-from colossalai.nn.optimizer._whole_tensor import tensors_with_grad, whole_norms
+from colossalai.nn.optimizer._stepping import SetGradNone
+from colossalai.nn.optimizer._whole_tensor import whole_norms
 from colossalai.registry import OPTIMIZERS
 
 
 @OPTIMIZERS.register_module
-class FusedLAMB(Lamb):
+class FusedLAMB(SetGradNone, Lamb):
     """Lamb that clips the gradients, with a trust ratio only where there is weight decay.
 
     Args:
@@ -72,41 +71,15 @@ class FusedLAMB(Lamb):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("adamw_mode", "grad_averaging", "set_grad_none", "max_grad_norm", "use_nvlamb", "_grad_scale")
+        own = ("adamw_mode", "grad_averaging", "max_grad_norm", "use_nvlamb", "_grad_scale")
         return {**super().__getstate__(), **{name: vars(self)[name] for name in own}}
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the parameters that have a gradient.
-
-        Args:
-            closure: Computes the loss and the gradients anew.
-
-        Returns:
-            What `closure` returns, None without one.
-        """
-        loss = loss_of(closure)
+    def _update_all(self) -> None:
         self._grad_scale = self._clip_factor() if self.max_grad_norm > 0 else None
-        super().step()
-        return loss
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients.
-
-        Args:
-            set_to_none: Whether to drop them and not write zeros; `set_grad_none` if not given.
-        """
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+        super()._update_all()
 
     def _clip_factor(self) -> Tensor | None:
-        lists = [params for group in self.param_groups for params in tensors_with_grad(group["params"])]
-        grads = [[param.grad for param in params if param.grad is not None] for params in lists]
+        grads = [[param.grad for param in params if param.grad is not None] for params, _ in self._lists()]
         if not grads:
             return None
         norm = torch.cat([whole_norms(members).to(grads[0][0].device) for members in grads]).norm()

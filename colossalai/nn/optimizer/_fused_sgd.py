@@ -9,23 +9,20 @@ Weight decay is a part of g, or, after the momentum, of d: then it is `w = w * (
 d`.
 """
 
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from colossalai.nn.optimizer._adam_kernel import is_dense, laid_out_as, local
 from colossalai.nn.optimizer._check import check_not_negative
-from colossalai.nn.optimizer._closure import loss_of
-from colossalai.nn.optimizer._whole_tensor import tensors_with_grad
+from colossalai.nn.optimizer._stepping import SetGradNone, SteppingOptimizer
 from colossalai.registry import OPTIMIZERS
 
 
 @OPTIMIZERS.register_module
-class FusedSGD(Optimizer):
+class FusedSGD(SetGradNone, SteppingOptimizer):
     """Stochastic gradient descent with the state of `torch.optim.SGD`.
 
     Args:
@@ -83,41 +80,12 @@ class FusedSGD(Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
-
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the parameters that have a gradient.
-
-        Args:
-            closure: Computes the loss and the gradients anew.
-
-        Returns:
-            What `closure` returns, None without one.
-        """
-        loss = loss_of(closure)
-        for group in self.param_groups:
-            for params in tensors_with_grad(group["params"]):
-                new = [param for param in params if self.state[param].get("momentum_buffer") is None]
-                old = [param for param in params if self.state[param].get("momentum_buffer") is not None]
-                self._update(new, group, is_first_step=True)
-                self._update(old, group, is_first_step=False)
-        return loss
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients.
-
-        Args:
-            set_to_none: Whether to drop them and not write zeros; `set_grad_none` if not given.
-        """
-        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+    def _update_all(self) -> None:
+        for params, group in self._lists():
+            new = [param for param in params if self.state[param].get("momentum_buffer") is None]
+            old = [param for param in params if self.state[param].get("momentum_buffer") is not None]
+            self._update(new, group, is_first_step=True)
+            self._update(old, group, is_first_step=False)
 
     def _update(self, params: list[Tensor], group: dict[str, Any], *, is_first_step: bool) -> None:
         if not params:

@@ -11,21 +11,20 @@ momentum, as in the paper and unlike in `torch.optim.SGD`: after a change of the
 with the old one.
 """
 
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from colossalai.nn.optimizer._check import check_decay_rates, check_not_negative
-from colossalai.nn.optimizer._whole_tensor import tensors_with_grad, whole_norms
+from colossalai.nn.optimizer._stepping import SteppingOptimizer
+from colossalai.nn.optimizer._whole_tensor import whole_norms
 from colossalai.registry import OPTIMIZERS
 
 
 @OPTIMIZERS.register_module
-class Lars(Optimizer):
+class Lars(SteppingOptimizer):
     """Layer-wise adaptive rate scaling for large batches.
 
     Args:
@@ -64,30 +63,9 @@ class Lars(Optimizer):
         }
         super().__init__(params, options)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the parameters that have a gradient.
-
-        Args:
-            closure: Computes the loss and the gradients anew.
-
-        Returns:
-            What `closure` returns, None without one.
-        """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for params in tensors_with_grad(group["params"]):
-                self._update(params, group)
-        return loss
+    def _update_all(self) -> None:
+        for params, group in self._lists():
+            self._update(params, group)
 
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
         grads = [param.grad for param in params if param.grad is not None]

@@ -51,6 +51,24 @@ def make_buckets(params: Iterable[nn.Parameter], *, cap_bytes: int) -> list[Buck
     return [_make_bucket(group) for group in (*groups, *is_open.values())]
 
 
+def adopt_grad(param: nn.Parameter, view: torch.Tensor) -> None:
+    """Let the gradient of a parameter be its view of a bucket; a copy where it is not yet.
+
+    Raises:
+        ValueError: The gradient is sparse.
+    """
+    if param.grad is view:
+        return
+    assert param.grad is not None
+    if param.grad.layout is not torch.strided:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} has a {param.grad.layout} gradient; buckets take "
+            "dense ones: build the embedding with sparse=False"
+        )
+    view.copy_(param.grad)
+    param.grad = view
+
+
 def _make_bucket(params: list[nn.Parameter]) -> Bucket:
     dtype, device = _kind_of(params[0])
     sizes = [param.numel() for param in params]

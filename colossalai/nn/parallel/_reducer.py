@@ -20,7 +20,7 @@ from torch import nn
 
 from colossalai.communication import start_all_reduce
 from colossalai.context import Axis
-from colossalai.nn.parallel._buckets import Bucket, make_buckets
+from colossalai.nn.parallel._buckets import Bucket, adopt_grad, make_buckets
 
 
 class GradReducer:
@@ -113,7 +113,7 @@ class GradReducer:
                 "where one backward adds several times to a parameter (reentrant checkpointing of shared "
                 "weights)"
             )
-        _adopt(bucket, index)
+        adopt_grad(bucket.params[index], bucket.views[index])
         if bucket in self._arrived:
             self._arrived[bucket].add(index)
             while self._queue and self._is_full(self._queue[0]):
@@ -130,7 +130,7 @@ class GradReducer:
                 bucket.views[index].zero_()
                 bucket.marks[index] = 0.0
             else:
-                _adopt(bucket, index)
+                adopt_grad(bucket.params[index], bucket.views[index])
         bucket.flat.div_(self._replicas.size)  # before the sum: float16 has little room above
         self._started[bucket] = start_all_reduce(bucket.flat, self._replicas)
 
@@ -144,21 +144,6 @@ def _trainable(parts: Sequence[nn.Module]) -> tuple[list[list[nn.Parameter]], li
             num_parts[param] = num_parts.get(param, 0) + 1
     own = [[param for param in reversed(params) if num_parts[param] == 1] for params in params_of]
     return own, [param for param in reversed(num_parts) if num_parts[param] > 1]
-
-
-def _adopt(bucket: Bucket, index: int) -> None:
-    """Let the gradient of a parameter be the view of its bucket; a copy where it is not yet."""
-    param, view = bucket.params[index], bucket.views[index]
-    if param.grad is view:
-        return
-    assert param.grad is not None
-    if param.grad.layout is not torch.strided:
-        raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} has a {param.grad.layout} gradient; buckets take "
-            "dense ones: build the embedding with sparse=False"
-        )
-    view.copy_(param.grad)
-    param.grad = view
 
 
 def _give_grads(bucket: Bucket) -> None:

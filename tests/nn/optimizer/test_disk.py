@@ -367,8 +367,9 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(FileExistsError, match="file"):
+    with pytest.raises(NotADirectoryError, match="nvme_offload_dir is no folder") as caught:
         on_disk(make_params(), tmp_path / "file")
+    assert caught.value.filename == str(tmp_path / "file")
 
 
 def test_a_file_system_without_direct_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,6 +457,15 @@ def test_options_without_effect_warn(
 def test_wrong_options(options: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(options))):
         DiskOptions(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"nvme_offload_fraction": "all"}, {"nvme_offload_fraction": 1.5}, {"nvme_options": {"depth": 2}}],
+)
+def test_wrong_arguments(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        on_disk(make_params(), tmp_path, **options)
 
 
 def test_a_file_is_full_of_zeros_and_reads_what_was_written(tmp_path: Path) -> None:

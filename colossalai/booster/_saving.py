@@ -1,0 +1,265 @@
+"""What a Booster saves and loads: everything of a run, or model, optimizer and scheduler each by itself."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai import checkpoint_io
+from colossalai.amp import OptimizerWrapper
+from colossalai.context import Mesh, global_context
+from colossalai.runtime import ModelWrapper, Plan, Resumed, Run, resume_run, save_run, settings_of
+
+
+class Saving:
+    """Abstract: the part of Booster that saves and loads.
+
+    Attributes:
+        mesh: The ranks of the job.
+        plan: The methods that were built in.
+    """
+
+    mesh: Mesh
+    plan: Plan
+
+    def save(
+        self,
+        folder: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        *,
+        step: int,
+        epoch: int | None = None,
+        extra: Mapping[str, Any] | None = None,
+        save_async: bool = False,
+        keep_last: int = 2,
+        every: int = 1,
+        buffer_size: float = 512,
+    ) -> Path | None:
+        """Save everything that a run needs to go on, as `folder/step-<step>`; every rank calls it.
+
+        With what is given go the loss scale and the random states. Every rank writes its own part, so all of
+        them must see the folder. Call it between two steps: gradients are not saved.
+
+        Args:
+            folder: The folder of the run's training states.
+            model: The model.
+            optimizer: Its optimizer.
+            lr_scheduler: A scheduler of the optimizer.
+            dataloader: The loader of the training data, from `plugin.prepare_dataloader`.
+            step: The number of steps done.
+            epoch: The epoch that the next batch belongs to, from 0; default: that of the loader.
+            extra: Plain values of your own.
+            save_async: Return when everything is copied to host memory, and write in the background. An error
+                there is raised by the next step, or save, or `gpc.destroy()`, on every rank.
+            keep_last: How many training states stay in the folder.
+            every: Save only where `step` is a multiple.
+            buffer_size: The most memory, in MB, that writing takes on a rank beside what is saved, and beside
+                the copy in host memory that `save_async` makes.
+
+        Returns:
+            The path of the training state; None if it was not time.
+
+        Raises:
+            ValueError: Something cannot be saved.
+            OSError: It cannot be written; on all ranks. The earlier ones stay.
+        """
+        return save_run(
+            folder,
+            self._run(model, optimizer, lr_scheduler, dataloader),
+            step=step,
+            epoch=epoch,
+            extra=extra,
+            save_async=save_async,
+            keep_last=keep_last,
+            every=every,
+            buffer_size=buffer_size,
+        )
+
+    def load(
+        self,
+        folder: str | Path,
+        model: nn.Module,
+        optimizer: Optimizer | None = None,
+        lr_scheduler: Any = None,
+        dataloader: Any = None,
+        *,
+        buffer_size: float = 512,
+    ) -> Resumed | None:
+        """Go on from the newest complete training state of a folder, or from the one that a path is.
+
+        It may have been saved under any other plan and number of ranks, and by an Engine. Every rank calls it
+        after `boost`.
+
+        Args:
+            folder: The folder, or a path that `save` returned.
+            model: The model to overwrite; likewise the others, which are left out if None.
+            optimizer: Its optimizer.
+            lr_scheduler: A scheduler of the optimizer.
+            dataloader: The loader of the training data: its next pass goes on where the saved one was.
+            buffer_size: The most memory, in MB, that loading takes on a rank beside what is loaded.
+
+        Returns:
+            Step, epoch and extra values as they were saved; None if there is no training state.
+
+        Raises:
+            ValueError: All training states are damaged, or the newest complete one lacks something or does
+                not fit; nothing was overwritten.
+            OSError: It cannot be read.
+        """
+        run = self._run(model, optimizer, lr_scheduler, dataloader)
+        return resume_run(folder, run, buffer_size=buffer_size)
+
+    def _run(self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any, dataloader: Any) -> Run:
+        return Run(
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            dataloader=dataloader,
+            settings=settings_of(self.plan, self.mesh, global_context.config),
+        )
+
+    def save_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+        use_safetensors: bool = False,
+        *,
+        variant: str | None = None,
+        buffer_size: float = 512,
+    ) -> None:
+        """Save the weights of a model; every rank calls it, rank 0 writes.
+
+        Args:
+            model: A model, boosted or not.
+            checkpoint: A file, or with `shard` a folder in the format of Hugging Face (index and shards).
+            shard: Whether to write a folder of shards.
+            gather_dtensor: Write whole tensors. False: a folder to which every rank writes its own slices,
+                which all ranks must see; `shard`, `size_per_shard` and `use_safetensors` do not count then.
+            prefix: Put before the names.
+            size_per_shard: Largest size of a shard in MB.
+            use_safetensors: Write safetensors instead of torch's format.
+            variant: A word in the file names of a folder, as in model.fp16.safetensors of transformers.
+            buffer_size: The most memory, in MB, that saving takes on a rank beside the model.
+
+        Raises:
+            OSError: The checkpoint cannot be written; nothing that was there before is lost.
+        """
+        checkpoint_io.save_model(
+            _raw_model(model),
+            checkpoint,
+            shard=shard,
+            prefix=prefix or None,
+            size_per_shard=size_per_shard,
+            use_safetensors=use_safetensors,
+            gather_dtensor=gather_dtensor,
+            variant=variant,
+            buffer_size=buffer_size,
+        )
+
+    def load_model(
+        self,
+        model: nn.Module,
+        checkpoint: str | Path,
+        strict: bool = True,
+        *,
+        prefix: str | None = None,
+        variant: str | None = None,
+        allow_pickle: bool = False,
+    ) -> None:
+        """Load weights into a model, boosted or not, from whatever `save_model` can write.
+
+        Args:
+            model: The model.
+            checkpoint: A file or a folder; the format is detected.
+            strict: Whether missing and unexpected names are errors; otherwise they are logged.
+            prefix: What the names in the checkpoint begin with, to be left out; found out if it is not given.
+            variant: Which weights of a folder, if it holds several: "fp16" for model.fp16.safetensors.
+            allow_pickle: Run the code that a torch file may hold, if it cannot be restored without: only for
+                a file from somebody whom you trust.
+
+        Raises:
+            ValueError: Names or shapes do not fit, or the file needs `allow_pickle`; nothing has been
+                overwritten.
+        """
+        checkpoint_io.load_model(
+            _raw_model(model),
+            checkpoint,
+            strict=strict,
+            prefix=prefix,
+            variant=variant,
+            allow_pickle=allow_pickle,
+        )
+
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        checkpoint: str | Path,
+        shard: bool = False,
+        gather_dtensor: bool = True,
+        prefix: str | None = None,
+        size_per_shard: int = 1024,
+    ) -> None:
+        """Save the state of a boosted optimizer by parameter name; every rank calls it, rank 0 writes.
+
+        Args:
+            optimizer: The optimizer.
+            checkpoint: A file, or with `shard` a folder of shards.
+            shard: Whether to write a folder of shards.
+            gather_dtensor: Write whole tensors; see `save_model`.
+            prefix: Put before the names.
+            size_per_shard: Largest size of a shard in MB.
+
+        Raises:
+            ValueError: The optimizer has not been boosted.
+        """
+        wrapped = boosted_optimizer(optimizer)
+        checkpoint_io.save_optimizer(
+            wrapped,
+            checkpoint,
+            param_names=wrapped.param_names,
+            shard=shard,
+            prefix=prefix or None,
+            size_per_shard=size_per_shard,
+            gather_dtensor=gather_dtensor,
+        )
+
+    def load_optimizer(self, optimizer: Optimizer, checkpoint: str | Path) -> None:
+        """Load the state of a boosted optimizer, saved under any plugin and number of ranks.
+
+        Raises:
+            ValueError: The optimizer has not been boosted, or names or shapes do not fit.
+        """
+        wrapped = boosted_optimizer(optimizer)
+        checkpoint_io.load_optimizer(wrapped, checkpoint, param_names=wrapped.param_names)
+
+    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        """Save the state of a scheduler to a file; every rank calls it, rank 0 writes."""
+        checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
+
+    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+        """Load the state of a scheduler."""
+        checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+
+
+def _raw_model(model: nn.Module) -> nn.Module:
+    return model.unwrap() if isinstance(model, ModelWrapper) else model
+
+
+def boosted_optimizer(optimizer: Optimizer) -> OptimizerWrapper:
+    """Return an optimizer as what `boost` returned.
+
+    Raises:
+        ValueError: It has not been boosted.
+    """
+    if not isinstance(optimizer, OptimizerWrapper):
+        raise ValueError("this optimizer has not been boosted: use the one that booster.boost returned")
+    return optimizer

@@ -1,0 +1,72 @@
+"""What the optimizers here have in common: the step around an update, and what `zero_grad` does."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, overload
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from colossalai.nn.optimizer._whole_tensor import tensors_with_grad
+
+
+class SteppingOptimizer(Optimizer, ABC):
+    """Abstract: an optimizer whose step is a closure, if there is one, and an update of all parameters."""
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: Computes the loss and the gradients anew.
+
+        Returns:
+            What `closure` returns, None without one.
+
+        Raises:
+            ValueError: A gradient is sparse.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._update_all()
+        return loss
+
+    @abstractmethod
+    def _update_all(self) -> None:
+        """Update the parameters that have a gradient; called without grad mode."""
+
+    def _lists(self) -> Iterator[tuple[list[Tensor], dict[str, Any]]]:
+        """Yield the parameters that have a gradient, by device, dtype and mesh, with their group."""
+        for group in self.param_groups:
+            for params in tensors_with_grad(group["params"]):
+                yield params, group
+
+
+class SetGradNone(Optimizer):
+    """Abstract: an optimizer that is told when it is built what `zero_grad` does.
+
+    Attributes:
+        set_grad_none: Whether `zero_grad` drops gradients where it is not told.
+    """
+
+    set_grad_none: bool
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "set_grad_none": self.set_grad_none}
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Forget the gradients.
+
+        Args:
+            set_to_none: Whether to drop them and not write zeros; `set_grad_none` if not given.
+        """
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
