@@ -10,6 +10,7 @@ from torch import nn
 import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.model_zoo import bert, gpt, vit
+from colossalai.model_zoo.gpt._hugging_face import config_of
 from colossalai.nn.layer import head_cut
 from colossalai.tensor import cut_dims
 from tests.model_zoo.tiny import BATCH, SEQ, VOCAB, make_batch
@@ -81,6 +82,15 @@ def test_same_logits(name, dtype, tolerance):
 def test_what_the_models_do_not_have_is_refused(name, settings, message):
     with pytest.raises(ValueError, match=message):
         FAMILIES[name].from_hugging_face(hugging_face(name, **settings))
+
+
+@pytest.mark.unit
+def test_weights_go_back_to_their_names_and_layout():
+    theirs = hugging_face("gpt")
+    back = gpt.to_hugging_face(gpt.from_hugging_face(theirs).state_dict(), config_of(theirs.config))
+    expected = theirs.state_dict()
+    assert back.keys() == expected.keys()
+    assert all(torch.equal(back[name], expected[name]) for name in expected)
 
 
 @pytest.mark.unit

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import colossalai
+from colossalai.communication import ledger
 from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
 from colossalai.shardformer import Rule, can_shard, register_rule, rule_of, shard_model, sharded_classes
@@ -152,6 +153,24 @@ def test_masks_differ_between_heads_and_agree_where_the_ranks_hold_the_same():
     assert first["cut"] != second["cut"]
     assert hidden == other_hidden
     assert any(dropped for rows in first["whole"][0] for row in rows for dropped in row)
+
+
+def bytes_of_a_step():
+    torch.set_default_dtype(torch.float64)
+    colossalai.launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, verbose=False)
+    engine, *_ = colossalai.initialize(gpt2(), verbose=False)
+    with ledger() as book:
+        engine(torch.arange(6).repeat(3, 1)).logits.sum().backward()
+    gpc.destroy()
+    return book.num_bytes("all_reduce"), book.num_bytes("all_gather"), len(book.entries)
+
+
+@pytest.mark.dist
+def test_bytes_are_those_of_the_formula():
+    activations = 3 * 6 * 8 * 8  # batch, seq, hidden, bytes; an all-reduce over two ranks sends as many
+    logits = 3 * 6 * 13 * 8  # a slice, with padding
+    expected = ((4 * 2 + 1 + 1) * activations, logits, 11)
+    assert run_ranks(bytes_of_a_step, 2) == [expected, expected]
 
 
 def refuse_a_stepped_optimizer():

@@ -80,7 +80,8 @@ class HybridParallelPlugin(Plugin):
     """Cuts a model by layers (pipeline), by tensors, and the batch over what is left of the ranks.
 
     The plugin lays the ranks out, so make it before the model: layers of `colossalai.nn` follow the tensor
-    mode that is in force when they are built. With a pipeline any model with a stack of blocks is cut by
+    mode that is in force when they are built. Models of transformers whose classes `colossalai.shardformer` has
+    rules for are cut by `Booster.boost` (tp_mode "1d"). With a pipeline any model with a stack of blocks is cut by
     `Booster.boost`; a stage that `colossalai.builder` or `colossalai.pipeline` made is taken as it is.
 
     Args:
