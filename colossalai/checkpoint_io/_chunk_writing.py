@@ -21,12 +21,13 @@ from colossalai.checkpoint_io._boxes import Box, is_tiled
 from colossalai.checkpoint_io._checksum import Checksum
 from colossalai.checkpoint_io._chunk_index import Chunk, ChunkedTensor, ChunkIndex, chunk_name, file_of_rank
 from colossalai.checkpoint_io._entries import Entry, Spread, Stored
+from colossalai.checkpoint_io._file_blocks import WRITTEN
 from colossalai.checkpoint_io._manifest import FileEntry
 from colossalai.checkpoint_io._names import listed
 from colossalai.checkpoint_io._safetensors import Listing, header_of
 from colossalai.checkpoint_io._store import Store, names_by_tensor
 
-_BLOCK = 1 << 20  # most bytes that are summed and written at once; they stay in the cache of a core between
+_BLOCK = WRITTEN  # most bytes that are summed and written at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,9 +118,9 @@ def write_parts(path: Path, parts: Sequence[Part], *, buffer_size: float = DEFAU
     checksum.update(header)
     with path.open("wb", buffering=0) as file:
         _write_all(file.fileno(), header)
-        for part in parts:
+        for part, begin in zip(parts, begins, strict=True):
             assert part.tensor is not None, "a rank writes what it holds"
-            for block in _blocks(part.tensor, most=block_bytes):
+            for block in _blocks(part.tensor, begin, most=block_bytes):
                 checksum.update(block)
                 _write_all(file.fileno(), block)
         os.fsync(file.fileno())
@@ -154,15 +155,20 @@ def _header(parts: Sequence[Part]) -> tuple[bytes, list[int]]:
     return header_of(listings, [part.nbytes for part in parts], {"format": "pt"})
 
 
-def _blocks(tensor: torch.Tensor | Stored, *, most: int) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in row-major order, not more than `most` at a time."""
+def _blocks(tensor: torch.Tensor | Stored, begin: int, *, most: int) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in row-major order, not more than `most` at a time.
+
+    Those that lie in a row in memory end at multiples of `most` in the file, where they begin at `begin`.
+    """
     if isinstance(tensor, Stored):
         yield from map(bytes_of, stored_blocks(tensor, size=most))
         return
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         content = bytes_of(tensor)
-        for begin in range(0, len(content), most):
-            yield content[begin : begin + most]
+        while content:
+            size = most - begin % most
+            yield content[:size]
+            content, begin = content[size:], begin + len(content[:size])
         return
     for box in block_boxes(tensor.shape, most=max(1, most // tensor.dtype.itemsize)):
         yield bytes_of(box.of(tensor).cpu().contiguous())

@@ -13,9 +13,10 @@ from typing import Any
 
 from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB, block_size
 from colossalai.checkpoint_io._checksum import Checksum
+from colossalai.checkpoint_io._file_blocks import file_blocks
 
 MANIFEST = "manifest.json"
-_BLOCK = 1 << 20  # the most: it stays in the cache of a core between being read and being summed
+_BLOCK = 8 << 20  # the most
 _FORMAT = 2
 
 
@@ -134,12 +135,9 @@ def share_of_files(files: Mapping[str, FileEntry], part: int, num_parts: int) ->
 
 def file_entry(path: Path, *, buffer_size: float = DEFAULT_BUFFER_MB) -> FileEntry:
     """Return what a file is, read with a part of so many MB of memory."""
-    size, checksum = 0, Checksum()
-    buffer = memoryview(bytearray(min(_BLOCK, block_size(buffer_size))))
-    with path.open("rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            size += count
-            checksum.update(buffer[:count])
+    size, checksum = path.stat().st_size, Checksum()
+    for block in file_blocks(path, 0, size, most=min(_BLOCK, block_size(buffer_size))):
+        checksum.update(block)
     return FileEntry(size, checksum.value)
 
 

@@ -14,8 +14,7 @@ from colossalai.amp import OptimizerWrapper
 from colossalai.checkpoint_io._agreement import Agreement
 from colossalai.checkpoint_io._background import BackgroundSave
 from colossalai.checkpoint_io._host_copies import HostCopies
-from colossalai.context import before_end
-from colossalai.logging import get_dist_logger
+from colossalai.context import before_end, fail_at_end
 
 
 class _Pending:
@@ -95,6 +94,8 @@ def _finish_saves() -> None:
 
 @atexit.register
 def _tell_at_exit() -> None:
-    """Log what went wrong after the last step; Python has waited for the thread by now."""
-    if _pending.save is not None and _pending.save.error is not None:
-        get_dist_logger().error(f"the last checkpoint was not saved: {_pending.save.error}")
+    """Tell what went wrong after the last step; Python has waited for the thread by now."""
+    try:
+        wait_for_saves()
+    except Exception as error:
+        fail_at_end(error)

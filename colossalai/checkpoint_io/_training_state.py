@@ -123,8 +123,10 @@ def save_training_state(
         ValueError: Something in it cannot be saved, or an option is out of range.
         OSError: It cannot be written; on all ranks. The earlier ones stay.
     """
-    if step < 0 or keep_last < 1:
-        raise ValueError(f"step={step} must be at least 0 and keep_last={keep_last} at least 1")
+    if step < 0:
+        raise ValueError(f"step={step} must be at least 0")
+    if keep_last < 1:
+        raise ValueError(f"keep_last={keep_last} must be at least 1: the one that is being saved stays")
     block_size(buffer_size)  # refuses one that is too small
     wait_for_saves()
     with opened(state.optimizer, loads=False) as raw:

@@ -83,12 +83,18 @@ def convert(
     dtype: str | None,
     variant: str | None,
     allow_pickle: bool,
+    step: int | None,
     **options: Any,
 ) -> int:
     """Write a checkpoint in another form."""
+    if step is not None and to != "state":
+        raise ValueError(f"--step {step} with --to {to}: only a training state has a step, leave it out")
     opened = open_checkpoint(source, variant=variant, allow_pickle=allow_pickle)
+    if step is not None and opened.manifest is not None:
+        raise ValueError(f"--step {step}: {source} is of step {opened.manifest.step}, leave it out")
     _check(opened)
-    return _write(opened, target, Conversion(to=to, dtype=_DTYPES[dtype] if dtype else None, **options))
+    conversion = Conversion(to=to, dtype=_DTYPES[dtype] if dtype else None, step=step, **options)
+    return _write(opened, target, conversion)
 
 
 def merge(

@@ -40,6 +40,7 @@ class ClusterJob:
     master_addr: str | None = None  # the first host's name if not given
     ssh_port: int | None = None
     env: dict[str, str] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)  # hosts that the first start leaves out, and why
     interfaces: Mapping[str, str] = field(default_factory=dict)  # by host: how it reaches the others
     timeout_s: float = 120.0  # until all nodes have started
     max_restarts: int = 0

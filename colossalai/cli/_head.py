@@ -102,8 +102,9 @@ class _Head:
         """
         deadline = time.monotonic() + self._cluster.timeout_s
         patience = time.monotonic() + (_LATECOMER_S if self._has_started else 0.0)
-        missing = list(self._cluster.hosts)
-        reasons: dict[str, str] = {}
+        absent = self._cluster.absent if not self._has_started else {}
+        missing = [host for host in self._cluster.hosts if host.name not in absent]
+        reasons = dict(absent)
         while missing and self._stopped_by is None:
             tried = [self._new_node(host, attempt) for host in missing]
             await asyncio.gather(*(node.start() for node in tried))
@@ -118,7 +119,7 @@ class _Head:
             )
             too_late = Stage.STARTING if self._is_hopeless() else Stage.READY
             lost = [node for node in self._nodes if node.stage < too_late or node.stage == Stage.GONE]
-            reasons = {node.host.name: _reason(node) for node in lost}
+            reasons = {**absent, **{node.host.name: _reason(node) for node in lost}}
             if any(node.refusal is not None for node in lost):
                 break
             missing = [node.host for node in lost]
@@ -136,18 +137,16 @@ class _Head:
         if len(self._nodes) < self._cluster.min_nodes or any(node.refusal for node in self._nodes):
             await self._end(gives_up=True)
             raise Refusal(f"not all nodes could be started: {story}")
-        if missing:
-            await self._screen.say(
-                f"goes on with {len(self._nodes)} of {len(self._cluster.hosts)} nodes; {story}"
-            )
+        if reasons:
+            verb = "goes on" if self._has_started else "starts"
+            count = f"{len(self._nodes)} of {len(self._cluster.hosts)} nodes"
+            await self._screen.say(f"{verb} with {count}; {story}")
 
     async def _go(self, attempt: int) -> None:
         """Open the store on the first node, and start the ranks on all."""
         first = self._nodes[0]
-        names = [node.host.name for node in self._nodes]
-        lost = [host.name for host in self._cluster.hosts if host.name not in names]
         given = self._cluster.master_addr
-        if given is not None and given not in lost:
+        if given is not None and first.host == self._cluster.hosts[0]:
             address = given
         else:
             address = first.host.name.rpartition("@")[2] if len(self._nodes) > 1 else LOOPBACK
@@ -245,7 +244,7 @@ class _Head:
 
     def _is_hopeless(self) -> bool:
         """Say whether the first start cannot succeed: later, a host that is gone may come back."""
-        num_gone = sum(node.stage == Stage.GONE for node in self._nodes)
+        num_gone = len(self._cluster.absent) + sum(node.stage == Stage.GONE for node in self._nodes)
         return not self._has_started and num_gone > len(self._cluster.hosts) - self._cluster.min_nodes
 
     def _new_node(self, host: Host, attempt: int) -> Node:

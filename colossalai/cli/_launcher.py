@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from colossalai.cli import _worker
 from colossalai.cli._failure import JobFailure, RankState, find_failure, read_error
 from colossalai.cli._job import Job, port_taken
+from colossalai.cli._private_folder import PrivateFolder, remove_abandoned_folders
 from colossalai.cli._processes import adopt_orphans, end_descendants, exit_code_of, signals_to_heed
 
 GRACE_S = 3.0  # from asking a process to end to killing it
@@ -59,15 +59,19 @@ def launch(job: Job) -> int:
     num_procs = prepare(job)
     store = listen(LOOPBACK, job.master_port)
     place = Place(run_id=uuid.uuid4().hex, master_addr=LOOPBACK, master_port=store.port)
-    with tempfile.TemporaryDirectory(prefix="colossalai_run_") as folder:
-        agent = LocalAgent(worker_spec(job, place, num_procs=num_procs), DefaultLogsSpecs(log_dir=folder))
-        try:
-            agent.run()
-        except SignalException as stop:
-            if agent.failure is None:
-                name = signal.Signals(stop.sigval).name
-                sys.stderr.write(f"colossalai run: stopped by {name}; its processes are ended\n")
-                return 128 + stop.sigval
+    remove_abandoned_folders()
+    folder = PrivateFolder("run")
+    try:
+        logs = DefaultLogsSpecs(log_dir=str(folder.path))
+        agent = LocalAgent(worker_spec(job, place, num_procs=num_procs), logs)
+        agent.run()
+    except SignalException as stop:
+        if agent.failure is None:
+            name = signal.Signals(stop.sigval).name
+            sys.stderr.write(f"colossalai run: stopped by {name}; its processes are ended\n")
+            return 128 + stop.sigval
+    finally:
+        folder.remove()
     if agent.failure is None:
         return 0
     sys.stderr.write(f"\ncolossalai run: {agent.failure.describe()}\n")

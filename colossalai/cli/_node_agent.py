@@ -20,24 +20,22 @@ and beats in both directions (see `_messages`).
 
 import argparse
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING
 
 from colossalai.cli._head_link import HeadLink
 from colossalai.cli._job import Job
 from colossalai.cli._messages import Message, as_text
-from colossalai.cli._processes import end_descendants
+from colossalai.cli._private_folder import PrivateFolder, remove_abandoned_folders
+from colossalai.cli._processes import end_descendants, signals_to_heed
 from colossalai.cli._sweep import GRACE_S, MARK_VARIABLE, sweep
 
 if TYPE_CHECKING:
@@ -62,8 +60,9 @@ class Node:
         self.options = options
         self.agent: LocalAgent | None = None
         self.ending = threading.Lock()  # whoever holds it ends the ranks, and nobody else looks at them
+        remove_abandoned_folders()
+        self.folder = PrivateFolder("node")  # before the link: its threads may end this process at once
         self.link = HeadLink(on_stop=self._stop, on_loss=self._lose)
-        self.folder = Path(tempfile.mkdtemp(prefix="colossalai_node_"))
 
     def run(self) -> None:
         """Do what the head says, to the end of the job."""
@@ -96,7 +95,7 @@ class Node:
         from colossalai.cli._led_agent import LedAgent
         from colossalai.cli._rank_pipes import RankPipes
 
-        pipes = RankPipes(self.folder, self._send_line)
+        pipes = RankPipes(self.folder.path, self._send_line)
         spec = worker_spec(self.job, place, num_procs=num_procs)
         self.agent = agent = LedAgent(spec, pipes, link=self.link, ending=self.ending, attempt=place.attempt)
         try:
@@ -136,12 +135,8 @@ class Node:
 
     def _exit(self, code: int) -> None:
         """End now, whatever the main thread waits for."""
-        self.remove_folder()
+        self.folder.remove()
         os._exit(code)
-
-    def remove_folder(self) -> None:
-        """Remove the pipes and the error files."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _import_launcher() -> ModuleType:
@@ -159,6 +154,14 @@ def _import_launcher() -> ModuleType:
     return _launcher
 
 
+class StopSignal(BaseException):
+    """This process was asked to end before it has started a rank."""
+
+
+def _raise_stop(number: int, frame: FrameType | None) -> None:
+    raise StopSignal(f"its agent was stopped by {signal.Signals(number).name}")
+
+
 def main() -> None:
     """Be the agent."""
     parser = argparse.ArgumentParser(prog="colossalai.cli._node_agent", description=__doc__)
@@ -170,14 +173,17 @@ def main() -> None:
     parser.add_argument("--module", action="store_true")
     parser.add_argument("target")
     parser.add_argument("args", nargs=argparse.REMAINDER)
-    node = Node(parser.parse_args())
+    options = parser.parse_args()
+    for name in signals_to_heed():  # as long as there is no agent of torch's, which has its own way
+        signal.signal(signal.Signals[name], _raise_stop)
+    node = Node(options)
     try:
         node.run()
-    except ValueError as error:
-        node.link.send("refused", reason=str(error))
+    except (ValueError, StopSignal) as reason:
+        node.link.send("refused", reason=str(reason))
     except Exception:
         node.link.send("refused", reason=traceback.format_exc())
-    node.remove_folder()
+    node.folder.remove()
     sys.stderr.flush()
     os._exit(0)  # no thread of torch's, and no lock of ours, holds it back
 

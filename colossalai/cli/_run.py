@@ -82,7 +82,7 @@ def run(options: RunOptions) -> int:
         if not report.is_fit:
             print("colossalai run: nothing was started; --no-preflight starts it as it is", file=sys.stderr)
             return 1
-        cluster = replace(cluster, interfaces=report.interfaces)
+        cluster = replace(cluster, interfaces=report.interfaces, absent=report.absent)
     from colossalai.cli._head import run_on_nodes
 
     return run_on_nodes(cluster)
@@ -171,6 +171,7 @@ def _cluster_job(options: RunOptions, job: Job, hosts: tuple[Host, ...]) -> Clus
 def _request(cluster: ClusterJob) -> PreflightRequest:
     return PreflightRequest(
         hosts=cluster.hosts,
+        min_hosts=cluster.min_nodes,
         master_addr=cluster.master_addr,
         master_port=cluster.job.master_port,
         num_procs=cluster.job.num_procs,

@@ -49,7 +49,11 @@ Examples:
     metavar="P",
     help="Port at which the processes find each other; a free one is picked if not given or 0.",
 )
-@click.option("--nnodes", metavar="MIN:MAX", help="Go on with as few as MIN machines when some are lost.")
+@click.option(
+    "--nnodes",
+    metavar="MIN:MAX",
+    help="Start and go on with as few as MIN machines when some are absent or lost.",
+)
 @click.option(
     "--max-restarts",
     "--max_restarts",

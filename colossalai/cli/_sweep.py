@@ -12,6 +12,7 @@ import sys
 
 import psutil
 
+from colossalai.cli._private_folder import remove_abandoned_folders
 from colossalai.cli._processes import end_processes
 
 GRACE_S = 3.0
@@ -19,8 +20,9 @@ MARK_VARIABLE = "COLOSSALAI_NODE"
 
 
 def main() -> None:
-    """End the processes with the mark that is given."""
+    """End the processes with the mark that is given, and remove the folder of the agent that has died."""
     sweep(sys.argv[1])
+    remove_abandoned_folders()
 
 
 def sweep(mark: str) -> None:

@@ -25,6 +25,7 @@ import types
 from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1
+_NOT_THE_USERS = (__file__, runpy.__file__, "<frozen runpy>")  # Python forgets __file__ when the script ends
 
 
 def main() -> None:
@@ -123,11 +124,7 @@ def _put_first_on_path(folder: str | None) -> None:
 
 def _frames_of_the_user(trace: TracebackType | None) -> TracebackType | None:
     """Skip the frames that lead from here to the script."""
-    while trace is not None and trace.tb_frame.f_code.co_filename in (
-        __file__,
-        runpy.__file__,
-        "<frozen runpy>",
-    ):
+    while trace is not None and trace.tb_frame.f_code.co_filename in _NOT_THE_USERS:
         trace = trace.tb_next
     return trace
 

@@ -5,7 +5,7 @@ A comparison must not hang where the collective would. So it does not use the gr
 leaves there what it is about to do, under the group and a number that counts the collectives of the group,
 and waits for what the others leave. All read the same and come to the same conclusion. Whoever is missing
 after a while is named, with the collective that it was in last. Five requests to the store for each
-collective make this a mode for finding an error, not for training.
+collective make this a mode for finding an error, not for training. For messages see _message_check.
 
 The collectives pass by here because all of `torch.distributed` goes through the methods of one class, which
 are replaced for as long as the mode lasts. What compiled code issues by itself does not pass: the reducer of
@@ -13,25 +13,20 @@ are replaced for as long as the mode lasts. What compiled code issues by itself 
 """
 
 import json
-import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from colossalai.cluster._watchdog_answer import place_of
+from colossalai.cluster._disagreement import DisagreementError, Said, difference, say, shown
+from colossalai.cluster._message_check import AxisOf, MessageCheck, last_of
+from colossalai.cluster._patient_store import PatientStore
 
-AxisOf = Callable[[tuple[int, ...]], str | None]
-
-
-class DisagreementError(RuntimeError):
-    """Ranks were about to enter collectives that do not fit; the message has the values of each."""
+_STORE_S = 10.0  # an answer of the store that takes longer does not come
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ _OPTIONS = (("reduceOp", "reduction"), ("rootRank", "root"))
 
 
 class AgreementCheck:
-    """Compares every collective of this rank with those of the others.
+    """Compares every collective and every message of this rank with those of the others.
 
     Args:
         store: Where the ranks meet; a connection of its own to it is opened.
@@ -84,7 +79,8 @@ class AgreementCheck:
     """
 
     def __init__(self, store: dist.Store, *, rank: int, timeout: float, axis_of: AxisOf) -> None:
-        self._store = dist.PrefixStore("debug", store.clone())  # type: ignore[attr-defined]
+        self._store = PatientStore("debug", store, timeout=_STORE_S)
+        self._messages = MessageCheck(self._store, rank=rank, timeout=timeout, axis_of=axis_of)
         self._rank = rank
         self._timeout = timeout
         self._axis_of = axis_of
@@ -92,16 +88,18 @@ class AgreementCheck:
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Within the block, check every collective that Python code issues."""
+        """Within the block, check every collective and every message that Python code issues; once."""
         kind = dist.ProcessGroup
         originals = {name: getattr(kind, name) for name in _METHODS if hasattr(kind, name)}
         for name, original in originals.items():
             setattr(kind, name, self._checked(_METHODS[name], original))
         try:
-            yield
+            with self._messages.checking():
+                yield
         finally:
             for name, original in originals.items():
                 setattr(kind, name, original)
+            self._store.close()
 
     def _checked(self, method: _Method, original: Callable[..., Any]) -> Callable[..., Any]:
         def check_and_issue(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +108,7 @@ class AgreementCheck:
 
         return check_and_issue
 
-    def _compare(self, group: dist.ProcessGroup, own: dict[str, Any]) -> None:
+    def _compare(self, group: dist.ProcessGroup, own: Said) -> None:
         """Raise on all ranks of a group if they are not about to do the same.
 
         Raises:
@@ -128,85 +126,32 @@ class AgreementCheck:
         self._store.set(f"{name}/{number}/{self._rank}", text)
         self._store.set(f"now/{self._rank}", text)
         try:
-            self._store.wait(keys, timedelta(seconds=self._timeout))
+            self._store.wait(keys, self._timeout)
         except dist.DistError:
             raise DisagreementError(self._missing(own, dict(zip(ranks, keys, strict=True)))) from None
-        told = {rank: json.loads(text) for rank, text in zip(ranks, self._store.multi_get(keys), strict=True)}
+        told = {rank: json.loads(text) for rank, text in zip(ranks, self._store.texts(keys), strict=True)}
         if number > 1:  # everybody is here, so everybody has read what stood under the number before
-            self._store.delete_key(f"{name}/{number - 1}/{self._rank}")
-        message = _difference(where, told)
+            self._store.delete(f"{name}/{number - 1}/{self._rank}")
+        message = difference(where, told)
         if message:
             raise DisagreementError(message)
 
-    def _missing(self, own: dict[str, Any], keys: dict[int, str]) -> str:
-        absent = [rank for rank, key in keys.items() if not self._store.check([key])]
+    def _missing(self, own: Said, keys: dict[int, str]) -> str:
+        absent = [rank for rank, key in keys.items() if not self._store.check(key)]
         lines = [
-            f"{_shown(own)} {own['where']}: after {self._timeout:g} s ranks {absent} have not come to it"
+            f"{shown(own)} {own['where']}: after {self._timeout:g} s ranks {absent} have not come to it",
+            *(last_of(rank, self._store) for rank in absent),
+            f"  rank {self._rank} waits at {own['place']}",
         ]
-        for rank in absent:
-            last = self._store.get(f"now/{rank}") if self._store.check([f"now/{rank}"]) else None
-            said = f"was last in {_told(json.loads(last))}" if last else "has entered no collective yet"
-            lines.append(f"  rank {rank} {said}")
-        lines.append(f"  rank {self._rank} waits at {own['place']}")
         return "\n".join(lines)
 
 
-def _description(method: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _description(method: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Said:
     values = [*args, *kwargs.values()]
-    tensors = [] if method.argument is None else list(_tensors(values[method.argument]))
-    found: dict[str, Any] = {"op": method.op}
-    if method.same_shapes:
-        found["shape"] = [list(tensor.shape) for tensor in tensors]
-    found["dtype"] = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
+    tensors = [] if method.argument is None else values[method.argument]
+    said = say(method.op, tensors, has_shapes=method.same_shapes)
     for option, name in _OPTIONS:
         value = next((getattr(v, option) for v in values if hasattr(v, option)), None)
         if value is not None:
-            found[name] = str(getattr(value, "op", value)).rpartition(".")[2]
-    found["place"] = place_of(sys._getframe(1))
-    return found
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Iterable):
-        for part in value:
-            yield from _tensors(part)
-
-
-def _difference(where: str, told: dict[int, dict[str, Any]]) -> str:
-    """Return what differs between ranks, empty if nothing does."""
-    keys = dict.fromkeys(key for said in told.values() for key in said if key not in ("place", "where"))
-    if len({said["op"] for said in told.values()}) > 1:
-        keys = {"op": None}  # the rest cannot be compared
-    parts = []
-    for key in keys:
-        by_value: dict[str, list[int]] = {}
-        for rank, said in told.items():
-            by_value.setdefault(_value(said.get(key)), []).append(rank)
-        if len(by_value) > 1:
-            values = ", ".join(f"{value} on rank{'s' * (len(r) > 1)} {r}" for value, r in by_value.items())
-            parts.append(f"{key} is {values}")
-    if not parts:
-        return ""
-    first = next(iter(told.values()))
-    op = "the collective" if "op" in keys and len(keys) == 1 else first["op"]
-    lines = [f"ranks do not agree on {op} {where}: {'; '.join(parts)}"]
-    return "\n".join([*lines, *(f"  rank {rank} at {said['place']}" for rank, said in told.items())])
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list):
-        return (
-            " and ".join(str(tuple(part) if isinstance(part, list) else part) for part in value) or "nothing"
-        )
-    return str(value)
-
-
-def _shown(said: dict[str, Any]) -> str:
-    shapes = f" of {_value(said['shape'])}" if said.get("shape") else ""
-    return f"{said['op']}{shapes}"
-
-
-def _told(said: dict[str, Any]) -> str:
-    return f"{_shown(said)} {said['where']}, at {said['place']}"
+            said[name] = str(getattr(value, "op", value)).rpartition(".")[2]
+    return said

@@ -13,7 +13,7 @@ import secrets
 import sys
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ _EXCHANGE_S = 8.0  # longer than the time limits of the probe's own connections 
 class PreflightRequest:
     """What a job is going to need, as its launcher knows it."""
 
-    hosts: Sequence[Host]  # the first one has the master port
+    hosts: Sequence[Host]  # the first one that is there has the master port
+    min_hosts: int | None = None  # a job that can do with so many starts without those that are absent
     master_addr: str | None = None  # the name of the first host, if not given
     master_port: int = 0  # find a free one
     num_procs: int | None = None  # on each host; its slots, or one, if not given
@@ -54,6 +55,7 @@ class PreflightReport:
     """What was found."""
 
     findings: tuple[Finding, ...]
+    absent: Mapping[str, str]  # hosts that cannot be reached, and that the job can do without; and why
     interfaces: Mapping[str, str]  # by host: what GLOO_SOCKET_IFNAME should be; empty for one host
     master_addr: str
     master_port: int
@@ -95,7 +97,8 @@ class _Flight:
 
     def __init__(self, request: PreflightRequest) -> None:
         self.request = request
-        self.names = [host.name for host in request.hosts]
+        self.all_names = [host.name for host in request.hosts]
+        self.names = self.all_names  # of the hosts that the job would have
         self.first = self.names[0]
         self.master_addr = request.master_addr or self.first.rpartition("@")[2]
         self.master_port = request.master_port
@@ -111,13 +114,15 @@ class _Flight:
         places: dict[str, Place] = {}
         try:
             reached = await self._contact()
+            self._do_without_absent(reached)
             if reached:
                 places = await self._examine(reached)
         finally:
             await asyncio.gather(*(node.end() for node in self.nodes.values()))
-        order = {name: index for index, name in enumerate(self.names)}
+        order = {name: index for index, name in enumerate(self.all_names)}
         return PreflightReport(
             findings=tuple(sorted(self.findings, key=lambda finding: order[finding.host])),
+            absent={each.host: each.what for each in self.findings if each.host not in self.names},
             interfaces={name: place.interface for name, place in places.items()}
             if len(self.names) > 1
             else {},
@@ -130,6 +135,21 @@ class _Flight:
         """Return what the hosts that can be reached are; the others have a finding."""
         answers = await asyncio.gather(*(self._reach(node) for node in self.nodes.values()))
         return {name: answer for name, answer in zip(self.names, answers, strict=True) if answer is not None}
+
+    def _do_without_absent(self, reached: Answers) -> None:
+        """Go on with the hosts that can be reached, if the job can; a master that is absent is no master."""
+        absent = {finding.host for finding in self.findings if finding.check == "ssh" and not finding.ok}
+        present = [name for name in self.names if name not in absent]
+        if not absent or len(present) < (self.request.min_hosts or len(self.names)) or not reached:
+            return
+        self.findings = [
+            replace(finding, state=State.WARNING) if finding.host in absent else finding
+            for finding in self.findings
+        ]
+        self.names = present
+        if self.first in absent:
+            self.first = present[0]
+            self.master_addr = self.first.rpartition("@")[2]
 
     async def _reach(self, node: Node) -> Answer | None:
         try:

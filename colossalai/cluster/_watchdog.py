@@ -8,8 +8,9 @@ what its rank is doing; rank 0 makes one report of it all. Nothing here uses the
 The store has a connection of its own here, so a thread that waits in the store does not hold ours, and its
 calls give up after seconds. A rank whose thread cannot run (its process has died, is stopped, or computes in
 compiled code without giving up Python's lock) does not answer: its neighbors on the machine look at its
-process from outside. Should rank 0 be such a one, the lowest rank that answers reports. Should the store be
-gone, each rank can only speak for itself, and does.
+process from outside. Should rank 0 be such a one, the lowest rank that answers reports. Should the store not
+answer, for it may be in rank 0 ([Note: who serves the store] in _patient_store), each rank can only speak for
+itself, and does; where the others run it has asked before.
 """
 
 import json
@@ -17,12 +18,13 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
 
 import torch.distributed as dist
 
+from colossalai.cluster._patient_store import PatientStore
 from colossalai.cluster._watchdog_answer import Answer, answer_of_this_rank
 from colossalai.cluster._watchdog_options import WatchdogOptions
 from colossalai.cluster._watchdog_process import (
@@ -36,13 +38,20 @@ from colossalai.cluster._watchdog_records import MessageRecord, prepare_recorder
 from colossalai.cluster._watchdog_report import flush_output, write_report
 from colossalai.cluster._watchdog_verdict import Verdict, judge
 
+_NO_VERDICT = {
+    "lines": ["ranks wait for one another, and none has said in time for whom"],
+    "blamed": [],
+    "speakers": [],
+}
 AxisOf = Callable[[tuple[int, ...]], str | None]
 
-_STORE_S = 10.0  # an answer of the store that takes longer does not come
+_LEAST_STORE_S, _MOST_STORE_S = 3.0, 10.0  # an answer of the store that takes longer does not come
 _STACKS_S = 0.8  # for neighbors to get the stacks of a rank that does not answer
 _LOOK_S = 0.05  # between two looks while answers come in
 _TROUBLE_S = 0.5  # for a process that closes its connections to be gone
-_LATER_S = 0.1  # by which those who waited speak after those they waited for
+_VERDICT_S = 3.0  # beyond the grace, for the verdict of another rank
+_WORDS_S = 3.0  # for a rank to say why it ends
+_LATER_S = 0.5  # between what is to blame and the others: clocks of several machines agree no better
 
 
 class HangError(RuntimeError):
@@ -70,8 +79,9 @@ class Watchdog:
         self._rank = rank
         self._world_size = world_size
         self._axis_of = axis_of
-        self._store = dist.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
-        self._store.set_timeout(timedelta(seconds=_STORE_S))
+        self._store_s = min(max(options.timeout, _LEAST_STORE_S), _MOST_STORE_S)
+        self._store = PatientStore("watchdog", store, timeout=self._store_s)
+        self._known: dict[int, RankProcess] = {}  # all processes, from when all have said where they run
         self._record = MessageRecord()
         self._since = time.time()
         self.has_spoken = False
@@ -97,7 +107,7 @@ class Watchdog:
         """
         self._stop.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(2 * _STORE_S)
+            self._thread.join(2 * self._store_s)
         self._open.close()
         unregister_this_process(self._process)
         try:
@@ -105,13 +115,17 @@ class Watchdog:
         except dist.DistError:
             return  # the store has ended before, with rank 0
         finally:
-            del self._store
+            self._store.close()
 
     def troubles_soon(self) -> list[str]:
         """Name the ranks that have ended or are stopped, as far as this rank can see within a second."""
         patience = time.monotonic() + _TROUBLE_S
-        while not (lines := self._troubles()) and time.monotonic() < patience:
-            time.sleep(_LOOK_S)
+        try:
+            while not (lines := self._troubles()) and time.monotonic() < patience:
+                time.sleep(_LOOK_S)
+        except dist.DistError as error:
+            absent, lines = self._without_store(error)
+            lines += [f"rank {rank} {how}" for rank, how in absent.items()]
         return lines
 
     def _troubles(self) -> list[str]:
@@ -119,7 +133,7 @@ class Watchdog:
         for rank, process in self._processes().items():
             if rank == self._rank:
                 continue
-            left = self._text(f"left/{rank}")
+            left = self._store.text(f"left/{rank}")
             trouble = process.trouble() if process.place == self._process.place else None
             if left or trouble:
                 lines.append(f"rank {rank} {process.name} {left or trouble}")
@@ -137,29 +151,34 @@ class Watchdog:
         self._store.set(f"alive/{self._rank}", str(time.time()))
         if overdue:
             self._store.set(f"alarm/{self._alarms}", str(self._rank))
-        if self._store.check([f"alarm/{self._alarms}"]):
+        if not self._known and self._store.check(*self._process_keys()):
+            self._known = self._processes()
+        if self._store.check(f"alarm/{self._alarms}"):
             self._answer(overdue)
 
     def _answer(self, overdue: str) -> None:
         """Say what this rank is doing, wait for the verdict, and do what the options say."""
         number = self._alarms
         self._alarms += 1
-        self._store.set(f"answer/{number}/{self._rank}", self._describe(overdue).to_json())
+        deadline = time.monotonic() + self._options.grace_s
+        answer = self._describe(overdue, self._neighbors())
+        self._store.set(f"answer/{number}/{self._rank}", answer.to_json())
         if self._rank == 0:
-            self._conclude(number)
-        patience = time.monotonic() + self._options.grace_s + 3.0
-        while not self._store.check([f"verdict/{number}"]) and time.monotonic() < patience:
-            self._help_silent(number)
-            time.sleep(_LOOK_S)
-        if not self._store.check([f"verdict/{number}"]):
-            self._conclude_for_rank_0(number)
-        verdict = json.loads(self._text(f"verdict/{number}") or '{"lines": ["?"], "blamed": []}')
+            concludes = not self._store.check(f"silent/{number}")  # else it was, and another rank is at it
+        else:
+            concludes = not self._comes(f"answer/{number}/0", number, deadline=deadline)
+        if concludes:
+            self._conclude_if_lowest(number, deadline=deadline)
+        patience = time.monotonic() + self._options.grace_s + _VERDICT_S
+        if not self._comes(f"verdict/{number}", number, deadline=patience):  # who was at it has died
+            self._conclude_if_lowest(number, deadline=deadline)
+        text = self._store.text(f"verdict/{number}")
+        verdict = json.loads(text) if text else _NO_VERDICT
         if self._options.action == "end":
-            self._end(verdict["lines"], is_blamed=self._rank in verdict["blamed"])
+            self._end(number, verdict)
         self._progress.forgive()
 
-    def _describe(self, overdue: str) -> Answer:
-        neighbors = self._neighbors()
+    def _describe(self, overdue: str, neighbors: dict[int, RankProcess]) -> Answer:
         return answer_of_this_rank(
             rank=self._rank,
             host=self._process.host,
@@ -171,9 +190,24 @@ class Watchdog:
             gone={rank: how for rank, process in neighbors.items() if (how := process.trouble())},
         )
 
-    def _conclude(self, number: int) -> None:
-        """Collect the answers, judge, and write the report."""
-        answers = self._collect(number)
+    def _comes(self, key: str, number: int, *, deadline: float) -> bool:
+        """Wait for a key, and help those who conclude meanwhile."""
+        while not (is_there := self._store.check(key)) and time.monotonic() < deadline:
+            self._help_silent(number)
+            time.sleep(_LOOK_S)
+        return is_there
+
+    def _conclude_if_lowest(self, number: int, *, deadline: float) -> None:
+        """Conclude if this is rank 0, or else the lowest of those that answer: rank 0 is silent then."""
+        others = (rank for rank in range(1, self._world_size) if self._store.check(f"answer/{number}/{rank}"))
+        if self._rank == 0 or self._rank == next(others, None):
+            self._conclude(number, deadline=deadline)
+
+    def _conclude(self, number: int, *, deadline: float) -> None:
+        """Collect the answers, judge, and write the report, unless another rank has: this one was silent."""
+        if self._store.check(f"verdict/{number}"):
+            return
+        answers = self._collect(number, deadline=deadline)
         silent = [rank for rank in range(self._world_size) if rank not in answers]
         self._store.set(f"silent/{number}", json.dumps(silent))
         stacks: dict[int, str] = {}
@@ -181,51 +215,40 @@ class Watchdog:
         if set(silent) - known:
             self._help_silent(number)
             time.sleep(_STACKS_S)
-            stacks = {rank: self._text(f"stacks/{number}/{rank}") for rank in silent}
+            stacks = {rank: self._store.text(f"stacks/{number}/{rank}") for rank in silent}
         absent = {rank: self._how_is(rank, answers, stacks.get(rank, "")) for rank in silent}
         verdict = judge(answers, absent)
-        self._tell(verdict, answers, stacks)
-        self._store.set(
-            f"verdict/{number}", json.dumps({"lines": verdict.lines, "blamed": list(verdict.blamed)})
-        )
-
-    def _conclude_for_rank_0(self, number: int) -> None:
-        """Rank 0 is silent: the lowest rank that is not concludes, and the others wait for it."""
-        lowest = next(
-            rank for rank in range(self._world_size) if self._store.check([f"answer/{number}/{rank}"])
-        )
-        if lowest == self._rank:
-            self._conclude(number)
+        if self._store.add(f"told/{number}", 1) > 1:
             return
-        patience = time.monotonic() + self._options.grace_s + 3.0
-        while not self._store.check([f"verdict/{number}"]) and time.monotonic() < patience:
-            time.sleep(_LOOK_S)
+        self._tell(verdict, answers, stacks)
+        told = {"lines": verdict.lines, "blamed": verdict.blamed, "speakers": sorted(answers)}
+        self._store.set(f"verdict/{number}", json.dumps(told))
 
-    def _collect(self, number: int) -> dict[int, Answer]:
-        patience = time.monotonic() + self._options.grace_s
+    def _collect(self, number: int, *, deadline: float) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}
         missing = set(range(self._world_size))
-        while missing and time.monotonic() < patience:
+        while missing:
             for rank in sorted(missing):
-                text = self._text(f"answer/{number}/{rank}")
+                text = self._store.text(f"answer/{number}/{rank}")
                 if text:
                     answers[rank] = Answer.from_json(text)
-                if text or self._text(f"left/{rank}"):
+                if text or self._store.text(f"left/{rank}"):
                     missing.discard(rank)
-            if missing and missing <= {rank for answer in answers.values() for rank in answer.gone}:
+            gone = {rank for answer in answers.values() for rank in answer.gone}
+            if missing <= gone or time.monotonic() > deadline:
                 break
             time.sleep(_LOOK_S)
         return answers
 
     def _how_is(self, rank: int, answers: dict[int, Answer], stacks: str) -> str:
         """Say how it is with a rank that does not answer."""
-        text = self._text(f"process/{rank}")
+        text = self._store.text(f"process/{rank}")
         name = RankProcess.from_json(text).name if text else "(which has never been heard of)"
-        left = self._text(f"left/{rank}")
+        left = self._store.text(f"left/{rank}")
         seen = next((answer.gone[rank] for answer in answers.values() if rank in answer.gone), "")
         if left or seen:
             return f"{name} {left or seen}"
-        alive = self._text(f"alive/{rank}")
+        alive = self._store.text(f"alive/{rank}")
         ago = f", last sign of life {time.time() - float(alive):.0f} s ago" if alive else ""
         if stacks:
             return f"{name} does not answer{ago}: compiled code holds Python's lock{innermost_place(stacks)}"
@@ -233,7 +256,7 @@ class Watchdog:
 
     def _help_silent(self, number: int) -> None:
         """Have neighbors that do not answer write their stacks, if nobody has yet."""
-        silent = json.loads(self._text(f"silent/{number}") or "[]")
+        silent = json.loads(self._store.text(f"silent/{number}") or "[]")
         for rank, process in self._neighbors().items() if silent else ():
             key = f"stacks/{number}/{rank}"
             if rank in silent and not process.trouble() and self._store.add(f"{key}/taken", 1) == 1:
@@ -249,58 +272,94 @@ class Watchdog:
             ends=self._options.action == "end",
         )
 
-    def _end(self, lines: list[str], *, is_blamed: bool) -> None:
+    def _end(self, number: int, verdict: dict[str, Any]) -> None:
         """End this process from here, since its other threads may wait for ever.
 
         What is to blame speaks first, so that a launcher names it first. All have spoken before the first
         one ends: its partners fail at once, with less to say.
         """
-        if not is_blamed:
+        speakers, blamed = verdict["speakers"], verdict["blamed"]
+        if self._rank not in blamed and set(blamed) & set(speakers):
+            self._listen_to(number, [rank for rank in speakers if rank in blamed])
             time.sleep(_LATER_S)
-        error = HangError("; ".join(lines))
-        sys.excepthook(HangError, error, None)
+        self._speak(verdict["lines"])
+        try:
+            self._store.set(f"spoken/{number}/{self._rank}", "1")
+        finally:
+            self._listen_to(number, speakers)
+            os._exit(1)
+
+    def _listen_to(self, number: int, ranks: list[int]) -> None:
+        """Wait until others have said why they end, or do not seem to come to it."""
+        keys = [f"spoken/{number}/{rank}" for rank in ranks]
+        patience = time.monotonic() + _WORDS_S
+        with suppress(dist.DistError):  # the store has ended, with rank 0
+            while keys and not self._store.check(*keys) and time.monotonic() < patience:
+                time.sleep(_LOOK_S)
+
+    def _speak(self, lines: Sequence[str]) -> None:
+        """Say why this process ends."""
+        sys.excepthook(HangError, HangError("; ".join(lines)), None)
         self.has_spoken = True
         flush_output()
-        if is_blamed:
-            time.sleep(2 * _LATER_S)
-        os._exit(1)
 
     def _go_on_without_store(self, error: Exception) -> None:
         """The store does not answer. That matters if this rank waits for somebody."""
         overdue = self._progress.overdue(self._options.timeout, look_s=self._options.poll_s)
         if not overdue or self._stop.is_set():
             return
-        answer = answer_of_this_rank(
-            rank=self._rank,
-            host=self._process.host,
-            pid=self._process.pid,
-            record=self._record,
-            axis_of=self._axis_of,
-            since=self._since,
-            overdue=overdue,
-            gone={},
-        )
-        reason = str(error).strip().splitlines()[0]
-        line = f"the store at rank 0 does not answer any more: rank 0, or its machine, is gone ({reason})"
-        verdict = Verdict(lines=(line,))
-        self._tell(verdict, {self._rank: answer}, {})
+        absent, lines = self._without_store(error)
+        answers = {self._rank: self._describe(overdue, self._neighbors_in(self._known))}
+        verdict = Verdict(lines=(*lines, *judge(answers, absent).lines))
+        self._tell(verdict, answers, {})
         if self._options.action == "end":
-            self._end([line], is_blamed=False)
+            self._speak(verdict.lines)
+            os._exit(1)
         self._progress.forgive()
 
+    def _without_store(self, error: Exception) -> tuple[dict[int, str], list[str]]:
+        """Say who serves the store that does not answer, and what is known of the other processes.
+
+        Returns:
+            By rank, how it is with those that are gone; and a line if the store is at none of them.
+        """
+        reason = str(error).strip().splitlines()[0]
+        neighbors = self._neighbors_in(self._known)
+        troubles = {rank: how for rank, process in neighbors.items() if (how := process.trouble())}
+        absent = {rank: f"{self._known[rank].name} {how}" for rank, how in troubles.items()}
+        if self._store.launcher:
+            return absent, [
+                f"the store does not answer any more: the launcher at {self._store.launcher}, which serves "
+                f"it, is gone or stopped, or its machine is out of reach ({reason})"
+            ]
+        if 0 in absent:
+            absent[0] += ", and with it the store"
+        else:
+            name = f"{self._known[0].name} " if self._known else ""
+            absent[0] = (
+                f"{name}serves the store, which does not answer any more: it is gone or stopped, or its "
+                f"machine is out of reach ({reason})"
+            )
+        return absent, []
+
+    def _process_keys(self) -> list[str]:
+        return [f"process/{rank}" for rank in range(self._world_size)]
+
     def _processes(self) -> dict[int, RankProcess]:
-        texts = {rank: self._text(f"process/{rank}") for rank in range(self._world_size)}
+        """Return where the ranks run, as far as they have said so."""
+        if self._known:
+            return self._known
+        texts = dict(enumerate(map(self._store.text, self._process_keys())))
         return {rank: RankProcess.from_json(text) for rank, text in texts.items() if text}
 
     def _neighbors(self) -> dict[int, RankProcess]:
         """Return the other ranks of this machine."""
+        return self._neighbors_in(self._processes())
+
+    def _neighbors_in(self, processes: dict[int, RankProcess]) -> dict[int, RankProcess]:
         here = self._process.place
         return {
             rank: process
-            for rank, process in self._processes().items()
+            for rank, process in processes.items()
             if process.place == here and rank != self._rank
         }
-
-    def _text(self, key: str) -> str:
-        """Return what is in the store under a key, empty if nothing is; without waiting for it."""
-        return self._store.get(key).decode() if self._store.check([key]) else ""

@@ -22,6 +22,7 @@ from colossalai.cluster._watchdog_sections import innermost_sections, name_of
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
 _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), _TORCH, _PACKAGE, "<frozen")
+_OUR_THREADS = "colossalai-"  # begins the name of each: they are not what hangs
 _NUM_RECENT = 8  # collectives of each group that a rank tells of
 
 # What code is about, by where it stands; looked at from the inside of a stack to the outside.
@@ -153,7 +154,8 @@ def answer_of_this_rank(
         gone: What is known of the processes of other ranks.
     """
     issued = collectives(since=since)
-    frames = {thread: frame for thread, frame in sys._current_frames().items() if not _is_ours(thread)}
+    ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith(_OUR_THREADS)}
+    frames = {thread: frame for thread, frame in sys._current_frames().items() if thread not in ours}
     pending = [item for item in issued if item.is_pending] + record.messages()
     members = group_members()
     waiting = tuple(_waiting(item, frames.get(item.thread), axis_of, members) for item in pending)
@@ -282,10 +284,6 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def _is_ours(thread: int) -> bool:
-    return thread == threading.get_ident()
 
 
 def _tuples(shapes: list[list[int]]) -> tuple[tuple[int, ...], ...]:

@@ -3,6 +3,7 @@
 from colossalai.context._config import Config as Config
 from colossalai.context._config import ConfigException as ConfigException
 from colossalai.context._ending import before_end as before_end
+from colossalai.context._ending import fail_at_end as fail_at_end
 from colossalai.context._group_initializer import INITIALIZER_MAPPING as INITIALIZER_MAPPING
 from colossalai.context._group_initializer import ProcessGroupInitializer as ProcessGroupInitializer
 from colossalai.context._launch import get_default_parser as get_default_parser

@@ -6,11 +6,21 @@ complete, and with it tensors. To drop them it needs Python's lock, and a thread
 the interpreter ends is ended by force, which aborts the process ("terminate called without an active
 exception", exit code 134). A group joins its threads when it is freed, but anybody may hold a group (DDP
 does). So before the interpreter ends we give up the lock until all of these threads sleep.
+
+[Note: the exit code of an error at the end]
+What Python calls when it ends (`atexit`) cannot change the exit code: an error there is printed, and the code
+is 0 if the script got it so far. `os._exit` would cut off what others do after us. But if the last thing that
+the interpreter does, to flush stdout and stderr, fails, then the exit code is 120 (`sys.exit` documents it).
+So from then on stderr fails there, and only there.
 """
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from colossalai.logging import get_dist_logger
 
 _THREAD_NAMES = ("pt_gloo", "gloo_")
 _LIMIT_S = 2.0  # a thread that is busy for so long is not merely letting go of something
@@ -35,6 +45,39 @@ def prepare_end() -> None:
             first = first or error
     if first is not None:
         raise first
+
+
+def fail_at_end(error: Exception) -> None:
+    """Show an error that is known only while the interpreter ends, and let the exit code be 120.
+
+    See [Note: the exit code of an error at the end]. After an error in the script, which has its own code, it
+    is logged.
+    """
+    if getattr(sys, "last_type", None) is not None:
+        get_dist_logger().error(f"and at the end of the script: {type(error).__name__}: {error}")
+        return
+    sys.stderr = _FailingAtEnd(sys.stderr)
+    sys.excepthook(type(error), error, error.__traceback__)
+
+
+class _FailingAtEnd:
+    """A stream like another one, but for its last flush.
+
+    Args:
+        stream: The other one.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        """Flush; raise if it is the interpreter that asks, at its end: it is silent about it."""
+        self._stream.flush()
+        if sys.is_finalizing():
+            raise OSError("something at the end of the script has failed")
 
 
 def let_gloo_threads_rest() -> None:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from colossalai.cluster._patient_store import agent_serves
 from colossalai.cluster._ports import port_holder
 from colossalai.context._config import ConfigException
-from colossalai.context._ending import let_gloo_threads_rest
+from colossalai.context._ending import fail_at_end, let_gloo_threads_rest, prepare_end
 from colossalai.context._launchers import openmpi_place, slurm_place, torch_place
 from colossalai.context._layout import parse_layout
 from colossalai.context._parallel_context import global_context
@@ -199,6 +200,10 @@ def _destroy_at_exit() -> None:
     Not after an error: a thread may be waiting for another rank then, and would be waited for in turn.
     """
     if getattr(sys, "last_type", None) is None:
+        try:
+            prepare_end()
+        except Exception as error:
+            fail_at_end(error)
         global_context.destroy()
         let_gloo_threads_rest()
 
@@ -257,7 +262,7 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
             host,
             port,
             world_size,
-            is_master=rank == 0 and not _agent_serves(host, port),
+            is_master=rank == 0 and not agent_serves(host, port),
             timeout=limit,
             wait_for_workers=False,
             multi_tenant=True,
@@ -279,12 +284,6 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
             f"missing are ranks {missing}; were they started, with the same host, port and world size?"
         ) from error
     return store
-
-
-def _agent_serves(host: str, port: int) -> bool:
-    """Whether the launcher's agent, not rank 0, listens at this address."""
-    address = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and address == (host, str(port))
 
 
 def _why_no_store(where: str, port: int, rank: int, timeout: float, error: str) -> str:

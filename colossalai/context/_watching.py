@@ -56,9 +56,9 @@ def stop_watching() -> None:
     error = getattr(sys, "last_value", None)
     while _watching:
         watchdog, stack = _watching.pop()
-        stack.close()
-        if watchdog is not None:
+        if watchdog is not None:  # the last to come is the first to go: both put wrappers around messages
             watchdog.stop(f"has ended: {type(error).__name__}: {error}" if error is not None else "")
+        stack.close()
     if isinstance(sys.excepthook, _ErrorHook):
         sys.excepthook = sys.excepthook.previous
 
@@ -93,10 +93,6 @@ class _ErrorHook:
         text = str(error).lower()
         is_communication = isinstance(error, RuntimeError) and any(w in text for w in _COMMUNICATION_WORDS)
         if watchdog is not None and is_communication:
-            try:
-                for line in watchdog.troubles_soon():
-                    error.add_note(line)
-            except dist.DistError as store_error:
-                reason = str(store_error).strip().splitlines()[0]
-                error.add_note(f"the store at rank 0 does not answer: rank 0 may be gone ({reason})")
+            for line in watchdog.troubles_soon():
+                error.add_note(line)
         self.previous(kind, error, trace)

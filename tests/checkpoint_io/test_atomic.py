@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import shutil
 from collections.abc import Iterator
@@ -94,6 +95,47 @@ def test_a_folder_keeps_what_it_is_told_to(tmp_path: Path) -> None:
     assert entries(path) == ["both", "link", "logs"]
     assert (path / "link").read_text() == "log"
     assert (path / "both").read_text() == "new"
+
+
+def names_of_calls(patch: pytest.MonkeyPatch, calls: list[tuple[str, str]]) -> None:
+    """Note what is put on disk, and when something is put in place."""
+    fsync, replace, put = os.fsync, os.replace, _atomic._put_in_place
+
+    def note_sync(descriptor: int) -> None:
+        calls.append(
+            ("sync", re.sub(r"\.new-.*?(?=/|$)", ".new", os.readlink(f"/proc/self/fd/{descriptor}")))
+        )
+        fsync(descriptor)
+
+    def note_file(source: Path, target: Path) -> None:
+        calls.append(("in place", str(target)))
+        replace(source, target)
+
+    def note_folder(source: Path, target: Path) -> None:
+        calls.append(("in place", str(target)))
+        put(source, target)
+
+    patch.setattr(os, "fsync", note_sync)
+    patch.setattr(os, "replace", note_file)
+    patch.setattr(_atomic, "_put_in_place", note_folder)
+
+
+def test_all_is_on_disk_before_it_is_in_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that loses its power at any moment has no name without its content."""
+    calls: list[tuple[str, str]] = []
+    names_of_calls(monkeypatch, calls)
+    with atomic_file(tmp_path / "file") as temporary:
+        temporary.touch()
+    new = f"{tmp_path}/.file.new"
+    assert calls == [("sync", new), ("in place", f"{tmp_path}/file"), ("sync", str(tmp_path))]
+    calls.clear()
+    with atomic_folder(tmp_path / "folder") as temporary:
+        (temporary / "inner").mkdir()
+        (temporary / "inner" / "file").touch()
+    new = f"{tmp_path}/.folder.new"
+    below = [("sync", new), ("sync", f"{new}/inner"), ("sync", f"{new}/inner/file")]
+    assert sorted(calls[:3]) == below
+    assert calls[3:] == [("in place", f"{tmp_path}/folder"), ("sync", str(tmp_path))]
 
 
 @pytest.mark.parametrize("ability", ["exchange", "link"])

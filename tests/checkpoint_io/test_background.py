@@ -1,8 +1,9 @@
 """A save in the background: its error reaches every rank at the same step, and no end of the job loses it."""
 
+import ctypes
 import os
-import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -137,32 +138,46 @@ def test_the_end_of_the_job_raises_what_went_wrong(tmp_path: Path) -> None:
 
 SCRIPT = """
     import os, signal, sys, torch
-    from torch import nn
     import colossalai
     from tests.checkpoint_io.test_background import make_engine, make_slow
 
+    folder, end = sys.argv[1:]
     engine = make_engine({})
-    engine.save(sys.argv[1], step=0)
-    make_slow(1.0)
-    engine.save(sys.argv[1], step=1, keep_last=1, save_async=True)
-    if sys.argv[2] == "falls off":
-        sys.exit()
-    if torch.distributed.get_rank() == 1:
+    engine.save(folder, step=0)
+    make_slow(0.5, only=1 if end == "fails" else None, then=OSError("disk gone") if end == "fails" else None)
+    engine.save(folder, step=1, keep_last=1, save_async=True)
+    if end == "error and ctrl-c" and torch.distributed.get_rank() == 1:
         raise KeyError("a mistake of the script")
-    os.kill(os.getpid(), signal.SIGINT)
+    if end == "error and ctrl-c":
+        os.kill(os.getpid(), signal.SIGINT)
 """
 
 
-@pytest.mark.parametrize("end", ["error and ctrl-c", "falls off"])
+def end_of_the_interpreter(folder: str, end: str) -> tuple[int, str]:
+    """Run the script to the end of its interpreter; return the exit code and what is on stderr."""
+    with tempfile.TemporaryFile("w+") as log:
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(log.fileno(), 2)
+            sys.argv = ["script", folder, end]
+            python = ctypes.pythonapi  # what `python script.py` does, but for its start
+            python.Py_Exit(-python.PyRun_SimpleString(textwrap.dedent(SCRIPT).encode()))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        log.seek(0)
+        return code, log.read()
+
+
+@pytest.mark.parametrize("end", ["falls off", "error and ctrl-c"])
 def test_no_end_of_a_script_loses_it(end: str, tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        [sys.executable, "-m", "colossalai.cli", "run", "--nproc_per_node", "2",
-         "script.py", str(tmp_path / "states"), end],
-        cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
-    )  # fmt: skip
-    assert (done.returncode == 0) == (end == "falls off"), done.stdout + done.stderr
-    assert (tmp_path / "states" / "step-00000001" / "manifest.json").is_file(), done.stdout + done.stderr
+    codes, texts = zip(*run_ranks(end_of_the_interpreter, 2, str(tmp_path / "states"), end), strict=True)
+    assert codes == ((0, 0) if end == "falls off" else (1, 1)), texts
+    assert (tmp_path / "states" / "step-00000001" / "manifest.json").is_file(), texts
     assert [path.name for path in (tmp_path / "states").iterdir()] == ["step-00000001"]
+
+
+def test_an_error_that_only_the_end_of_a_script_sees_is_its_exit_code(tmp_path: Path) -> None:
+    codes, texts = zip(*run_ranks(end_of_the_interpreter, 2, str(tmp_path), "fails"), strict=True)
+    assert codes == (120, 120), texts
+    assert all("disk gone" in text.splitlines()[-1] for text in texts), texts
+    assert not any("Exception ignored" in text for text in texts), texts
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]

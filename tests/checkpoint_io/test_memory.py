@@ -1,5 +1,6 @@
 """Saving and loading take a few blocks of memory beside what the ranks hold anyway, however it is cut."""
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -159,6 +160,22 @@ def test_a_smaller_buffer_takes_less_memory(tmp_path: Path) -> None:
     print(f"\nextra MB in saving and in loading, by buffer {peaks}")
     assert peaks[1.0][1] < peaks[512.0][1] - 4, peaks
     assert max(peaks[1.0]) < 4, peaks
+
+
+def test_no_more_is_written_at_once_than_the_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of a weight that is not contiguous is a copy; below a buffer of 8 MB it counts."""
+    sizes, write = [], os.write
+
+    def note(descriptor: int, content: bytes) -> int:
+        sizes.append(len(content))
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", note)
+    weight = nn.Parameter(torch.zeros(100, 600).t())
+    state = TrainingState(model=nn.ParameterDict({"weight": weight}))
+    save_training_state(tmp_path, state, step=1, buffer_size=0.1)
+    assert sum(sizes) > weight.nbytes
+    assert max(sizes) < 0.1 * 1024 * 1024 / 4, "some of them are needed at once"
 
 
 def test_a_buffer_that_is_too_small_is_refused(tmp_path: Path) -> None:

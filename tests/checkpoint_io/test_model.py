@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -88,6 +89,16 @@ def test_the_folder_has_the_layout_of_hugging_face(tmp_path: Path) -> None:
     for path in tmp_path.glob("*.bin"):
         shard = torch.load(path)
         assert all(index["weight_map"][name] == path.name for name in shard)
+
+
+def test_an_index_of_safetensors_names_what_is_in_each_file(tmp_path: Path) -> None:
+    """By it others find one tensor without opening all files."""
+    model = tied()
+    save_model(model, tmp_path, shard=True, size_per_shard=SMALL, use_safetensors=True)
+    weight_map = json.loads((tmp_path / "model.safetensors.index.json").read_text())["weight_map"]
+    files = list(tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    assert weight_map == {name: path.name for path in files for name in safetensors.torch.load_file(path)}
 
 
 def test_saving_again_replaces_old_shards_and_keeps_other_files(tmp_path: Path) -> None:

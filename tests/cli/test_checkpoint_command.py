@@ -11,12 +11,15 @@ from click.testing import CliRunner, Result
 from colossalai.checkpoint_io import (
     ChunkStorageReader,
     TrainingState,
+    _comparing,
+    _convert,
     load_model,
     load_training_state,
     save_checkpoint,
     save_model,
     save_training_state,
 )
+from colossalai.checkpoint_io._boxes import Box
 from colossalai.cli import main
 from tests.checkpoint_io.models import Tied, assert_same_state, tied, train
 
@@ -164,6 +167,56 @@ def test_diff_of_values_that_hide(value: float, same: bool, tmp_path: Path) -> N
     assert invoke("diff", tmp_path / "a", tmp_path / "b").exit_code == (0 if same else 1)
 
 
+def test_diff_sees_states_and_dtypes(
+    sources: dict[str, Path], trained: tuple[Tied, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    model, optimizer = trained
+    optimizer.state[model.back.bias]["exp_avg_sq"][6] += 0.5
+    other = save_training_state(tmp_path / "other", TrainingState(model=model, optimizer=optimizer), step=2)
+    rows = json.loads(invoke("diff", sources["state"], other, "--json").stdout)["tensors"]
+    (row,) = (row for row in rows if row["largest"] != 0)
+    assert (row["part"], row["largest"]) == ("optimizer", 0.5)
+    assert "back.bias" in row["name"]
+    assert "exp_avg_sq" in row["name"]
+
+    run("convert", sources["pt"], tmp_path / "double.pt", "--to", "pt", "--dtype", "fp64")
+    run("convert", sources["pt"], tmp_path / "half.pt", "--to", "pt", "--dtype", "bf16")
+    result = invoke("diff", tmp_path / "double.pt", tmp_path / "half.pt", "--tolerance", 1)
+    assert result.exit_code == 1
+    assert "float64 and bfloat16" in result.output
+
+
+def test_diff_looks_at_every_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_comparing, "_BLOCK", 3)
+    first, second = torch.zeros(5, 4), torch.zeros(5, 4)
+    torch.save({"w": first}, tmp_path / "a")
+    for place in (0, 7, 19):
+        second.view(-1)[place] = 1.0 + place
+        torch.save({"w": second}, tmp_path / "b")
+        (row,) = json.loads(invoke("diff", tmp_path / "a", tmp_path / "b", "--json").stdout)["tensors"]
+        assert row["largest"] == 1.0 + place
+
+
+@pytest.mark.parametrize("to", ["hf", "safetensors", "pt", "state"])
+def test_conversion_reads_no_more_at_once_than_the_buffer(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = []
+    read = _convert._Passing.read
+
+    def note(self: _convert._Passing, box: Box, out: torch.Tensor) -> None:
+        most.append(box.numel * self.dtype.itemsize)
+        read(self, box, out)
+
+    monkeypatch.setattr(_convert._Passing, "read", note)
+    weight = torch.arange(600 * 100, dtype=torch.float32).view(600, 100)  # 240 KB
+    torch.save({"w": weight}, tmp_path / "a.pt")
+    run("convert", tmp_path / "a.pt", tmp_path / "b", "--to", to, "--buffer-size", 0.1)
+    assert sum(most) == weight.nbytes
+    assert max(most) < 0.1 * 1024 * 1024 / 4, "some of them are needed at once"
+    run("diff", tmp_path / "a.pt", tmp_path / "b")
+
+
 def test_merge(sources: dict[str, Path], trained: tuple[Tied, torch.optim.Optimizer], tmp_path: Path) -> None:
     whole = tensors_of(trained[0])
     torch.save({name: value for name, value in whole.items() if name < "h"}, tmp_path / "0.pt")
@@ -183,6 +236,12 @@ def test_merge(sources: dict[str, Path], trained: tuple[Tied, torch.optim.Optimi
     torch.save({"back.bias": torch.zeros(7)}, tmp_path / "4.pt")
     clash = invoke("merge", tmp_path / "0.pt", tmp_path / "4.pt", tmp_path / "m.pt")
     assert "back.bias is in" in clash.output
+    content = bytearray((tmp_path / "merged.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "damaged.safetensors").write_bytes(content)
+    damaged = invoke("merge", tmp_path / "damaged.safetensors", tmp_path / "m.pt")
+    assert damaged.exit_code == 1
+    assert "is damaged" in damaged.output
     assert not (tmp_path / "m.pt").exists()
 
 
@@ -193,6 +252,16 @@ def test_mistakes_in_plain_words(sources: dict[str, Path], tmp_path: Path) -> No
         ("inspect", sources["dcp"]): "give --allow-pickle if you trust whoever wrote it",
         ("verify", sources["dcp"]): "which has no checksums",
         ("convert", sources["pt"], sources["pt"], "--to", "pt"): "is the source itself",
+        (
+            "convert",
+            sources["pt"],
+            tmp_path / "x",
+            "--to",
+            "pt",
+            "--step",
+            5,
+        ): "only a training state has a step",
+        ("convert", sources["state"], tmp_path / "x", "--to", "state", "--step", 5): "is of step 2",
     }.items():
         result = invoke(*args)
         assert result.exit_code == 1

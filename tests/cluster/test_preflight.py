@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -112,7 +111,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_three_good_hosts(network: Network, folder: Path):
-    began = time.monotonic()
     report = fly(network, folder, script="train.py", env={"NCCL_SOCKET_IFNAME": "eth"})
     assert report.lines() == report.lines("warning") == []
     assert report.data["is_fit"]
@@ -124,7 +122,7 @@ def test_three_good_hosts(network: Network, folder: Path):
         assert wanted <= {each["check"] for each in report.data["findings"] if each["host"] == host}
     (exchange,) = [line for line in report.lines("ok") if line.startswith("host1: network")]
     assert "all 2 other hosts" in exchange
-    assert time.monotonic() - began < 10.0
+    assert report.data["seconds"] < 10.0
     assert network.run("host1", [sys.executable, "-c", LISTENER.replace("60", "0")]).stdout == "up\n"
 
 

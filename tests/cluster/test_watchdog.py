@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,37 +20,12 @@ import colossalai
 from colossalai.cluster._watchdog_records import MessageRecord
 from colossalai.cluster._watchdog_sections import name_modules, section
 from colossalai.communication import all_reduce, copy_forward_reduce_backward
-from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from tests.cli.command import start
+from tests.cluster.hanging import TIMEOUT_S, TP, launch, report, wait_for, wait_for_report
 from tests.ranks import ROOT, RanksError, run_ranks
 
 pytestmark = pytest.mark.dist
-
-TP = ParallelMode.PARALLEL_1D
-TIMEOUT_S = 0.6
-
-
-def _launch(folder, *, action="report", timeout=TIMEOUT_S):
-    config = {
-        "parallel": {"tensor": {"size": int(os.environ["WORLD_SIZE"]), "mode": "1d"}},
-        "watchdog": {"timeout": timeout, "action": action, "folder": str(folder)},
-    }
-    colossalai.launch_from_torch(config, verbose=False)
-    all_reduce(torch.ones(2), TP)
-    return gpc.get_global_rank()
-
-
-def _report(folder):
-    """Return the one report there is."""
-    (path,) = Path(folder).glob("hang-*.txt")
-    return path.read_text()
-
-
-def _wait_for_report(folder):
-    end = time.monotonic() + 20.0
-    while not any(Path(folder).glob("hang-*.txt")) and time.monotonic() < end:
-        time.sleep(0.02)
 
 
 class Block(nn.Module):
@@ -79,20 +53,20 @@ class Samples(torch.utils.data.Dataset):
         return 1
 
     def __getitem__(self, index):
-        _wait_for_report(self.folder)  # a sample that takes for ever
+        wait_for_report(self.folder)  # a sample that takes for ever
         return torch.ones(3)
 
 
 def sleeps_in_data_loading(folder):
-    rank = _launch(folder)
+    rank = launch(folder)
     batch = torch.ones(1, 3) if rank == 0 else next(iter(torch.utils.data.DataLoader(Samples(folder))))
     return _model(Block)(batch).tolist()
 
 
 def test_a_rank_in_data_loading_is_named_and_the_job_can_go_on(tmp_path):
     assert run_ranks(sleeps_in_data_loading, 2, tmp_path) == [[[2.0, 2.0, 2.0]]] * 2
-    text = _report(tmp_path)
-    assert "did not enter all_reduce #2 of axis tp in 1.attn; it is in data loading: test_watchdog.py" in text
+    text = report(tmp_path)
+    assert "did not enter all_reduce #2 of axis tp in 1.attn; it is in data loading: hanging.py" in text
     assert text.splitlines()[1].startswith("rank 1 (")
     assert "waits in all_reduce #2 of axis tp in 1.attn with (1, 3) float for" in text
     assert "in __getitem__" in text
@@ -100,7 +74,7 @@ def test_a_rank_in_data_loading_is_named_and_the_job_can_go_on(tmp_path):
 
 
 def does_not_come_to_the_backward(folder):
-    rank = _launch(folder)
+    rank = launch(folder)
     x = torch.ones(2, requires_grad=True)
     model = _model(Copying)  # kept: the watchdog must not keep a model alive, and asks it for its names
     loss = model(x).sum()
@@ -108,61 +82,62 @@ def does_not_come_to_the_backward(folder):
         try:
             raise KeyError("no key")
         except KeyError:  # it went another way
-            _wait_for_report(folder)
+            wait_for_report(folder)
     loss.backward()
     return x.grad.tolist()
 
 
 def test_the_module_of_a_backward_and_an_error_that_was_caught_are_named(tmp_path):
     assert run_ranks(does_not_come_to_the_backward, 2, tmp_path) == [[2.0, 2.0]] * 2
-    text = _report(tmp_path)
+    text = report(tmp_path)
     assert "rank 1 (" in text.splitlines()[1]
     assert "did not enter all_reduce #2 of axis tp in 1.attn" in text
     assert "it is handling KeyError: 'no key' (raised at test_watchdog.py:" in text
 
 
 def does_not_send(folder):
-    rank = _launch(folder)
+    rank = launch(folder)
     for number in range(2):
         if rank == 0:
             dist.recv(torch.empty(3), src=1)
         else:
             if number == 1:
-                _wait_for_report(folder)
+                wait_for_report(folder)
             dist.send(torch.ones(3), dst=0)
 
 
 def test_a_message_that_is_not_sent_is_named(tmp_path):
     run_ranks(does_not_send, 2, tmp_path)
-    text = _report(tmp_path)
+    text = report(tmp_path)
     assert "did not send message #2 to rank 0 of axis tp" in text
     assert "waits in recv #2 from rank 1 of axis tp with (3,) float32" in text
 
 
 class Watched(threading.Thread):
-    """Look at what a record says while the main thread waits."""
+    """Look at what a record says while the main thread waits; then make a file: it need not any more."""
 
-    def __init__(self, record):
+    def __init__(self, record, file):
         super().__init__(daemon=True)
-        self.record, self.channels = record, []
+        self.record, self.file, self.channels = record, file, []
 
     def run(self):
-        end = time.monotonic() + 5.0
+        end = time.monotonic() + 20.0
         while not self.channels and time.monotonic() < end:
             self.channels = [(message.channel, message.number) for message in self.record.messages()]
+        self.file.touch()
 
 
-def counts_and_waits(_folder):
+def counts_and_waits(folder):
     colossalai.launch_from_torch({"watchdog": False}, verbose=False)
     record = MessageRecord()
-    watched = Watched(record)
+    watched = Watched(record, folder / "seen")
     with record.recording():
         if dist.get_rank() == 0:
             watched.start()
             dist.recv(torch.empty(3), src=1)
             watched.join()
         else:
-            time.sleep(0.3)
+            wait_for((folder / "seen").exists)
             dist.send(torch.ones(3), dst=0)
     return dict(record.counts), watched.channels
 
@@ -173,7 +148,7 @@ def test_a_wait_is_for_what_the_partner_counts(tmp_path):
 
 
 def leaves_messages_alone(folder):
-    rank = _launch(folder)
+    rank = launch(folder)
     if rank == 0:
         kept = [dist.isend(torch.ones(3), dst=1), dist.irecv(torch.ones(3), src=1)]
     else:
@@ -188,22 +163,22 @@ def test_a_message_that_nobody_waits_for_is_no_wait(tmp_path):
 
 
 def holds_the_lock(folder):
-    rank = _launch(folder, timeout=0.3)
+    rank = launch(folder)
     if rank == 1:
-        ctypes.PyDLL(None).usleep(3_500_000)  # gives no other thread a chance
-    all_reduce(torch.ones(2), TP)  # the signal for the stacks has ended the sleep
-    _wait_for_report(folder)
+        ctypes.PyDLL(None).usleep(20_000_000)  # gives no other thread a chance, until a signal ends it
+    all_reduce(torch.ones(2), TP)
+    wait_for_report(folder)
 
 
 def test_a_rank_that_cannot_answer_has_its_stacks_read_by_its_neighbor(tmp_path):
     run_ranks(holds_the_lock, 2, tmp_path)
-    text = _report(tmp_path)
+    text = report(tmp_path)
     assert "compiled code holds Python's lock, at test_watchdog.py:" in text
     assert "in holds_the_lock; awaited by rank 0 in all_reduce #2 of axis tp" in text
 
 
 def is_stopped(folder):
-    rank = _launch(folder)
+    rank = launch(folder)
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     if rank == 0:
@@ -215,7 +190,7 @@ def is_stopped(folder):
 
 def _continue_after_report(folder, pid):
     def go():
-        _wait_for_report(folder)
+        wait_for_report(folder)
         os.kill(pid, signal.SIGCONT)
 
     threading.Thread(target=go, daemon=True).start()
@@ -223,11 +198,11 @@ def _continue_after_report(folder, pid):
 
 def test_a_stopped_rank_is_named(tmp_path):
     assert run_ranks(is_stopped, 2, tmp_path) == [2.0, 2.0]
-    assert "is stopped (SIGSTOP, or a debugger); awaited by rank 0 in all_reduce" in _report(tmp_path)
+    assert "is stopped (SIGSTOP, or a debugger); awaited by rank 0 in all_reduce" in report(tmp_path)
 
 
 def takes_another_branch(folder):
-    rank = _launch(folder, action="end")
+    rank = launch(folder, action="end")
     if rank == 2:
         dist.broadcast(torch.ones(4), src=0)
     all_reduce(torch.ones(4), TP)
@@ -235,9 +210,9 @@ def takes_another_branch(folder):
 
 def test_a_rank_in_another_collective_is_named_and_all_ranks_end(tmp_path):
     with pytest.raises(RanksError) as caught:
-        run_ranks(takes_another_branch, 3, tmp_path, timeout=20.0)
+        run_ranks(takes_another_branch, 3, tmp_path)
     assert str(caught.value).count("HangError: rank 2 (") == 3
-    (line,) = _report(tmp_path).splitlines()[1:2]
+    (line,) = report(tmp_path).splitlines()[1:2]
     assert line.startswith("rank 2 (")
     assert "entered broadcast as #2 of axis tp; it is at test_watchdog.py:" in line
     assert line.endswith("ranks 0, 1 entered all_reduce")
@@ -245,13 +220,13 @@ def test_a_rank_in_another_collective_is_named_and_all_ranks_end(tmp_path):
 
 def is_slow(folder):
     """Each wait is shorter than the timeout, all together are longer."""
-    rank = _launch(folder)
+    rank = launch(folder, timeout=1.0)
     for number in range(4):
         if rank == number % 2:
-            time.sleep(0.4 * TIMEOUT_S)
+            time.sleep(0.3)
         all_reduce(torch.ones(2), TP)
         with section("the forward"):
-            time.sleep(0.4 * TIMEOUT_S)
+            time.sleep(0.3)
     gpc.destroy()
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("colossalai")]
 
@@ -262,23 +237,23 @@ def test_who_is_only_slow_is_left_alone(tmp_path):
 
 
 def has_a_long_forward(folder):
-    rank = _launch(folder)
+    rank = launch(folder)
     if rank == 1:
         with section("the forward"):
-            _wait_for_report(folder)
+            wait_for_report(folder)
     else:
-        _wait_for_report(folder)
+        wait_for_report(folder)
 
 
 def test_a_step_that_waits_for_nobody_is_named(tmp_path):
     run_ranks(has_a_long_forward, 2, tmp_path)
-    line = _report(tmp_path).splitlines()[1]
+    line = report(tmp_path).splitlines()[1]
     assert line.startswith("rank 1 (")
-    assert "has been in the forward for more than 0.6 s; it is in the forward: test_watchdog.py:" in line
+    assert "has been in the forward for more than 0.6 s; it is in the forward: hanging.py:" in line
 
 
 def meets_a_closed_connection(folder):
-    rank = _launch(folder, timeout=30.0)
+    rank = launch(folder, timeout=30.0)
     if rank == 1:
         gpc.destroy()
         time.sleep(0.5)
@@ -303,7 +278,7 @@ import torch, torch.distributed as dist
 import colossalai
 from colossalai.context._groups import make_group
 
-colossalai.launch_from_torch({"watchdog": {"timeout": 1.0, "folder": "reports"}}, verbose=False)
+colossalai.launch_from_torch({"watchdog": {"timeout": 2.0, "folder": "reports"}}, verbose=False)
 dist.barrier()
 rank = dist.get_rank()
 print(rank)
@@ -331,7 +306,7 @@ def test_the_launcher_names_the_rank_that_was_waited_for(tmp_path):
     assert (
         "did not enter barrier #2 of axis dp; it is at job.py:19 in <module>: `time.sleep(100)`" in launcher
     )
-    assert _report(tmp_path / "reports").count("Python stacks of rank") == 2
+    assert report(tmp_path / "reports").count("Python stacks of rank") == 2
 
 
 def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path):
@@ -361,7 +336,7 @@ def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path):
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [1, 1, -signal.SIGKILL]
-    lines = _report(tmp_path / "reports").splitlines()
+    lines = report(tmp_path / "reports").splitlines()
     assert lines[1].endswith(f"pid {ranks[2].pid}) has died")
     assert "did not enter all_reduce #1 of group 'test:0-1#0'; it is at job.py:16" in lines[2]
     assert "the job ends; all stacks are in" in errors[0]

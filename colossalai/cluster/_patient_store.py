@@ -1,0 +1,134 @@
+"""The store of a job with calls that give up: torch's own wait for ever for a server that is stopped.
+
+[Note: who serves the store]
+A launcher that is an agent of torch's (`colossalai run`, torchrun) serves it itself, and the ranks are its
+clients: then a rank 0 that is stopped or dead takes no store along. In all other launches rank 0 serves it,
+in a compiled thread of its own: it answers while Python's lock is held there, and not while the process is
+stopped. torch gives a time limit to few of the calls: most would wait for a stopped server as long as its
+machine keeps the connection. So a thread makes the calls, and whoever asks waits for that thread.
+"""
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_JOIN_S = 1.0
+_Request = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class SilentStoreError(dist.DistError):
+    """The server of the store did not answer in time."""
+
+
+class PatientStore:
+    """A part of the job's store, over a connection of its own; for several threads, one call at a time.
+
+    Args:
+        prefix: The name of the part.
+        store: Where the ranks meet.
+        timeout: Seconds after which a call gives up.
+    """
+
+    def __init__(self, prefix: str, store: dist.Store, *, timeout: float) -> None:
+        self._store = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
+        self._store.set_timeout(timedelta(seconds=timeout))
+        self._timeout = timeout
+        self._launcher = _launcher_of(store)
+        self._lock = threading.Lock()
+        self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
+        self._last: Future[Any] | None = None
+        self._thread = threading.Thread(
+            target=_answer_all, args=(self._requests,), daemon=True, name="colossalai-store"
+        )
+        self._thread.start()
+
+    @property
+    def launcher(self) -> str:
+        """Where the launcher is that serves the store: "127.0.0.1:29500"; empty if rank 0 does."""
+        return self._launcher
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+        self._ask(lambda: self._store.set(key, value))
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number, and return the sum."""
+        return self._ask(lambda: self._store.add(key, value))
+
+    def check(self, *keys: str) -> bool:
+        """Return whether all keys are there."""
+        return self._ask(lambda: self._store.check(list(keys)))
+
+    def text(self, key: str) -> str:
+        """Return what stands under a key, empty if nothing does; without waiting for it."""
+        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else "")
+
+    def texts(self, keys: list[str]) -> list[str]:
+        """Return what stands under some keys, which are there."""
+        return [value.decode() for value in self._ask(lambda: self._store.multi_get(keys))]
+
+    def wait(self, keys: list[str], seconds: float) -> None:
+        """Wait until some keys are there.
+
+        Raises:
+            DistError: They are not, after so many seconds.
+        """
+        self._ask(lambda: self._store.wait(keys, timedelta(seconds=seconds)), extra=seconds)
+
+    def delete(self, *keys: str) -> None:
+        """Delete keys that may be there."""
+        self._ask(lambda: [self._store.delete_key(key) for key in keys])
+
+    def close(self) -> None:
+        """End the thread, unless it waits for the server: then it ends with the process."""
+        self._requests.put(None)
+        if self._last is None or self._last.done():
+            self._thread.join(_JOIN_S)
+        del self._store
+
+    def _ask(self, call: Callable[[], Any], *, extra: float = 0.0) -> Any:
+        """Make a call, and wait for it.
+
+        Raises:
+            SilentStoreError: The server does not answer.
+        """
+        with self._lock:
+            if self._last is not None and not self._last.done():
+                raise SilentStoreError("it has not answered an earlier request yet")
+            answer: Future[Any] = Future()
+            self._last = answer
+            self._requests.put((call, answer))
+            try:
+                return answer.result(self._timeout + extra)
+            except TimeoutError:
+                raise SilentStoreError(f"it has not answered for {self._timeout:g} s") from None
+
+
+def agent_serves(host: str, port: int) -> bool:
+    """Whether the launcher's agent, not rank 0, listens at this address."""
+    address = (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT"))
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and address == (host, str(port))
+
+
+def _launcher_of(store: dist.Store) -> str:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore) and agent_serves(store.host, store.port):
+        return f"{store.host}:{store.port}"
+    return ""
+
+
+def _answer_all(requests: "queue.SimpleQueue[_Request | None]") -> None:
+    while (request := requests.get()) is not None:
+        call, answer = request
+        try:
+            answer.set_result(call())
+        except Exception as error:
+            answer.set_exception(error)
+        del request, call, answer

@@ -1,0 +1,172 @@
+"""The watchdog where rank 0 is silent or gone, which else writes the report; perhaps with the store."""
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from colossalai.communication import all_reduce
+from tests.cluster.hanging import (
+    TIMEOUT_S,
+    TP,
+    launch,
+    note_known,
+    report,
+    wait_for,
+    wait_for_report,
+    wait_until_known,
+)
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+@pytest.fixture
+def agent_port():
+    """A store in this process, as a launcher's agent serves it."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield store.port
+    del store
+
+
+def _use_store_of_agent(port):
+    os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+
+
+def holds_the_lock(folder):
+    rank = launch(folder)
+    if rank == 0:
+        ctypes.PyDLL(None).usleep(20_000_000)  # gives no other thread a chance, until a signal ends it
+    total = all_reduce(torch.ones(1), TP)
+    if rank == 0:
+        wait_for_report(folder)
+    return total.item()
+
+
+def test_the_lowest_rank_that_answers_reports_for_a_rank_0_that_cannot(tmp_path):
+    assert run_ranks(holds_the_lock, 3, tmp_path) == [3.0] * 3
+    lines = report(tmp_path).splitlines()
+    assert lines[1].startswith("rank 0 (")
+    assert "compiled code holds Python's lock, at test_watchdog_without_rank_0.py:" in lines[1]
+    assert lines[1].endswith("in holds_the_lock; awaited by ranks 1, 2 in all_reduce #2 of axis tp")
+    assert [line[:6] for line in lines[3:5]] == ["rank 1", "rank 2"]
+
+
+def is_stopped(folder, port):
+    if port:
+        _use_store_of_agent(port)
+    rank = launch(folder)
+    pids = [0, 0]
+    dist.all_gather_object(pids, os.getpid())
+    if rank == 1:
+        note_known(folder)
+        threading.Thread(target=_continue_after_report, args=(folder, pids[0]), daemon=True).start()
+    else:
+        wait_until_known(folder)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return all_reduce(torch.ones(1), TP).item()
+
+
+def _continue_after_report(folder, pid):
+    try:
+        wait_for_report(folder)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_stopped_rank_0_is_named_where_the_launcher_serves_the_store(tmp_path, agent_port):
+    assert run_ranks(is_stopped, 2, tmp_path, agent_port) == [2.0, 2.0]
+    line = report(tmp_path).splitlines()[1]
+    assert line.startswith("rank 0 (")
+    assert line.endswith("is stopped (SIGSTOP, or a debugger); awaited by rank 1 in all_reduce #4 of axis tp")
+
+
+def test_a_stopped_rank_0_is_named_where_it_serves_the_store(tmp_path):
+    assert run_ranks(is_stopped, 2, tmp_path, 0) == [2.0, 2.0]
+    line = report(tmp_path).splitlines()[1]
+    assert line.startswith("rank 0 (")
+    assert "is stopped (SIGSTOP, or a debugger), and with it the store; awaited by rank 1 in all_red" in line
+
+
+def loses_rank_0(folder):
+    if os.environ["RANK"] == "0":
+        _die_as_rank_0(folder, TIMEOUT_S)
+        return
+    rank = launch(folder)
+    note_known(folder)
+    if rank == 1:
+        dist.recv(torch.empty(1), src=2)
+    else:
+        wait_for_report(folder)
+        dist.send(torch.ones(1), dst=1)
+
+
+def _die_as_rank_0(folder, timeout):
+    """Be rank 0 in a process that dies after a while: the pool takes the death of its own for a failure."""
+    pid = os.fork()
+    if pid == 0:
+        launch(folder, timeout=timeout)
+        wait_until_known(folder)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def test_a_dead_rank_0_is_named_by_those_who_wait_for_others(tmp_path):
+    run_ranks(loses_rank_0, 3, tmp_path)
+    lines = report(tmp_path).splitlines()
+    assert lines[1].startswith("rank 0 (")
+    assert lines[1].endswith("has died, and with it the store")
+    assert "waits in recv #1 from rank 2 of axis tp" in lines[3]
+
+
+def loses_the_launcher(folder):
+    if os.environ["RANK"] == "2":
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "part").write_text(str(store.port))
+        (folder / "part").rename(folder / "port")
+        wait_for((folder / "begun").exists)
+        return None
+    wait_for((folder / "port").exists)
+    _use_store_of_agent((folder / "port").read_text())
+    os.environ["WORLD_SIZE"] = "2"
+    rank = launch(folder)
+    (folder / "begun").touch()
+    if rank == 1:
+        wait_for_report(folder)
+    return all_reduce(torch.ones(1), TP).item()
+
+
+def test_a_rank_that_waits_speaks_for_itself_when_the_launcher_is_lost(tmp_path):
+    assert run_ranks(loses_the_launcher, 3, tmp_path) == [2.0, 2.0, None]
+    port = (tmp_path / "port").read_text()
+    lines = report(tmp_path).splitlines()
+    assert lines[1].startswith(
+        f"the store does not answer any more: the launcher at 127.0.0.1:{port}, which serves it, is gone"
+    )
+    assert lines[2].startswith("rank 0 (")
+    assert "has been in a collective (of group 0/" in lines[2]
+    assert "waits in all_reduce #2 of axis tp" in lines[4]
+
+
+def meets_a_closed_connection(folder):
+    if os.environ["RANK"] == "0":
+        _die_as_rank_0(folder, 1.0)
+        return
+    launch(folder, timeout=1.0)
+    note_known(folder)
+    try:
+        all_reduce(torch.ones(2), TP)
+    except RuntimeError as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+
+
+def test_an_error_of_a_closed_connection_names_a_rank_0_that_has_taken_the_store_along(tmp_path, capsys):
+    run_ranks(meets_a_closed_connection, 2, tmp_path)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("[rank1]: rank 0 (")  # torch's hook puts the rank before it
+    assert last.endswith("has died, and with it the store")
