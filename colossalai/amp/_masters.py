@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp._stand_ins import MASTERS_KEY, STATE_KEY, StandIns
+from colossalai.tensor import scale_grads
 
 
 class Masters(StandIns):
@@ -67,6 +68,10 @@ class Masters(StandIns):
         held = {param for group in optimizer.param_groups for param in group["params"]}
         _exchange(optimizer, self._master_of)
         return Masters({param: master for param, master in self._master_of.items() if param in held})
+
+    def scale_grads(self, factor: float) -> None:
+        """Multiply what backwards have left for `take_grads`."""
+        scale_grads(self._master_of, factor)
 
     def take_grads(self) -> None:
         """Give each master the gradient of its parameter: the same memory, if that is float32 already."""

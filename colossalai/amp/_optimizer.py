@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from colossalai.amp._decision import Decision, decide
 from colossalai.amp._masters import Masters
 from colossalai.amp._overflow import Overflow, share_name
-from colossalai.amp._scaler import CheckedLossScaler, LossScaler
+from colossalai.amp._scaler import LossScaler
 from colossalai.amp._stand_ins import StandIns
-from colossalai.logging import get_dist_logger
 from colossalai.tensor import count_zero_grads, global_grad_norm, local_grads, scale_grads
 
 _STAGE_PLACES = 2**20  # more parameters than a stage of a pipeline has
@@ -49,9 +49,11 @@ class OptimizerWrapper(Optimizer):
         counts: False for a parameter of the model that another stage holds, too, and counts in norms.
         param_places: Place of each parameter in the model, if that is not the order of `param_names` (and
             before it the order of the stages).
+        beside: Another optimizer of the same model, whose scaler and decisions this one shares; see
+            [Note: one scale for the optimizers of a model].
 
     Raises:
-        ValueError: `max_norm` or `norm_type` is not what it must be.
+        ValueError: `max_norm` or `norm_type` is not what it must be, or two scalers are given.
     """
 
     def __init__(
@@ -68,11 +70,14 @@ class OptimizerWrapper(Optimizer):
         stages: dist.ProcessGroup | None = None,
         counts: Callable[[torch.Tensor], bool] | None = None,
         param_places: Mapping[nn.Parameter, int] | None = None,
+        beside: "OptimizerWrapper | None" = None,
     ) -> None:
         # The base class is for isinstance() only: everything it would set up is the optimizer's own.
         check_clipping(max_norm, norm_type)
+        if beside is not None and scaler is not None:
+            raise ValueError("a scaler is given, but an optimizer shares that of the one it is beside")
         self.optim = optim
-        self.scaler = scaler or LossScaler()
+        self.scaler: LossScaler = beside.scaler if beside is not None else scaler or LossScaler()
         self.group = group
         self.masters: StandIns = Masters() if masters is None else masters
         self.param_names = self.masters.with_masters(param_names or {})
@@ -83,8 +88,12 @@ class OptimizerWrapper(Optimizer):
         self._counts = counts
         self._places = param_places or self._default_places(param_names or {})
         self.stepped = False
-        self._may_step: bool | None = None
-        self._has_scaled = False  # whether a backward of this optimizer ran since the last step
+        # See [Note: one scale for the optimizers of a model].
+        self._family: list[OptimizerWrapper] = [] if beside is None else beside._family
+        self._family.append(self)
+        self._decision: Decision | None = None
+        self._scale_in_grads: float | None = None  # None: there are none of a backward, or they are true
+        self._is_spent = False  # whether there may be gradients that are nobody's any more
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not set yet: pickle and copy ask before __init__ has run
@@ -99,17 +108,21 @@ class OptimizerWrapper(Optimizer):
         return self.optim
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Run the backward of the scaled loss; `kwargs` go to `Tensor.backward`."""
-        self._may_step = None
-        self._has_scaled = True
+        """Run the backward of the scaled loss; `kwargs` go to `Tensor.backward`.
+
+        The other optimizers of the model know of it, and may step with what it leaves in their parameters.
+        """
         self.masters.before_backward()
-        (loss if self.scaler.scale == 1.0 else loss * self.scaler.scale).backward(**kwargs)
+        scale = self.start_backward()
+        (loss if scale == 1.0 else loss * scale).backward(**kwargs)
 
     def start_backward(self) -> float:
         """Prepare for a backward that somebody else runs; return the factor of its loss, the loss scale."""
-        self._may_step = None
-        self._has_scaled = True
-        return self.scaler.scale
+        scale = self.scaler.scale
+        self._is_spent = False
+        for each in self._family:
+            each._expect_grads(scale)
+        return scale
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients down so that their norm over all ranks is at most `max_norm`.
@@ -159,26 +172,30 @@ class OptimizerWrapper(Optimizer):
         """Update the parameters, unless a rank found an overflow; `stepped` says which.
 
         Raises:
-            ValueError: A closure is given, but the precision scales the loss.
+            ValueError: The precision scales the loss, and a closure is given, or no optimizer of the model
+                has run the backward.
             RepeatedOverflowError: Too many steps in a row were skipped.
         """
-        if closure is not None and isinstance(self.scaler, CheckedLossScaler):
+        if closure is not None and self.scaler.skips:
             raise ValueError(
                 "a closure computes gradients that are not scaled: with float16 call backward and step"
             )
-        self._warn_of_other_backward()
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm, self.norm_type)
         self.stepped = self._prepare()
+        decision = self._decision  # a closure may forget it
+        assert decision is not None
         result = self._update(closure) if self.stepped else None
-        self._may_step = None
-        overflow = self.scaler.overflow
-        self.scaler.update(stepped=self.stepped, reason="" if overflow is None else self._reason(overflow))
+        self._decision, self._scale_in_grads, self._is_spent = None, None, True
+        if not decision.is_counted:
+            decision.is_counted = True
+            reason = "" if decision.overflow is None else self._reason(decision.overflow)
+            self.scaler.update(stepped=self.stepped, reason=reason)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        self._may_step = None
+        self._decision, self._scale_in_grads, self._is_spent = None, None, False
         self.masters.zero_grad(set_to_none=set_to_none)
         self.optim.zero_grad(set_to_none=set_to_none)
 
@@ -233,17 +250,6 @@ class OptimizerWrapper(Optimizer):
 
         return compute
 
-    def _warn_of_other_backward(self) -> None:
-        if not self._has_scaled and self.scaler.scale != 1.0:
-            get_dist_logger().log_once(
-                f"{type(self.optim).__name__}: step without a backward of this optimizer. Its loss scale is "
-                "divided out of the gradients, so it must be in them: call optimizer.backward(loss), and not "
-                "loss.backward() or that of another optimizer. For several optimizers with one loss take "
-                "bfloat16, which has no scale",
-                ranks=[0],
-            )
-        self._has_scaled = False
-
     def _is_counted(self, param: torch.Tensor) -> bool:
         return self._counts is None or self._counts(self.masters.param_of(param))
 
@@ -253,14 +259,57 @@ class OptimizerWrapper(Optimizer):
     def _measured(self) -> list[nn.Parameter]:
         return self.masters.measured(self._params())
 
+    def _expect_grads(self, scale: float) -> None:
+        """Hear that a backward is coming whose loss is scaled; what waits here already follows the scale."""
+        if self._scale_in_grads is not None and self._scale_in_grads != scale:
+            factor = scale / self._scale_in_grads
+            self.masters.scale_grads(factor)
+            scale_grads((param for param in self._params() if self.masters.param_of(param) is param), factor)
+        self._scale_in_grads = scale
+        self._decision = None
+
     def _prepare(self) -> bool:
         """Unscale the gradients, once between a backward and the step; say whether the step may be made."""
-        if self._may_step is None:
+        if self._decision is None:
+            self._decide()
+        assert self._decision is not None
+        if self._decision.may_step and self._scale_in_grads is not None:
+            if self._scale_in_grads != 1.0:
+                scale_grads(self._params(), 1.0 / self._scale_in_grads)
+            self._scale_in_grads = None
+        return self._decision.may_step
+
+    def _decide(self) -> None:
+        """Take the gradients; decide for all optimizers of the model that wait for their step."""
+        if not self.scaler.skips:
             self.masters.take_grads()
-            params = [param for param in self._params() if param.grad is not None]
-            places = [self._place(param) for param in params]
-            self._may_step = self.scaler.prepare(local_grads(params), self.group, places=places)
-        return self._may_step
+            self._decision = Decision()
+            return
+        deciding = [each for each in self._family if each is self or each._awaits_step]
+        for each in deciding:
+            each.masters.take_grads()
+        self._refuse_unknown_scale()
+        decision = decide((placed for each in deciding for placed in each._placed()), self.group)
+        for each in deciding:
+            each._decision = decision
+            each._is_spent |= not decision.may_step
+
+    @property
+    def _awaits_step(self) -> bool:
+        return self._scale_in_grads is not None and self._decision is None and not self._is_spent
+
+    def _refuse_unknown_scale(self) -> None:
+        is_unknown = self._scale_in_grads is None and self.scaler.scale != 1.0
+        if is_unknown and any(param.grad is not None for param in self._params()):
+            raise ValueError(
+                f"{type(self.optim).__name__}: a step without a backward whose loss scale is known: run it "
+                "by optimizer.backward(loss), booster.backward(loss, optimizer) or engine.backward(loss), "
+                "with an optimizer of the same model. One loss of two models that went through a door each, "
+                "too, has one scale only: put them into one model, or take bfloat16, which has none"
+            )
+
+    def _placed(self) -> Iterator[tuple[nn.Parameter, int]]:
+        return ((param, self._place(param)) for param in self._params())
 
     def _default_places(self, param_names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, int]:
         stage = 0 if self._stages is None else dist.get_rank(self._stages)

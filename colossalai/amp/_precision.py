@@ -1,6 +1,6 @@
 """Mixed precision as the hooks of a training step: what surrounds the forward, and how the loss is scaled.
 
-A `Precision` says what a precision is; it is frozen and can be shared. `make_scaler` gives each optimizer the
+A `Precision` says what a precision is; it is frozen and can be shared. `make_scaler` gives each model the
 state that goes with it.
 """
 
@@ -48,7 +48,7 @@ class Precision:
         return output
 
     def make_scaler(self) -> LossScaler:
-        """Return a new loss scaler for one optimizer."""
+        """Return a new loss scaler for the optimizers of one model."""
         return LossScaler()
 
     def before_step(self, optimizer: OptimizerWrapper) -> None:

@@ -2,14 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-import torch
-import torch.distributed as dist
-
-from colossalai.amp._overflow import Overflow, find_overflow
 from colossalai.logging import get_dist_logger
 
 MAX_CONSECUTIVE_SKIPS = 50
@@ -43,30 +38,11 @@ class LossScaler:
 
     Attributes:
         scale: The factor of the loss.
-        overflow: What the last `prepare` found, if the step must be skipped.
+        skips: Whether steps are skipped for an overflow, so that gradients have to be looked at.
     """
 
     scale: float = 1.0
-    overflow: Overflow | None = None
-
-    def prepare(
-        self,
-        grads: Sequence[torch.Tensor],
-        group: dist.ProcessGroup | None,
-        *,
-        places: Sequence[int] | None = None,
-    ) -> bool:
-        """Bring the gradients to their true size, in place, and say whether the step may be made.
-
-        Args:
-            grads: This rank's gradients (slices, where they are sharded).
-            group: The ranks that decide together.
-            places: For each gradient, the place of its parameter in the model; default: their own order.
-
-        Returns:
-            False if any rank found an inf or nan: then no rank may step.
-        """
-        return True
+    skips: ClassVar[bool] = False
 
     def update(self, *, stepped: bool, reason: str = "") -> None:
         """Adapt the scale after a step that was made, or skipped.
@@ -87,12 +63,16 @@ class LossScaler:
 class CheckedLossScaler(LossScaler, ABC):
     """A scaler that skips steps with an overflow, and keeps account of them; abstract.
 
+    It counts decisions: optimizers of one model, which share it, make one for what they step together.
+
     Args:
         init_scale: The first scale.
         max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
         verbose: Log every change of the scale.
         quiet: Do not warn of skipped steps.
     """
+
+    skips: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -122,21 +102,6 @@ class CheckedLossScaler(LossScaler, ABC):
     def history(self) -> tuple[ScaleRecord, ...]:
         """The last hundred skipped steps and changes of the scale, the latest one last."""
         return tuple(self._history)
-
-    def prepare(
-        self,
-        grads: Sequence[torch.Tensor],
-        group: dist.ProcessGroup | None,
-        *,
-        places: Sequence[int] | None = None,
-    ) -> bool:
-        """See the base class. One all-reduce of one int64 over `group`."""
-        self.overflow = find_overflow(grads, group, range(len(grads)) if places is None else places)
-        if self.overflow is not None:
-            return False
-        if grads and self.scale != 1.0:
-            torch._foreach_mul_(list(grads), 1.0 / self.scale)
-        return True
 
     def update(self, *, stepped: bool, reason: str = "") -> None:
         """Adapt the scale, keep a record, and warn of a skipped step.

@@ -43,6 +43,10 @@ class StandIns(ABC):
         """Prepare for a backward."""
 
     @abstractmethod
+    def scale_grads(self, factor: float) -> None:
+        """Multiply what backwards have left for `take_grads`."""
+
+    @abstractmethod
     def take_grads(self) -> None:
         """Give each stand-in the gradient of its parameter."""
 

@@ -23,7 +23,7 @@ class Plan:
     Attributes:
         data: How the replicas along `dp` are kept equal.
         precision: The precision of forward and backward.
-        recompute: Parts that are checkpointed: True for the model's blocks, or names of sub-modules.
+        recompute: Parts that are checkpointed: True for the model's blocks, or names of sub-modules, or one.
         accumulation_steps: Number of microbatches that make one optimizer step.
         clip_grad_norm: Bound of the gradient norm; 0 for none.
         clip_norm_type: The p of that norm.
@@ -33,7 +33,7 @@ class Plan:
 
     data: DataMethod = field(default_factory=Replicated)
     precision: Precision = field(default_factory=FullPrecision)
-    recompute: bool | Sequence[str] = False
+    recompute: bool | str | Sequence[str] = False
     accumulation_steps: int = 1
     clip_grad_norm: float = 0.0
     clip_norm_type: float = 2.0
@@ -72,11 +72,10 @@ class Plan:
         if pipeline is None:
             _warn_of_what_has_no_effect(config)
         handlers = config.get("gradient_handler") or config.get("gradient_handlers") or ()
-        recompute = config.get("recompute") or False
         return Plan(
             data=_data_method(config.get("zero"), handlers, in_pipeline=pipeline is not None),
             precision=_precision(config.get("fp16")),
-            recompute=(recompute,) if isinstance(recompute, str) else recompute,
+            recompute=config.get("recompute") or False,
             accumulation_steps=config.get("gradient_accumulation") or 1,
             clip_grad_norm=config.get("clip_grad_norm") or 0.0,
             gradient_handlers=tuple(handlers),

@@ -47,22 +47,23 @@ def checkpoint(
 
 
 def apply_recompute(
-    module: nn.Module, select: bool | Sequence[str], *, stages: Axis | None = None
+    module: nn.Module, select: bool | str | Sequence[str], *, stages: Axis | None = None
 ) -> nn.Module:
     """Checkpoint parts of a module, in place; names of parameters do not change.
 
     Args:
         module: The module.
-        select: True for its blocks (see `find_blocks`), or names of sub-modules.
+        select: True for its blocks (see `find_blocks`), or names of sub-modules, or one name.
         stages: Where the module is a stage of a pipeline, its ranks, which all call this: a name may be that
             of another stage's part, and blocks are what any stage has several of.
 
     Raises:
-        ValueError: A name is not a sub-module, or the module has no blocks.
+        ValueError: A name is not a sub-module, or of one that is never called, or the module has no blocks.
     """
     if not select:
         return module
-    chosen = _blocks(module, stages) if select is True else _named(module, list(select), stages)
+    names = [select] if isinstance(select, str) else select
+    chosen = _blocks(module, stages) if names is True else _named(module, list(names), stages)
     for part in chosen:
         part.forward = partial(checkpoint, part.forward, False)
     return module
@@ -133,7 +134,19 @@ def _named(module: nn.Module, names: list[str], stages: Axis | None) -> list[nn.
                 f"recompute names {name!r}, which is not a sub-module{of_what}; there are "
                 f"{[each for each in known if each][:20]}"
             )
-    return [known[name] for name in names if name not in absent[0 if stages is None else stages.rank]]
+    present = [name for name in names if name not in absent[0 if stages is None else stages.rank]]
+    for name in present:
+        _refuse_uncalled(name, known[name])
+    return [known[name] for name in present]
+
+
+def _refuse_uncalled(name: str, part: nn.Module) -> None:
+    if type(part).forward is nn.Module.forward:
+        raise ValueError(
+            f"recompute names {name!r}, a {type(part).__name__}, which is never called itself: name what is "
+            f"in it, such as {[f'{name}.{each}' for each, _ in part.named_children()][:3]}, or pass True for "
+            "all blocks of the model"
+        )
 
 
 def _of_all(found: set[str], stages: Axis | None) -> list[set[str]]:

@@ -84,6 +84,15 @@ class BucketGrads:
         else:
             self.slice = finish(None).to(self.bucket.grad_dtype)
 
+    @torch.no_grad()
+    def scale(self, factor: float) -> None:
+        """Multiply the slice, and full gradients that no round has averaged."""
+        if self.slice is not None:
+            self.slice *= factor
+        for param in self.bucket.params:
+            if param.grad is not None:
+                param.grad *= factor
+
     def forget(self, *, set_to_none: bool) -> None:
         """Drop the slice, and full gradients; or make them zero."""
         for param in self.bucket.params:
@@ -232,6 +241,12 @@ class ShardedReducer:
                 "there are gradients of a backward that nobody has announced: run it by "
                 "optimizer.backward(loss), booster.backward(loss, optimizer) or engine.backward(loss)"
             )
+
+    def scale(self, factor: float) -> None:
+        """Multiply all gradients, between two backwards."""
+        assert not self._started
+        for grads in self.all_grads:
+            grads.scale(factor)
 
     def forget(self, *, set_to_none: bool) -> None:
         """Forget all gradients; collective."""

@@ -125,6 +125,10 @@ class Shards(StandIns):
         """Wait until this rank's slices are means over the replicas, of all that has come; collective."""
         self._reducer.finish()
 
+    def scale_grads(self, factor: float) -> None:
+        """See the base class; after `before_backward`."""
+        self._reducer.scale(factor)
+
     def take_grads(self) -> None:
         """Finish the reduction and give each fragment its part of the mean; collective.
 

@@ -60,6 +60,7 @@ class ZeroModel(nn.Module):
         self.replicas = replicas
         self.masters = masters
         self.precision = precision
+        self.first_optimizer: LowLevelZeroOptimizer | None = None
         object.__setattr__(self, "_raw", raw)  # not a sub-module: its parameters are those of `module`
 
     def __getattr__(self, name: str) -> Any:
@@ -109,7 +110,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     Args:
         model: What `zero_model_wrapper` returned; it may have several optimizers, of different parameters.
         optimizer: Any optimizer of some or all of its parameters; it is changed in place.
-        scaler: The loss scaler.
+        scaler: The loss scaler, with the first optimizer of a model; the others share it.
         max_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
         norm_type: The p of that norm.
     """
@@ -135,7 +136,9 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
             before_step=model.precision.before_step,
             max_norm=max_norm,
             norm_type=norm_type,
+            beside=model.first_optimizer,
         )
+        model.first_optimizer = model.first_optimizer or self
 
 
 def zero_model_wrapper(
@@ -205,6 +208,9 @@ def zero_optim_wrapper(
 ) -> LowLevelZeroOptimizer:
     """Cut an optimizer of a model over the data-parallel ranks; call its `backward(loss)` and `step()`.
 
+    A model may have several, of different parameters. They share one loss scale, whose options are given with
+    the first, and all may step after the `backward` of one of them.
+
     Args:
         model: What `zero_model_wrapper` returned.
         optimizer: The optimizer; it is changed in place.
@@ -221,31 +227,37 @@ def zero_optim_wrapper(
 
     Raises:
         ValueError: The model has not been through `zero_model_wrapper`, the optimizer cannot be cut, or an
-            option is not what it must be.
+            option is not what it must be, or differs from that of the model's first optimizer.
     """
     given = locals()
     if not isinstance(model, ZeroModel):
         raise ValueError(
             f"the model is a {type(model).__name__}: pass what zero_model_wrapper(model, ...) returned"
         )
+    options = {name: given[name] for name in _scaler_defaults()}
     scaler: LossScaler | None = None
     if isinstance(model.precision, NaiveFP16):
-        scaler = NaiveFP16(
-            initial_scale=initial_scale,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=growth_interval,
-            hysteresis=hysteresis,
-            min_scale=min_scale,
-            max_scale=max_scale,
-            verbose=verbose,
-        ).make_scaler()
-    elif useless := [name for name, default in _scaler_defaults().items() if given[name] != default]:
+        scaler = _scaler_of(model, options)
+    elif useless := [name for name, default in _scaler_defaults().items() if options[name] != default]:
         get_dist_logger().log_once(
             f"{', '.join(useless)}: no effect, only precision='fp16' of zero_model_wrapper has a loss scale",
             ranks=[0],
         )
     return LowLevelZeroOptimizer(model, optimizer, scaler=scaler, max_norm=max_norm, norm_type=norm_type)
+
+
+def _scaler_of(model: ZeroModel, options: dict[str, Any]) -> LossScaler | None:
+    """Return the loss scaler of a model's first optimizer, None for the others, which share that one."""
+    asked = NaiveFP16(**options)
+    if model.first_optimizer is None:
+        model.precision = asked
+        return asked.make_scaler()
+    if asked not in (model.precision, NaiveFP16(**_scaler_defaults())):
+        raise ValueError(
+            f"an optimizer asks for the loss scale {options}, but the first optimizer of this model has "
+            f"another one, {model.precision}, and a model has one only: give the options with the first"
+        )
+    return None
 
 
 def _scaler_defaults() -> dict[str, Any]:

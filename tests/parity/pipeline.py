@@ -18,7 +18,11 @@ NUM_MICROBATCHES = 4
 
 
 def through_engine(
-    case: ParityCase, model: nn.Module, criterion: Criterion = nn.functional.cross_entropy
+    case: ParityCase,
+    model: nn.Module,
+    criterion: Criterion = nn.functional.cross_entropy,
+    *,
+    clip_value: float | None = None,
 ) -> Subject:
     """The config door: the whole model is given, and `partition` in the config says that it is to be cut."""
     optimizer = case.build_optimizer(model.parameters())
@@ -30,6 +34,8 @@ def through_engine(
         for x, y in zip(*parts, strict=True):
             engine.zero_grad()
             _, _, loss = engine.execute_schedule(iter([(x, y)]), return_output_label=False)
+            if clip_value is not None:
+                engine.optimizer.clip_grad_by_value(clip_value)
             engine.step()
             total += loss / engine.accumulation_steps
         return total

@@ -23,7 +23,7 @@ def whole(param, tensor):
     return tensor.detach().clone() if spec is None else spec.whole(tensor.detach()).clone()
 
 
-def through_engine(case, build_model, build_criterion, twin):
+def through_engine(case, build_model, build_criterion, twin, *, clip_value=None):
     """Build the model anew in the job's mode; its start must be the twin's, and then it is trained.
 
     Args:
@@ -31,6 +31,7 @@ def through_engine(case, build_model, build_criterion, twin):
         build_model: Called with the twin; returns the model.
         build_criterion: Returns the loss function of this mode, once the model is built.
         twin: What one process trains.
+        clip_value: Bound of every element of the gradients; None for none.
     """
     torch.manual_seed(case.seed)
     torch.set_default_dtype(case.dtype)
@@ -48,6 +49,8 @@ def through_engine(case, build_model, build_criterion, twin):
             engine.zero_grad()
             loss = engine.criterion(engine(part), label)
             engine.backward(loss)
+            if clip_value is not None:
+                engine.optimizer.clip_grad_by_value(clip_value)
             engine.step()
             total += loss.item() / num_microbatches
         return total

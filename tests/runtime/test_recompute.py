@@ -61,7 +61,7 @@ def gradients(model, x):
     return found, after
 
 
-@pytest.mark.parametrize("select", [True, ["blocks.0", "blocks.2"]])
+@pytest.mark.parametrize("select", [True, ["blocks.0", "blocks.2"], "blocks.1"])
 def test_gradients_and_later_random_numbers_are_the_same(select):
     torch.set_default_dtype(torch.float64)
     try:
@@ -74,7 +74,7 @@ def test_gradients_and_later_random_numbers_are_the_same(select):
         torch.set_default_dtype(torch.float32)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert torch.equal(after, after_twin)
-    chosen = 3 if select is True else 2
+    chosen = {True: 3, "blocks.1": 1}.get(select if isinstance(select, bool | str) else "", 2)
     assert sum(block.calls for block in model.blocks) == 3 + chosen  # forward, and again for the backward
     assert list(dict(model.named_parameters())) == list(dict(twin.named_parameters()))
 
@@ -115,6 +115,10 @@ def test_refusals():
         apply_recompute(nn.Linear(2, 2), True)
     with pytest.raises(ValueError, match=r"'block\.0', which is not a sub-module; there are \['blocks'"):
         apply_recompute(Net(), ["block.0"])
+    with pytest.raises(ValueError, match=r"recompute names 'block', which is not a sub-module"):
+        apply_recompute(Net(), "block")
+    with pytest.raises(ValueError, match=r"'blocks', a ModuleList, which is never called .* \['blocks\.0',"):
+        apply_recompute(Net(), "blocks")
 
 
 def test_blocks_beside_other_parts_of_a_stack_are_found():

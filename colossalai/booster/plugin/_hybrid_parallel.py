@@ -30,7 +30,7 @@ class HybridOptions:
     partition: str
     precision: MixedPrecision | None
     max_norm: float
-    recompute: bool | Sequence[str]
+    recompute: bool | str | Sequence[str]
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
@@ -80,9 +80,10 @@ class HybridParallelPlugin(Plugin):
     """Cuts a model by layers (pipeline), by tensors, and the batch over what is left of the ranks.
 
     The plugin lays the ranks out, so make it before the model: layers of `colossalai.nn` follow the tensor
-    mode that is in force when they are built. Models of transformers whose classes `colossalai.shardformer` has
-    rules for are cut by `Booster.boost` (tp_mode "1d"). With a pipeline any model with a stack of blocks is cut by
-    `Booster.boost`; a stage that `colossalai.builder` or `colossalai.pipeline` made is taken as it is.
+    mode that is in force when they are built. Models of transformers whose classes `colossalai.shardformer`
+    has rules for are cut by `Booster.boost` (tp_mode "1d"). With a pipeline any model with a stack of blocks
+    is cut by `Booster.boost`; a stage that `colossalai.builder` or `colossalai.pipeline` made is taken as it
+    is.
 
     Args:
         tp_size: Number of ranks that share a layer.
@@ -98,7 +99,7 @@ class HybridParallelPlugin(Plugin):
         partition: "balanced" cuts blocks by their parameters, "uniform" by their number.
         precision: "fp16", "bf16", "fp16_naive", "fp32" or an object with options.
         max_norm: Bound of the gradient norm over all ranks; 0 for none. `optimizer.step()` clips.
-        recompute: Checkpoint activations: True for the model's blocks, or names of sub-modules.
+        recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
         sequence_parallel: Let the `tp_size` ranks share the sequence (ring attention) and not the layers.
 
     Raises:
@@ -120,7 +121,7 @@ class HybridParallelPlugin(Plugin):
         partition: str = "balanced",
         precision: MixedPrecision | str | None = None,
         max_norm: float = 0.0,
-        recompute: bool | Sequence[str] = False,
+        recompute: bool | str | Sequence[str] = False,
         sequence_parallel: bool = False,
     ) -> None:
         if sequence_parallel and (tp_mode not in ("1d", "sequence") or tp_size == 1):

@@ -43,7 +43,7 @@ class LowLevelZeroPlugin(Plugin):
         overlap_communication: Average gradients while the backward runs; False: right before the step.
         cpu_offload: Keep optimizer states and masters in host memory.
         verbose: Log every change of the loss scale.
-        recompute: Checkpoint activations: True for the model's blocks, or names of sub-modules.
+        recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
 
     Raises:
         ValueError: An option is not what it must be.
@@ -68,7 +68,7 @@ class LowLevelZeroPlugin(Plugin):
         cpu_offload: bool = False,
         verbose: bool = False,
         *,
-        recompute: bool | Sequence[str] = False,
+        recompute: bool | str | Sequence[str] = False,
     ) -> None:
         check_clipping(max_norm, norm_type)
         if norm_type != 2.0 and max_norm == 0:

@@ -18,7 +18,7 @@ class TorchDDPPlugin(Plugin):
         check_reduction: Check that every gradient was reduced.
         gradient_as_bucket_view: Let gradients be views of the buckets, which saves a copy of them.
         static_graph: Promise that every iteration uses the same parameters.
-        recompute: Checkpoint activations: True for the model's blocks, or names of sub-modules.
+        recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
     """
 
     def __init__(
@@ -30,7 +30,7 @@ class TorchDDPPlugin(Plugin):
         gradient_as_bucket_view: bool = False,
         static_graph: bool = False,
         *,
-        recompute: bool | Sequence[str] = False,
+        recompute: bool | str | Sequence[str] = False,
     ) -> None:
         self.recompute = recompute
         self.method = Replicated(

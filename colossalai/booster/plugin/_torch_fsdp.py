@@ -22,7 +22,7 @@ class TorchFSDPPlugin(Plugin):
         cpu_offload: Keep the slices in host memory.
         param_dtype: Gather parameters and compute in this dtype; None: as they are.
         reduce_dtype: Average gradients in this dtype; None: as they are.
-        recompute: Checkpoint activations: True for the model's blocks, or names of sub-modules.
+        recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class TorchFSDPPlugin(Plugin):
         cpu_offload: bool = False,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
-        recompute: bool | Sequence[str] = False,
+        recompute: bool | str | Sequence[str] = False,
     ) -> None:
         self.recompute = recompute
         self.method = FullySharded(
