@@ -6,7 +6,9 @@ Two layouts: every rank holds the whole model (data parallel), or half of each p
 when everything is on disk, for all variants (`fsync`), and when all ranks are done; a load ends when the
 parameters of all ranks have the values. torch.save and safetensors know whole tensors only: under FSDP these
 are gathered first, and cut after loading, tensor by tensor. In the rows of the asynchronous save, the time is
-how long training stands still, and the baseline is a plain copy of the same bytes.
+how long training stands still, and the baseline is a plain copy of the same bytes. Every save is the
+second one of its kind in a row: the first pays for the memory of the page cache that the one before has left
+it, up to 1.5 s for 2 GB here, whoever it is.
 """
 
 import argparse
@@ -37,6 +39,7 @@ from colossalai.checkpoint_io import (
     save_training_state,
     wait_for_saves,
 )
+from colossalai.checkpoint_io._manifest import read_manifest, verify_files
 from colossalai.core import global_context as gpc
 
 HIDDEN = 2048
@@ -130,6 +133,12 @@ def load_ours(model: nn.Module, path: Path) -> None:
     load_training_state(next(path.glob("step-*")), TrainingState(model=model))
 
 
+def sum_ours(path: Path) -> None:
+    """Compare this rank's share of the only one with its checksums, as a load does before anything else."""
+    folder = next(path.glob("step-*"))
+    verify_files(folder, read_manifest(folder), part=dist.get_rank(), num_parts=dist.get_world_size())
+
+
 class PlainCopy:
     """A copy of the bytes that this rank writes, into memory that is there already.
 
@@ -163,11 +172,18 @@ def until_all_are_done(action: Action) -> Action:
 
 
 def rows_of(
-    layout: str, what: str, variants: dict[str, Action], *, num_bytes: int, ours: str, rounds: int
+    layout: str,
+    what: str,
+    variants: dict[str, Action],
+    *,
+    num_bytes: int,
+    ours: str,
+    rounds: int,
+    repeats: int = 1,
 ) -> list[dict[str, Any]]:
     """Return a row for each variant; the ratio is our time over theirs, the median over the rounds."""
     waited = {name: until_all_are_done(action) for name, action in variants.items()}
-    times = time_rounds(waited, rounds=rounds, warmup=1)
+    times = time_rounds(waited, rounds=rounds, warmup=1, repeats=repeats)
     rows = []
     for name, seconds in times.items():
         ratios = [mine / theirs for mine, theirs in zip(times[ours], seconds, strict=True)]
@@ -206,9 +222,10 @@ def measure(layout: str, folder: Path, *, num_parameters: int, rounds: int) -> l
         "safetensors": safe_file.load,
         "DCP": partial(load_dcp, model, folder / "dcp"),
         "ours": partial(load_ours, model, folder / "ours"),
+        "(checksums alone)": partial(sum_ours, folder / "ours"),
     }
     options: dict[str, Any] = {"num_bytes": num_bytes, "rounds": rounds}
-    rows = rows_of(layout, "save", saves, ours="ours", **options)
+    rows = rows_of(layout, "save", saves, ours="ours", repeats=2, **options)
     rows += rows_of(layout, "load", loads, ours="ours", **options)
     rows += stall_rows(layout, model, folder, **options)
     return rows

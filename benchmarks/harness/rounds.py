@@ -19,9 +19,17 @@ import torch.distributed as dist
 
 
 def time_rounds(
-    variants: Mapping[str, Callable[[], Any]], *, rounds: int, warmup: int
+    variants: Mapping[str, Callable[[], Any]], *, rounds: int, warmup: int, repeats: int = 1
 ) -> dict[str, list[float]]:
-    """Return the step times of each variant in seconds, one for each round; every rank calls it."""
+    """Return the step times of each variant in seconds, one for each round; every rank calls it.
+
+    Args:
+        variants: What to time, by name.
+        rounds: Number of rounds.
+        warmup: Number of rounds before, which are not timed.
+        repeats: How often a variant runs in a row; the last time counts. More than one where a variant leaves
+            something behind on which the next one's time depends: the page cache.
+    """
     names = list(variants)
     times: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
@@ -30,6 +38,8 @@ def time_rounds(
         for number in range(-warmup, rounds):
             shift = number % len(names)
             for name in names[shift:] + names[:shift]:
+                for _ in range(repeats - 1):
+                    variants[name]()
                 seconds = _time_step(variants[name])
                 if number >= 0:
                     times[name].append(seconds)

@@ -12,6 +12,7 @@ and the first and the last are ranges of a tensor of one dimension less: at most
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -82,10 +83,11 @@ def is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
         return all(box.numel == 0 for box in boxes)
     if any(len(box.offsets) != len(shape) or len(box.sizes) != len(shape) for box in boxes):
         return False
-    return _is_tiled(tuple(shape), [(box.offsets, box.sizes) for box in boxes if box.numel > 0])
+    return _is_tiled(tuple(shape), tuple((box.offsets, box.sizes) for box in boxes if box.numel > 0))
 
 
-def _is_tiled(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+@lru_cache(maxsize=4096)  # a run saves the same boxes again and again, while training waits
+def _is_tiled(shape: tuple[int, ...], boxes: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]) -> bool:
     if not shape:
         return len(boxes) == 1
     begins: dict[int, list[int]] = {}
@@ -103,7 +105,7 @@ def _is_tiled(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[i
         for number in ends.get(cut, ()):
             del present[number]
         present.update(dict.fromkeys(begins.get(cut, ())))
-        if not _is_tiled(shape[1:], [(boxes[n][0][1:], boxes[n][1][1:]) for n in present]):
+        if not _is_tiled(shape[1:], tuple((boxes[n][0][1:], boxes[n][1][1:]) for n in present)):
             return False
     return True
 

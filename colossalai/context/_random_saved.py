@@ -38,7 +38,7 @@ def random_state() -> dict[str, Any]:
     """Return every random state of this process (Python, numpy, torch, all modes), fit for `torch.save`."""
     assert _seeds.current is None or isinstance(_seeds.current, ParallelMode | str)
     return {
-        "python": random.getstate(),
+        "python": _python_as_plain(random.getstate()),
         "numpy": _as_plain(np.random.get_state(legacy=True)),
         "torch": generator_state(),
         "modes": {_name(mode): state for mode, state in get_states().items()},
@@ -51,7 +51,8 @@ def random_state() -> dict[str, Any]:
 
 def set_random_state(state: Saved) -> None:
     """Go back to what `random_state` returned; modes that are not there now are left out."""
-    random.setstate(_as_tuple(state["python"]))
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words.tolist() if isinstance(words, torch.Tensor) else words), gauss))
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     by_name = {_name(mode): mode for mode in _seeds.states}
@@ -92,7 +93,7 @@ def fitting_random_state(saved: Sequence[Saved], *, step: int) -> dict[str, Any]
         torch_state = modes[_name(_seeds.current)]
     return {
         **own,
-        "python": random.Random(fresh).getstate() if python is None else python,
+        "python": _python_as_plain(random.Random(fresh).getstate()) if python is None else python,
         "numpy": _fresh_numpy(fresh) if numpy is None else numpy,
         "torch": torch_state,
         "modes": modes,
@@ -173,6 +174,11 @@ def _fresh_numpy(seed: int) -> list[Any]:
     return _as_plain(np.random.RandomState(seed % 2**32).get_state(legacy=True))
 
 
+def _python_as_plain(state: tuple[Any, ...]) -> list[Any]:
+    version, words, gauss = state
+    return [version, torch.tensor(words), gauss]  # 625 numbers in one piece
+
+
 def _as_plain(state: Any) -> list[Any]:
     name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], state)
     return [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss]
@@ -180,7 +186,3 @@ def _as_plain(state: Any) -> list[Any]:
 
 def _name(mode: Hashable | None) -> str | None:
     return mode.value if isinstance(mode, ParallelMode) else None if mode is None else str(mode)
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(map(_as_tuple, value)) if isinstance(value, list | tuple) else value
