@@ -51,6 +51,10 @@ def _check_target(job: Job) -> None:
             )
     elif not Path(job.target).exists():
         raise ValueError(f"there is no script {job.target!r} in {os.getcwd()}")
+    elif Path(job.target).is_dir() and not Path(job.target, "__main__.py").exists():
+        raise ValueError(
+            f"{job.target!r} is a folder without a __main__.py; name the script in it, or -m and a module"
+        )
 
 
 def _check_port(port: int) -> None:

@@ -169,13 +169,15 @@ def _cluster_job(options: RunOptions, job: Job, hosts: tuple[Host, ...]) -> Clus
 
 
 def _request(cluster: ClusterJob) -> PreflightRequest:
+    target = cluster.job.target
+    is_folder = not cluster.job.is_module and os.path.isdir(target)
     return PreflightRequest(
         hosts=cluster.hosts,
         min_hosts=cluster.min_nodes,
         master_addr=cluster.master_addr,
         master_port=cluster.job.master_port,
         num_procs=cluster.job.num_procs,
-        script=cluster.job.target,
+        script=os.path.join(target, "__main__.py") if is_folder else target,
         is_module=cluster.job.is_module,
         env=cluster.env,
         ssh_port=cluster.ssh_port,

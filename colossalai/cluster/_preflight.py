@@ -188,6 +188,7 @@ class _Flight:
             "memory": self._ask(hosts, "memory"),
             "disk": self._ask(hosts, "disk", path=request.workdir),
             "devices": self._ask(hosts, "devices"),
+            "lookups": self._ask(hosts, "lookups", addresses=[network_checks.LOOPBACK]),
             "port": self._ask([self.first] if self.first in hosts else [], "port", number=self.master_port),
         }
         if request.script is not None and request.is_module:
@@ -214,6 +215,7 @@ class _Flight:
 
     async def _judge_network(self, said: Mapping[str, Answers]) -> dict[str, Place]:
         add = self.findings.extend
+        add(network_checks.check_lookups(said["lookups"], {network_checks.LOOPBACK: "localhost"}))
         address = list(network_checks.check_master_address(said["resolve"], self.master_addr))
         if self.first in said["resolve"]:
             resolved, interfaces = said["resolve"][self.first], said["interfaces"][self.first]
@@ -258,10 +260,13 @@ class _Flight:
             }
             for name in ends
         }
-        exchanged, reached = await asyncio.gather(
+        owners = {place.address: name for name, place in places.items() if ":" not in place.address}
+        exchanged, reached, looked_up = await asyncio.gather(
             self._ask_each(arguments, "exchange", timeout_s=_EXCHANGE_S),
             self._reach_master(list(places), token) if has_master else _nothing(),
+            self._ask([self.first] if self.first in places else [], "lookups", addresses=list(owners)),
         )
+        self.findings.extend(network_checks.check_lookups(looked_up, owners))
         self.findings.extend(unanswered("network", exchanged))
         outcomes = {
             (name, other): outcome

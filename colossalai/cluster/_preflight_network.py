@@ -17,9 +17,13 @@ from colossalai.cluster._finding import (
     prevailing,
     unanswered,
     values_of,
+    warning,
 )
+from colossalai.cluster._probe_network import mapped
 from colossalai.cluster._socket_interface import GLOO, NCCL, chosen_interfaces
 
+LOOPBACK = "127.0.0.1"
+_SLOW_LOOKUP_S = 0.5  # of a name server that answers, even from afar, it is far less
 _OPEN = "let the hosts reach one another on all TCP ports"
 # What a connection has come to, in plain words; by stage and error.
 _CONNECT = {
@@ -81,6 +85,31 @@ def check_master_is_first(host: str, name: str, resolved: Answer, interfaces: An
         what = f"{name} is {', '.join(resolved.value['addresses'])}, which no interface of this host has"
         todo = f"give an address of {host}: --master_addr, or put the host that has it first"
         yield failed(host, "master address", what, todo)
+
+
+def check_lookups(answers: Answers, owners: Mapping[str, str]) -> Iterator[Finding]:
+    """Check that names of addresses are found soon: torch's store waits for those of its peers at each start.
+
+    Args:
+        answers: By address, the seconds it took; None where it took too long.
+        owners: By address, the name it should have.
+    """
+    yield from unanswered("name lookup", answers)
+    for host, seconds in values_of(answers).items():
+        slow = [address for address, each in seconds.items() if each is None or each > _SLOW_LOOKUP_S]
+        known = [each for each in seconds.values() if each is not None]
+        if slow:
+            took = f"takes {max(known):.1f} s" if len(known) == len(seconds) else "takes more than a second"
+            lines = [f"{mapped(address)} {owners[address].rpartition('@')[2]}" for address in slow]
+            what = f"the lookup of the name of {', '.join(map(mapped, slow))} {took}"
+            todo = (
+                "torch does it at each start and waits for the name server; add to /etc/hosts there: "
+                + ", ".join(map(repr, lines))
+            )
+            yield warning(host, "name lookup", what, todo)
+        else:
+            what = f"the name of {', '.join(map(mapped, seconds))} in {1e3 * max(known, default=0):.0f} ms"
+            yield fine(host, "name lookup", what)
 
 
 def check_port(host: str, answer: Answer) -> Finding:

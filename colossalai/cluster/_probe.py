@@ -34,7 +34,7 @@ from typing import Any
 
 # By their full names: a module taken from the package would have the node import the package, if it has one.
 from colossalai.cluster._ports import free_port, port_holder, port_is_free
-from colossalai.cluster._probe_network import all_reduce, close, exchange, interfaces, listen
+from colossalai.cluster._probe_network import all_reduce, close, exchange, interfaces, listen, lookups
 
 MARK = "colossalai-probe "
 _VERSION = re.compile(r"^__version__[^=\n]*=\s*['\"]([^'\"]+)", re.MULTILINE)
@@ -212,6 +212,7 @@ QUESTIONS: dict[str, Any] = {
     "devices": devices,
     "port": port,
     "interfaces": interfaces,
+    "lookups": lookups,
     "listen": listen,
     "exchange": exchange,
     "close": close,

@@ -10,6 +10,7 @@ only. A greeting of 16 bytes goes first: if it arrives and the payload does not,
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import socket
@@ -18,6 +19,7 @@ import time
 
 PAYLOAD = bytes(range(256)) * 1024  # 256 KiB: many packets of any size that networks have
 _CONNECT_S = 2.0
+_LOOKUP_S = 1.0  # the name of an address; more is too long, however long
 _SILENCE_S = 2.0  # nothing received for so long: it will not come
 
 _listeners: list = []
@@ -56,6 +58,38 @@ def _source(toward: str) -> str | None:
             return str(probe.getsockname()[0])
     except OSError:
         return None
+
+
+def lookups(*, addresses: list) -> dict:
+    """Return how many seconds it takes to find the name of each address; None where it takes too long.
+
+    torch's store asks so for the name of each peer that it accepts, and waits. It listens on IPv6, where an
+    IPv4 peer has the mapped form of its address, which most hosts files lack: then a name server is asked.
+    A lookup cannot be broken off; one that takes too long goes on in its thread, which nothing waits for.
+
+    Args:
+        addresses: IPv4 addresses.
+    """
+    seconds: dict = dict.fromkeys(addresses)
+
+    def one(address: str) -> None:
+        began = time.monotonic()
+        with contextlib.suppress(OSError):  # it has no name: torch goes on, too
+            socket.getnameinfo((mapped(address), 0, 0, 0), 0)
+        seconds[address] = time.monotonic() - began
+
+    threads = [threading.Thread(target=one, args=(address,), daemon=True) for address in addresses]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + _LOOKUP_S
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    return dict(seconds)
+
+
+def mapped(address: str) -> str:
+    """Return an IPv4 address as a socket of IPv6 has it."""
+    return "::ffff:" + address
 
 
 def listen(*, address: str, port: int, token: str) -> int:

@@ -41,6 +41,8 @@ def test_version():
     [
         (("--nproc_per_node", "0", "job.py"), "--nproc_per_node 0 would start no process; use 1 or more"),
         (("--nproc-per-node", "2", "nosuch.py"), "there is no script 'nosuch.py' in /"),
+        (("--nproc_per_node", "2", "."), "'.' is a folder without a __main__.py; name the script in it"),
+        (("--host", "a,b", "."), "'.' is a folder without a __main__.py; name the script in it"),
         (("--nproc_per_node", "2", "-m", "nosuch.job"), "there is no module 'nosuch' in /"),
         (("\N{EN DASH}nproc_per_node", "4", "job.py"), "options start with two hyphens: --"),
         (("--nproc_per_nod", "4", "job.py"), "No such option '--nproc_per_nod'"),

@@ -26,7 +26,7 @@ def slurm(network: Network) -> Slurm:
     return Slurm(network)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """The tests of the file that run side by side."""
+    """The tests that run side by side."""
     yield from run_chosen(request, tmp_path_factory)

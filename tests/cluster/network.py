@@ -160,7 +160,7 @@ class Network:
             _kill_all_in(self.namespace(host))
         for sshd in self._sshds.values():
             sshd.wait()
-        _remove(self.prefix)
+        _remove(f"{self.prefix}-")  # with the dash: another one may be called -12 where this is -1
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _number(self, host: str) -> int:

@@ -1,7 +1,8 @@
 """Tests that mostly wait, run at the same time, each on hosts of its own.
 
-A test of this kind is a function of a `Site`, decorated with `side_by_side`. The first of a file starts all
-of the file that were chosen, a few at a time; each then waits for its own and fails as it has failed.
+A test of this kind is a function of a `Site`, decorated with `side_by_side`. The first one starts all that
+were chosen, of all files, a few at a time; each then waits for its own and fails as it has failed. The names
+of these files follow one another in the alphabet, so that no other test runs meanwhile.
 """
 
 from __future__ import annotations
@@ -59,11 +60,9 @@ def side_by_side(body: Body) -> Callable[[Running], None]:
 
 
 def run_chosen(request: pytest.FixtureRequest, folders: pytest.TempPathFactory) -> Iterator[Running]:
-    """Start the tests of this kind that were chosen from the file of a request; for a fixture."""
+    """Start the tests of this kind that were chosen; for a fixture of the session."""
     skip_without_hosts()
-    functions = [
-        getattr(item, "function", None) for item in request.session.items if item.path == request.path
-    ]
+    functions = [getattr(item, "function", None) for item in request.session.items]
     bodies: list[Body] = [function.body for function in functions if hasattr(function, "body")]
     with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="site") as pool:
         try:

@@ -35,6 +35,13 @@ print(json.dumps({**answer, "has_torch": "torch" in sys.modules}))
 LISTENER = (
     "import socket, time; s = socket.create_server(('', 29500)); print('up', flush=True); time.sleep(60)"
 )
+NAME_SERVER = """
+import socket, time
+listener = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+listener.bind(("", 53))
+print("up", flush=True)
+time.sleep(60)
+"""
 CLOCK_STUB = """
 import socket, time
 if socket.gethostname() == "host3":
@@ -209,6 +216,30 @@ def test_an_interface_of_another_network(network: Network, folder: Path):
     assert report.checks() == {("host2", "interface")}
     assert "both have the address 172.17.0.1 on data0" in report.lines()[0]
     assert fly(network, folder, "host1", "host2").data["interfaces"] == {"host1": "eth0", "host2": "eth0"}
+
+
+def test_a_name_server_that_does_not_answer(network: Network, folder: Path, tmp_path: Path):
+    resolver = tmp_path / "resolv.conf"
+    resolver.write_text(f"nameserver {network.address('host3')}\n")
+    server = network.start("host3", [sys.executable, "-c", NAME_SERVER], stdout=subprocess.PIPE)
+    assert server.stdout is not None
+    with server.stdout:
+        try:
+            assert server.stdout.readline() == b"up\n"
+            with hidden(network, "host2", Path("/etc/resolv.conf"), resolver):
+                report = fly(network, folder, "host2", "host1")
+        finally:
+            server.kill()
+            server.wait()
+    assert report.lines() == []
+    local, peers = report.lines("warning")
+    assert local.startswith("host2: name lookup: the lookup of the name of ::ffff:127.0.0.1 takes more than")
+    assert local.endswith("add to /etc/hosts there: '::ffff:127.0.0.1 localhost'")
+    assert peers.endswith(
+        f"'::ffff:{network.address('host2')} host2', '::ffff:{network.address('host1')} host1'"
+    )
+    assert "host1: name lookup: the name of ::ffff:127.0.0.1 in " in str(report.lines("ok"))
+    assert report.data["seconds"] < 6.0
 
 
 def test_other_versions(network: Network, folder: Path, tmp_path: Path):

@@ -1,11 +1,14 @@
 """What the pre-flight checks make of the answers of the hosts; nothing here talks to a host."""
 
+import socket
+import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
 import pytest
 
-from colossalai.cluster import PreflightRequest, preflight
+from colossalai.cluster import PreflightRequest, _probe_network, preflight
 from colossalai.cluster import _preflight_host as host_checks
 from colossalai.cluster import _preflight_network as network_checks
 from colossalai.cluster._finding import Answer, Finding, prevailing
@@ -215,6 +218,45 @@ def test_an_interface_that_is_down():
     assert "GLOO_SOCKET_IFNAME=eth1: eth1 is down or has no address" in finding.describe()
     _, (finding,) = network_checks.find_places(answer, {})
     assert "there is no way to the first host; it has lo 127.0.0.1, eth1 10.1.0.1" in finding.describe()
+
+
+def test_a_name_server_that_lets_torch_wait_is_a_warning():
+    answers = said(
+        a={"127.0.0.1": 0.01, "10.0.0.2": None, "10.0.0.3": 0.7}, b={"127.0.0.1": 0.6}, c={"127.0.0.1": 0.4}
+    )
+    owners = {"127.0.0.1": "localhost", "10.0.0.2": "me@b", "10.0.0.3": "c"}
+    findings = list(network_checks.check_lookups(answers, owners))
+    assert lines(findings, "warning") == [
+        "a: name lookup: the lookup of the name of ::ffff:10.0.0.2, ::ffff:10.0.0.3 takes more than a "
+        "second; torch does it at each start and waits for the name server; add to /etc/hosts there: "
+        "'::ffff:10.0.0.2 b', '::ffff:10.0.0.3 c'",
+        "b: name lookup: the lookup of the name of ::ffff:127.0.0.1 takes 0.6 s; torch does it at each start "
+        "and waits for the name server; add to /etc/hosts there: '::ffff:127.0.0.1 localhost'",
+    ]
+    assert lines(findings, "ok") == ["c: name lookup: the name of ::ffff:127.0.0.1 in 400 ms"]
+    assert all(finding.ok for finding in findings)
+
+
+def test_a_lookup_is_timed_and_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    asked, answer = [], threading.Event()
+
+    def look_up(end: tuple[str, int, int, int], flags: int) -> tuple[str, str]:
+        asked.append(end[0])
+        if end[0] == "::ffff:10.0.0.1":
+            raise socket.gaierror("it has no name")
+        answer.wait(0.1 if end[0] == "::ffff:10.0.0.2" else 60)
+        return "host", "0"
+
+    monkeypatch.setattr(socket, "getnameinfo", look_up)
+    monkeypatch.setattr(_probe_network, "_LOOKUP_S", 0.4)
+    began = time.monotonic()
+    seconds = _probe_network.lookups(addresses=["127.0.0.1", "10.0.0.1", "10.0.0.2"])
+    took = time.monotonic() - began
+    answer.set()
+    assert sorted(asked) == ["::ffff:10.0.0.1", "::ffff:10.0.0.2", "::ffff:127.0.0.1"]
+    assert seconds["127.0.0.1"] is None
+    assert seconds["10.0.0.1"] < 0.1 <= seconds["10.0.0.2"] < 0.4
+    assert 0.4 <= took < 5
 
 
 @pytest.mark.parametrize(
