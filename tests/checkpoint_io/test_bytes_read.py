@@ -31,6 +31,7 @@ MATRIX_MB = 2 * WIDE * 8 / 1024 / 1024
 SHAPES = {"0.0.weight": (WIDE, 2), "0.1.weight": (2, WIDE)}
 WHOLE_MB = len(SHAPES) * MATRIX_MB
 EDGES_MB = 4 * 2  # of two half rows
+OTHER_MB = 4  # modules that are imported meanwhile, the index; a matrix is far more
 
 
 def read_mb(folder: Path) -> float:
@@ -115,7 +116,7 @@ def test_of_a_folder_of_hugging_face_a_rank_reads_its_slices(plan: str, tmp_path
         weight_map[name] = file
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     for found in run_ranks(load, 2, plan, tmp_path):
-        assert 0 <= found - WHOLE_MB / 2 < EDGES_MB + 1, found
+        assert 0 <= found - WHOLE_MB / 2 < EDGES_MB + OTHER_MB, found
 
 
 class CountedMap(mmap.mmap):
@@ -163,4 +164,4 @@ def test_of_a_training_state_a_rank_reads_its_slices_and_half_for_the_checksums(
     """Weights and states of the optimizer alike."""
     expected = 2 * (WHOLE_MB / 2)  # in float32, with one state of the optimizer: slices, and checksums
     for found in run_ranks(save_whole_and_load_in_halves, 2, tmp_path):
-        assert 0 <= found - expected < 1, found
+        assert 0 <= found - expected < OTHER_MB, found
