@@ -137,8 +137,16 @@ def _check(name: str, module: nn.Module, rule: Rule, num_ranks: int) -> None:
         layer = getattr(module, key)
         if not isinstance(layer, nn.Linear) and type(layer).__name__ != "Conv1D":
             raise ValueError(
-                f"{what}: its {key} is a {type(layer).__name__}, and only torch.nn.Linear and Conv1D of "
-                "transformers can be cut: pass the model as transformers builds it"
+                f"{what}: its {key} is a {type(layer).__module__}.{type(layer).__qualname__}, and only "
+                "torch.nn.Linear and Conv1D of transformers can be cut: pass the model as it is built there "
+                "(adapters such as LoRA: merge them, or leave tensor parallelism out)"
+            )
+    for key in _present(module, rule.embeddings):
+        layer = getattr(module, key)
+        if not isinstance(layer, nn.Embedding) or layer.max_norm or layer.scale_grad_by_freq or layer.sparse:
+            raise ValueError(
+                f"{what}: its {key} is {layer}, and only a torch.nn.Embedding without max_norm, "
+                "scale_grad_by_freq and sparse can be cut"
             )
     for key, number in _numbers(module, rule).items():
         if number % num_ranks:
