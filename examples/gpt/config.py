@@ -8,7 +8,7 @@ import torch
 from colossalai.amp import AMP_TYPE
 
 # bfloat16 doubles the speed on a CPU that multiplies matrices of it in hardware, and halves it elsewhere.
-# Both numbers of steps below take about two minutes on two cores. Measurements: docs/design/examples.md.
+# Both numbers of steps below take two to three minutes on two cores. Measurements: docs/design/examples.md.
 _capabilities = getattr(torch.cpu, "get_capabilities", dict)()
 _fast_bf16 = torch.accelerator.is_available() or _capabilities.get("amx_bf16", False)
 
@@ -25,7 +25,7 @@ DROPOUT = 0.0  # the model sees no token more than once: nothing to regularise
 # Training
 SEED = 1024
 BATCH_SIZE = 8  # sequences in a microbatch of one rank
-TOTAL_STEPS = 800 if _fast_bf16 else 320  # optimizer steps
+TOTAL_STEPS = 800 if _fast_bf16 else 256  # optimizer steps
 WARMUP_STEPS = TOTAL_STEPS // 10
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1
