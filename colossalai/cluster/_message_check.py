@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from colossalai.cluster._disagreement import DisagreementError, Said, difference, say, shown, told
 from colossalai.cluster._patient_store import PatientStore
@@ -132,15 +131,12 @@ class MessageCheck:
     def _tell(self, said: Said, group: dist.ProcessGroup, peer: int, tag: int) -> _Half:
         """Leave in the store what this rank is about to do."""
         op, name = said["op"], group.group_name
-        global_ranks = {
-            of_group: rank for rank, of_group in distributed_c10d._world.pg_group_ranks[group].items()
-        }
-        own, partner = self._rank, global_ranks[peer]
+        own, partner = self._rank, dist.get_global_rank(group, peer)
         source, target = (own, partner) if op == "send" else (partner, own)
         channel = f"{name}/{source}>{target}/{tag}"
         self._numbers[f"{channel}/{op}"] += 1
         number = self._numbers[f"{channel}/{op}"]
-        axis = self._axis_of(tuple(sorted(global_ranks.values())))
+        axis = self._axis_of(tuple(sorted(dist.get_process_group_ranks(group))))
         of_group = f"of axis {axis}" if axis is not None else f"of group {name!r}"
         with_tag = f" with tag {tag}" if tag else ""
         way = f"to rank {target}" if op == "send" else f"from rank {source}"

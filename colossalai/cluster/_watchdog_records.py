@@ -199,9 +199,8 @@ class MessageRecord:
     def _note(
         self, op: str, group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, work: Any
     ) -> None:
-        ranks = distributed_c10d._world.pg_group_ranks.get(group, {})
-        global_ranks = {group_rank: rank for rank, group_rank in ranks.items()}
-        own, other, name = global_ranks[group.rank()], global_ranks[peer], group.group_name
+        own, other = (dist.get_global_rank(group, rank) for rank in (group.rank(), peer))
+        name = group.group_name
         source, target = (own, other) if op == "send" else (other, own)
         self.counts[f"{name}/{op}/{source}>{target}"] += 1
         opposite = "recv" if op == "send" else "send"

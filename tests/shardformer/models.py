@@ -24,51 +24,33 @@ def gpt2_of_four_blocks() -> nn.Module:
 
 def llama() -> nn.Module:
     """Return a Llama whose head is not tied, with two queries to a key."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=8,
-    )
-    return LlamaForCausalLM(config)
+    return _decoder("Llama", num_hidden_layers=2, num_attention_heads=4)
 
 
 def mistral() -> nn.Module:
     """Return a Mistral."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    config = MistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=8,
-    )
-    return MistralForCausalLM(config)
+    return _decoder("Mistral")
 
 
 def qwen2() -> nn.Module:
     """Return a Qwen2, whose queries, keys and values have biases, with tied embedding and head."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    return _decoder("Qwen2", tie_word_embeddings=True)
 
-    config = Qwen2Config(
-        vocab_size=VOCAB,
-        hidden_size=8,
-        intermediate_size=12,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=8,
-        tie_word_embeddings=True,
-    )
-    return Qwen2ForCausalLM(config)
+
+def _decoder(family: str, **options: Any) -> nn.Module:
+    import transformers
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 8,
+        "intermediate_size": 12,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8,
+    }
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **options})
+    return getattr(transformers, f"{family}ForCausalLM")(config)
 
 
 def bert() -> nn.Module:
