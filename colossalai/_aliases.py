@@ -1,5 +1,8 @@
 """Other documented spellings of modules: one table, one import finder, no shim files.
 
+The finder also says of documented modules and names that have not landed what to use instead: `from a import
+b` asks for the module `a.b` where the package `a` has no `b`.
+
 `import colossalai.context.config` gives the module `colossalai.context._config` itself, the same object under
 a second name in `sys.modules`; so its classes exist once, and `isinstance` and pickle never see the
 difference. What lies below an alias follows: `colossalai.mixed_precision.x` is
@@ -12,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from colossalai._not_landed import NOT_LANDED
 
 ALIASES: Mapping[str, str] = {
     "colossalai.amp.apex_amp": "colossalai.amp._amp_type",
@@ -47,18 +52,27 @@ class AliasFinder(MetaPathFinder):
 
     Args:
         aliases: From alias to home.
+        not_landed: What to say of modules that are not there, or of names that are in none.
     """
 
-    def __init__(self, aliases: Mapping[str, str]) -> None:
+    def __init__(self, aliases: Mapping[str, str], not_landed: Mapping[str, str] | None = None) -> None:
         self.aliases = aliases
+        self.not_landed = not_landed or {}
         self._packages = tuple({f"{alias.partition('.')[0]}." for alias in aliases})
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec whose loader hands out the home module, None for a name that is not an alias."""
+        """Return a spec whose loader hands out the home module, None for a name that is not an alias.
+
+        Raises:
+            ImportError: `fullname` has not landed.
+        """
         if not fullname.startswith(self._packages):  # asked about every import of the process: be quick
             return None
+        if fullname in self.not_landed:
+            # No ModuleNotFoundError: `from a import b` would pass over it and say that there is no `b`.
+            raise ImportError(self.not_landed[fullname], name=fullname)
         home = self._home(fullname)
         return None if home is None else ModuleSpec(fullname, _HomeLoader(home))
 
@@ -99,4 +113,4 @@ def _install(finder: AliasFinder) -> None:
     sys.meta_path.insert(0, finder)
 
 
-_install(AliasFinder(ALIASES))
+_install(AliasFinder(ALIASES, NOT_LANDED))

@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from colossalai._not_landed import NOT_LANDED, refuse_name
+
 
 def find_name(package: str, homes: Mapping[str, str], name: str) -> Any:
     """Return what a package's `__getattr__` should: a public name, or a sub-module.
@@ -17,8 +19,10 @@ def find_name(package: str, homes: Mapping[str, str], name: str) -> Any:
         name: What is asked for.
 
     Raises:
-        AttributeError: There is neither.
+        AttributeError: There is neither; of what has not landed it says what to use instead.
     """
+    if f"{package}.{name}" in NOT_LANDED:
+        refuse_name(package, name)
     if name in homes:
         return getattr(importlib.import_module(homes[name]), name)
     try:

@@ -3,6 +3,8 @@
 from colossalai.amp._amp_type import AMP_TYPE as AMP_TYPE
 from colossalai.amp._amp_type import convert_to_amp as convert_to_amp
 from colossalai.amp._amp_type import convert_to_apex_amp as convert_to_apex_amp
+from colossalai.amp._amp_type import convert_to_naive_amp as convert_to_naive_amp
+from colossalai.amp._amp_type import convert_to_torch_amp as convert_to_torch_amp
 from colossalai.amp._amp_type import precision_of as precision_of
 from colossalai.amp._apex import ApexPrecision as ApexPrecision
 from colossalai.amp._fit import refuse_misfit as refuse_misfit
@@ -13,6 +15,7 @@ from colossalai.amp._model import PrecisionModule as PrecisionModule
 from colossalai.amp._model import apply_precision as apply_precision
 from colossalai.amp._optimizer import OptimizerWrapper as OptimizerWrapper
 from colossalai.amp._optimizer import check_clipping as check_clipping
+from colossalai.amp._optimizer import check_loss as check_loss
 from colossalai.amp._overflow import Overflow as Overflow
 from colossalai.amp._precision import BF16Autocast as BF16Autocast
 from colossalai.amp._precision import FP16Autocast as FP16Autocast

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from colossalai._not_landed import FP8
 from colossalai.amp._apex import ApexPrecision
 from colossalai.amp._low_weights import NaiveFP16, PureBF16
 from colossalai.amp._model import PrecisionModule
@@ -53,13 +54,24 @@ def precision_of(mode: AMP_TYPE | str, options: Mapping[str, Any] | None = None)
     Raises:
         ValueError: There is no such mode, or an option does not fit.
     """
-    amp_type = AMP_TYPE(mode)
+    amp_type = _amp_type(mode)
     try:
         return _PRECISIONS[amp_type](**(options or {}))
     except TypeError as error:
         raise ValueError(
             f"the options {dict(options or {})} do not fit AMP_TYPE.{amp_type.name}: {error}"
         ) from error
+
+
+def _amp_type(mode: Any) -> AMP_TYPE:
+    if isinstance(mode, str) and mode.lower().startswith("fp8"):
+        raise ValueError(f"the mode is {mode!r}. {FP8}")
+    if mode not in (*AMP_TYPE, *(each.value for each in AMP_TYPE)):
+        raise ValueError(
+            f"the mode is {mode!r}; it must be one of {', '.join(map(str, AMP_TYPE))} (or "
+            f"{', '.join(repr(each.value) for each in AMP_TYPE)})"
+        )
+    return AMP_TYPE(mode)
 
 
 def convert_to_amp(
@@ -80,12 +92,16 @@ def convert_to_amp(
         optimizer: Its optimizer.
         criterion: The loss function.
         mode: The mixed-precision mode.
-        amp_config: Options of the mode, as in `fp16=dict(mode=..., ...)` of a config.
+        amp_config: Options of the mode, as in `fp16=dict(mode=..., ...)` of a config, and `clip_grad_norm`,
+            the bound of the gradient norm to which every step clips.
 
     Raises:
-        ValueError: An option does not fit.
+        ValueError: There is no such mode, an option does not fit, or model and optimizer are none.
     """
-    precision = precision_of(mode, amp_config)
+    options = {key: value for key, value in (amp_config or {}).items() if key != "mode"}
+    max_norm = options.pop("clip_grad_norm", 0.0)
+    precision = precision_of(mode, options)
+    _check_components(model, optimizer)
     names = {param: name for name, param in model.named_parameters()}
     # Not float32: the caller may still wrap the model in DistributedDataParallel.
     masters = precision.convert_model(model, float32_grads=False).stand_in(optimizer)
@@ -97,8 +113,47 @@ def convert_to_amp(
         param_names=names,
         masters=masters,
         before_step=precision.before_step,
+        max_norm=max_norm,
     )
     return PrecisionModule(model, precision, device.type), wrapped, criterion
+
+
+def convert_to_torch_amp(
+    model: nn.Module,
+    optimizer: Optimizer,
+    criterion: Callable[..., torch.Tensor] | None = None,
+    amp_config: Mapping[str, Any] | None = None,
+) -> tuple[nn.Module, OptimizerWrapper, Callable[..., torch.Tensor] | None]:
+    """Give components autocast to float16 with a dynamic loss scale; see `convert_to_amp`.
+
+    Args:
+        model: The model; its parameters stay in their dtype.
+        optimizer: Its optimizer.
+        criterion: The loss function, returned as it is.
+        amp_config: Options as in `fp16=dict(mode=AMP_TYPE.TORCH, ...)` of a config.
+
+    Raises:
+        ValueError: An option does not fit.
+    """
+    converted, wrapped, _ = convert_to_amp(model, optimizer, _no_criterion, AMP_TYPE.TORCH, amp_config)
+    return converted, wrapped, criterion
+
+
+def convert_to_naive_amp(
+    model: nn.Module, optimizer: Optimizer, amp_config: Mapping[str, Any] | None = None
+) -> tuple[nn.Module, OptimizerWrapper]:
+    """Give a model and an optimizer float16 with float32 masters of the weights; see `convert_to_amp`.
+
+    Args:
+        model: The model; it is cast to float16 in place.
+        optimizer: Its optimizer.
+        amp_config: Options as in `fp16=dict(mode=AMP_TYPE.NAIVE, ...)` of a config.
+
+    Raises:
+        ValueError: An option does not fit.
+    """
+    converted, wrapped, _ = convert_to_amp(model, optimizer, _no_criterion, AMP_TYPE.NAIVE, amp_config)
+    return converted, wrapped
 
 
 def convert_to_apex_amp(
@@ -114,9 +169,20 @@ def convert_to_apex_amp(
     Raises:
         ValueError: An option does not fit.
     """
-    options = {key: value for key, value in (amp_config or {}).items() if key != "mode"}
-    converted, wrapped, _ = convert_to_amp(model, optimizer, _no_criterion, AMP_TYPE.APEX, options)
+    converted, wrapped, _ = convert_to_amp(model, optimizer, _no_criterion, AMP_TYPE.APEX, amp_config)
     return converted, wrapped
+
+
+def _check_components(model: Any, optimizer: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module")
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"the optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
+    if isinstance(optimizer, OptimizerWrapper):
+        raise ValueError(
+            "this optimizer has its precision already, from a door or an earlier conversion: pass the one you "
+            "built yourself"
+        )
 
 
 def _no_criterion(*_: torch.Tensor) -> torch.Tensor:

@@ -26,10 +26,35 @@ def check_clipping(max_norm: float, norm_type: float) -> None:
     Raises:
         ValueError: One of them is.
     """
-    if not max_norm >= 0 or not norm_type >= 1:
+    are_numbers = all(isinstance(each, int | float) and each is not True for each in (max_norm, norm_type))
+    if not are_numbers or not max_norm >= 0 or not norm_type >= 1:
         raise ValueError(
-            f"max_norm is {max_norm} and norm_type {norm_type}: the bound must be above 0, or 0 for no "
+            f"max_norm is {max_norm!r} and norm_type {norm_type!r}: the bound must be above 0, or 0 for no "
             "clipping, and the p of the norm at least 1"
+        )
+
+
+def check_loss(loss: object, *, is_seed_given: bool = False) -> None:
+    """Refuse what no backward can be run of.
+
+    Args:
+        loss: The loss.
+        is_seed_given: Whether the caller passes the gradient of a loss of several elements.
+
+    Raises:
+        ValueError: `loss` is no tensor, has several elements, or was computed without a graph.
+    """
+    if not isinstance(loss, torch.Tensor):
+        raise ValueError(
+            f"the loss is {loss!r:.80}; it must be the tensor that the criterion returned: None, .item() and "
+            "float() have no gradient"
+        )
+    if loss.numel() != 1 and not is_seed_given:
+        raise ValueError(f"the loss has shape {tuple(loss.shape)}; it must be one number: take its mean first")
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss has no gradient: it was computed under torch.no_grad(), from detached tensors, or from "
+            "parameters that are all frozen (requires_grad=False)"
         )
 
 
@@ -111,7 +136,11 @@ class OptimizerWrapper(Optimizer):
         """Run the backward of the scaled loss; `kwargs` go to `Tensor.backward`.
 
         The other optimizers of the model know of it, and may step with what it leaves in their parameters.
+
+        Raises:
+            ValueError: `loss` is not what a criterion returns; see `check_loss`.
         """
+        check_loss(loss, is_seed_given=kwargs.get("gradient") is not None)
         self.masters.before_backward()
         scale = self.start_backward()
         (loss if scale == 1.0 else loss * scale).backward(**kwargs)
@@ -145,6 +174,27 @@ class OptimizerWrapper(Optimizer):
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         scale_grads(self._params(), factor)
         return norm
+
+    def clip_grad_norm(
+        self, model: nn.Module, max_norm: float, norm_type: float = 2.0
+    ) -> torch.Tensor:
+        """Do as `clip_grad_by_norm`, in the form in which the documents of AMP write it.
+
+        Args:
+            model: The model; what is clipped are the gradients of this optimizer's parameters.
+            max_norm: The bound, above 0.
+            norm_type: The p of the p-norm.
+
+        Raises:
+            ValueError: `model` has none of this optimizer's parameters, or `max_norm` is not above 0.
+        """
+        own = {self.masters.param_of(param) for param in self._params()}
+        if not isinstance(model, nn.Module) or own.isdisjoint(model.parameters()):
+            raise ValueError(
+                f"clip_grad_norm is given {type(model).__name__}, which has no parameter of this optimizer: "
+                "pass the model, or call clip_grad_by_norm(max_norm)"
+            )
+        return self.clip_grad_by_norm(max_norm, norm_type)
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Limit every element of the gradients to `[-clip_value, clip_value]`.

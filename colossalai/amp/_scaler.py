@@ -11,6 +11,7 @@ MAX_CONSECUTIVE_SKIPS = 50
 """Skipped steps in a row after which training stops, if nothing else is said."""
 
 _HISTORY_LENGTH = 100
+_REMINDER = 100  # skipped steps in a row after which they are told of, where there is no bound
 _REPORT_LENGTH = 5
 
 
@@ -92,6 +93,7 @@ class CheckedLossScaler(LossScaler, ABC):
         self.quiet = quiet
         self.num_steps = 0
         self.num_skips_in_a_row = 0
+        self._scale_before_skips = self.scale
         self._history: deque[ScaleRecord] = deque(maxlen=_HISTORY_LENGTH)
 
     @abstractmethod
@@ -104,7 +106,9 @@ class CheckedLossScaler(LossScaler, ABC):
         return tuple(self._history)
 
     def update(self, *, stepped: bool, reason: str = "") -> None:
-        """Adapt the scale, keep a record, and warn of a skipped step.
+        """Adapt the scale, keep a record, and warn of skipped steps.
+
+        Of several in a row, the first is told of at once, and the others in one line when they end.
 
         Raises:
             RepeatedOverflowError: `max_consecutive_skips` steps in a row were skipped; on all ranks, since
@@ -114,12 +118,19 @@ class CheckedLossScaler(LossScaler, ABC):
         before = self.scale
         growth = self._adapt(stepped=stepped)
         if stepped:
+            self._tell_of_skips()
             self.num_skips_in_a_row = 0
             if self.scale != before:
                 self._record(growth, before, "info" if self.verbose else "")
             return
         self.num_skips_in_a_row += 1
-        self._record(reason or "overflow: the step was skipped", before, "" if self.quiet else "warning")
+        is_first = self.num_skips_in_a_row == 1
+        if is_first:
+            self._scale_before_skips = before
+        level = "warning" if (is_first or self.verbose) and not self.quiet else ""
+        self._record(reason or "overflow: the step was skipped", before, level)
+        if self.max_consecutive_skips == 0 and self.num_skips_in_a_row % _REMINDER == 0:
+            self._tell_of_skips(self.num_steps)
         if self.num_skips_in_a_row == self.max_consecutive_skips:
             raise RepeatedOverflowError(self._report())
 
@@ -139,6 +150,7 @@ class CheckedLossScaler(LossScaler, ABC):
         self.scale = float(state["scale"])
         self.num_steps = int(state.get("num_steps", 0))  # older checkpoints have the scale only
         self.num_skips_in_a_row = int(state.get("num_skips_in_a_row", 0))
+        self._scale_before_skips = self.scale
         self._history.clear()
         self._history.extend(ScaleRecord(*record) for record in state.get("history", []))
 
@@ -147,6 +159,17 @@ class CheckedLossScaler(LossScaler, ABC):
         if level:
             message = f"step {self.num_steps}: {reason}; loss scale {before:g}, now {self.scale:g}"
             getattr(get_dist_logger(), level)(message, ranks=[0])
+
+    def _tell_of_skips(self, last: int | None = None) -> None:
+        """Warn of the skipped steps in a row up to `last`, by default the one before this step."""
+        if self.num_skips_in_a_row < 2 or self.quiet or self.verbose:
+            return
+        last = self.num_steps - 1 if last is None else last
+        get_dist_logger().warning(
+            f"steps {last - self.num_skips_in_a_row + 1} to {last} were skipped for inf or nan in gradients; "
+            f"loss scale {self._scale_before_skips:g} before, now {self.history[-1].scale:g}",
+            ranks=[0],
+        )
 
     def _report(self) -> str:
         latest = "; ".join(

@@ -1,5 +1,9 @@
 """The place of a job: its config, its mesh of ranks, its random states, and how processes meet."""
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from colossalai._not_landed import refuse_name
 from colossalai.context._config import Config as Config
 from colossalai.context._config import ConfigException as ConfigException
 from colossalai.context._ending import before_end as before_end
@@ -34,3 +38,6 @@ from colossalai.context._random_saved import is_of_this_place as is_of_this_plac
 from colossalai.context._random_saved import random_state as random_state
 from colossalai.context._random_saved import say_other_layout as say_other_layout
 from colossalai.context._random_saved import set_random_state as set_random_state
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any
 
+from colossalai._not_landed import FP8
 from colossalai.cluster._watchdog_options import ACTIONS as WATCHDOG_ACTIONS
 from colossalai.context._check import (
     check_bool,
@@ -66,6 +67,8 @@ def check_config(config: Config, world_size: int) -> Layout:
 def precision_mode(value: Any) -> str:
     """Return the name of a precision mode that is written as a string or as an `AMP_TYPE`."""
     name = value.value if isinstance(value, Enum) else value
+    if isinstance(name, str) and name.lower().startswith("fp8"):
+        raise ConfigException(f"fp16.mode is {value!r}. {FP8}")
     if not isinstance(name, str) or name not in PRECISION_KEYS:
         raise ConfigException(
             f"fp16.mode is {value!r}; it must be one of AMP_TYPE.TORCH, AMP_TYPE.BF16, AMP_TYPE.NAIVE, "

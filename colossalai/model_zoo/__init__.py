@@ -1,6 +1,13 @@
 """Models to train with; the transformers follow the tensor mode of the current context."""
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from colossalai._not_landed import refuse_name
 from colossalai.model_zoo import bert as bert
 from colossalai.model_zoo import gpt as gpt
 from colossalai.model_zoo import resnet as resnet
 from colossalai.model_zoo import vit as vit
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

@@ -1,5 +1,9 @@
 """Layers, losses, metrics, optimizers and learning-rate schedules."""
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from colossalai._not_landed import refuse_name
 from colossalai.nn import layer as layer
 from colossalai.nn import loss as loss
 from colossalai.nn import lr_scheduler as lr_scheduler
@@ -68,3 +72,6 @@ from colossalai.nn.optimizer import FusedSGD as FusedSGD
 from colossalai.nn.optimizer import HybridAdam as HybridAdam
 from colossalai.nn.optimizer import Lamb as Lamb
 from colossalai.nn.optimizer import Lars as Lars
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from colossalai.amp import OptimizerWrapper
+from colossalai.amp import OptimizerWrapper, check_loss
 from colossalai.cluster._watchdog_sections import section
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime._epoch import EpochWatch
@@ -71,6 +71,7 @@ class TrainingStep:
 
     def backward(self, loss: torch.Tensor) -> None:
         """Add the gradients of a microbatch's mean loss, as its part of the mean over the window."""
+        check_loss(loss)
         with _BACKWARD:
             self.optimizer.backward(loss / self.accumulation_steps if self.accumulation_steps > 1 else loss)
 

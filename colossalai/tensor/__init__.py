@@ -1,5 +1,9 @@
 """Tensors that are cut over ranks: what a rank holds of them, and what holds for the whole."""
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from colossalai._not_landed import refuse_name
 from colossalai.tensor._flat_range import FlatRange as FlatRange
 from colossalai.tensor._flat_range import range_of_states as range_of_states
 from colossalai.tensor._flat_range import set_range_of_states as set_range_of_states
@@ -14,3 +18,6 @@ from colossalai.tensor._spec import ShardingSpec as ShardingSpec
 from colossalai.tensor._spec import cut_dims as cut_dims
 from colossalai.tensor._spec import set_spec as set_spec
 from colossalai.tensor._spec import spec_of as spec_of
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

@@ -1,5 +1,9 @@
 """Small things that training scripts import; a facade: nothing inside the package imports it."""
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from colossalai._not_landed import refuse_name
 from colossalai.cluster._ports import free_port as free_port
 from colossalai.context import set_seed as set_seed
 from colossalai.runtime import checkpoint as checkpoint
@@ -21,3 +25,6 @@ from colossalai.utils._parallel import is_using_pp as is_using_pp
 from colossalai.utils._parallel import is_using_sequence as is_using_sequence
 from colossalai.utils._parallel import print_rank_0 as print_rank_0
 from colossalai.utils._parallel import sync_model_param as sync_model_param
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

@@ -1,5 +1,9 @@
 """ZeRO: the states of the optimizer, and the gradients, cut over the data-parallel ranks."""
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from colossalai._not_landed import refuse_name
 from colossalai.zero._elementwise import declare_elementwise as declare_elementwise
 from colossalai.zero._elementwise import is_elementwise as is_elementwise
 from colossalai.zero._replicas import ZeroReplicas as ZeroReplicas
@@ -8,3 +12,6 @@ from colossalai.zero._wrappers import LowLevelZeroOptimizer as LowLevelZeroOptim
 from colossalai.zero._wrappers import ZeroModel as ZeroModel
 from colossalai.zero._wrappers import zero_model_wrapper as zero_model_wrapper
 from colossalai.zero._wrappers import zero_optim_wrapper as zero_optim_wrapper
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

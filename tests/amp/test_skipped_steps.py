@@ -58,6 +58,32 @@ def test_the_first_in_the_models_order_is_named(order, capfd):
 
 
 @pytest.mark.unit
+def test_skips_in_a_row_are_two_lines(capfd):
+    """The first at once, the rest in a summary; each by itself in the history, and with `verbose`."""
+    params, optimizer = make_wrapped(make_scaler(init_scale=2.0**20))
+    for bad in [(), *(13 * [[(0, INF)]]), ()]:
+        step(params, optimizer, bad)
+    lines = [line for line in capfd.readouterr().err.splitlines() if "WARNING" in line]
+    assert len(lines) == 2
+    assert "step 2: skipped for inf or nan in the gradient of 'p0' on rank 0; loss scale" in lines[0]
+    assert "steps 2 to 14 were skipped for inf or nan in gradients; loss scale 1.04858e+06 before" in lines[1]
+    assert lines[1].endswith("now 128")
+    assert len(optimizer.scaler.history) == 13
+    step(params, optimizer, [(0, INF)])
+    step(params, optimizer)
+    assert capfd.readouterr().err.count("WARNING") == 1, "a single one needs no summary"
+    for options, expected in [({"verbose": True}, 3), ({"quiet": True}, 0)]:
+        params, optimizer = make_wrapped(make_scaler(**options))
+        for bad in [[(0, INF)], [(0, INF)], [(0, INF)], ()]:
+            step(params, optimizer, bad)
+        assert capfd.readouterr().err.count("WARNING") == expected
+    params, optimizer = make_wrapped(make_scaler(max_consecutive_skips=0))
+    for _ in range(250):
+        step(params, optimizer, [(0, INF)])
+    assert capfd.readouterr().err.count("were skipped") == 2, "without a bound they may never end"
+
+
+@pytest.mark.unit
 def test_what_has_no_name_or_no_elements(capfd):
     param, empty = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(0))
     optimizer = OptimizerWrapper(torch.optim.SGD([empty, param], lr=1.0), scaler=make_scaler())

@@ -6,6 +6,7 @@ FLOORS = {
     # 0: the ground
     "_aliases": 0,
     "_lazy": 0,
+    "_not_landed": 0,
     "_version": 0,
     "logging": 0,
     "registry": 0,
@@ -32,6 +33,7 @@ FLOORS = {
     "cli": 5,
     "core": 5,  # the global context under its documented name: below the doors nothing reads it
     "engine": 5,
+    "global_variables": 5,
     "inference": 5,
     "initialize": 5,
     "trainer": 5,

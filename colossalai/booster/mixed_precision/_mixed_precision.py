@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from colossalai._not_landed import FP8
 from colossalai.amp import (
     AMP_TYPE,
     ApexPrecision,
@@ -112,6 +113,8 @@ def mixed_precision_factory(name: str) -> MixedPrecision:
     Raises:
         ValueError: There is no such name.
     """
+    if str(name).lower().startswith("fp8"):
+        raise ValueError(f"mixed_precision is {name!r}. {FP8}")
     if name not in _FACTORIES:
         raise ValueError(
             f"mixed_precision is {name!r}; it must be one of {list(_FACTORIES)} or a MixedPrecision object"

@@ -1,7 +1,14 @@
 """Choices of parallel methods for Booster."""
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from colossalai._not_landed import refuse_name
 from colossalai.booster.plugin._hybrid_parallel import HybridParallelPlugin as HybridParallelPlugin
 from colossalai.booster.plugin._low_level_zero import LowLevelZeroPlugin as LowLevelZeroPlugin
 from colossalai.booster.plugin._plugin import Plugin as Plugin
 from colossalai.booster.plugin._torch_ddp import TorchDDPPlugin as TorchDDPPlugin
 from colossalai.booster.plugin._torch_fsdp import TorchFSDPPlugin as TorchFSDPPlugin
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

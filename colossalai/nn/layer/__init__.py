@@ -1,5 +1,9 @@
 """Layers over a scheme of tensor parallelism: those of the current mode, and each by the name of its mode."""
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from colossalai._not_landed import refuse_name
 from colossalai.nn.layer._base import require_mode as require_mode
 from colossalai.nn.layer._batch import own_part as own_part
 from colossalai.nn.layer._current import Classifier as Classifier
@@ -69,3 +73,6 @@ from colossalai.nn.layer._scheme import linear_scheme as linear_scheme
 from colossalai.nn.layer.parallel_sequence import RingAV as RingAV
 from colossalai.nn.layer.parallel_sequence import RingQK as RingQK
 from colossalai.nn.layer.parallel_sequence import TransformerSelfAttentionRing as TransformerSelfAttentionRing
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

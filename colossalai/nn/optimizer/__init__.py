@@ -1,5 +1,9 @@
 """Optimizers: Adam and SGD on torch's fused kernels, states on disk, layer-wise rates for large batches."""
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from colossalai._not_landed import refuse_name
 from colossalai.nn.optimizer._adam_kernel import AdamOptions as AdamOptions
 from colossalai.nn.optimizer._adam_kernel import Slot as Slot
 from colossalai.nn.optimizer._adam_kernel import mixed_adam_step as mixed_adam_step
@@ -11,3 +15,6 @@ from colossalai.nn.optimizer._fused_sgd import FusedSGD as FusedSGD
 from colossalai.nn.optimizer._hybrid_adam import HybridAdam as HybridAdam
 from colossalai.nn.optimizer._lamb import Lamb as Lamb
 from colossalai.nn.optimizer._lars import Lars as Lars
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

@@ -1,5 +1,12 @@
-"""Data parallelism: ways to keep replicas equal, or to share one model among them."""
+"""Data parallelism: ways to keep replicas equal, or to share one model among them.
 
+The wrappers of ZeRO, which stands on this package, come when they are asked for.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from colossalai._lazy import find_name
 from colossalai.nn.parallel._bucketed import Bucketed as Bucketed
 from colossalai.nn.parallel._buckets import adopt_grad as adopt_grad
 from colossalai.nn.parallel._data_method import DataMethod as DataMethod
@@ -8,3 +15,10 @@ from colossalai.nn.parallel._data_method import broadcast_from_first as broadcas
 from colossalai.nn.parallel._ddp import Replicated as Replicated
 from colossalai.nn.parallel._ddp import Unsynchronized as Unsynchronized
 from colossalai.nn.parallel._fsdp import FullySharded as FullySharded
+
+if TYPE_CHECKING:
+    from colossalai.zero import zero_model_wrapper as zero_model_wrapper
+    from colossalai.zero import zero_optim_wrapper as zero_optim_wrapper
+else:
+    _HOMES = dict.fromkeys(("zero_model_wrapper", "zero_optim_wrapper"), "colossalai.zero")
+    __getattr__ = partial(find_name, __name__, _HOMES)

@@ -1,0 +1,135 @@
+"""Documented names that have not landed: one table, which says what to use instead.
+
+`from colossalai.zero import GeminiDDP` and `import colossalai.gemini` ask the import finder (`_aliases.py`),
+`colossalai.nn.MoeLoss` asks `__getattr__` of the package: both answer with a sentence of this table. Whatever
+lands loses its place here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """Something that the documents describe and that is not there yet.
+
+    Attributes:
+        title: What it is.
+        instead: What to use until then.
+        modules: Modules of it, none of which exists.
+        names: Names of it in modules that do exist, separated by spaces.
+    """
+
+    title: str
+    instead: str
+    modules: tuple[str, ...] = ()
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.title} has not landed; {self.instead}"
+
+
+FEATURES: tuple[Feature, ...] = (
+    Feature(
+        title="Gemini, which moves chunks of parameters between device, host and disk,",
+        instead="TorchFSDPPlugin, or zero=dict(stage=3) in a config, cuts the parameters over the ranks; "
+        "LowLevelZeroPlugin and zero_model_wrapper cut optimizer states and gradients; LazyInitContext "
+        "builds a model without memory",
+        modules=(
+            *("colossalai.gemini", "colossalai.zero.gemini", "colossalai.nn.optimizer.gemini_optimizer"),
+            *("colossalai.nn.optimizer.zero_optimizer", "colossalai.utils.model"),
+        ),
+        names={
+            "colossalai.booster.plugin": "GeminiPlugin",
+            "colossalai.nn.parallel": "GeminiDDP ZeroDDP",
+            "colossalai.zero": "ColoInitContext GeminiDDP ZeroDDP ZeroOptimizer GeminiAdamOptimizer "
+            "post_process_colo_init_ctx",
+        },
+    ),
+    Feature(
+        title="ColoTensor, a tensor that knows how it is cut,",
+        instead="layers of colossalai.nn cut themselves, models of transformers are cut by "
+        "HybridParallelPlugin(tp_size=...), and colossalai.tensor.ShardingSpec says how a parameter is cut; "
+        "DTensor of torch.distributed.tensor is a tensor of that kind",
+        modules=(
+            *("colossalai.tensor.distspec", "colossalai.tensor.compute_spec", "colossalai.device"),
+            *("colossalai.tensor.colo_parameter", "colossalai.tensor.tensor_spec"),
+            *("colossalai.tensor.sharding_spec", "colossalai.tensor.shape_consistency"),
+        ),
+        names={
+            "colossalai.tensor": "ColoTensor ColoParameter ColoTensorSpec ProcessGroup ShardSpec ReplicaSpec "
+            "ComputeSpec ComputePattern DistSpecManager",
+        },
+    ),
+    Feature(
+        title="The mixture of experts",
+        instead="a block with experts of your own trains under data parallelism and ZeRO, every rank holding "
+        "all of them (TorchDDPPlugin(find_unused_parameters=True), LowLevelZeroPlugin); parallel=dict(moe=...) "
+        "makes the groups along the axes of experts",
+        modules=(
+            *("colossalai.nn.layer.moe", "colossalai.nn.moe", "colossalai.context.moe_context"),
+            "colossalai.model_zoo.moe",
+        ),
+        names={
+            "colossalai.nn": "MoeLoss MoeCrossEntropyLoss",
+            "colossalai.context": "MOE_CONTEXT",
+            "colossalai.global_variables": "moe_env",
+            "colossalai.engine.gradient_handler": "MoeGradientHandler",
+        },
+    ),
+    Feature(
+        title="Automatic parallelism",
+        instead="choose the sizes with HybridParallelPlugin(tp_size=..., pp_size=..., zero_stage=...): "
+        "`colossalai benchmark --gpus N` compares the tensor modes on this machine, `colossalai pipeline` the "
+        "schedules, and `colossalai memory` says what fits; torch.fx traces models",
+        modules=("colossalai.auto_parallel", "colossalai.fx"),
+        names={"colossalai.booster.plugin": "AutoPlugin"},
+    ),
+    Feature(
+        title="Inference with a cache of keys and values",
+        instead="booster.save_model(..., shard=True, use_safetensors=True) writes a folder that "
+        "`from_pretrained` of transformers opens, whose `generate` runs it",
+        modules=("colossalai.inference",),
+    ),
+    Feature(
+        title="Training chat models (SFT, reward models, PPO, DPO, GRPO)",
+        instead="train a model of transformers with Booster and a loss of your own",
+        modules=("colossalai.chat",),
+    ),
+    Feature(
+        title="Mixed precision in 8 bits (fp8)",
+        instead="take 'bf16', or 'bf16_master' to hold the model in 16 bits",
+        names={"colossalai.booster.mixed_precision": "FP8MixedPrecision"},
+    ),
+)
+"""Everything of the documents that is missing."""
+
+
+def _sentences() -> dict[str, str]:
+    found = {}
+    for feature in FEATURES:
+        names = [f"{module}.{name}" for module, names in feature.names.items() for name in names.split()]
+        for name in (*feature.modules, *names):
+            found[name] = f"{name} is not there yet. {feature}"
+    return found
+
+
+NOT_LANDED: Mapping[str, str] = _sentences()
+"""From the full name of a module, or of something in a module, to what is to be said of it."""
+
+FP8 = FEATURES[-1]
+"""What `mixed_precision="fp8"` asks for."""
+
+
+def refuse_name(package: str, name: str) -> None:
+    """Refuse a name that a package does not have: what its `__getattr__` (PEP 562) does.
+
+    Args:
+        package: The package's `__name__`.
+        name: What is asked for.
+
+    Raises:
+        AttributeError: Always; it says what to use instead of a name that has not landed.
+    """
+    plain = f"module {package!r} has no attribute {name!r}"
+    raise AttributeError(NOT_LANDED.get(f"{package}.{name}", plain), name=name)
