@@ -32,6 +32,7 @@ PRECISION_KEYS: Mapping[str, tuple[str, ...]] = {
     "naive": (
         *("log_num_zeros_in_grad", "initial_scale", "min_scale", "growth_factor", "backoff_factor"),
         *("growth_interval", "hysteresis", "max_scale", "max_consecutive_skips", "verbose"),
+        "clip_grad_norm",
     ),
     "apex": (
         *("enabled", "opt_level", "cast_model_type", "patch_torch_functions", "keep_batchnorm_fp32"),
@@ -40,6 +41,65 @@ PRECISION_KEYS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """The keys of `fp16=dict(mode=...)` beside `mode`, for every mode (a value of `colossalai.amp.AMP_TYPE`)."""
+
+_CLIPPING = "clip_grad_norm=1.0"
+_ACCUMULATION = "gradient_accumulation=4"
+_PRECISION = "fp16=dict(mode=AMP_TYPE.TORCH), or AMP_TYPE.BF16,"
+_ZERO = "zero=dict(stage=1), 2 or 3,"
+_RECOMPUTE = "recompute=True"
+_PIPELINE = "parallel=dict(pipeline=2)"
+_TENSOR = "parallel=dict(tensor=dict(size=2, mode='1d'))"
+_MICROBATCHES = "NUM_MICRO_BATCHES=8"
+OTHERS_KEYS: Mapping[str, str] = {
+    **dict.fromkeys(
+        (
+            *("clip_grad", "clip_norm", "gradient_clipping", "grad_clip_norm", "grad_clip", "grad_norm_clip"),
+            *("gradient_clip_val", "gradient_clip", "gradient_clip_norm", "max_grad_norm", "max_norm"),
+            *("clip_grad_by_norm", "clip_gradients"),
+        ),
+        _CLIPPING,
+    ),
+    **dict.fromkeys(
+        (
+            *("gradient_accumulation_steps", "accumulate_grad_batches", "accumulation_steps", "accumulation"),
+            *("grad_accumulation", "grad_accumulation_steps", "gradient_accumulation_size", "grad_accum"),
+            *("grad_accum_steps", "accumulate_gradients"),
+        ),
+        _ACCUMULATION,
+    ),
+    **dict.fromkeys(
+        ("amp", "bf16", "precision", "mixed_precision", "amp_config", "use_amp", "amp_type", "half_precision"),
+        _PRECISION,
+    ),
+    **dict.fromkeys(("zero_optimization", "zero_stage", "fsdp", "fsdp_config", "zero_config"), _ZERO),
+    **dict.fromkeys(
+        (
+            *("gradient_checkpointing", "activation_checkpointing", "activation_checkpoint", "checkpointing"),
+            *("grad_checkpoint", "recompute_activations", "use_checkpoint"),
+        ),
+        _RECOMPUTE,
+    ),
+    **dict.fromkeys(
+        ("pipeline", "pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size"),
+        _PIPELINE,
+    ),
+    **dict.fromkeys(
+        (
+            *("tensor", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size", "tp_size"),
+            "model_parallel_size",
+        ),
+        _TENSOR,
+    ),
+    **dict.fromkeys(
+        ("num_microbatches", "num_micro_batches", "microbatches", "num_micro_batch"), _MICROBATCHES
+    ),
+    **dict.fromkeys(("num_chunks", "num_model_chunks"), "NUM_CHUNKS=2"),
+    "tensor_shape": "TENSOR_SHAPE=(4, 1024, 768)",
+    "strategy": "parallel=dict(...), zero=dict(...)",
+    **dict.fromkeys(("data_parallel_size", "dp_size", "data_parallel"), "parallel=dict(data=4)"),
+    **dict.fromkeys(("grad_handlers", "grad_handler"), "gradient_handlers=[dict(type='MyHandler')]"),
+}
+"""What DeepSpeed, Lightning, Accelerate, Megatron and transformers call a feature, and what it is here."""
 
 
 def check_config(config: Config, world_size: int) -> Layout:
@@ -51,17 +111,44 @@ def check_config(config: Config, world_size: int) -> Layout:
     for key, check in _FEATURES.items():
         if config.get(key) is not None:
             check(config[key])
+    _refuse_two_bounds(config)
     if config.get("gradient_handler") is not None and config.get("gradient_handlers") is not None:
         raise ConfigException(
             "the config has both gradient_handler and gradient_handlers: keep one of the two spellings"
         )
-    for key in config:
-        match = nearest(key, FEATURE_KEYS, cutoff=0.87)
-        if key not in FEATURE_KEYS and match is not None and str(key).isidentifier():
-            get_dist_logger().log_once(
-                f"config key {key!r} is not a feature; did you mean {match!r}?", ranks=[0]
-            )
+    for key, value in config.items():
+        _warn_of_what_looks_like_a_feature(key, value)
     return parse_layout(config.get("parallel"), world_size)
+
+
+def _refuse_two_bounds(config: Config) -> None:
+    """The bound of the gradient norm may stand by itself, or with naive AMP: one of them."""
+    inner = (config.get("fp16") or {}).get("clip_grad_norm")
+    outer = config.get("clip_grad_norm")
+    if inner and outer and inner != outer:
+        raise ConfigException(
+            f"clip_grad_norm is {outer}, and fp16.clip_grad_norm {inner}: the gradients are clipped once, so "
+            "leave one of them out"
+        )
+
+
+def _warn_of_what_looks_like_a_feature(key: Any, value: Any) -> None:
+    """Warn of a key that is the user's own to us, and probably was meant as a feature."""
+    if key in FEATURE_KEYS or not str(key).isidentifier():
+        return
+    if key in OTHERS_KEYS:
+        if value is not None and value is not False:
+            get_dist_logger().log_once(
+                f"config key {key!r} is not a feature and has no effect here: write {OTHERS_KEYS[key]} if it "
+                "is meant as one",
+                ranks=[0],
+            )
+        return
+    match = nearest(key, FEATURE_KEYS, cutoff=0.87)
+    if match is not None:
+        get_dist_logger().log_once(
+            f"config key {key!r} is not a feature; did you mean {match!r}?", ranks=[0]
+        )
 
 
 def precision_mode(value: Any) -> str:
@@ -81,9 +168,20 @@ def _check_fp16(value: Any) -> None:
     check_mapping(value, "fp16", example="fp16=dict(mode=AMP_TYPE.TORCH)")
     if "mode" not in value:
         raise ConfigException("fp16 has no mode: write fp16=dict(mode=AMP_TYPE.TORCH)")
+    if value["mode"] is None:
+        _warn_of_options_without_mode(value)
+        return
     mode = precision_mode(value["mode"])
     check_keys(value, ("mode", *PRECISION_KEYS[mode]), f"fp16 (mode {mode!r})")
     _PRECISION_CHECKS[mode](value)
+
+
+def _warn_of_options_without_mode(value: Mapping[str, Any]) -> None:
+    others = [key for key in value if key != "mode"]
+    if others:
+        get_dist_logger().log_once(
+            f"fp16.mode is None, which means no mixed precision: {others} of fp16 have no effect", ranks=[0]
+        )
 
 
 def _check_bf16(value: Mapping[str, Any]) -> None:
@@ -129,6 +227,7 @@ def _check_scaler(value: Mapping[str, Any]) -> None:
 def _check_naive(value: Mapping[str, Any]) -> None:
     check_bool(value.get("log_num_zeros_in_grad", False), "fp16.log_num_zeros_in_grad")
     check_bool(value.get("verbose", False), "fp16.verbose")
+    check_number(value.get("clip_grad_norm", 0.0), "fp16.clip_grad_norm", least=0)
     check_positive(value.get("hysteresis", 2), "fp16.hysteresis")
     _check_scaler({key: value[key] for key in _SCALER_KEYS if key in value})
     least = check_number(value.get("min_scale", 1.0), "fp16.min_scale", least=0)

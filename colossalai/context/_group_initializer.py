@@ -5,11 +5,18 @@ A user subclasses `ProcessGroupInitializer`, registers it in `DIST_GROUP_INITIAL
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch.distributed as dist
+
 from colossalai.context._config import Config, ConfigException
+from colossalai.context._parallel_mode import TENSOR_LAYOUTS
 from colossalai.registry import DIST_GROUP_INITIALIZER
+
+ALLOWED_MODES: tuple[str | None, ...] = tuple(TENSOR_LAYOUTS)
+"""The tensor modes that are there without an initializer."""
 
 INITIALIZER_MAPPING: dict[str, str] = {}
 """From a tensor mode of the user's own to the registered name of its `ProcessGroupInitializer`."""
@@ -46,15 +53,38 @@ class ProcessGroupInitializer(ABC):
         self.tensor_parallel_size = tensor_parallel_size
 
     @abstractmethod
-    def init_parallel_groups(self) -> Mapping[Hashable, Partition]:
-        """Return, for every mode, all its groups: lists of ranks in which each rank of the job stands once.
+    def init_parallel_groups(self) -> Mapping[Hashable, Partition] | Iterable[tuple[Any, ...]] | None:
+        """Say which groups of ranks there are; called once, at launch, on every rank.
 
-        The names of the modes are free: a `ParallelMode`, a member of an own `Enum`, a string. The same value
-        must be returned on every rank; the process groups are made by the mesh when they are first asked for.
+        The names of the modes are free: a `ParallelMode`, a member of an own `Enum`, a string. It returns one
+        of these:
+
+        - for every mode all its groups: lists of ranks in which each rank of the job stands once. The same
+          value must be returned on every rank; the process groups are made by the mesh when they are first
+          asked for.
+        - for every mode the group of this rank, made here with `torch.distributed.new_group`, as a tuple
+          `(local rank, size, process group, CPU group, ranks, mode)`, or a list of such tuples; the CPU group
+          may be left out.
+        - None: the groups are kept by somebody else, and the context knows none of them.
         """
 
 
-def own_groups(name: str, *, arguments: Mapping[str, Any], **sizes: Any) -> dict[Hashable, list[int]]:
+@dataclass(frozen=True)
+class OwnGroup:
+    """The group of this rank in a mode of the user's own.
+
+    Attributes:
+        ranks: Its global ranks.
+        group: The process group, if the user has made it.
+        cpu_group: One for tensors in host memory, likewise.
+    """
+
+    ranks: tuple[int, ...]
+    group: dist.ProcessGroup | None = None
+    cpu_group: dist.ProcessGroup | None = None
+
+
+def own_groups(name: str, *, arguments: Mapping[str, Any], **sizes: Any) -> dict[Hashable, OwnGroup]:
     """Run the user's initializer of a mode and return, for each of its modes, the group of this rank.
 
     Args:
@@ -72,12 +102,51 @@ def own_groups(name: str, *, arguments: Mapping[str, Any], **sizes: Any) -> dict
         raise ConfigException(
             f"parallel.tensor does not fit {initializer_class.__name__}: {error}"
         ) from error
-    groups = {}
-    for mode, partition in initializer.init_parallel_groups().items():
-        if sorted(rank for ranks in partition for rank in ranks) != list(range(sizes["world_size"])):
-            raise ConfigException(
-                f"{initializer_class.__name__} gives {mode!r} the groups {partition}; each of the "
-                f"{sizes['world_size']} ranks must stand in exactly one of them"
-            )
-        groups[mode] = next(list(ranks) for ranks in partition if sizes["rank"] in ranks)
-    return groups
+    found = initializer.init_parallel_groups()
+    who = f"{initializer_class.__name__}.init_parallel_groups()"
+    if found is None:
+        return {}
+    if isinstance(found, Mapping):
+        return {mode: _own_part(who, mode, partition, sizes) for mode, partition in found.items()}
+    is_row = isinstance(found, tuple) and len(found) > 0 and not isinstance(found[0], tuple)
+    rows = [found] if is_row else found
+    if not rows or not isinstance(rows, list | tuple) or not all(
+        isinstance(row, tuple) and len(row) in _ROW_LENGTHS for row in rows
+    ):
+        raise ConfigException(
+            f"{who} returns {found!r:.200}; it must be a dict from each mode to its groups of ranks, a list of "
+            "tuples (local rank, size, process group, CPU group, ranks, mode), or None"
+        )
+    return dict(_as_written(who, row, sizes) for row in rows)
+
+
+_ROW_LENGTHS = (2, 5, 6)  # (mode, groups); without and with a CPU group
+
+
+def _own_part(who: str, mode: Hashable, partition: Partition, sizes: Mapping[str, Any]) -> OwnGroup:
+    """Return the part of a partition of the ranks that holds this one."""
+    try:
+        is_one = sorted(rank for ranks in partition for rank in ranks) == list(range(sizes["world_size"]))
+    except TypeError:  # not lists of numbers
+        is_one = False
+    if not is_one:
+        raise ConfigException(
+            f"{who} gives {mode!r} the groups {partition}; each of the {sizes['world_size']} ranks must stand "
+            "in exactly one of them"
+        )
+    return OwnGroup(next(tuple(ranks) for ranks in partition if sizes["rank"] in ranks))
+
+
+def _as_written(who: str, row: tuple[Any, ...], sizes: Mapping[str, Any]) -> tuple[Hashable, OwnGroup]:
+    """Read a tuple: (mode, groups), or a group of this rank that the user has made."""
+    if len(row) == 2:
+        return row[0], _own_part(who, row[0], row[1], sizes)
+    local_rank, size, group, *cpu_group, ranks, mode = row
+    ranks = tuple(ranks)
+    here = ranks.index(sizes["rank"]) if sizes["rank"] in ranks else None
+    if here is None or (here, len(ranks)) != (local_rank, size):
+        raise ConfigException(
+            f"{who} says that rank {sizes['rank']} is number {local_rank} of the {size} ranks of {mode!r}, "
+            f"whose ranks are {list(ranks)}: it must stand among them, at that place"
+        )
+    return mode, OwnGroup(ranks, group, cpu_group[0] if cpu_group else None)

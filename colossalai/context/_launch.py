@@ -80,6 +80,7 @@ def launch(
         store = _meet(host, port, rank=rank, world_size=world_size, timeout=timeout)
         chosen = _backend(backend, device, rank)
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
+        global_context.init_own_groups()
         start_watching(global_context.config, store, rank=rank, world_size=world_size, axis_of=_axis_of)
     except BaseException:
         global_context.destroy()
@@ -176,6 +177,7 @@ def relayout(parallel: Mapping[str, Any]) -> None:
     config["parallel"] = dict(parallel)
     global_context.init_parallel_groups(rank=mesh.rank, world_size=mesh.world_size)
     global_context.mesh.take_groups_of(mesh)
+    global_context.init_own_groups()
     seed_layout_modes(seed, global_context.mesh, global_context.tensor_axes)
 
 

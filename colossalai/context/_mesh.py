@@ -77,7 +77,15 @@ class Mesh:
         self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
 
     def __repr__(self) -> str:
-        extents = ", ".join(f"{name}={size}" for name, size in self.axes.items() if size > 1)
+        # The first part of a view is the whole of it where the others count one: edp=2, ep=1 is dp=2.
+        names = {
+            parts[0]: view
+            for view, parts in self._views.items()
+            if self.axes[parts[0]] == self.axis_size(view)
+        }
+        extents = ", ".join(
+            f"{names.get(axis, axis)}={size}" for axis, size in self.axes.items() if size > 1
+        )
         return f"Mesh({extents or 'one rank'}; rank {self.rank} of {self.world_size})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
@@ -149,6 +157,10 @@ class Mesh:
         if key not in self._groups:
             self._groups[key] = self._make_group(key)
         return self._groups[key]
+
+    def adopt_group(self, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
+        """Take a group that somebody else has made of some ranks, unless there is one already."""
+        self._groups.setdefault(tuple(ranks), group)
 
     def take_groups_of(self, other: "Mesh") -> None:
         """Go on with the groups of another mesh over the same ranks."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from colossalai.context._config import Config, load_config
 from colossalai.context._ending import prepare_end
 from colossalai.context._features import check_config
-from colossalai.context._group_initializer import own_groups
+from colossalai.context._group_initializer import OwnGroup, own_groups
 from colossalai.context._groups import make_group
 from colossalai.context._layout import Layout
 from colossalai.context._mesh import Axis, Mesh
@@ -33,7 +33,7 @@ class ParallelContext:
         self._mesh: Mesh | None = None
         self._device = torch.device("cpu")
         self._axes: dict[Hashable, tuple[str, ...]] = {}
-        self._own_ranks: dict[Hashable, list[int]] = {}
+        self._own_groups: dict[Hashable, OwnGroup] = {}
         self._cpu_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     @property
@@ -82,19 +82,35 @@ class ParallelContext:
             device_type=(device or self._device).type,
             views={"dp": ("edp", "ep")},
         )
-        if layout.mode is not None and layout.layout_mode is None:
-            self._own_ranks = own_groups(
-                layout.mode,
-                arguments=layout.arguments,
-                rank=rank,
-                world_size=world_size,
-                config=self._config,
-                data_parallel_size=layout.data,
-                pipeline_parallel_size=layout.pipeline,
-                tensor_parallel_size=layout.tensor,
-            )
         self._axes = mode_axes(layout.layout_mode, tuple(layout.tensor_axes()))
         self._layout, self._mesh, self._device = layout, mesh, device or self._device
+
+    def init_own_groups(self) -> None:
+        """Let the initializer of a mode of the user's own say its groups; it may make them itself.
+
+        So it is called when the ranks have met, on all of them.
+
+        Raises:
+            ConfigException: The arguments of the mode do not fit, or the groups do not.
+        """
+        layout = self._layout
+        if layout.mode is None or layout.layout_mode is not None:
+            return
+        self._own_groups = own_groups(
+            layout.mode,
+            arguments=layout.arguments,
+            rank=self.mesh.rank,
+            world_size=self.mesh.world_size,
+            config=self._config,
+            data_parallel_size=layout.data,
+            pipeline_parallel_size=layout.pipeline,
+            tensor_parallel_size=layout.tensor,
+        )
+        for own in self._own_groups.values():
+            if own.group is not None:
+                self.mesh.adopt_group(own.ranks, own.group)
+            if own.cpu_group is not None:
+                self._cpu_groups[own.ranks] = own.cpu_group
 
     @property
     def tensor_axes(self) -> tuple[str, ...]:
@@ -123,7 +139,7 @@ class ParallelContext:
 
     def is_initialized(self, mode: Hashable) -> bool:
         """Whether the job has groups for this mode."""
-        return mode in self._axes or mode in self._own_ranks
+        return mode in self._axes or mode in self._own_groups
 
     def get_global_rank(self) -> int:
         """Return the rank of this process among all."""
@@ -136,10 +152,10 @@ class ParallelContext:
             ValueError: The job has no such mode.
         """
         mesh = self.mesh
-        if mode in self._own_ranks:
-            return list(self._own_ranks[mode])
+        if mode in self._own_groups:
+            return list(self._own_groups[mode].ranks)
         if mode not in self._axes:
-            known = [str(known) for known in [*self._axes, *self._own_ranks]]
+            known = [str(known) for known in [*self._axes, *self._own_groups]]
             raise ValueError(
                 f"{mode} is not part of this job (tensor mode {self.tensor_mode!r}); it has {known}"
             )

@@ -77,17 +77,25 @@ class Plan:
             precision=_precision(config.get("fp16")),
             recompute=config.get("recompute") or False,
             accumulation_steps=config.get("gradient_accumulation") or 1,
-            clip_grad_norm=config.get("clip_grad_norm") or 0.0,
+            clip_grad_norm=config.get("clip_grad_norm") or _clipping_of(config.get("fp16")),
             gradient_handlers=tuple(handlers),
             pipeline=pipeline,
         )
 
 
 def _precision(fp16: Mapping[str, Any] | None) -> Precision:
-    if fp16 is None:
+    if fp16 is None or fp16["mode"] is None:
         return FullPrecision()
-    options = {key: value for key, value in fp16.items() if key != "mode"}
+    options = {key: value for key, value in fp16.items() if key not in ("mode", "clip_grad_norm")}
     return precision_of(precision_mode(fp16["mode"]), options)
+
+
+def _clipping_of(fp16: Mapping[str, Any] | None) -> float:
+    """Return the bound of the gradient norm that naive AMP is documented to take along."""
+    if fp16 is None or fp16["mode"] is None:
+        return 0.0
+    bound: float = fp16.get("clip_grad_norm") or 0.0
+    return bound
 
 
 def _pipeline_options(config: Config) -> PipelineOptions | None:

@@ -1,19 +1,23 @@
 """Every feature key is checked, and every error says what would be right."""
 
 import enum
+from functools import partial
 
 import pytest
 
-from colossalai.amp import AMP_TYPE
+from colossalai.amp import AMP_TYPE, FullPrecision, NaiveFP16
 from colossalai.context import (
     INITIALIZER_MAPPING,
     Config,
     ConfigException,
     ParallelContext,
+    ParallelMode,
     ProcessGroupInitializer,
 )
-from colossalai.context._features import check_config
+from colossalai.context._features import FEATURE_KEYS, OTHERS_KEYS, check_config
+from colossalai.logging import get_dist_logger
 from colossalai.registry import DIST_GROUP_INITIALIZER
+from colossalai.runtime import Plan
 
 pytestmark = pytest.mark.unit
 
@@ -131,6 +135,7 @@ def test_a_mode_of_the_users_own():
     context = ParallelContext()
     context.load_config({"parallel": {"tensor": {"size": 4, "mode": "even_odd", "stride": 2}}})
     context.init_parallel_groups(rank=3, world_size=8)
+    context.init_own_groups()
     assert context.get_ranks_in_group(RingMode.EVEN_ODD) == [1, 3, 5, 7]
     assert context.get_local_rank(RingMode.EVEN_ODD) == 1
     assert context.tensor_parallel_size == 4
@@ -143,5 +148,142 @@ def test_a_mode_of_the_users_own():
 def test_a_wrong_mode_of_the_users_own(extra, message):
     context = ParallelContext()
     context.load_config({"parallel": {"tensor": {"size": 4, "mode": "even_odd", **extra}}})
+    context.init_parallel_groups(rank=3, world_size=8)
     with pytest.raises(ConfigException, match=message):
-        context.init_parallel_groups(rank=3, world_size=8)
+        context.init_own_groups()
+
+
+class DocumentedInitializer(ProcessGroupInitializer):
+    """As the documents write it: arguments of its own behind the six, and groups made in the method."""
+
+    returns = None
+
+    def __init__(self, rank, world_size, config, data_parallel_size, pipeline_parallel_size,
+                 tensor_parallel_size, arg1, arg2):  # fmt: skip
+        super().__init__(rank, world_size, config)
+        self.arg1, self.arg2 = arg1, arg2
+
+    def init_parallel_groups(self):
+        return self.returns
+
+
+@pytest.fixture
+def documented(monkeypatch):
+    monkeypatch.setitem(INITIALIZER_MAPPING, "new_mode", "DocumentedInitializer")
+    DIST_GROUP_INITIALIZER.register_module(DocumentedInitializer)
+    context = ParallelContext()
+    tensor = {"size": 4, "mode": "new_mode", "arg1": 1, "arg2": 2}
+    context.load_config({"parallel": {"pipeline": {"size": 1}, "tensor": tensor}})
+    context.init_parallel_groups(rank=3, world_size=4)
+    yield context, partial(monkeypatch.setattr, DocumentedInitializer, "returns")
+    DIST_GROUP_INITIALIZER.remove_module("DocumentedInitializer")
+
+
+def test_the_documented_initializer_returns_nothing(documented):
+    context, returns = documented
+    returns(None)
+    context.init_own_groups()
+    assert context.tensor_mode == "new_mode"
+    assert context.get_world_size(ParallelMode.TENSOR) == 4
+    assert not context.is_initialized("new_mode")
+    with pytest.raises(ValueError, match="new_mode is not part of this job"):
+        context.get_ranks_in_group("new_mode")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        (1, 2, None, None, [1, 3], "new_mode"),
+        [(1, 2, None, [1, 3], "new_mode"), (3, 4, None, None, [0, 1, 2, 3], "all")],
+        [("new_mode", [[0, 2], [1, 3]])],
+    ],
+)
+def test_the_documented_initializer_returns_tuples(documented, rows):
+    context, returns = documented
+    returns(rows)
+    context.init_own_groups()
+    assert context.get_ranks_in_group("new_mode") == [1, 3]
+    assert context.get_local_rank("new_mode") == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ("new_mode", r"init_parallel_groups\(\) returns 'new_mode'; it must be a dict from each mode"),
+        (7, "returns 7; it must be a dict"),
+        ([(1, 2)] * 2 + [3], "it must be a dict"),
+        ([(1, 2, 3)], "it must be a dict"),
+        ((), "it must be a dict"),
+        ({"new_mode": 3}, "exactly one"),
+        ((0, 2, None, [1, 3], "new_mode"), "rank 3 is number 0 of the 2 ranks of 'new_mode', whose ranks are"),
+        ((0, 2, None, [0, 1], "new_mode"), "it must stand among them"),
+    ],
+)
+def test_what_else_an_initializer_returns_is_said(documented, rows, message):
+    context, returns = documented
+    returns(rows)
+    with pytest.raises(ConfigException, match=message):
+        context.init_own_groups()
+
+
+@pytest.mark.parametrize(
+    ("key", "right"),
+    [
+        ("clip_grad", "clip_grad_norm=1.0"),
+        ("gradient_clipping", "clip_grad_norm=1.0"),
+        ("grad_clip_norm", "clip_grad_norm=1.0"),
+        ("gradient_clip_val", "clip_grad_norm=1.0"),
+        ("max_grad_norm", "clip_grad_norm=1.0"),
+        ("gradient_accumulation_steps", "gradient_accumulation=4"),
+        ("accumulate_grad_batches", "gradient_accumulation=4"),
+        ("mixed_precision", "fp16=dict(mode=AMP_TYPE.TORCH)"),
+        ("zero_optimization", "zero=dict(stage=1)"),
+        ("gradient_checkpointing", "recompute=True"),
+        ("num_microbatches", "NUM_MICRO_BATCHES=8"),
+        ("pipeline", "parallel=dict(pipeline=2)"),
+        ("tensor_model_parallel_size", "parallel=dict(tensor="),
+    ],
+)
+def test_what_others_call_a_feature_is_a_warning_with_our_key(key, right, capfd, monkeypatch):
+    monkeypatch.setattr(get_dist_logger(), "_once", set())
+    check_config(Config({key: None}), 1)
+    check_config(Config({key: False}), 1)
+    assert capfd.readouterr().err == ""
+    check_config(Config({key: 1.0}), 1)
+    text = capfd.readouterr().err
+    assert f"config key {key!r} is not a feature and has no effect here: write {right}" in text
+    assert text.count("\n") == 1
+
+
+def test_the_users_own_keys_are_left_alone(capfd):
+    own = ("BATCH_SIZE", "NUM_EPOCHS", "LEARNING_RATE", "optimizer", "model", "seed", "logging", "batch_size")
+    own += ("hidden_size", "dropout", "scheduler", "num_epochs", "lr", "weight_decay", "SEQ_LENGTH", "depth")
+    check_config(Config(dict.fromkeys(own, 1.0)), 1)
+    assert capfd.readouterr().err == ""
+
+
+def test_the_rows_of_others_are_features_of_ours():
+    assert not set(OTHERS_KEYS) & set(FEATURE_KEYS)
+    assert {text.partition("=")[0] for text in OTHERS_KEYS.values()} <= set(FEATURE_KEYS)
+
+
+def test_no_mode_of_precision_is_full_precision(capfd, monkeypatch):
+    monkeypatch.setattr(get_dist_logger(), "_once", set())
+    config = Config(fp16={"mode": None})
+    check_config(config, 1)
+    assert Plan.from_config(config).precision == FullPrecision()
+    assert capfd.readouterr().err == ""
+    check_config(Config(fp16={"mode": None, "verbose": True}), 1)
+    assert "fp16.mode is None, which means no mixed precision: ['verbose'] of fp16" in capfd.readouterr().err
+
+
+def test_naive_amp_takes_the_bound_of_the_gradients_along():
+    config = Config(fp16={"mode": AMP_TYPE.NAIVE, "clip_grad_norm": 1.5})
+    check_config(config, 1)
+    plan = Plan.from_config(config)
+    assert (plan.clip_grad_norm, plan.precision) == (1.5, NaiveFP16())
+    check_config(Config(clip_grad_norm=1.5, **config), 1)
+    with pytest.raises(ConfigException, match=r"clip_grad_norm is 1.0, and fp16.clip_grad_norm 1.5"):
+        check_config(Config(clip_grad_norm=1.0, **config), 1)
+    with pytest.raises(ConfigException, match=r"fp16.clip_grad_norm is -1"):
+        check_config(Config(fp16={"mode": AMP_TYPE.NAIVE, "clip_grad_norm": -1}), 1)

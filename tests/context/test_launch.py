@@ -10,8 +10,16 @@ import torch
 import torch.distributed as dist
 
 import colossalai
-from colossalai.context import ConfigException, ParallelMode, set_mode
+from colossalai.communication import all_gather
+from colossalai.context import (
+    INITIALIZER_MAPPING,
+    ConfigException,
+    ParallelMode,
+    ProcessGroupInitializer,
+    set_mode,
+)
 from colossalai.core import global_context as gpc
+from colossalai.registry import DIST_GROUP_INITIALIZER
 from tests.ranks import run_ranks
 
 M = ParallelMode
@@ -55,6 +63,40 @@ def only_half_of_the_ranks_use_a_group():
 @pytest.mark.dist
 def test_a_group_is_made_by_its_members_alone():
     assert run_ranks(only_half_of_the_ranks_use_a_group, 4) == [2.0, None, 2.0, None]
+
+
+class PairsInitializer(ProcessGroupInitializer):
+    """Makes its groups itself, as initializers of the documents' time do."""
+
+    def init_parallel_groups(self):
+        made = []
+        for start in range(0, self.world_size, 2):
+            ranks = [start, start + 1]
+            group, cpu_group = dist.new_group(ranks), dist.new_group(ranks, backend="gloo")
+            if self.rank in ranks:
+                made.append((ranks.index(self.rank), 2, group, cpu_group, ranks, "pairs"))
+        return made
+
+
+def groups_of_the_users_own_making():
+    DIST_GROUP_INITIALIZER.register_module(PairsInitializer)
+    INITIALIZER_MAPPING["pairs"] = "PairsInitializer"
+    colossalai.launch_from_torch(
+        config={"parallel": {"tensor": {"size": 4, "mode": "pairs"}}}, verbose=False
+    )
+    value = torch.tensor([float(gpc.get_global_rank())])
+    dist.all_reduce(value, group=gpc.get_group("pairs"))
+    gathered = all_gather(value, 0, "pairs")
+    assert gpc.axis("pairs").group is gpc.get_group("pairs")
+    assert dist.get_process_group_ranks(gpc.get_cpu_group("pairs")) == gpc.get_ranks_in_group("pairs")
+    gpc.destroy()
+    return value.item(), gathered.tolist()
+
+
+@pytest.mark.dist
+def test_an_initializer_may_make_its_groups_itself():
+    low, high = (1.0, [1.0, 1.0]), (5.0, [5.0, 5.0])
+    assert run_ranks(groups_of_the_users_own_making, 4) == [low, low, high, high]
 
 
 def second_launch():

@@ -148,6 +148,21 @@ def test_axes_are_taken_in_grid_order_whatever_the_order_asked():
         mesh.ranks("rows")
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("parallel", "shown"),
+    [
+        ({}, "dp=8"),
+        ({"pipeline": 2}, "dp=4, pp=2"),
+        ({"moe": 2}, "edp=4, ep=2"),
+        ({"moe": 8}, "ep=8"),
+        ({"tensor": {"size": 8, "mode": "1d"}}, "tp=8"),
+    ],
+)
+def test_plain_data_parallelism_is_shown_as_what_it_is(parallel, shown):
+    assert repr(context_of(3, 8, parallel).mesh) == f"Mesh({shown}; rank 3 of 8)"
+
+
 def uneven_groups() -> list[list[int]]:
     """Ask for groups such that ranks have made different numbers of them when they meet."""
     colossalai.launch_from_torch({"parallel": {"pipeline": 4}}, verbose=False)
