@@ -39,7 +39,7 @@ ALIASES: Mapping[str, str] = {
     "colossalai.nn.optimizer.hybrid_adam": "colossalai.nn.optimizer._hybrid_adam",
     "colossalai.pipeline.pipelinable": "colossalai.pipeline._pipelinable",
     "colossalai.pipeline.utils": "colossalai.pipeline._partition",
-    "colossalai.utils.activation_checkpoint": "colossalai.runtime._recompute",
+    "colossalai.utils.activation_checkpoint": "colossalai.nn._checkpoint",
     "colossalai.utils.cuda": "colossalai.utils._device",
     "colossalai.utils.data_sampler": "colossalai.utils._dataloader",
     "colossalai.utils.timer": "colossalai.trainer._timer",

@@ -63,9 +63,9 @@ FEATURES: tuple[Feature, ...] = (
     ),
     Feature(
         title="The mixture of experts",
-        instead="a block with experts of your own trains under data parallelism and ZeRO, every rank holding "
-        "all of them (TorchDDPPlugin(find_unused_parameters=True), LowLevelZeroPlugin); parallel=dict(moe=...) "
-        "makes the groups along the axes of experts",
+        instead="a block with experts of your own trains where every rank holds all of them, under "
+        "TorchDDPPlugin(find_unused_parameters=True) or LowLevelZeroPlugin; parallel=dict(moe=...) makes the "
+        "groups of ranks along which experts would be cut",
         modules=(
             *("colossalai.nn.layer.moe", "colossalai.nn.moe", "colossalai.context.moe_context"),
             "colossalai.model_zoo.moe",

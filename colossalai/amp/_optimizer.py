@@ -50,7 +50,9 @@ def check_loss(loss: object, *, is_seed_given: bool = False) -> None:
             "float() have no gradient"
         )
     if loss.numel() != 1 and not is_seed_given:
-        raise ValueError(f"the loss has shape {tuple(loss.shape)}; it must be one number: take its mean first")
+        raise ValueError(
+            f"the loss has shape {tuple(loss.shape)}; it must be one number: take its mean first"
+        )
     if not loss.requires_grad:
         raise ValueError(
             "the loss has no gradient: it was computed under torch.no_grad(), from detached tensors, or from "
@@ -175,9 +177,7 @@ class OptimizerWrapper(Optimizer):
         scale_grads(self._params(), factor)
         return norm
 
-    def clip_grad_norm(
-        self, model: nn.Module, max_norm: float, norm_type: float = 2.0
-    ) -> torch.Tensor:
+    def clip_grad_norm(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Do as `clip_grad_by_norm`, in the form in which the documents of AMP write it.
 
         Args:

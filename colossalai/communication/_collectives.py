@@ -2,9 +2,13 @@
 
 An axis is given as an `Axis` of a mesh, or as a parallel mode of the launched job. Along an axis of one rank
 nothing happens and the tensor itself is returned.
+
+With `async_op=True` a collective returns at once, with what waits for its end: (tensor, work). The tensor has
+its values after `work.wait()`. Under a timed ledger it has ended on return, so that its time is its own.
 """
 
 from collections.abc import Callable, Hashable
+from typing import Any, Literal, Protocol, overload
 
 import torch
 import torch.distributed as dist
@@ -13,56 +17,124 @@ from colossalai.communication._ledger import is_timed, record
 from colossalai.context import Axis, global_context
 
 AxisLike = Axis | Hashable
+Op = dist.ReduceOp.RedOpType
+_SUM = dist.ReduceOp.SUM
+
+
+class Work(Protocol):
+    """A collective that is under way."""
+
+    def wait(self) -> Any:
+        """Wait for its end."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended."""
+
+
+class _Done:
+    """The work of a collective that has ended."""
+
+    def wait(self) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+Pending = tuple[torch.Tensor, Work]
 
 # Torch gave them new names and warns of the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather(tensor: torch.Tensor, dim: int, parallel_mode: AxisLike) -> torch.Tensor:
+@overload
+def all_gather(
+    tensor: torch.Tensor, dim: int, parallel_mode: AxisLike, async_op: Literal[False] = False
+) -> torch.Tensor: ...
+@overload
+def all_gather(
+    tensor: torch.Tensor, dim: int, parallel_mode: AxisLike, async_op: Literal[True]
+) -> Pending: ...
+def all_gather(
+    tensor: torch.Tensor, dim: int, parallel_mode: AxisLike, async_op: bool = False
+) -> torch.Tensor | Pending:
     """Return the slices of all ranks, one after the other along `dim`.
 
     Args:
         tensor: This rank's slice; of the same shape on all ranks.
         dim: The dimension that grows.
         parallel_mode: The axis.
+        async_op: Return at once, with what waits for the end.
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return tensor
+        return (tensor, _Done()) if async_op else tensor
     source = tensor.movedim(dim, 0).contiguous()
     result = source.new_empty((axis.size * source.shape[0], *source.shape[1:]))
     with record("all_gather", axis.name, tensor, axis.size):
-        _all_gather(result, source, group=axis.group)
-    return result.movedim(0, dim)
+        work = _started(_all_gather(result, source, group=axis.group, async_op=async_op))
+    gathered = result.movedim(0, dim)
+    return (gathered, work) if async_op else gathered
 
 
-def reduce_scatter(tensor: torch.Tensor, dim: int, parallel_mode: AxisLike) -> torch.Tensor:
+@overload
+def reduce_scatter(
+    tensor: torch.Tensor, dim: int, parallel_mode: AxisLike, op: Op = _SUM, async_op: Literal[False] = False
+) -> torch.Tensor: ...
+@overload
+def reduce_scatter(
+    tensor: torch.Tensor, dim: int, parallel_mode: AxisLike, op: Op = _SUM, *, async_op: Literal[True]
+) -> Pending: ...
+def reduce_scatter(
+    tensor: torch.Tensor, dim: int, parallel_mode: AxisLike, op: Op = _SUM, async_op: bool = False
+) -> torch.Tensor | Pending:
     """Return this rank's slice along `dim` of the sum over all ranks.
 
     Args:
         tensor: A term of the sum; `dim` is a multiple of the number of ranks.
         dim: The dimension that shrinks.
         parallel_mode: The axis.
+        op: What is done in place of the sum.
+        async_op: Return at once, with what waits for the end.
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return tensor
+        return (tensor, _Done()) if async_op else tensor
     source = tensor.movedim(dim, 0).contiguous()
     result = source.new_empty((source.shape[0] // axis.size, *source.shape[1:]))
     with record("reduce_scatter", axis.name, tensor, axis.size):
-        _reduce_scatter(result, source, group=axis.group)
-    return result.movedim(0, dim)
+        work = _started(_reduce_scatter(result, source, op=op, group=axis.group, async_op=async_op))
+    scattered = result.movedim(0, dim)
+    return (scattered, work) if async_op else scattered
 
 
+@overload
 def all_reduce(
-    tensor: torch.Tensor, parallel_mode: AxisLike, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
-) -> torch.Tensor:
-    """Return the sum (or what `op` says) over all ranks; `tensor` is left as it is."""
+    tensor: torch.Tensor, parallel_mode: AxisLike, op: Op = _SUM, async_op: Literal[False] = False
+) -> torch.Tensor: ...
+@overload
+def all_reduce(
+    tensor: torch.Tensor, parallel_mode: AxisLike, op: Op = _SUM, *, async_op: Literal[True]
+) -> Pending: ...
+def all_reduce(
+    tensor: torch.Tensor, parallel_mode: AxisLike, op: Op = _SUM, async_op: bool = False
+) -> torch.Tensor | Pending:
+    """Return the sum (or what `op` says) over all ranks; `tensor` is left as it is.
+
+    Args:
+        tensor: A term of the sum.
+        parallel_mode: The axis.
+        op: What is done in place of the sum.
+        async_op: Return at once, with what waits for the end.
+    """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return tensor
-    return all_reduce_in_place(tensor.clone(memory_format=torch.contiguous_format), axis, op)
+        return (tensor, _Done()) if async_op else tensor
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    with record("all_reduce", axis.name, tensor, axis.size):
+        work = _started(dist.all_reduce(result, op=op, group=axis.group, async_op=async_op))
+    return (result, work) if async_op else result
 
 
 def all_reduce_in_place(
@@ -85,31 +157,65 @@ def start_all_reduce(tensor: torch.Tensor, parallel_mode: AxisLike) -> Callable[
     if axis.size == 1:
         return _nothing
     with record("all_reduce", axis.name, tensor, axis.size):
-        work = dist.all_reduce(tensor, group=axis.group, async_op=True)
-        assert work is not None, "this rank is one of its group"
-        if is_timed():
-            work.wait()
-            return _nothing
+        work = _started(dist.all_reduce(tensor, group=axis.group, async_op=True))
     return work.wait
 
 
-def broadcast(tensor: torch.Tensor, src: int, parallel_mode: AxisLike) -> torch.Tensor:
-    """Return the tensor of global rank `src`; on other ranks `tensor` has its shape and is overwritten."""
+@overload
+def broadcast(
+    tensor: torch.Tensor, src: int, parallel_mode: AxisLike, async_op: Literal[False] = False
+) -> torch.Tensor: ...
+@overload
+def broadcast(
+    tensor: torch.Tensor, src: int, parallel_mode: AxisLike, async_op: Literal[True]
+) -> Pending: ...
+def broadcast(
+    tensor: torch.Tensor, src: int, parallel_mode: AxisLike, async_op: bool = False
+) -> torch.Tensor | Pending:
+    """Return the tensor of global rank `src`; on other ranks `tensor` has its shape and is overwritten.
+
+    Args:
+        tensor: What is sent, or is overwritten.
+        src: The global rank that has it.
+        parallel_mode: The axis.
+        async_op: Return at once, with what waits for the end.
+    """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return tensor
+        return (tensor, _Done()) if async_op else tensor
     result = tensor.contiguous()
     with record("broadcast", axis.name, tensor, axis.size):
-        dist.broadcast(result, src=src, group=axis.group)
-    return result
+        work = _started(dist.broadcast(result, src=src, group=axis.group, async_op=async_op))
+    return (result, work) if async_op else result
 
 
-def reduce(tensor: torch.Tensor, dst: int, parallel_mode: AxisLike) -> torch.Tensor:
-    """Return the sum over all ranks on global rank `dst`, and something undefined on the others."""
+@overload
+def reduce(
+    tensor: torch.Tensor, dst: int, parallel_mode: AxisLike, op: Op = _SUM, async_op: Literal[False] = False
+) -> torch.Tensor: ...
+@overload
+def reduce(
+    tensor: torch.Tensor, dst: int, parallel_mode: AxisLike, op: Op = _SUM, *, async_op: Literal[True]
+) -> Pending: ...
+def reduce(
+    tensor: torch.Tensor, dst: int, parallel_mode: AxisLike, op: Op = _SUM, async_op: bool = False
+) -> torch.Tensor | Pending:
+    """Return the sum over all ranks on global rank `dst`, and something undefined on the others.
+
+    Args:
+        tensor: A term of the sum; it is left as it is.
+        dst: The global rank that gets it.
+        parallel_mode: The axis.
+        op: What is done in place of the sum.
+        async_op: Return at once, with what waits for the end.
+    """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return tensor
-    return reduce_in_place(tensor.clone(memory_format=torch.contiguous_format), dst, axis)
+        return (tensor, _Done()) if async_op else tensor
+    result = tensor.clone(memory_format=torch.contiguous_format)
+    with record("reduce", axis.name, tensor, axis.size):
+        work = _started(dist.reduce(result, dst=dst, op=op, group=axis.group, async_op=async_op))
+    return (result, work) if async_op else result
 
 
 def reduce_in_place(tensor: torch.Tensor, dst: int, parallel_mode: AxisLike) -> torch.Tensor:
@@ -142,6 +248,16 @@ def ring_forward(tensor_send_next: torch.Tensor, parallel_mode: AxisLike) -> tor
 def as_axis(axis: AxisLike) -> Axis:
     """Return the axis that an axis, or a parallel mode of the launched job, stands for."""
     return axis if isinstance(axis, Axis) else global_context.axis(axis)
+
+
+def _started(work: Work | None) -> Work:
+    """Return the work of a collective, None of one that has ended; a timed ledger waits for it."""
+    if work is None:
+        return _Done()
+    if is_timed():
+        work.wait()
+        return _Done()
+    return work
 
 
 def _nothing() -> None:

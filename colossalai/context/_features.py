@@ -68,7 +68,16 @@ OTHERS_KEYS: Mapping[str, str] = {
         _ACCUMULATION,
     ),
     **dict.fromkeys(
-        ("amp", "bf16", "precision", "mixed_precision", "amp_config", "use_amp", "amp_type", "half_precision"),
+        (
+            "amp",
+            "bf16",
+            "precision",
+            "mixed_precision",
+            "amp_config",
+            "use_amp",
+            "amp_type",
+            "half_precision",
+        ),
         _PRECISION,
     ),
     **dict.fromkeys(("zero_optimization", "zero_stage", "fsdp", "fsdp_config", "zero_config"), _ZERO),
@@ -80,7 +89,13 @@ OTHERS_KEYS: Mapping[str, str] = {
         _RECOMPUTE,
     ),
     **dict.fromkeys(
-        ("pipeline", "pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size", "pp_size"),
+        (
+            "pipeline",
+            "pipeline_parallel",
+            "pipeline_parallel_size",
+            "pipeline_model_parallel_size",
+            "pp_size",
+        ),
         _PIPELINE,
     ),
     **dict.fromkeys(
@@ -146,9 +161,7 @@ def _warn_of_what_looks_like_a_feature(key: Any, value: Any) -> None:
         return
     match = nearest(key, FEATURE_KEYS, cutoff=0.87)
     if match is not None:
-        get_dist_logger().log_once(
-            f"config key {key!r} is not a feature; did you mean {match!r}?", ranks=[0]
-        )
+        get_dist_logger().log_once(f"config key {key!r} is not a feature; did you mean {match!r}?", ranks=[0])
 
 
 def precision_mode(value: Any) -> str:

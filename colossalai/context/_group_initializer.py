@@ -110,8 +110,10 @@ def own_groups(name: str, *, arguments: Mapping[str, Any], **sizes: Any) -> dict
         return {mode: _own_part(who, mode, partition, sizes) for mode, partition in found.items()}
     is_row = isinstance(found, tuple) and len(found) > 0 and not isinstance(found[0], tuple)
     rows = [found] if is_row else found
-    if not rows or not isinstance(rows, list | tuple) or not all(
-        isinstance(row, tuple) and len(row) in _ROW_LENGTHS for row in rows
+    if (
+        not rows
+        or not isinstance(rows, list | tuple)
+        or not all(isinstance(row, tuple) and len(row) in _ROW_LENGTHS for row in rows)
     ):
         raise ConfigException(
             f"{who} returns {found!r:.200}; it must be a dict from each mode to its groups of ranks, a list of "

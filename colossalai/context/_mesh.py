@@ -83,9 +83,7 @@ class Mesh:
             for view, parts in self._views.items()
             if self.axes[parts[0]] == self.axis_size(view)
         }
-        extents = ", ".join(
-            f"{names.get(axis, axis)}={size}" for axis, size in self.axes.items() if size > 1
-        )
+        extents = ", ".join(f"{names.get(axis, axis)}={size}" for axis, size in self.axes.items() if size > 1)
         return f"Mesh({extents or 'one rank'}; rank {self.rank} of {self.world_size})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":

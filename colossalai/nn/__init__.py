@@ -9,6 +9,8 @@ from colossalai.nn import loss as loss
 from colossalai.nn import lr_scheduler as lr_scheduler
 from colossalai.nn import metric as metric
 from colossalai.nn import optimizer as optimizer
+from colossalai.nn._checkpoint import CheckpointModule as CheckpointModule
+from colossalai.nn._checkpoint import checkpoint as checkpoint
 from colossalai.nn.layer import Classifier as Classifier
 from colossalai.nn.layer import Classifier1D as Classifier1D
 from colossalai.nn.layer import Classifier2D as Classifier2D

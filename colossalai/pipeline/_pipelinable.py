@@ -74,6 +74,24 @@ class PipelinableContext:
         if self._handle is not None:
             self._handle.remove()
 
+    @property
+    def layers_count(self) -> int:
+        """Number of the layers that are divided among the stages.
+
+        Raises:
+            ValueError: No model or several were built in the context.
+        """
+        return len(self._current_order().steps)
+
+    @property
+    def funcs_count(self) -> int:
+        """Number of the functions between the layers.
+
+        Raises:
+            ValueError: No model or several were built in the context.
+        """
+        return sum(len(step.front) + len(step.behind) for step in self._current_order().steps)
+
     def to_layer_list(self, exec_seq: Sequence[Entry] | None = None) -> None:
         """Say in which order the layers of the model run.
 
@@ -114,6 +132,13 @@ class PipelinableContext:
         steps = self._order.steps
         parts = self._parts(self._order, num_chunks=num_chunks, size=pipeline_size)[rank]
         return as_model([LayerChain(steps[start:end]) for start, end in parts])
+
+    def _current_order(self) -> _Order:
+        """Return the order of execution as it was said, or as `partition` would take it."""
+        if self._order is not None:
+            return self._order
+        model = self._model()
+        return _read(model, _in_registration_order(model))
 
     def _parts(self, order: _Order, *, num_chunks: int, size: int) -> list[list[Part]]:
         if self.policy != "customized":

@@ -1,5 +1,6 @@
 """The core that both doors stand on: a plan, its application to a model, and a training step."""
 
+from colossalai.nn import checkpoint as checkpoint
 from colossalai.runtime._assemble import assemble as assemble
 from colossalai.runtime._assemble import observers_of as observers_of
 from colossalai.runtime._assemble import replicas_of as replicas_of
@@ -15,7 +16,6 @@ from colossalai.runtime._pairs import refuse_pairs as refuse_pairs
 from colossalai.runtime._pipeline import Pipeline as Pipeline
 from colossalai.runtime._plan import Plan as Plan
 from colossalai.runtime._recompute import apply_recompute as apply_recompute
-from colossalai.runtime._recompute import checkpoint as checkpoint
 from colossalai.runtime._recompute import find_blocks as find_blocks
 from colossalai.runtime._saving import Resumed as Resumed
 from colossalai.runtime._saving import Run as Run

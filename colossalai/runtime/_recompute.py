@@ -1,49 +1,15 @@
-"""Activation checkpointing (1604.06174): keep a block's input, run its forward again for the backward.
-
-[Note: random states in recomputation]
-The second forward must draw the same random numbers as the first, from the state of every parallel mode, and
-must not disturb what is drawn after it. torch's own checkpoint only restores the default generator, which
-holds the state of one mode; so its handling is switched off and a snapshot of all modes is replayed.
-"""
+"""Activation checkpointing of parts of a model: its blocks, or what is named."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.utils.checkpoint
 from torch import nn
 
 from colossalai.context import Axis
-from colossalai.context._random import replay, snapshot
+from colossalai.nn import checkpoint
 from colossalai.pipeline import ChunkList, PartOfStack
-
-
-def checkpoint(
-    function: Callable[..., Any], activation_offload: bool = False, *args: Any, **kwargs: Any
-) -> Any:
-    """Call `function(*args, **kwargs)` without keeping its activations; the backward computes them again.
-
-    Args:
-        function: A module or function of tensors.
-        activation_offload: Also keep the input in host memory until the backward; no effect where it is there
-            already.
-        args: Arguments of `function`.
-        kwargs: Keyword arguments of `function`.
-    """
-    offload = torch.autograd.graph.save_on_cpu() if activation_offload else nullcontext()
-    with offload:
-        return torch.utils.checkpoint.checkpoint(
-            function,
-            *args,
-            use_reentrant=False,
-            preserve_rng_state=False,  # see [Note: random states in recomputation]
-            context_fn=_contexts,
-            **kwargs,
-        )
 
 
 def apply_recompute(
@@ -156,7 +122,3 @@ def _of_all(found: set[str], stages: Axis | None) -> list[set[str]]:
     gathered = [found] * stages.size
     dist.all_gather_object(gathered, found, group=stages.group)
     return gathered
-
-
-def _contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return nullcontext(), replay(*snapshot())

@@ -1,12 +1,15 @@
 """Short questions about the launched job, and helpers for code that is the same on all ranks."""
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from colossalai.context import ParallelMode, global_context
-from colossalai.logging import get_dist_logger
+from colossalai.logging import DistributedLogger, get_dist_logger
 from colossalai.nn.parallel import broadcast_from_first
 from colossalai.tensor import global_grad_norm, scale_grads
 
@@ -41,9 +44,23 @@ def is_no_pp_or_last_stage() -> bool:
     return not global_context.is_launched or global_context.is_pipeline_last_stage()
 
 
-def print_rank_0(message: str) -> None:
-    """Write a message on global rank 0 only, through the logger."""
-    get_dist_logger().info(message, ranks=[0])
+def print_rank_0(message: str, logger: DistributedLogger | logging.Logger | None = None) -> None:
+    """Write a message on global rank 0 only, through a logger.
+
+    Args:
+        message: The message.
+        logger: A logger of `get_dist_logger`, or of the standard library; default: the former.
+
+    Raises:
+        ValueError: `logger` is none.
+    """
+    chosen = get_dist_logger() if logger is None else logger
+    if isinstance(chosen, DistributedLogger):
+        chosen.info(message, ranks=[0])
+    elif not isinstance(chosen, logging.Logger):
+        raise ValueError(f"logger is {logger!r}; it must be a logger, such as get_dist_logger() returns")
+    elif not global_context.is_launched or global_context.get_global_rank() == 0:
+        chosen.info(message)
 
 
 def sync_model_param(model: nn.Module, parallel_mode: ParallelMode = ParallelMode.DATA) -> None:

@@ -4,6 +4,8 @@ model = zero_model_wrapper(model, zero_stage=2)
 optimizer = zero_optim_wrapper(model, optimizer)
 optimizer.backward(loss)
 optimizer.step()
+
+`LowLevelZeroOptimizer(optimizer, ...)` does it for an optimizer alone.
 """
 
 from collections.abc import Iterator
@@ -105,25 +107,81 @@ class ZeroModel(nn.Module):
 
 
 class LowLevelZeroOptimizer(OptimizerWrapper):
-    """An optimizer that works on this rank's slices of the parameters; see `zero_optim_wrapper`.
+    """An optimizer that works on this rank's slices of the parameters.
+
+    Made from an optimizer alone, as here, it takes the parameters as they are: float16 and bfloat16 ones get
+    float32 masters, and the model, which it does not know, is called as it is. Build the model first, on the
+    device of the rank; call `backward(loss)` of this object. `zero_optim_wrapper` makes one for a model that
+    went through `zero_model_wrapper`, which also casts what goes into the model and comes out of it.
 
     Args:
+        optimizer: Any optimizer; it is changed in place.
+        initial_scale: First loss scale of float16 parameters; so are all up to `max_scale`.
+        min_scale: The scale does not shrink below it.
+        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor of the scale after overflows.
+        growth_interval: Number of steps without overflow before the scale grows.
+        hysteresis: Number of overflows since the last growth before the scale shrinks.
+        max_scale: The scale does not grow above it.
+        clip_grad_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
+        verbose: Log every change of the loss scale.
+        reduce_bucket_size: Number of elements in a bucket of gradients.
+        communication_dtype: The dtype in which gradients are sent; None: their own.
+        overlap_communication: Average gradients while the backward runs.
+        partition_grad: Cut gradients, too (stage 2).
+        cpu_offload: Keep optimizer states and masters in host memory.
+        forced_dtype: Cast the parameters to it: torch.float16 or torch.bfloat16; None: leave them.
         model: What `zero_model_wrapper` returned; it may have several optimizers, of different parameters.
-        optimizer: Any optimizer of some or all of its parameters; it is changed in place.
-        scaler: The loss scaler, with the first optimizer of a model; the others share it.
-        max_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
-        norm_type: The p of that norm.
+            The options of the gradients and of the scale are the model's then, and left out here.
+        norm_type: The p of the norm.
+        scaler: The loss scaler, with the first optimizer of a `model`; the others share it.
+
+    Raises:
+        RuntimeError: Nothing has been launched.
+        ValueError: An option is not what it must be, or the optimizer cannot be cut.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the documented options
         self,
-        model: ZeroModel,
         optimizer: Optimizer,
+        initial_scale: float = 2.0**16,
+        min_scale: float = 1.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        hysteresis: int = 2,
+        max_scale: float = 2.0**24,
+        clip_grad_norm: float = 0.0,
+        verbose: bool = False,
+        reduce_bucket_size: int = 1024 * 1024,
+        communication_dtype: torch.dtype | None = None,
+        overlap_communication: bool = False,
+        partition_grad: bool = False,
+        cpu_offload: bool = False,
+        forced_dtype: torch.dtype | None = None,
         *,
-        scaler: LossScaler | None = None,
-        max_norm: float = 0.0,
+        model: ZeroModel | None = None,
         norm_type: float = 2.0,
+        scaler: LossScaler | None = None,
     ) -> None:
+        given = locals()
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, OptimizerWrapper):
+            raise ValueError(
+                f"the optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer that you "
+                "built yourself"
+            )
+        if model is None:
+            model = _model_of(
+                optimizer,
+                dtype=forced_dtype,
+                stage=2 if partition_grad else 1,
+                num_elements=reduce_bucket_size,
+                communication_dtype=communication_dtype,
+                overlap_communication=overlap_communication,
+                cpu_offload=cpu_offload,
+            )
+            if isinstance(model.precision, NaiveFP16):
+                scaler = _scaler_of(model, {name: given[name] for name in _scaler_defaults()})
         held = {param for group in optimizer.param_groups for param in group["params"]}
         shards = model.data.shard(model.module, optimizer, model.masters)
         model.masters = model.masters.without(held)
@@ -134,11 +192,43 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
             param_names={param: name for name, param in model.named_parameters()},
             masters=shards,
             before_step=model.precision.before_step,
-            max_norm=max_norm,
+            max_norm=clip_grad_norm,
             norm_type=norm_type,
             beside=model.first_optimizer,
         )
         model.first_optimizer = model.first_optimizer or self
+        self._model = model  # the shards do not hold it, and its handles are weak
+
+
+def _model_of(
+    optimizer: Optimizer, *, dtype: torch.dtype | None, stage: int, num_elements: int, **options: Any
+) -> ZeroModel:
+    """Return a model that is nothing but the parameters of an optimizer."""
+    params = {
+        f"group{number}_param{place}": param
+        for number, group in enumerate(optimizer.param_groups)
+        for place, param in enumerate(group["params"])
+    }
+    dtypes = {param.dtype for param in params.values()} if dtype is None else {dtype}
+    names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+    if dtype is not None and dtype not in names:
+        raise ValueError(f"forced_dtype is {dtype!r}; it must be torch.float16, torch.bfloat16 or None")
+    if len(dtypes) > 1 and dtypes & set(names):
+        raise ValueError(
+            f"the parameters are {', '.join(sorted(map(str, dtypes)))}; cast the model, or give forced_dtype"
+        )
+    if type(num_elements) is not int or num_elements < 1:
+        raise ValueError(
+            f"reduce_bucket_size is {num_elements!r}; it must be a number of elements, from 1 on"
+        )
+    size = max((param.element_size() for param in params.values()), default=1)
+    return zero_model_wrapper(
+        nn.ParameterDict(params),
+        stage,
+        precision=next((names[each] for each in dtypes if each in names), "fp32"),
+        bucket_cap_mb=num_elements * size / 2**20,
+        **options,
+    )
 
 
 def zero_model_wrapper(
@@ -243,7 +333,9 @@ def zero_optim_wrapper(
             f"{', '.join(useless)}: no effect, only precision='fp16' of zero_model_wrapper has a loss scale",
             ranks=[0],
         )
-    return LowLevelZeroOptimizer(model, optimizer, scaler=scaler, max_norm=max_norm, norm_type=norm_type)
+    return LowLevelZeroOptimizer(
+        optimizer, model=model, scaler=scaler, clip_grad_norm=max_norm, norm_type=norm_type
+    )
 
 
 def _scaler_of(model: ZeroModel, options: dict[str, Any]) -> LossScaler | None:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import colossalai
 from colossalai import communication
@@ -105,3 +106,39 @@ def alone():
 
 def test_one_rank_sends_nothing():
     run_ranks(alone, 1)
+
+
+def forms_of_every_collective():
+    colossalai.launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, verbose=False)
+    rank, mode, alone = gpc.get_global_rank(), ParallelMode.TENSOR, ParallelMode.DATA
+    x = values(rank, (4, 2))
+    calls = {
+        "all_gather": (0, mode),
+        "reduce_scatter": (0, mode),
+        "all_reduce": (mode,),
+        "broadcast": (1, mode),
+        "reduce": (1, mode),
+    }
+    for name, arguments in calls.items():
+        collective = getattr(communication, name)
+        expected = collective(x.clone(), *arguments)
+        for timed in (False, True):
+            with ledger(timed=timed) as book:
+                found, work = collective(x.clone(), *arguments, async_op=True)
+                work.wait()
+            assert [entry.op for entry in book.entries] == [name]
+            if name != "reduce" or rank == 1:
+                torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        kept, work = collective(x, *arguments[:-1], alone, async_op=True)
+        work.wait()
+        assert kept is x
+        assert work.is_completed()
+    largest = torch.maximum(values(0, (4, 2)), values(1, (4, 2)))
+    assert torch.equal(communication.reduce_scatter(x, 0, mode, dist.ReduceOp.MAX), largest.chunk(2)[rank])
+    greatest, work = communication.reduce(x, 1, mode, dist.ReduceOp.MAX, True)
+    work.wait()
+    assert rank == 0 or torch.equal(greatest, largest)
+
+
+def test_collectives_in_the_background():
+    run_ranks(forms_of_every_collective, 2)

@@ -215,7 +215,10 @@ def test_the_documented_initializer_returns_tuples(documented, rows):
         ([(1, 2, 3)], "it must be a dict"),
         ((), "it must be a dict"),
         ({"new_mode": 3}, "exactly one"),
-        ((0, 2, None, [1, 3], "new_mode"), "rank 3 is number 0 of the 2 ranks of 'new_mode', whose ranks are"),
+        (
+            (0, 2, None, [1, 3], "new_mode"),
+            "rank 3 is number 0 of the 2 ranks of 'new_mode', whose ranks are",
+        ),
         ((0, 2, None, [0, 1], "new_mode"), "it must stand among them"),
     ],
 )

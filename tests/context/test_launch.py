@@ -81,9 +81,7 @@ class PairsInitializer(ProcessGroupInitializer):
 def groups_of_the_users_own_making():
     DIST_GROUP_INITIALIZER.register_module(PairsInitializer)
     INITIALIZER_MAPPING["pairs"] = "PairsInitializer"
-    colossalai.launch_from_torch(
-        config={"parallel": {"tensor": {"size": 4, "mode": "pairs"}}}, verbose=False
-    )
+    colossalai.launch_from_torch(config={"parallel": {"tensor": {"size": 4, "mode": "pairs"}}}, verbose=False)
     value = torch.tensor([float(gpc.get_global_rank())])
     dist.all_reduce(value, group=gpc.get_group("pairs"))
     gathered = all_gather(value, 0, "pairs")

@@ -63,6 +63,17 @@ def test_parts_make_the_whole(policy, num_chunks, size):
         assert all(rank.get_parameter(name) is param for name, param in rank.named_parameters())
 
 
+def test_layers_and_functions_are_counted():
+    context = PipelinableContext()
+    with pytest.raises(ValueError, match="0 models were built"):
+        _ = context.layers_count
+    with context:
+        Net()
+    assert (context.layers_count, context.funcs_count) == (7, 0), "in the order of registration"
+    context.to_layer_list(SEQ)
+    assert (context.layers_count, context.funcs_count) == (7, 2)
+
+
 def test_functions_stay_with_their_layer():
     _, context = build("uniform")
     # 7 layers on 7 ranks: flatten goes with the pool, the doubling with the last layer

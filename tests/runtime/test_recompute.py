@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import colossalai
 from colossalai.context import Mesh, ParallelMode, random_state, reset_seeds, seed, set_random_state
 from colossalai.context._random import seed_all_modes
 from colossalai.runtime import apply_recompute, checkpoint, find_blocks
@@ -101,6 +102,48 @@ def test_checkpoint_as_documented():
         checkpoint(block, offload, x).sum().backward()
         assert x.grad is not None
         x.grad = None
+
+
+def test_checkpoint_in_other_documented_forms(capfd):
+    block, x = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), torch.randn(2, 6, requires_grad=True)
+    expected = torch.autograd.grad(block(x).sum(), x)[0]
+    for options in ({"use_reentrant": False}, {"use_reentrant": True}, {"determinism_check": "default"}):
+        found = torch.autograd.grad(checkpoint(block, False, x, **options).sum(), x)[0]
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert capfd.readouterr().err.count("use_reentrant=True has no effect") == 1
+
+
+def test_what_checkpoint_cannot_take_is_said():
+    block, x = Block(), torch.randn(2, 6)
+    with pytest.raises(ValueError, match=r"activation_offload is a Tensor; .* checkpoint\(block, False, x\)"):
+        checkpoint(block, x)
+    with pytest.raises(ValueError, match="which cannot be called: pass a module"):
+        checkpoint(block(x), False, x)
+    with pytest.raises(ValueError, match="all random states by itself: leave preserve_rng_state out"):
+        checkpoint(block, False, x, preserve_rng_state=True)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_checkpoint_module_recomputes_while_it_trains(offload):
+    class Own(colossalai.nn.CheckpointModule):
+        def __init__(self, checkpoint):
+            super().__init__(checkpoint, offload)
+            self.block = Block()
+
+        def _forward(self, x):
+            return self.block(x)
+
+    torch.manual_seed(0)
+    own, plain, x = Own(True), Own(False), torch.randn(2, 6)
+    plain.load_state_dict(own.state_dict())
+    found, after = gradients(own, x)
+    expected, expected_after = gradients(plain, x)
+    torch.testing.assert_close((found, after), (expected, expected_after), rtol=0, atol=0)
+    assert (own.block.calls, plain.block.calls) == (2, 1)
+    gradients(own.eval(), x)
+    assert own.block.calls == 3
+    with pytest.raises(NotImplementedError, match="CheckpointModule and must define _forward"):
+        colossalai.nn.CheckpointModule()(x)
 
 
 def test_blocks_are_found():

@@ -316,3 +316,57 @@ def test_options_without_effect_are_said() -> None:
 def test_wrong_options_of_the_plugin(option: str, value: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LowLevelZeroPlugin(**{option: value})
+
+
+def from_an_optimizer_alone(partition_grad: bool) -> None:
+    """The form of the documents: the model is called as it is."""
+    size, rank = launch()
+    model, twin = models()
+    raw, plain = adamw(model), adamw(twin)
+    raw.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))], "lr": 0.1})
+    optimizer = LowLevelZeroOptimizer(
+        raw,
+        overlap_communication=True,
+        partition_grad=partition_grad,
+        reduce_bucket_size=40,
+        clip_grad_norm=0.5,
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        twin(batch_of(step)).square().mean().backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+        optimizer.backward(model(batch_of(step).chunk(size)[rank]).square().mean())
+        optimizer.step()
+        plain.step()
+        assert_same(model, twin, step)
+    half = nn.Linear(8, 8)
+    scaled = LowLevelZeroOptimizer(
+        torch.optim.SGD(half.parameters(), lr=0.1), initial_scale=2.0**8, forced_dtype=torch.float16
+    )
+    assert half.weight.dtype == torch.float16
+    scaled.backward(half(torch.ones(2, 8, dtype=torch.float16)).float().mean())
+    scaled.step()
+    assert scaled.stepped
+    assert scaled.scaler.scale == 2.0**8
+    for options, message in [
+        ({"forced_dtype": torch.float64}, "forced_dtype is torch.float64"),
+        ({"reduce_bucket_size": 0}, "reduce_bucket_size is 0"),
+        ({"clip_grad_norm": -1}, "max_norm is -1"),
+        ({"communication_dtype": 16}, "communication_dtype is 16"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            LowLevelZeroOptimizer(adamw(nn.Linear(2, 2)), **options)
+    with pytest.raises(ValueError, match="the optimizer is a Linear; it must be a torch.optim.Optimizer"):
+        LowLevelZeroOptimizer(nn.Linear(2, 2))
+    mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float16))]
+    with pytest.raises(
+        ValueError, match=r"torch.float16, torch.float32; cast the model, or give forced_dtype"
+    ):
+        LowLevelZeroOptimizer(torch.optim.SGD(mixed, lr=0.1))
+    gpc.destroy()
+
+
+@pytest.mark.parametrize("partition_grad", [False, True])
+def test_an_optimizer_alone_is_cut(partition_grad: bool) -> None:
+    run_ranks(from_an_optimizer_alone, 2, partition_grad)

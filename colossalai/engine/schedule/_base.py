@@ -36,6 +36,17 @@ class BaseSchedule(ABC):
     ) -> tuple[Any, Any, torch.Tensor | None]:
         """Run the next batch; return output, label and loss, None for what is not asked for."""
 
+    def forward_backward_step(
+        self,
+        engine: "Engine",
+        data_iter: Iterator[Any],
+        forward_only: bool = False,
+        return_loss: bool = True,
+        return_output_label: bool = True,
+    ) -> tuple[Any, Any, torch.Tensor | None]:
+        """Do as `forward_back_step`; another name of it. Override that one."""
+        return self.forward_back_step(engine, data_iter, forward_only, return_loss, return_output_label)
+
     def load_batch(self, data_iter: Iterator[Any], device: torch.device) -> tuple[Any, Any]:
         """Return data and label of the next batch, on `device`.
 
