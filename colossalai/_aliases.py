@@ -19,7 +19,10 @@ from types import ModuleType
 from colossalai._not_landed import NOT_LANDED
 
 ALIASES: Mapping[str, str] = {
+    "colossalai.amp.amp_type": "colossalai.amp._amp_type",
     "colossalai.amp.apex_amp": "colossalai.amp._amp_type",
+    "colossalai.amp.naive_amp": "colossalai.amp._amp_type",
+    "colossalai.amp.torch_amp": "colossalai.amp._amp_type",
     "colossalai.builder.pipeline": "colossalai.builder._pipeline",
     "colossalai.cluster.dist_coordinator": "colossalai.cluster._dist_coordinator",
     "colossalai.constants": "colossalai.context._group_initializer",
@@ -29,6 +32,7 @@ ALIASES: Mapping[str, str] = {
     "colossalai.context.parallel_mode": "colossalai.context._parallel_mode",
     "colossalai.context.process_group_initializer": "colossalai.context._group_initializer",
     "colossalai.context.random": "colossalai.context._random",
+    "colossalai.interface": "colossalai.runtime._wrapper",
     "colossalai.mixed_precision": "colossalai.booster.mixed_precision",
     "colossalai.nn.layer.parallel_2d": "colossalai.nn.layer._batch",
     "colossalai.nn.layer.parallel_2p5d": "colossalai.nn.layer._batch",
@@ -40,8 +44,12 @@ ALIASES: Mapping[str, str] = {
     "colossalai.pipeline.pipelinable": "colossalai.pipeline._pipelinable",
     "colossalai.pipeline.utils": "colossalai.pipeline._partition",
     "colossalai.utils.activation_checkpoint": "colossalai.nn._checkpoint",
+    "colossalai.utils.checkpointing": "colossalai.utils._checkpoint",
+    "colossalai.utils.common": "colossalai.utils._parallel",
     "colossalai.utils.cuda": "colossalai.utils._device",
     "colossalai.utils.data_sampler": "colossalai.utils._dataloader",
+    "colossalai.utils.memory": "colossalai.utils._memory",
+    "colossalai.utils.profiler": "colossalai.utils._profiler",
     "colossalai.utils.timer": "colossalai.trainer._timer",
 }
 """From a documented module to the module that is its home."""

@@ -1,11 +1,12 @@
 """From an entry of a config to an object."""
 
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import Any
 
 from torch import nn
 
-from colossalai.registry import LAYERS, MODELS
+from colossalai.registry import LAYERS, MODELS, Registry
 
 
 def build_from_config(module: Callable[..., Any], config: Mapping[str, Any]) -> Any:
@@ -21,18 +22,40 @@ def build_from_config(module: Callable[..., Any], config: Mapping[str, Any]) -> 
     return module(**config)
 
 
+def build_from_registry(config: Mapping[str, Any], registry: Registry) -> Any:
+    """Build what `dict(type=..., ...)` names in a registry; further entries are its arguments.
+
+    Args:
+        config: The entry of a config.
+        registry: Where the name is known, such as `colossalai.registry.LOSSES`.
+
+    Raises:
+        ValueError: There is no type, nothing of that name is registered, or the arguments do not fit.
+    """
+    if not isinstance(registry, Registry):
+        raise ValueError(f"the registry is {registry!r}; it must be one such as colossalai.registry.LAYERS")
+    if not isinstance(config, Mapping) or not isinstance(config.get("type"), str):
+        raise ValueError(f"{config!r} does not name what to build: write dict(type='Linear', ...)")
+    arguments = {key: value for key, value in config.items() if key != "type"}
+    module = registry.get_module(config["type"])
+    try:
+        signature(module).bind(**arguments)
+    except TypeError as error:
+        raise ValueError(f"{dict(config)} does not fit {config['type']}: {error}") from error
+    except ValueError:  # a class without a signature, which says itself what is wrong
+        pass
+    return build_from_config(module, arguments)
+
+
 def build_module(config: Mapping[str, Any]) -> nn.Module:
     """Build the layer or model that `dict(type=..., ...)` names; further entries are its arguments.
 
     Raises:
         ValueError: There is no type, no layer or model of that name, or it is no `nn.Module`.
     """
-    if not isinstance(config, Mapping) or not isinstance(config.get("type"), str):
-        raise ValueError(f"{config!r} does not name what to build: write dict(type='Linear', ...)")
-    name = config["type"]
-    registry = MODELS if MODELS.has(name) and not LAYERS.has(name) else LAYERS
-    arguments = {key: value for key, value in config.items() if key != "type"}
-    built = build_from_config(registry.get_module(name), arguments)
+    name = config.get("type") if isinstance(config, Mapping) else None
+    in_models = isinstance(name, str) and MODELS.has(name) and not LAYERS.has(name)
+    built = build_from_registry(config, MODELS if in_models else LAYERS)
     if not isinstance(built, nn.Module):
         raise ValueError(f"{name!r} builds a {type(built).__name__}, not a torch.nn.Module")
     return built

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 from colossalai._lazy import find_name
 from colossalai.checkpoint_io._atomic import atomic_file as atomic_file
 from colossalai.checkpoint_io._atomic import atomic_folder as atomic_folder
+from colossalai.checkpoint_io._checkpoint_io import CheckpointIO as CheckpointIO
+from colossalai.checkpoint_io._checkpoint_io import GeneralCheckpointIO as GeneralCheckpointIO
 from colossalai.checkpoint_io._legacy import load_checkpoint as load_checkpoint
 from colossalai.checkpoint_io._legacy import save_checkpoint as save_checkpoint
 from colossalai.checkpoint_io._lr_scheduler import Stateful as Stateful

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from colossalai.amp import OptimizerWrapper as OptimizerWrapper  # documented beside ModelWrapper
 from colossalai.nn.parallel import DataMethod
 from colossalai.runtime._pipeline import Pipeline
 

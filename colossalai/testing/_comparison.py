@@ -1,6 +1,10 @@
-"""Assertions about two tensors; each failure says how far apart they are."""
+"""Assertions about tensors, of one rank or of several; each failure says how far apart they are."""
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -39,3 +43,71 @@ def assert_not_equal(actual: Tensor, other: Tensor) -> None:
     """
     if torch.equal(actual, other):
         raise AssertionError(f"the tensors of shape {tuple(actual.shape)} are equal, and should not be")
+
+
+def assert_equal_in_group(tensor: Tensor, process_group: dist.ProcessGroup | None = None) -> None:
+    """Assert that all ranks of a group have the same tensor; every rank calls it.
+
+    Args:
+        tensor: The tensor of this rank; shape and dtype are compared, too.
+        process_group: The ranks; default: all.
+
+    Raises:
+        AssertionError: They differ, on every rank; the message names the ranks that differ from the first.
+    """
+    size = dist.get_world_size(process_group)
+    kinds: list[Any] = [None] * size
+    dist.all_gather_object(kinds, (tuple(tensor.shape), tensor.dtype), group=process_group)
+    if len(set(kinds)) > 1:
+        raise AssertionError(f"the tensors of the ranks have shapes and dtypes {kinds}")
+    held = tensor.detach().contiguous()
+    gathered = [torch.empty_like(held) for _ in range(size)]
+    dist.all_gather(gathered, held, group=process_group)
+    others = [place for place, other in enumerate(gathered) if not torch.equal(other, gathered[0])]
+    if others:
+        ranks = [
+            dist.get_global_rank(process_group, place) if process_group is not None else place
+            for place in others
+        ]
+        raise AssertionError(
+            f"the tensors of shape {tuple(tensor.shape)} on ranks {ranks} differ from that of the first rank"
+        )
+
+
+def check_state_dict_equal(d1: Mapping[Any, Any], d2: Mapping[Any, Any], ignore_device: bool = True) -> None:
+    """Assert that two state dicts have the same keys and equal values, at every depth.
+
+    Args:
+        d1: One.
+        d2: The other.
+        ignore_device: Whether tensors may be on different devices.
+
+    Raises:
+        AssertionError: They differ; the message has the path to the first difference.
+    """
+    _check_equal(d1, d2, "", ignore_device)
+
+
+def _check_equal(one: Any, other: Any, path: str, ignore_device: bool) -> None:
+    where = path or "the state dict"
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        if set(one) != set(other):
+            missing, unknown = (
+                sorted(map(str, set(one) - set(other))),
+                sorted(map(str, set(other) - set(one))),
+            )
+            raise AssertionError(f"{where}: only the first has {missing}, only the second {unknown}")
+        for key in one:
+            _check_equal(one[key], other[key], f"{path}.{key}".lstrip("."), ignore_device)
+    elif isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        if len(one) != len(other):
+            raise AssertionError(f"{where} has {len(one)} items in the first and {len(other)} in the second")
+        for number, (mine, theirs) in enumerate(zip(one, other, strict=True)):
+            _check_equal(mine, theirs, f"{path}.{number}".lstrip("."), ignore_device)
+    elif isinstance(one, Tensor) and isinstance(other, Tensor):
+        moved = other.to(one.device) if ignore_device else other
+        torch.testing.assert_close(
+            one, moved, rtol=0, atol=0, equal_nan=True, msg=lambda text: f"{where}: {text}"
+        )
+    elif type(one) is not type(other) or one != other:
+        raise AssertionError(f"{where} is {one!r} in the first and {other!r} in the second")

@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,7 +12,7 @@ from torch import nn
 from colossalai.context import ParallelMode, global_context
 from colossalai.logging import DistributedLogger, get_dist_logger
 from colossalai.nn.parallel import broadcast_from_first
-from colossalai.tensor import global_grad_norm, scale_grads
+from colossalai.tensor import count_zero_grads, global_grad_norm, scale_grads, spec_of
 
 
 def is_using_ddp() -> bool:
@@ -90,3 +91,30 @@ def clip_grad_norm_fp32(
     norm = global_grad_norm(params, norm_type)
     scale_grads(params, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
+
+
+def count_zeros_fp32(parameters: Iterable[torch.Tensor] | torch.Tensor) -> int:
+    """Return how many elements of the gradients are 0, over all ranks; collective.
+
+    Args:
+        parameters: Parameters, whole or sharded; the same on all ranks. What is replicated counts once.
+    """
+    return count_zero_grads([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
+
+
+def is_model_parallel_parameter(param: torch.Tensor) -> bool:
+    """Whether a rank holds only a part of a parameter because tensor parallelism cuts it."""
+    spec = spec_of(param)
+    return spec is not None and spec.local_shape != spec.shape
+
+
+@contextmanager
+def conditional_context(context_manager: AbstractContextManager[Any], enable: bool = True) -> Iterator[Any]:
+    """Enter a context only if `enable`."""
+    with context_manager if enable else nullcontext() as entered:
+        yield entered
+
+
+def ensure_path_exists(filename: str | Path) -> None:
+    """Make the folder that a file of this name is in."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)

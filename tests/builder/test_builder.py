@@ -8,6 +8,7 @@ import colossalai
 from colossalai.builder import _pipeline as pipeline
 from colossalai.builder import (
     build_from_config,
+    build_from_registry,
     build_gradient_handler,
     build_pipeline_model,
     build_pipeline_model_from_cfg,
@@ -16,7 +17,7 @@ from colossalai.core import global_context as gpc
 from colossalai.engine.gradient_handler import DataParallelGradientHandler
 from colossalai.pipeline import _partition
 from colossalai.pipeline._chunks import ChunkList
-from colossalai.registry import MODELS
+from colossalai.registry import LAYERS, LOSSES, MODELS
 from tests.ranks import run_ranks
 
 CONFIG = [
@@ -103,3 +104,17 @@ def test_each_rank_gets_its_layers(num_chunks, method, by_name, expected):
         torch.manual_seed(0)
         whole = build_pipeline_model_from_cfg(CONFIG).state_dict()
         assert all(torch.equal(v, whole[name]) for _, state in results for name, v in state.items())
+
+
+@pytest.mark.unit
+def test_build_from_registry():
+    loss = build_from_registry({"type": "MSELoss", "reduction": "sum"}, LOSSES)
+    assert loss(torch.ones(3), torch.zeros(3)) == 3
+    for config, registry, message in [
+        ({"label_smoothing": 0.1}, LOSSES, "does not name what to build: write dict"),
+        ({"type": "CrossEntropyLos"}, LOSSES, "CrossEntropyLoss"),
+        ({"type": "Linear", "in_features": 2, "out": 3}, LAYERS, "does not fit Linear: .*out"),
+        ({"type": "Linear"}, "layers", "the registry is 'layers'; it must be one such as"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            build_from_registry(config, registry)

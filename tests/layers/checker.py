@@ -21,6 +21,7 @@ from tests.layers.floors import (
 )
 
 VENDOR_WORD = "cuda"
+_REFUSES_NAMES = "__getattr__ = partial(refuse_name, __name__)"
 
 
 @dataclass(frozen=True)
@@ -263,13 +264,19 @@ def _is_lazy_import(statement: ast.stmt) -> bool:
 
 
 def _may_be_in_init(statement: ast.stmt, *, is_lazy: bool) -> bool:
-    """Allow imports, text, `__all__`, and the lazy import of sub-packages with its table of names."""
+    """Allow imports, text, `__all__`, the lazy import of sub-packages with its table of names, and one line.
+
+    The line answers for names that have not landed. A type checker does not see it, and so goes on to refuse
+    names that are nowhere.
+    """
     if isinstance(statement, ast.Import | ast.ImportFrom) or _is_lazy_import(statement):
         return True
     if isinstance(statement, ast.Expr):
         return _is_text(statement.value)
     if _is_type_checking(statement):
         return all(isinstance(inner, ast.Import | ast.ImportFrom) for inner in statement.body)
+    if isinstance(statement, ast.If) and ast.unparse(statement.test) == "not TYPE_CHECKING":
+        return [ast.unparse(inner) for inner in statement.body] == [_REFUSES_NAMES]
     if isinstance(statement, ast.Assign | ast.AnnAssign):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         names = {target.id if isinstance(target, ast.Name) else "" for target in targets}

@@ -1,0 +1,82 @@
+"""How much memory this process uses, and how much there is, on the accelerator or in the host."""
+
+import gc
+import logging
+
+import torch
+
+from colossalai.logging import DistributedLogger, get_dist_logger
+from colossalai.utils._device import get_current_device
+
+_MB, _GB = 2**20, 2**30
+
+
+def bytes_to_MB(num_bytes: float, decimal: int = 2) -> float:  # noqa: N802 - the documented name
+    """Return bytes in MB of 1024 * 1024 bytes, rounded to so many decimals."""
+    return round(num_bytes / _MB, decimal)
+
+
+def bytes_to_GB(num_bytes: float, decimal: int = 2) -> float:  # noqa: N802 - the documented name
+    """Return bytes in GB of 1024 * 1024 * 1024 bytes, rounded to so many decimals."""
+    return round(num_bytes / _GB, decimal)
+
+
+def report_memory_usage(
+    message: str, logger: DistributedLogger | logging.Logger | None = None, report_cpu: bool = False
+) -> None:
+    """Log this rank's memory, and begin a new measurement of the accelerator's peaks; garbage goes first.
+
+    Args:
+        message: What the line begins with: the moment.
+        logger: Where to write; default: the logger of the package.
+        report_cpu: Also say the host memory of the process; so it is where there is no accelerator.
+    """
+    gc.collect()
+    parts = []
+    if torch.accelerator.is_available():
+        parts.append(
+            f"accelerator {bytes_to_MB(torch.accelerator.memory_allocated())} MB allocated, peak "
+            f"{bytes_to_MB(torch.accelerator.max_memory_allocated())} MB, "
+            f"{bytes_to_MB(torch.accelerator.memory_reserved())} MB reserved"
+        )
+        torch.accelerator.reset_peak_memory_stats()
+    if report_cpu or not parts:
+        parts.append(f"process {bytes_to_MB(_resident_bytes())} MB resident")
+    (get_dist_logger() if logger is None else logger).info(f"{message}: {'; '.join(parts)}")
+
+
+def colo_device_memory_used(device: torch.device | None = None) -> int:
+    """Return the bytes that tensors of this process take on a device; in host memory, those of the process.
+
+    Args:
+        device: The device; default: that of this rank.
+    """
+    device = get_current_device() if device is None else device
+    if device.type == "cpu":
+        return _resident_bytes()
+    return torch.accelerator.memory_allocated(device)
+
+
+def colo_device_memory_capacity(device: torch.device | None = None) -> int:
+    """Return the bytes of memory that a device has; of the host, those of the machine.
+
+    Args:
+        device: The device; default: that of this rank.
+    """
+    device = get_current_device() if device is None else device
+    if device.type == "cpu":
+        return colo_get_cpu_memory_capacity()
+    return int(torch.accelerator.get_memory_info(device)[1])
+
+
+def colo_get_cpu_memory_capacity() -> int:
+    """Return the bytes of memory that the machine has."""
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def _resident_bytes() -> int:
+    import psutil
+
+    return int(psutil.Process().memory_info().rss)
