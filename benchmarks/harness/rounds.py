@@ -72,17 +72,67 @@ def report(
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(*rows[0], title=title)
-    for row in rows:
-        table.add_row(*("-" if value is None else str(value) for value in row.values()))
-    Console().print(table)
+    console = Console(highlight=False)
+    console.print(f"\n{title}", markup=False)
+    for table in tables(rows, width=console.width):
+        console.print(table)
     if json_file is not None:
         content = {"title": title, "settings": dict(settings), "machine": machine(), "rows": rows}
         path = Path(json_file)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def tables(rows: list[dict[str, Any]], *, width: int) -> list[Any]:
+    """Return rows as tables that fit into `width` characters.
+
+    What does not fit beside the first columns of text, which say what a row is about, goes into further
+    tables that begin with these columns, too.
+
+    Args:
+        rows: All with the same keys.
+        width: The number of characters.
+    """
+    from rich import box
+    from rich.table import Table
+
+    cells = {key: [_cell(row[key]) for row in rows] for key in rows[0]}
+    heads = {key: key.replace("_", "\n") for key in cells}
+    widths = {
+        key: 3 + max(len(line) for text in (heads[key], *cells[key]) for line in text.splitlines() or [""])
+        for key in cells
+    }
+    labels: list[str] = []
+    for key in cells:
+        is_text = all(isinstance(row[key], str) for row in rows)
+        if labels and (not is_text or sum(widths[each] for each in (*labels, key)) > 0.6 * width):
+            break
+        labels.append(key)
+    parts = [list(labels)]
+    for key in list(cells)[len(labels) :]:
+        if parts[-1] != labels and sum(widths[each] for each in (*parts[-1], key)) > width - 2:
+            parts.append(list(labels))
+        parts[-1].append(key)
+    made = []
+    for part in parts:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True)
+        for key in part:
+            is_figure = any(isinstance(row[key], int | float) for row in rows)
+            table.add_column(heads[key], justify="right" if is_figure else "left", overflow="fold")
+        for number in range(len(rows)):
+            table.add_row(*(cells[key][number] for key in part))
+        made.append(table)
+    return made
+
+
+def _cell(value: Any) -> str:
+    """Return a value as text: a range of numbers as such, figures with four digits that count."""
+    if value is None:
+        return "-"
+    if isinstance(value, list | tuple):
+        return " .. ".join(_cell(each) for each in value)
+    return f"{value:.4g}" if isinstance(value, float) and abs(value) < 1000 else str(value)
 
 
 def machine() -> dict[str, Any]:

@@ -1,10 +1,14 @@
 """`colossalai benchmark`: which configurations it finds, what it measures, and what it writes."""
 
 import json
+import runpy
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 import colossalai
 from colossalai.cli import main
@@ -81,6 +85,62 @@ def test_the_table_tells_all(capsys: pytest.CaptureFixture[str]):
     rows = [line.split() for line in out.splitlines() if line.strip().startswith("2.5d, depth 2")]
     assert rows == 2 * [["2.5d,", "depth", "2", "2.00", "4.00", "1.50", "3.00", "7.000", "11.00"]]
     assert "skipped MLP 2d: it is [square]" in out
+
+
+@pytest.mark.unit
+def test_the_table_fits_into_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large figures, on accelerators, whose peak is one more column."""
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [
+        replace(
+            _figures("block", Configuration(mode="2.5d", size=64, depth=16), peak=80 * 2**30),
+            forward_ms=12_345.67,
+            backward_ms=123_456.7,
+            bytes_sent=2**38,
+            parameter_bytes=2**36,
+            num_parameters=175_000_000_000,
+        )
+    ]
+    show(Results(settings=_settings(64), machine=_results().machine, rows=rows))
+    out = capsys.readouterr().out
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    (row,) = (line.split() for line in out.splitlines() if line.strip().startswith("2.5d"))
+    assert row == [
+        "2.5d,",
+        "depth",
+        "16",
+        "12,346",
+        "123,457",
+        "1.50",
+        "262,144",
+        "175,000",
+        "65,542",
+        "81,920",
+    ]
+
+
+@pytest.mark.unit
+def test_tables_of_the_benchmarks_fit_into_80_columns() -> None:
+    """Every table that has been measured; what does not fit beside the labels goes into a further one."""
+    root = Path(__file__).parents[2] / "benchmarks"
+    rounds = runpy.run_path(str(root / "harness" / "rounds.py"))
+    for file in sorted((root / "results").glob("*.json")):
+        rows = json.loads(file.read_text()).get("rows")
+        if not rows:
+            continue
+        console = Console(width=80, file=StringIO())
+        made = rounds["tables"](rows, width=80)
+        for table in made:
+            console.print(table)
+        out = console.file.getvalue()  # type: ignore[attr-defined]
+        assert "…" not in out, file
+        assert max(map(len, out.splitlines())) <= 80, file
+        heads = [" ".join(str(column.header).split()) for table in made for column in table.columns]
+        assert set(heads) == {" ".join(key.split("_")) for key in rows[0]}, file
+        assert all(table.row_count == len(rows) for table in made)
 
 
 @pytest.mark.unit

@@ -41,9 +41,10 @@ def show(results: Results) -> None:
 
 def _table(model: str, rows: list[Figures]) -> Table:
     has_device = any(row.device_peak_bytes is not None for row in rows)
-    table = Table(title=model, title_justify="left", box=box.SIMPLE)
+    # No edges, one space between, and figures of seven characters at most: all of it fits into 80 columns.
+    table = Table(title=model, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for number, column in enumerate([*_COLUMNS, *(["peak\nMiB"] if has_device else [])]):
-        table.add_column(column, justify="right" if number else "left", no_wrap=number == 0)
+        table.add_column(column, justify="right" if number else "left", no_wrap=True)
     for row in rows:
         communication = row.forward_communication_ms + row.backward_communication_ms
         memory = [row.parameter_bytes + row.saved_bytes]
@@ -51,9 +52,16 @@ def _table(model: str, rows: list[Figures]) -> Table:
             memory.append(row.device_peak_bytes)
         table.add_row(
             row.configuration.label,
-            *(f"{time:.2f}" for time in (row.forward_ms, row.backward_ms, communication)),
-            f"{row.bytes_sent / _MI:.2f}",
-            f"{row.num_parameters / 1e6:.3f}",
-            *(f"{num_bytes / _MI:.2f}" for num_bytes in memory),
+            *(_figure(time) for time in (row.forward_ms, row.backward_ms, communication)),
+            _figure(row.bytes_sent / _MI),
+            _figure(row.num_parameters / 1e6, decimals=3),
+            *(_figure(num_bytes / _MI) for num_bytes in memory),
         )
     return table
+
+
+def _figure(value: float, *, decimals: int = 2) -> str:
+    """Return a number with fewer decimals the larger it is: 12.34, 123.4, 123,456."""
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.{decimals if value < 100 else 1}f}"
