@@ -80,7 +80,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         title="Automatic parallelism",
         instead="choose the sizes with HybridParallelPlugin(tp_size=..., pp_size=..., zero_stage=...): "
-        "`colossalai benchmark --gpus N` compares the tensor modes on this machine, `colossalai pipeline` the "
+        "`colossalai benchmark --gpus N` compares the tensor modes here, `colossalai pipeline` the "
         "schedules, and `colossalai memory` says what fits; torch.fx traces models",
         modules=("colossalai.auto_parallel", "colossalai.fx"),
         names={"colossalai.booster.plugin": "AutoPlugin"},

@@ -60,8 +60,8 @@ class TensorParallelEnv:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
-            f"tensor_parallel_env.{name} cannot be set: parallel=dict(tensor=dict(size=..., mode=...)) in the "
-            "config, or HybridParallelPlugin(tp_size=..., tp_mode=...), says the layout"
+            f"tensor_parallel_env.{name} cannot be set: parallel=dict(tensor=dict(size=..., mode=...)) in "
+            "the config, or HybridParallelPlugin(tp_size=..., tp_mode=...), says the layout"
         )
 
     def __repr__(self) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.context import get_default_parser as get_default_parser
-from colossalai.context import global_context
+from colossalai.context import global_context, names_arguments
 from colossalai.context import launch as launch
 from colossalai.context import launch_from_openmpi as launch_from_openmpi
 from colossalai.context import launch_from_slurm as launch_from_slurm
@@ -39,6 +39,7 @@ from colossalai.runtime import (
 Loader = Iterable[Any] | None
 
 
+@names_arguments
 def initialize(
     model: nn.Module,
     optimizer: Optimizer | None = None,
@@ -110,7 +111,7 @@ def initialize(
         settings=settings_of(plan, mesh, global_context.config),
     )
     if verbose:
-        get_dist_logger().info(f"initialized {type(model).__name__} with {plan}", ranks=[0])
+        get_dist_logger().info(f"initialized {type(model).__name__}: {plan}", ranks=[0])
     return engine, train_dataloader, test_dataloader, lr_scheduler
 
 

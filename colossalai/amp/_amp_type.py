@@ -180,7 +180,7 @@ def _check_components(model: Any, optimizer: Any) -> None:
         raise ValueError(f"the optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
     if isinstance(optimizer, OptimizerWrapper):
         raise ValueError(
-            "this optimizer has its precision already, from a door or an earlier conversion: pass the one you "
+            "this optimizer has its precision already, from a door or a conversion before: pass the one you "
             "built yourself"
         )
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from colossalai.booster._saving import Saving, boosted_optimizer
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin import Plugin, TorchDDPPlugin
-from colossalai.context import ConfigException, global_context
+from colossalai.context import ConfigException, global_context, names_arguments
 from colossalai.logging import get_dist_logger
 from colossalai.runtime import (
     ModelWrapper,
@@ -38,6 +38,7 @@ class Booster(Saving):
         ValueError: An argument is not what it must be.
     """
 
+    @names_arguments
     def __init__(
         self,
         device: str | torch.device | None = None,
@@ -65,6 +66,7 @@ class Booster(Saving):
                 "HybridParallelPlugin(pp_size=...)"
             )
 
+    @names_arguments
     def boost(
         self,
         model: nn.Module,
@@ -116,6 +118,7 @@ class Booster(Saving):
         """
         boosted_optimizer(optimizer).backward(loss)
 
+    @names_arguments
     def execute_pipeline(
         self,
         data_iter: Iterator[Any],

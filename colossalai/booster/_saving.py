@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from colossalai import checkpoint_io
 from colossalai.amp import OptimizerWrapper
-from colossalai.context import Mesh, global_context
+from colossalai.context import Mesh, global_context, names_arguments
 from colossalai.runtime import ModelWrapper, Plan, Resumed, Run, resume_run, save_run, settings_of
 
 
@@ -24,6 +24,7 @@ class Saving:
     mesh: Mesh
     plan: Plan
 
+    @names_arguments
     def save(
         self,
         folder: str | Path,
@@ -80,6 +81,7 @@ class Saving:
             buffer_size=buffer_size,
         )
 
+    @names_arguments
     def load(
         self,
         folder: str | Path,
@@ -123,6 +125,7 @@ class Saving:
             settings=settings_of(self.plan, self.mesh, global_context.config),
         )
 
+    @names_arguments
     def save_model(
         self,
         model: nn.Module,
@@ -165,6 +168,7 @@ class Saving:
             buffer_size=buffer_size,
         )
 
+    @names_arguments
     def load_model(
         self,
         model: nn.Module,
@@ -199,6 +203,7 @@ class Saving:
             allow_pickle=allow_pickle,
         )
 
+    @names_arguments
     def save_optimizer(
         self,
         optimizer: Optimizer,

@@ -1,4 +1,4 @@
-"""Saving and loading as an object that can be handed around: `CheckpointIO`, and the one that does it here."""
+"""Saving and loading as an object to be handed around: `CheckpointIO`, and the one that does it here."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path

@@ -4,6 +4,7 @@ A torch file of a dictionary: `epoch`, `model` (a state dict), and if they were 
 parameter name) and `lr_scheduler`.
 """
 
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +54,21 @@ def save_checkpoint(
         ValueError: The optimizer holds parameters that are not the model's, or a state is not plain.
         OSError: The file cannot be written; on all ranks. What was there before is still there.
     """
+    _check(file, model, optimizer, "save_checkpoint(file, epoch, model, optimizer, lr_scheduler)")
+    if type(epoch) is not int:
+        raise ValueError(f"epoch is {epoch!r}; it must be an integer: save_checkpoint(file, epoch, model)")
     with opened(optimizer, loads=False) as raw:
         _save(file, epoch, model, raw, lr_scheduler, buffer_size=buffer_size)
+
+
+def _check(file: Any, model: Any, optimizer: Any, form: str) -> None:
+    """Refuse arguments in another order."""
+    if not isinstance(file, str | PathLike):
+        raise ValueError(f"file is {file!r:.80}; it must be a path: {form}")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {model!r:.80}; it must be a torch.nn.Module: {form}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ValueError(f"optimizer is {optimizer!r:.80}; it must be a torch.optim.Optimizer: {form}")
 
 
 def _save(
@@ -69,7 +83,7 @@ def _save(
     stores = {"model": (model_store(model), MODEL)}
     if optimizer is not None:
         stores["optimizer"] = (optimizer_store(optimizer, parameter_names(model)), OPTIMIZER)
-    content: dict[str, Any] = {"epoch": int(epoch)}
+    content: dict[str, Any] = {"epoch": epoch}
     if lr_scheduler is not None:
         content["lr_scheduler"] = plain(lr_scheduler.state_dict(), at="lr_scheduler")
     num_bytes = sum(total_bytes(store) for store, _ in stores.values())
@@ -105,6 +119,7 @@ def load_checkpoint(
         ValueError: The file is damaged, lacks something wanted, or does not fit; nothing was overwritten.
         OSError: It cannot be read.
     """
+    _check(file, model, optimizer, "load_checkpoint(file, model, optimizer, lr_scheduler)")
     with opened(optimizer, loads=True) as raw:
         return _load(Path(file), model, raw, lr_scheduler, strict=strict, allow_pickle=allow_pickle)
 

@@ -4,6 +4,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from colossalai._not_landed import refuse_name
+from colossalai.context._arguments import UnknownArgumentError as UnknownArgumentError
+from colossalai.context._arguments import names_arguments as names_arguments
 from colossalai.context._config import Config as Config
 from colossalai.context._config import ConfigException as ConfigException
 from colossalai.context._ending import before_end as before_end

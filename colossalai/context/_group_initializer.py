@@ -116,8 +116,8 @@ def own_groups(name: str, *, arguments: Mapping[str, Any], **sizes: Any) -> dict
         or not all(isinstance(row, tuple) and len(row) in _ROW_LENGTHS for row in rows)
     ):
         raise ConfigException(
-            f"{who} returns {found!r:.200}; it must be a dict from each mode to its groups of ranks, a list of "
-            "tuples (local rank, size, process group, CPU group, ranks, mode), or None"
+            f"{who} returns {found!r:.200}; it must be a dict from each mode to its groups of ranks, a list "
+            "of tuples (local rank, size, process group, CPU group, ranks, mode), or None"
         )
     return dict(_as_written(who, row, sizes) for row in rows)
 
@@ -133,8 +133,8 @@ def _own_part(who: str, mode: Hashable, partition: Partition, sizes: Mapping[str
         is_one = False
     if not is_one:
         raise ConfigException(
-            f"{who} gives {mode!r} the groups {partition}; each of the {sizes['world_size']} ranks must stand "
-            "in exactly one of them"
+            f"{who} gives {mode!r} the groups {partition}; each of the {sizes['world_size']} ranks must "
+            "stand in exactly one of them"
         )
     return OwnGroup(next(tuple(ranks) for ranks in partition if sizes["rank"] in ranks))
 

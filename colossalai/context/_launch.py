@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from colossalai.cluster._patient_store import agent_serves
 from colossalai.cluster._ports import port_holder
+from colossalai.context._arguments import names_arguments
 from colossalai.context._config import ConfigException
 from colossalai.context._ending import fail_at_end, let_gloo_threads_rest, prepare_end
 from colossalai.context._launchers import openmpi_place, slurm_place, torch_place
@@ -34,6 +35,7 @@ DEFAULT_TIMEOUT = 120.0
 _launches = itertools.count()
 
 
+@names_arguments
 def launch(
     config: ConfigLike,
     rank: int,
@@ -94,6 +96,7 @@ def launch(
         get_dist_logger().info(f"launched {mesh} with {chosen} on {device.type}, seed {seed}", ranks=[0])
 
 
+@names_arguments
 def launch_from_torch(
     config: ConfigLike = None,
     backend: str = "nccl",
@@ -107,6 +110,7 @@ def launch_from_torch(
     launch(config, **asdict(place), backend=backend, seed=seed, verbose=verbose, timeout=timeout)
 
 
+@names_arguments
 def launch_from_slurm(
     config: ConfigLike,
     host: str | None = None,
@@ -129,6 +133,7 @@ def launch_from_slurm(
     launch(config, **asdict(place), backend=backend, seed=seed, verbose=verbose, timeout=timeout)
 
 
+@names_arguments
 def launch_from_openmpi(
     config: ConfigLike,
     host: str | None = None,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from colossalai.amp import OptimizerWrapper
-from colossalai.context import Axis, Mesh
+from colossalai.context import Axis, Mesh, names_arguments
 from colossalai.engine.gradient_handler import BaseGradientHandler
 from colossalai.engine.schedule import BaseSchedule
 from colossalai.runtime import (
@@ -155,6 +155,7 @@ class Engine:
             self, data_iter, forward_only, return_loss, return_output_label
         )
 
+    @names_arguments
     def save(
         self,
         folder: str | Path,
@@ -209,6 +210,7 @@ class Engine:
             buffer_size=buffer_size,
         )
 
+    @names_arguments
     def load(
         self,
         folder: str | Path,

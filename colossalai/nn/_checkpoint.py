@@ -41,8 +41,8 @@ def checkpoint(
         raise ValueError(f"checkpoint is given {function!r:.80}, which cannot be called: pass a module")
     if not isinstance(activation_offload, bool):
         raise ValueError(
-            f"activation_offload is a {type(activation_offload).__name__}; it must be True or False: it comes "
-            "between the function and its arguments, as in checkpoint(block, False, x)"
+            f"activation_offload is a {type(activation_offload).__name__}; it must be True or False: it "
+            "comes between the function and its arguments, as in checkpoint(block, False, x)"
         )
     if refused := [name for name in _OUR_OWN if name in kwargs]:
         raise ValueError(f"checkpoint restores all random states by itself: leave {refused[0]} out")

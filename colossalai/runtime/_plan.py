@@ -1,7 +1,7 @@
 """The plan: which methods a model is trained with, and with which options. Both doors produce one."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from colossalai.amp import FullPrecision, Precision, precision_of
@@ -43,6 +43,11 @@ class Plan:
     def __post_init__(self) -> None:
         refuse_pairs(self.methods)
 
+    def __str__(self) -> str:
+        """Return the choices that differ from the defaults, for people; `repr` has all of it."""
+        named = {each.name for each in fields(self)} - {"data", "precision"}
+        return ", ".join([_brief(self.data), _brief(self.precision), *_choices(self, named)])
+
     @property
     def methods(self) -> list[str]:
         """What is used, in the words of the table of pairs."""
@@ -81,6 +86,23 @@ class Plan:
             gradient_handlers=tuple(handlers),
             pipeline=pipeline,
         )
+
+
+def _brief(option: Any) -> str:
+    """Return the class of an option, with the fields that differ from their defaults."""
+    if not is_dataclass(option):  # a precision of the user's own
+        return type(option).__name__
+    choices = _choices(option, {each.name for each in fields(option) if each.init and each.repr})
+    return f"{type(option).__name__}({', '.join(choices)})" if choices else type(option).__name__
+
+
+def _choices(options: Any, names: Collection[str]) -> list[str]:
+    chosen = [
+        (each.name, getattr(options, each.name))
+        for each in fields(options)
+        if each.name in names and getattr(options, each.name) != each.default
+    ]
+    return [f"{name}={_brief(value) if is_dataclass(value) else repr(value)}" for name, value in chosen]
 
 
 def _precision(fp16: Mapping[str, Any] | None) -> Precision:

@@ -89,8 +89,7 @@ def save_run(
         ValueError: Something cannot be saved.
         OSError: It cannot be written; on all ranks. The earlier ones stay.
     """
-    if every < 1:
-        raise ValueError(f"every={every} must be at least 1")
+    _check_options(step=step, epoch=epoch, extra=extra, every=every, keep_last=keep_last)
     if step % every:
         return None
     if run.is_in_window:
@@ -103,6 +102,19 @@ def save_run(
     return save_training_state(
         folder, state, step=step, keep_last=keep_last, save_async=save_async, buffer_size=buffer_size
     )
+
+
+def _check_options(*, step: Any, epoch: Any, extra: Any, every: Any, keep_last: Any) -> None:
+    """Refuse what is of another type or out of range, before a rank begins to write."""
+    for name, value, least in (("step", step, 0), ("every", every, 1), ("keep_last", keep_last, 1)):
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+    if epoch is not None and (type(epoch) is not int or epoch < 0):
+        raise ValueError(f"epoch is {epoch!r}; it must be an integer of at least 0, or None for the loader's")
+    if extra is not None and not isinstance(extra, Mapping):
+        raise ValueError(
+            f"extra is {extra!r:.80}; it must be a dict of plain values, such as {{'best_loss': 0.3}}"
+        )
 
 
 def resume_run(folder: str | Path, run: Run, *, buffer_size: float = 512) -> Resumed | None:

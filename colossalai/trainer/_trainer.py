@@ -9,7 +9,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
+from colossalai.context import names_arguments
 from colossalai.engine import Engine
 from colossalai.engine.schedule import BaseSchedule
 from colossalai.logging import DistributedLogger, get_dist_logger
@@ -47,6 +50,7 @@ class Trainer:
             gradient accumulation and after an overflow.
     """
 
+    @names_arguments
     def __init__(
         self,
         engine: Engine,
@@ -54,6 +58,13 @@ class Trainer:
         timer: MultiTimer | None = None,
         logger: DistributedLogger | None = None,
     ) -> None:
+        _check_engine(engine)
+        if isinstance(schedule, type):
+            raise ValueError(
+                f"schedule is {schedule!r:.80}; it must be an object such as NonPipelineSchedule()"
+            )
+        if timer is not None and not isinstance(timer, MultiTimer):
+            raise ValueError(f"timer is {timer!r:.80}; it must be a MultiTimer()")
         self.engine = engine
         if schedule is not None:
             engine.schedule = schedule
@@ -70,6 +81,7 @@ class Trainer:
         self.optimizer_stepped = False
         self._logger = get_dist_logger() if logger is None else logger
 
+    @names_arguments
     def fit(
         self,
         train_dataloader: Iterable[Any],
@@ -116,6 +128,7 @@ class Trainer:
                 self._test(test_dataloader, display_progress, return_output_label)
         self._call_hooks("after_train")
 
+    @names_arguments
     def evaluate(
         self,
         test_dataloader: Iterable[Any],
@@ -235,11 +248,7 @@ class Trainer:
         """Take over the hooks of a call, in the order of their priorities."""
         if hooks is None:
             return
-        for hook in hooks:
-            if not isinstance(hook, BaseHook):
-                raise ValueError(
-                    f"{hook!r} is not a hook; give instances of subclasses of trainer.hooks.BaseHook"
-                )
+        _check_hooks(hooks)
         self.hooks = sorted(hooks, key=lambda hook: hook.priority)
         self._call_hooks("after_hook_is_attached")
 
@@ -258,6 +267,28 @@ class Trainer:
     ) -> AbstractContextManager[Advance]:
         shown = display_progress and self.engine.mesh.rank == 0
         return show_progress(title, total, logger=self._logger, shown=shown)
+
+
+def _check_engine(engine: Any) -> None:
+    if isinstance(engine, nn.Module | Optimizer | tuple | type):
+        raise ValueError(
+            f"engine is a {type(engine).__name__}; it must be the first of what colossalai.initialize "
+            "returns: engine, train_dataloader, test_dataloader, lr_scheduler = colossalai.initialize(...)"
+        )
+
+
+def _check_hooks(hooks: Any) -> None:
+    if isinstance(hooks, BaseHook) or not isinstance(hooks, Sequence):
+        raise ValueError(f"hooks is {hooks!r:.80}; it must be a list of hooks, such as [hooks.LossHook()]")
+    for hook in hooks:
+        if isinstance(hook, type) and issubclass(hook, BaseHook):
+            raise ValueError(
+                f"the class {hook.__name__} is not a hook; give an object of it: {hook.__name__}()"
+            )
+        if not isinstance(hook, BaseHook):
+            raise ValueError(
+                f"{hook!r} is not a hook; give instances of subclasses of trainer.hooks.BaseHook"
+            )
 
 
 def _length_of(dataloader: Iterable[Any]) -> int | None:

@@ -16,8 +16,8 @@ from colossalai.utils._dataloader import get_dataloader as get_dataloader
 from colossalai.utils._device import empty_cache as empty_cache
 from colossalai.utils._device import get_current_device as get_current_device
 from colossalai.utils._device import synchronize as synchronize
-from colossalai.utils._parallel import clip_grad_norm_fp32 as clip_grad_norm_fp32
 from colossalai.utils._memory import report_memory_usage as report_memory_usage
+from colossalai.utils._parallel import clip_grad_norm_fp32 as clip_grad_norm_fp32
 from colossalai.utils._parallel import conditional_context as conditional_context
 from colossalai.utils._parallel import count_zeros_fp32 as count_zeros_fp32
 from colossalai.utils._parallel import ensure_path_exists as ensure_path_exists

@@ -7,9 +7,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai import checkpoint_io
+from colossalai.context import names_arguments
 from colossalai.runtime import ModelWrapper
 
 
+@names_arguments
 def save_checkpoint(
     file: str | Path,
     epoch: int,
@@ -29,6 +31,7 @@ def save_checkpoint(
     checkpoint_io.save_checkpoint(file, epoch, _raw_model(model), optimizer, lr_scheduler)
 
 
+@names_arguments
 def load_checkpoint(
     file: str | Path,
     model: nn.Module,

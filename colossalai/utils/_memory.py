@@ -11,12 +11,12 @@ from colossalai.utils._device import get_current_device
 _MB, _GB = 2**20, 2**30
 
 
-def bytes_to_MB(num_bytes: float, decimal: int = 2) -> float:  # noqa: N802 - the documented name
+def bytes_to_MB(num_bytes: float, decimal: int = 2) -> float:
     """Return bytes in MB of 1024 * 1024 bytes, rounded to so many decimals."""
     return round(num_bytes / _MB, decimal)
 
 
-def bytes_to_GB(num_bytes: float, decimal: int = 2) -> float:  # noqa: N802 - the documented name
+def bytes_to_GB(num_bytes: float, decimal: int = 2) -> float:
     """Return bytes in GB of 1024 * 1024 * 1024 bytes, rounded to so many decimals."""
     return round(num_bytes / _GB, decimal)
 

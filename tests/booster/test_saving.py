@@ -44,7 +44,7 @@ def refusals(folder: str) -> None:
     assert booster.load(path / "nothing", model, optimizer) is None
     assert booster.save(path, model, optimizer, step=3, every=2) is None
     assert not list(path.iterdir())
-    with pytest.raises(ValueError, match="every=0"):
+    with pytest.raises(ValueError, match="every is 0"):
         booster.save(path, model, optimizer, step=3, every=0)
     with pytest.raises(ValueError, match=r"DataLoader, has no state_dict.*prepare_dataloader"):
         booster.save(path, model, optimizer, None, DataLoader(DATA), step=1)

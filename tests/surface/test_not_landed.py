@@ -23,7 +23,7 @@ def _missing() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("module", "name"), _missing(), ids=[".".join(each) for each in _missing()])
 def test_a_missing_name_says_what_to_use_instead(module: str, name: str) -> None:
-    with pytest.raises(ImportError, match="is not there yet.*has not landed; ") as caught:
+    with pytest.raises(ImportError, match=r"is not there yet.*has not landed; ") as caught:
         exec(f"from {module} import {name}", {})
     text = str(caught.value)
     assert text in NOT_LANDED.values()
@@ -37,7 +37,7 @@ def _ask_by_attributes(path: str) -> None:
     asked: object = colossalai
     for part in path.split(".")[1:]:
         if not hasattr(asked, part):
-            with pytest.raises(AttributeError, match="is not there yet.*has not landed; "):
+            with pytest.raises(AttributeError, match=r"is not there yet.*has not landed; "):
                 getattr(asked, part)
             return
         asked = getattr(asked, part)
@@ -69,7 +69,7 @@ def test_what_has_landed_is_not_in_the_table() -> None:
 
 
 def test_other_names_fail_as_ever() -> None:
-    with pytest.raises(AttributeError, match="module 'colossalai.zero' has no attribute 'GeminiDPP'"):
+    with pytest.raises(AttributeError, match=r"module 'colossalai\.zero' has no attribute 'GeminiDPP'"):
         colossalai.zero.GeminiDPP  # noqa: B018
     with pytest.raises(ImportError, match="cannot import name 'MoeLos'"):
         exec("from colossalai.nn import MoeLos", {})

@@ -5,6 +5,8 @@ import logging
 
 import pytest
 import torch
+from colossalai.interface import ModelWrapper, OptimizerWrapper
+from colossalai.utils.profiler import CommProfiler, ProfilerContext, profile
 from torch import nn
 
 import colossalai
@@ -16,12 +18,10 @@ from colossalai.communication import all_reduce
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.global_variables import tensor_parallel_env
-from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.logging import get_dist_logger
 from colossalai.nn import Linear1D_Col
 from colossalai.testing import assert_equal_in_group, check_state_dict_equal
 from colossalai.utils import common, memory
-from colossalai.utils.profiler import CommProfiler, ProfilerContext, profile
 from tests.ranks import run_ranks
 
 
@@ -159,7 +159,7 @@ def through_checkpoint_io(folder):
     assert raw.state[net[0].weight]["step"] == 1
     by_place = GeneralCheckpointIO()
     by_place.save_optimizer(raw, folder / "by_place.pt")
-    other_net, other = components()
+    _, other = components()
     by_place.load_optimizer(other, folder / "by_place.pt")
     check_state_dict_equal(other.state_dict()["state"], raw.state_dict()["state"])
     gpc.destroy()

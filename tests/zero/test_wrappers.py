@@ -357,7 +357,7 @@ def from_an_optimizer_alone(partition_grad: bool) -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             LowLevelZeroOptimizer(adamw(nn.Linear(2, 2)), **options)
-    with pytest.raises(ValueError, match="the optimizer is a Linear; it must be a torch.optim.Optimizer"):
+    with pytest.raises(ValueError, match=r"the optimizer is a Linear; it must be a torch.optim.Optimizer"):
         LowLevelZeroOptimizer(nn.Linear(2, 2))
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float16))]
     with pytest.raises(

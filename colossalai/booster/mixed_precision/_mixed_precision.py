@@ -114,7 +114,7 @@ def mixed_precision_factory(name: str) -> MixedPrecision:
         ValueError: There is no such name.
     """
     if str(name).lower().startswith("fp8"):
-        raise ValueError(f"mixed_precision is {name!r}. {FP8}")
+        raise ValueError(f"mixed_precision is {name!r}; it must be one of {list(_FACTORIES)}. {FP8}")
     if name not in _FACTORIES:
         raise ValueError(
             f"mixed_precision is {name!r}; it must be one of {list(_FACTORIES)} or a MixedPrecision object"

@@ -8,7 +8,7 @@ from typing import Any
 from colossalai.amp import FullPrecision, Precision
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin._plugin import Plugin
-from colossalai.context import relayout
+from colossalai.context import names_arguments, relayout
 from colossalai.nn.parallel import Bucketed, Replicated
 from colossalai.pipeline import PipelineOptions, Schedule
 from colossalai.runtime import Plan, refuse_pairs
@@ -107,6 +107,7 @@ class HybridParallelPlugin(Plugin):
         RuntimeError: Nothing has been launched.
     """
 
+    @names_arguments
     def __init__(  # noqa: PLR0913 - one argument for each documented choice
         self,
         *,

@@ -9,6 +9,7 @@ import torch
 from colossalai.amp import FullPrecision, NaiveFP16, Precision, PureBF16, check_clipping
 from colossalai.booster.mixed_precision import MixedPrecision
 from colossalai.booster.plugin._plugin import Plugin
+from colossalai.context import names_arguments
 from colossalai.logging import get_dist_logger
 from colossalai.runtime import Plan
 from colossalai.zero import ZeroReplicas
@@ -49,6 +50,7 @@ class LowLevelZeroPlugin(Plugin):
         ValueError: An option is not what it must be.
     """
 
+    @names_arguments
     def __init__(  # noqa: PLR0913 - the documented options
         self,
         stage: int = 1,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from colossalai.amp import Precision
 from colossalai.booster.plugin._plugin import Plugin
+from colossalai.context import names_arguments
 from colossalai.nn.parallel import Replicated
 from colossalai.runtime import Plan
 
@@ -21,6 +22,7 @@ class TorchDDPPlugin(Plugin):
         recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
     """
 
+    @names_arguments
     def __init__(
         self,
         broadcast_buffers: bool = True,

@@ -6,6 +6,7 @@ import torch
 
 from colossalai.amp import Precision
 from colossalai.booster.plugin._plugin import Plugin
+from colossalai.context import names_arguments
 from colossalai.nn.parallel import FullySharded
 from colossalai.runtime import Plan
 
@@ -25,6 +26,7 @@ class TorchFSDPPlugin(Plugin):
         recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
     """
 
+    @names_arguments
     def __init__(
         self,
         *,

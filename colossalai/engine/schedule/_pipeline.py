@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from colossalai.context import global_context
+from colossalai.context import global_context, names_arguments
 from colossalai.engine.schedule._base import BaseSchedule, DataProcess
 from colossalai.pipeline import PipelineOptions, Schedule
 
@@ -35,6 +35,7 @@ class PipelineSchedule(BaseSchedule):
         ValueError: A number is not positive, or there is no such schedule.
     """
 
+    @names_arguments
     def __init__(
         self,
         num_microbatches: int,
@@ -103,6 +104,7 @@ class InterleavedPipelineSchedule(PipelineSchedule):
         ValueError: A number is too small.
     """
 
+    @names_arguments
     def __init__(
         self,
         num_microbatches: int,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from colossalai.checkpoint_io import save_checkpoint, wait_for_saves
+from colossalai.context import names_arguments
 from colossalai.registry import HOOKS
 from colossalai.trainer.hooks._base import BaseHook, check_interval
 from colossalai.trainer.hooks._lr_scheduler_hook import LRSchedulerHook
@@ -44,6 +45,7 @@ class SaveCheckpointHook(BaseHook):
         ValueError: The options do not go together.
     """
 
+    @names_arguments
     def __init__(
         self,
         interval: int = 1,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from colossalai.context import names_arguments
 from colossalai.logging import DistributedLogger
 from colossalai.registry import HOOKS
 from colossalai.trainer._timer import MultiTimer
@@ -26,6 +27,7 @@ class LogMetricByStepHook(BaseHook):
         priority: Hooks with a lower value run earlier; hooks that measure must.
     """
 
+    @names_arguments
     def __init__(self, priority: int = 10) -> None:
         super().__init__(priority)
 
@@ -48,6 +50,7 @@ class LogMetricByEpochHook(BaseHook):
         priority: Hooks with a lower value run earlier; hooks that measure must.
     """
 
+    @names_arguments
     def __init__(self, logger: DistributedLogger, interval: int = 1, priority: int = 10) -> None:
         super().__init__(priority)
         self.logger = logger
@@ -79,6 +82,7 @@ class LogMemoryByEpochHook(BaseHook):
         priority: Hooks with a lower value run earlier.
     """
 
+    @names_arguments
     def __init__(
         self, logger: DistributedLogger, interval: int = 1, report_cpu: bool = False, priority: int = 10
     ) -> None:
@@ -121,6 +125,7 @@ class LogTimingByEpochHook(BaseHook):
         priority: Hooks with a lower value run earlier.
     """
 
+    @names_arguments
     def __init__(
         self,
         timer: MultiTimer,

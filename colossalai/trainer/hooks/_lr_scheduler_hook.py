@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from colossalai.context import names_arguments
 from colossalai.registry import HOOKS
 from colossalai.trainer.hooks._base import BaseHook
 
@@ -25,6 +26,7 @@ class LRSchedulerHook(BaseHook):
         priority: Hooks with a lower value run earlier.
     """
 
+    @names_arguments
     def __init__(
         self, lr_scheduler: LRScheduler, by_epoch: bool, store_lr_in_state: bool = True, priority: int = 1
     ) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from colossalai.context import names_arguments
 from colossalai.registry import HOOKS
 from colossalai.trainer._batch import tensors_in
 from colossalai.trainer._metric import MetricTable
@@ -55,6 +56,7 @@ class LossHook(MetricHook):
 
     names = ("Loss",)
 
+    @names_arguments
     def __init__(self, priority: int = 0) -> None:
         super().__init__(priority)
 
@@ -79,6 +81,7 @@ class AccuracyHook(MetricHook):
 
     names = ("Accuracy",)
 
+    @names_arguments
     def __init__(
         self, accuracy_func: Callable[[Any, Any], Count | tuple[Count, Count]], priority: int = 0
     ) -> None:
@@ -117,6 +120,7 @@ class ThroughputHook(MetricHook):
         priority: Hooks with a lower value run earlier.
     """
 
+    @names_arguments
     def __init__(
         self, ignored_steps: int = 0, tflop_per_step: float | None = None, priority: int = 0
     ) -> None:

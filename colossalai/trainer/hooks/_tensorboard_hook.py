@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from colossalai.context import ParallelMode, global_context
+from colossalai.context import ParallelMode, global_context, names_arguments
 from colossalai.registry import HOOKS
 from colossalai.trainer.hooks._base import BaseHook
 
@@ -36,6 +36,7 @@ class TensorboardHook(BaseHook):
         ValueError: TensorBoard is not installed.
     """
 
+    @names_arguments
     def __init__(
         self,
         log_dir: str | Path,
