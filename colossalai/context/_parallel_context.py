@@ -4,7 +4,7 @@ There is one, `global_context`. Doors and users read it; below the doors meshes 
 """
 
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from colossalai.context._mesh import Axis, Mesh
 from colossalai.context._parallel_mode import ParallelMode, mode_axes
 from colossalai.context._random import reset_seeds
 from colossalai.context._watching import stop_watching
+
+Kept = TypeVar("Kept")
 
 
 class ParallelContext:
@@ -35,6 +37,7 @@ class ParallelContext:
         self._axes: dict[Hashable, tuple[str, ...]] = {}
         self._own_groups: dict[Hashable, OwnGroup] = {}
         self._cpu_groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._kept: dict[type, object] = {}
 
     @property
     def is_launched(self) -> bool:
@@ -84,6 +87,7 @@ class ParallelContext:
         )
         self._axes = mode_axes(layout.layout_mode, tuple(layout.tensor_axes()))
         self._layout, self._mesh, self._device = layout, mesh, device or self._device
+        self._kept = {}
 
     def init_own_groups(self) -> None:
         """Let the initializer of a mode of the user's own say its groups; it may make them itself.
@@ -217,6 +221,16 @@ class ParallelContext:
         """Return the global rank before this one in its group, the last before the first."""
         ranks = self.get_ranks_in_group(mode)
         return ranks[ranks.index(self.mesh.rank) - 1]
+
+    def of_layout(self, kind: type[Kept]) -> Kept:
+        """Return the one object of a class that goes with this layout; the next layout has another one.
+
+        Args:
+            kind: The class; an object is made, without arguments, when it is first asked for.
+        """
+        if kind not in self._kept:
+            self._kept[kind] = kind()
+        return cast(Kept, self._kept[kind])
 
     def destroy(self) -> None:
         """End the job here: destroy all groups, forget config and mesh; launch works again then.

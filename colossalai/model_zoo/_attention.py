@@ -10,13 +10,13 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from colossalai.communication import slice_of
 from colossalai.context import ParallelMode, get_seeds, global_context, seed
 from colossalai.model_zoo._sequence import SEQUENCE, sequence_cut
-from colossalai.nn.layer import Cut, Dropout, Linear, current_cut, linear_scheme
+from colossalai.nn.layer import Cut, Dropout, Linear, SharesSequence, current_cut, linear_scheme
 from colossalai.nn.layer.parallel_sequence import ring_attention
 
 
@@ -45,7 +45,7 @@ class AttentionCore(Protocol):
         """
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(SharesSequence):
     """Multi-head self-attention: fused projection to query, key and value, core, output projection.
 
     Args:
@@ -56,9 +56,10 @@ class SelfAttention(nn.Module):
         attention_dropout: Rate on the attention weights.
         bias: Whether the projections add a bias.
         dtype: Type of the parameters; None for torch's default.
+        input_cut: How the input is cut, and the output; default: as the layer built before leaves it.
 
     Shape:
-        Input and output (batch, seq, hidden): slices as the layers before and after cut them.
+        Input and output (batch, seq, hidden), slices.
 
     Raises:
         ValueError: The ranks do not divide the heads, or the tensor mode has no attention.
@@ -74,17 +75,19 @@ class SelfAttention(nn.Module):
         attention_dropout: float,
         bias: bool = True,
         dtype: torch.dtype | None = None,
+        input_cut: Cut | None = None,
     ) -> None:
         super().__init__()
-        self.cut = cut_of_heads(num_heads)
+        input_cut = input_cut or current_cut(global_context.tensor_mode)
+        self.cut = cut_of_heads(num_heads, input_cut)
         self.sequence = sequence_cut(causal=causal)
         self.core = attention_core(global_context.tensor_mode)
         self.head_size = hidden_size // num_heads
         self.causal = causal
         self.attention_dropout = attention_dropout
-        self.qkv = Linear(hidden_size, 3 * hidden_size, bias, dtype=dtype)
-        self.projection = Linear(hidden_size, hidden_size, bias, dtype=dtype)
-        self.dropout = Dropout(dropout)
+        self.qkv = Linear(hidden_size, 3 * hidden_size, bias, dtype, input_cut=input_cut)
+        self.projection = Linear(hidden_size, hidden_size, bias, dtype, after=self.qkv)
+        self.dropout = Dropout(dropout, after=self.projection)
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Attend from each position to the others.
@@ -183,14 +186,17 @@ def attention_core(mode: str | None) -> AttentionCore:
     return _CORES[mode]
 
 
-def cut_of_heads(num_heads: int) -> Cut:
-    """Return how query, key and value are cut where the model has been built up to an attention.
+def cut_of_heads(num_heads: int, input_cut: Cut) -> Cut:
+    """Return how query, key and value are cut.
+
+    Args:
+        num_heads: Global number of heads.
+        input_cut: How the input of the attention is cut.
 
     Raises:
         ValueError: The ranks that cut the features do not divide the heads.
     """
-    mode = global_context.tensor_mode
-    cut = linear_scheme(mode, current_cut(mode)).y
+    cut = linear_scheme(global_context.tensor_mode, input_cut).y
     num_ranks = global_context.mesh.axis_size(cut.features) if cut.features else 1
     if num_heads % num_ranks:
         raise ValueError(

@@ -7,7 +7,7 @@ from torch import nn
 
 from colossalai.context import global_context
 from colossalai.model_zoo._sequence import SEQUENCE
-from colossalai.nn.layer import Classifier, Linear
+from colossalai.nn.layer import Classifier, Cut, Linear
 
 
 def output_layer(
@@ -17,6 +17,7 @@ def output_layer(
     bias: bool = True,
     dtype: torch.dtype | None = None,
     vocab_parallel_limit: int | None = None,
+    input_cut: Cut | None = None,
 ) -> nn.Module:
     """Return the classifier of the current mode, a plain linear layer where nothing is cut.
 
@@ -29,11 +30,12 @@ def output_layer(
         bias: Whether to add a bias.
         dtype: Type of the parameters; None for torch's default.
         vocab_parallel_limit: More classes than this are cut over the ranks; None for the limit of the layers.
+        input_cut: How the input is cut; default: as the layer built before leaves it.
     """
     if global_context.tensor_mode in (None, SEQUENCE):
-        return Linear(in_features, num_classes, bias, dtype=dtype)
+        return Linear(in_features, num_classes, bias, dtype=dtype, input_cut=input_cut)
     options = vocab_options(vocab_parallel_limit)
-    return Classifier(in_features, num_classes, bias=bias, dtype=dtype, **options)
+    return Classifier(in_features, num_classes, bias=bias, dtype=dtype, input_cut=input_cut, **options)
 
 
 def vocab_options(limit: int | None) -> dict[str, Any]:

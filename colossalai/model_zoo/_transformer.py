@@ -1,7 +1,8 @@
 """The blocks of a transformer, of which GPT, BERT and ViT are built.
 
-A block knows of its tensor mode through the layers of `colossalai.nn` only. Those that are built one after
-another are applied one after another, so the order in a constructor is the order of the forward.
+A block knows of its tensor mode through the layers of `colossalai.nn` only, and says what each of them is
+applied to: the norms and the first of two linear layers to the residual stream, whose cut is that of the
+block's input, the second one to the first.
 """
 
 from collections.abc import Callable
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from colossalai.context import global_context
 from colossalai.model_zoo._attention import SelfAttention
-from colossalai.nn.layer import Dropout, DropPath, LayerNorm, Linear
+from colossalai.nn.layer import Cut, Dropout, DropPath, LayerNorm, Linear, current_cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,34 +58,54 @@ class FeedForward(nn.Module):
 
     Args:
         shape: The shape of the block.
+        input_cut: How the input is cut, and the output.
     """
 
-    def __init__(self, shape: BlockShape) -> None:
+    def __init__(self, shape: BlockShape, *, input_cut: Cut) -> None:
         super().__init__()
+        hidden, inner = shape.hidden_size, shape.inner_size
         self.activation = shape.activation
-        self.expansion = Linear(shape.hidden_size, shape.inner_size, shape.bias, dtype=shape.dtype)
-        self.projection = Linear(shape.inner_size, shape.hidden_size, shape.bias, dtype=shape.dtype)
-        self.dropout = Dropout(shape.dropout)
+        self.expansion = Linear(hidden, inner, shape.bias, shape.dtype, input_cut=input_cut)
+        self.projection = Linear(inner, hidden, shape.bias, shape.dtype, after=self.expansion)
+        self.dropout = Dropout(shape.dropout, after=self.projection)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Transform each position of (batch, seq, hidden) on its own."""
         return self.dropout(self.projection(self.activation(self.expansion(hidden))))
 
 
-class PreNormBlock(nn.Module):
+class Block(nn.Module):
+    """A block of either kind; abstract.
+
+    Args:
+        input_cut: How the residual stream is cut; default: as the layer built before leaves it.
+    """
+
+    def __init__(self, *, input_cut: Cut | None) -> None:
+        super().__init__()
+        self.input_cut = input_cut or current_cut(global_context.tensor_mode)
+
+    @property
+    def output_cut(self) -> Cut:
+        """How the output is cut."""
+        return self.input_cut
+
+
+class PreNormBlock(Block):
     """Attention and feed-forward layer, each fed the norm of the residual stream and added to it.
 
     Args:
         shape: The shape of the block.
+        input_cut: How the residual stream is cut; default: as the layer built before leaves it.
     """
 
-    def __init__(self, shape: BlockShape) -> None:
-        super().__init__()
-        self.attention_norm = _norm(shape)
-        self.attention = _attention(shape)
-        self.mlp_norm = _norm(shape)
-        self.mlp = FeedForward(shape)
-        self.drop_path = DropPath(shape.drop_path)
+    def __init__(self, shape: BlockShape, *, input_cut: Cut | None = None) -> None:
+        super().__init__(input_cut=input_cut)
+        self.attention_norm = _norm(shape, self.input_cut)
+        self.attention = _attention(shape, self.input_cut)
+        self.mlp_norm = _norm(shape, self.input_cut)
+        self.mlp = FeedForward(shape, input_cut=self.input_cut)
+        self.drop_path = DropPath(shape.drop_path, cut=self.input_cut)
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Map (batch, seq, hidden) to the same shape.
@@ -96,19 +118,20 @@ class PreNormBlock(nn.Module):
         return hidden + self.drop_path(self.mlp(self.mlp_norm(hidden)))
 
 
-class PostNormBlock(nn.Module):
+class PostNormBlock(Block):
     """Attention and feed-forward layer, each followed by the norm of its sum with its input.
 
     Args:
         shape: The shape of the block.
+        input_cut: How the residual stream is cut; default: as the layer built before leaves it.
     """
 
-    def __init__(self, shape: BlockShape) -> None:
-        super().__init__()
-        self.attention = _attention(shape)
-        self.attention_norm = _norm(shape)
-        self.mlp = FeedForward(shape)
-        self.mlp_norm = _norm(shape)
+    def __init__(self, shape: BlockShape, *, input_cut: Cut | None = None) -> None:
+        super().__init__(input_cut=input_cut)
+        self.attention = _attention(shape, self.input_cut)
+        self.attention_norm = _norm(shape, self.input_cut)
+        self.mlp = FeedForward(shape, input_cut=self.input_cut)
+        self.mlp_norm = _norm(shape, self.input_cut)
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Map (batch, seq, hidden) to the same shape.
@@ -121,11 +144,12 @@ class PostNormBlock(nn.Module):
         return self.mlp_norm(hidden + self.mlp(hidden))
 
 
-def _norm(shape: BlockShape) -> nn.Module:
-    return LayerNorm(shape.hidden_size, eps=shape.layer_norm_epsilon, dtype=shape.dtype)
+def _norm(shape: BlockShape, input_cut: Cut) -> nn.Module:
+    eps, dtype = shape.layer_norm_epsilon, shape.dtype
+    return LayerNorm(shape.hidden_size, eps=eps, dtype=dtype, input_cut=input_cut)
 
 
-def _attention(shape: BlockShape) -> SelfAttention:
+def _attention(shape: BlockShape, input_cut: Cut) -> SelfAttention:
     return SelfAttention(
         shape.hidden_size,
         shape.num_heads,
@@ -134,6 +158,7 @@ def _attention(shape: BlockShape) -> SelfAttention:
         attention_dropout=shape.attention_dropout,
         bias=shape.bias,
         dtype=shape.dtype,
+        input_cut=input_cut,
     )
 
 

@@ -16,7 +16,7 @@ from colossalai.model_zoo._head import output_layer
 from colossalai.model_zoo._transformer import PostNormBlock
 from colossalai.model_zoo._weights import draw_parameters
 from colossalai.model_zoo.bert._config import BertConfig
-from colossalai.nn.layer import BackToFirstCut, Dropout, Embedding, LayerNorm, Linear
+from colossalai.nn.layer import BackToFirstCut, Cut, Dropout, Embedding, LayerNorm, Linear
 
 
 class BertEmbedding(TokensAndPositions):
@@ -39,8 +39,9 @@ class BertEmbedding(TokensAndPositions):
         self.segments = Embedding(
             config.type_vocab_size, config.hidden_size, vocab_parallel_limit=config.type_vocab_size
         )
-        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.dropout = Dropout(config.embedding_dropout)
+        cut = self.output_cut
+        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, input_cut=cut)
+        self.dropout = Dropout(config.embedding_dropout, input_cut=cut)
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
         """Embed ids of shape (batch, seq), whole, to this rank's slice of (batch, seq, hidden).
@@ -65,10 +66,11 @@ class BertBlock(PostNormBlock):
 
     Args:
         config: The shape of the model.
+        input_cut: How the residual stream is cut; default: as the layer built before leaves it.
     """
 
-    def __init__(self, config: BertConfig) -> None:
-        super().__init__(config.block)
+    def __init__(self, config: BertConfig, *, input_cut: Cut | None = None) -> None:
+        super().__init__(config.block, input_cut=input_cut)
 
 
 class BertHead(nn.Module):
@@ -78,17 +80,19 @@ class BertHead(nn.Module):
 
     Args:
         config: The shape of the model.
+        input_cut: How the input is cut; default: as the layer built before leaves it.
     """
 
-    def __init__(self, config: BertConfig) -> None:
+    def __init__(self, config: BertConfig, *, input_cut: Cut | None = None) -> None:
         super().__init__()
+        hidden = config.hidden_size
         self.gelu = config.gelu
-        self.transform = Linear(config.hidden_size, config.hidden_size)
-        self.recut = BackToFirstCut()  # where the embedding's weight fits
-        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
-        self.decoder = output_layer(
-            config.hidden_size, config.vocab_size, vocab_parallel_limit=config.vocab_parallel_limit
-        )
+        self.transform = Linear(hidden, hidden, input_cut=input_cut)
+        self.recut = BackToFirstCut(after=self.transform)  # where the embedding's weight fits
+        cut = self.recut.output_cut
+        self.norm = LayerNorm(hidden, eps=config.layer_norm_epsilon, input_cut=cut)
+        limit = config.vocab_parallel_limit
+        self.decoder = output_layer(hidden, config.vocab_size, vocab_parallel_limit=limit, input_cut=cut)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Map (batch, seq, hidden) to (batch, seq, vocab)."""
@@ -114,8 +118,9 @@ class Bert(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = BertEmbedding(config)
-        self.blocks = nn.ModuleList(BertBlock(config) for _ in range(config.num_layers))
-        self.head = BertHead(config)
+        stream = self.embedding.output_cut
+        self.blocks = nn.ModuleList(BertBlock(config, input_cut=stream) for _ in range(config.num_layers))
+        self.head = BertHead(config, input_cut=stream)
         self.tie_weights()
         self.reset_parameters()
 

@@ -41,10 +41,16 @@ class GPT(nn.Module):
             dropout=config.embedding_dropout,
             vocab_parallel_limit=config.vocab_parallel_limit,
         )
-        self.blocks = nn.ModuleList(PreNormBlock(config.block) for _ in range(config.num_layers))
-        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        stream = self.embedding.output_cut
+        self.blocks = nn.ModuleList(
+            PreNormBlock(config.block, input_cut=stream) for _ in range(config.num_layers)
+        )
+        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, input_cut=stream)
         self.head = GPTLMHead(
-            config.hidden_size, config.vocab_size, vocab_parallel_limit=config.vocab_parallel_limit
+            config.hidden_size,
+            config.vocab_size,
+            vocab_parallel_limit=config.vocab_parallel_limit,
+            input_cut=stream,
         )
         self.tie_weights()
         self.reset_parameters()

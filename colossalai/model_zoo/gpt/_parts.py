@@ -13,7 +13,7 @@ from torch.nn import functional
 from colossalai.model_zoo._embedding import TokensAndPositions
 from colossalai.model_zoo._head import output_layer
 from colossalai.model_zoo._transformer import BlockShape, PreNormBlock
-from colossalai.nn.layer import Dropout
+from colossalai.nn.layer import Cut, Dropout
 from colossalai.runtime import checkpoint as recomputed
 
 
@@ -47,7 +47,7 @@ class GPTEmbedding(TokensAndPositions):
             dtype=dtype,
             vocab_parallel_limit=vocab_parallel_limit,
         )
-        self.dropout = Dropout(dropout)
+        self.dropout = Dropout(dropout, input_cut=self.output_cut)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Embed `input_ids` of shape (batch, seq), whole, to this rank's slice of (batch, seq, hidden).
@@ -74,6 +74,7 @@ class GPTBlock(PreNormBlock):
         dtype: Type of the parameters; None for torch's default.
         bias: Whether the linear layers add a bias.
         checkpoint: Whether the backward computes the activations again instead of keeping them.
+        input_cut: How the residual stream is cut; default: as the layer built before leaves it.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class GPTBlock(PreNormBlock):
         dtype: torch.dtype | None = None,
         bias: bool = True,
         checkpoint: bool = False,
+        input_cut: Cut | None = None,
     ) -> None:
         shape = BlockShape(
             hidden_size=hidden_size,
@@ -102,7 +104,7 @@ class GPTBlock(PreNormBlock):
             bias=bias,
             dtype=dtype,
         )
-        super().__init__(shape)
+        super().__init__(shape, input_cut=input_cut)
         self.checkpoint = checkpoint
 
     def forward(  # type: ignore[override]
@@ -132,6 +134,7 @@ def GPTLMHead(
     dtype: torch.dtype | None = None,
     bias: bool = False,
     vocab_parallel_limit: int | None = None,
+    input_cut: Cut | None = None,
 ) -> nn.Module:
     """Return the layer from the last norm to logits, with a weight of its own that `GPT` ties.
 
@@ -141,8 +144,16 @@ def GPTLMHead(
         dtype: Type of the parameters; None for torch's default.
         bias: Whether to add a bias.
         vocab_parallel_limit: A vocabulary above this is cut over the ranks; None for the limit of the layers.
+        input_cut: How the input is cut; default: as the layer built before leaves it.
     """
-    return output_layer(dim, vocab_size, bias=bias, dtype=dtype, vocab_parallel_limit=vocab_parallel_limit)
+    return output_layer(
+        dim,
+        vocab_size,
+        bias=bias,
+        dtype=dtype,
+        vocab_parallel_limit=vocab_parallel_limit,
+        input_cut=input_cut,
+    )
 
 
 def _visible(mask: Tensor | None) -> Tensor | None:

@@ -39,10 +39,16 @@ class ViT(nn.Module):
             config.hidden_size,
             dropout=config.embedding_dropout,
         )
-        self.blocks = nn.ModuleList(PreNormBlock(config.block) for _ in range(config.num_layers))
-        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon)
+        stream = self.embedding.output_cut
+        self.blocks = nn.ModuleList(
+            PreNormBlock(config.block, input_cut=stream) for _ in range(config.num_layers)
+        )
+        self.norm = LayerNorm(config.hidden_size, eps=config.layer_norm_epsilon, input_cut=stream)
         self.head = ViTHead(
-            config.hidden_size, config.num_classes, vocab_parallel_limit=config.vocab_parallel_limit
+            config.hidden_size,
+            config.num_classes,
+            vocab_parallel_limit=config.vocab_parallel_limit,
+            input_cut=stream,
         )
         self.reset_parameters()
 

@@ -15,7 +15,15 @@ from colossalai.context import global_context
 from colossalai.model_zoo._head import output_layer
 from colossalai.model_zoo._sequence import SEQUENCE
 from colossalai.model_zoo._transformer import BlockShape, PreNormBlock
-from colossalai.nn.layer import Dropout, Linear, PatchEmbedding
+from colossalai.nn.layer import (
+    Cut,
+    Dropout,
+    Linear,
+    PatchEmbedding,
+    current_cut,
+    first_cut,
+    linear_scheme,
+)
 from colossalai.runtime import checkpoint as recomputed
 
 
@@ -54,7 +62,8 @@ class ViTEmbedding(nn.Module):
             )
         _check_init_method(init_method)
         self.patches = PatchEmbedding(img_size, patch_size, in_chans, embedding_dim, dtype)
-        self.dropout = Dropout(dropout)
+        self.output_cut = first_cut(global_context.tensor_mode)
+        self.dropout = Dropout(dropout, input_cut=self.output_cut)
 
     def forward(self, images: Tensor) -> Tensor:
         """Embed whole images (batch, channels, height, width) to a slice of (batch, 1 + patches, hidden)."""
@@ -78,9 +87,10 @@ class ViTBlock(PreNormBlock):
         bias: Whether the linear layers add a bias.
         checkpoint: Whether the backward computes the activations again instead of keeping them.
         init_method: How the parameters start: "torch" is the only way there is.
+        input_cut: How the residual stream is cut; default: as the layer built before leaves it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument for each documented choice
         self,
         dim: int,
         num_heads: int,
@@ -95,6 +105,7 @@ class ViTBlock(PreNormBlock):
         bias: bool = True,
         checkpoint: bool = False,
         init_method: str = "torch",
+        input_cut: Cut | None = None,
     ) -> None:
         _check_init_method(init_method)
         shape = BlockShape(
@@ -110,7 +121,7 @@ class ViTBlock(PreNormBlock):
             dtype=dtype,
             drop_path=drop_path,
         )
-        super().__init__(shape)
+        super().__init__(shape, input_cut=input_cut)
         self.checkpoint = checkpoint
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -133,6 +144,7 @@ class ViTHead(nn.Module):
         bias: Whether the linear layers add a bias.
         init_method: How the parameters start: "torch" is the only way there is.
         vocab_parallel_limit: More classes than this are cut over the ranks; None for the limit of the layers.
+        input_cut: How the input is cut; default: as the layer built before leaves it.
     """
 
     def __init__(
@@ -145,13 +157,18 @@ class ViTHead(nn.Module):
         bias: bool = True,
         init_method: str = "torch",
         vocab_parallel_limit: int | None = None,
+        input_cut: Cut | None = None,
     ) -> None:
         super().__init__()
         _check_init_method(init_method)
+        mode = global_context.tensor_mode
+        cut = input_cut or current_cut(mode)
         self.representation: nn.Module | None = None
         if representation_size is not None:
-            self.representation = Linear(dim, representation_size, bias, dtype=dtype)
+            self.representation = Linear(dim, representation_size, bias, dtype=dtype, input_cut=cut)
+            cut = linear_scheme(mode, cut).y
         options: dict[str, Any] = {"dtype": dtype, "vocab_parallel_limit": vocab_parallel_limit}
+        options["input_cut"] = cut
         self.classifier = output_layer(representation_size or dim, num_classes, bias=bias, **options)
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -61,6 +61,9 @@ from colossalai.nn.layer._norm import ParallelLayerNorm as ParallelLayerNorm
 from colossalai.nn.layer._position import ParallelPositionEmbedding as ParallelPositionEmbedding
 from colossalai.nn.layer._position import PositionEmbedding as PositionEmbedding
 from colossalai.nn.layer._product import product as product
+from colossalai.nn.layer._record import mark_cut as mark_cut
+from colossalai.nn.layer._record import recorded_cut as recorded_cut
+from colossalai.nn.layer._record import require_cut as require_cut
 from colossalai.nn.layer._recut import BackToFirstCut as BackToFirstCut
 from colossalai.nn.layer._scheme import COLUMN as COLUMN
 from colossalai.nn.layer._scheme import HEAD_SCHEMES as HEAD_SCHEMES
@@ -68,10 +71,12 @@ from colossalai.nn.layer._scheme import LINEAR_SCHEMES as LINEAR_SCHEMES
 from colossalai.nn.layer._scheme import ROW as ROW
 from colossalai.nn.layer._scheme import Cut as Cut
 from colossalai.nn.layer._scheme import LinearScheme as LinearScheme
+from colossalai.nn.layer._scheme import first_cut as first_cut
 from colossalai.nn.layer._scheme import head_scheme as head_scheme
 from colossalai.nn.layer._scheme import linear_scheme as linear_scheme
 from colossalai.nn.layer.parallel_sequence import RingAV as RingAV
 from colossalai.nn.layer.parallel_sequence import RingQK as RingQK
+from colossalai.nn.layer.parallel_sequence import SharesSequence as SharesSequence
 from colossalai.nn.layer.parallel_sequence import TransformerSelfAttentionRing as TransformerSelfAttentionRing
 
 if not TYPE_CHECKING:

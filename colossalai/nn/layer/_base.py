@@ -8,6 +8,8 @@ from torch import nn
 from colossalai.communication import copy_forward_reduce_backward
 from colossalai.context import Mesh, global_context
 from colossalai.nn.layer._padded import PaddedSpec, pad_to
+from colossalai.nn.layer._record import Passage
+from colossalai.nn.layer._scheme import Cut
 from colossalai.nn.layer._spec_keeper import SpecKeeper
 from colossalai.tensor import cut_dims, set_spec
 
@@ -25,8 +27,26 @@ class ParallelModule(SpecKeeper):
         mesh: The ranks; default: those of the launched job, or this process alone.
     """
 
+    passage: Passage | None = None
+    """How the activation is cut before and behind the layer, where it is one of a mode."""
+
     def __init__(self, mesh: Mesh | None = None) -> None:
         super().__init__(mesh or (global_context.mesh if global_context.is_launched else alone()))
+
+    @property
+    def input_cut(self) -> Cut:
+        """How the input is cut, for a layer that takes the same one."""
+        return self._known_passage().entry.cut
+
+    @property
+    def output_cut(self) -> Cut:
+        """How the output is cut."""
+        return self._known_passage().output_cut
+
+    def _known_passage(self) -> Passage:
+        if self.passage is None:
+            raise AttributeError(f"{type(self).__name__} was built without a tensor mode")
+        return self.passage
 
     def cut_parameter(
         self,
@@ -77,7 +97,7 @@ class ParallelModule(SpecKeeper):
             raise ValueError(
                 f"{type(self).__name__} got an input of shape {tuple(x.shape)}: its last dimension must be "
                 f"{whole_size // num_ranks}, the {whole_size} {what} over {num_ranks} ranks along "
-                f"{axes or 'no axis'}"
+                f"{axes or 'no axis'}{'' if self.passage is None else self.passage.hint()}"
             )
 
 

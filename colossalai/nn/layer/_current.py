@@ -3,12 +3,14 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from colossalai.context import global_context
 from colossalai.nn.layer import _named
 from colossalai.nn.layer._dropout import ParallelDropout
-from colossalai.nn.layer._flow import current_cut
+from colossalai.nn.layer._flow import entry_of
+from colossalai.nn.layer._scheme import Cut
 
 VOCAB_PARALLEL_LIMIT = 2048
 """Vocabularies above this size are cut, unless the caller says otherwise."""
@@ -17,27 +19,53 @@ _CURRENT = "the current one"
 _SUFFIXES: Mapping[str, str] = {"1d": "1D", "2d": "2D", "2.5d": "2p5D", "3d": "3D"}
 
 
-def Linear(in_features: int, out_features: int, bias: bool = True, **options: Any) -> nn.Module:
+def Linear(
+    in_features: int,
+    out_features: int,
+    bias: bool = True,
+    dtype: torch.dtype | None = None,
+    *,
+    input_cut: Cut | None = None,
+    after: nn.Module | None = None,
+    **options: Any,
+) -> nn.Module:
     """Return the linear layer of the current mode; see `ModeLinear`."""
-    if _suffix() is None and not (options.keys() - {"dtype"}):
-        return nn.Linear(in_features, out_features, bias, **options)
-    return _layer("Linear")(in_features, out_features, bias, **options)
-
-
-def LayerNorm(normalized_shape: int, eps: float = 1e-5, **options: Any) -> nn.Module:
-    """Return the layer normalization of the current mode; see `ParallelLayerNorm`."""
-    return (
-        nn.LayerNorm(normalized_shape, eps, **options)
-        if _suffix() is None
-        else _layer("LayerNorm")(normalized_shape, eps, **options)
+    if _is_plain(input_cut, after, by="Linear") and not options:
+        return nn.Linear(in_features, out_features, bias, dtype=dtype)
+    return _layer("Linear")(
+        in_features, out_features, bias, dtype, input_cut=input_cut, after=after, **options
     )
 
 
-def Dropout(p: float = 0.5, inplace: bool = False) -> nn.Module:
-    """Return the dropout of the current mode; see `ParallelDropout`."""
-    if _suffix() is None:
+def LayerNorm(
+    normalized_shape: int,
+    eps: float = 1e-5,
+    *,
+    input_cut: Cut | None = None,
+    after: nn.Module | None = None,
+    **options: Any,
+) -> nn.Module:
+    """Return the layer normalization of the current mode; see `ModeLayerNorm`."""
+    if _is_plain(input_cut, after, by="LayerNorm"):
+        return nn.LayerNorm(normalized_shape, eps, **options)
+    return _layer("LayerNorm")(normalized_shape, eps, input_cut=input_cut, after=after, **options)
+
+
+def Dropout(
+    p: float = 0.5, inplace: bool = False, *, input_cut: Cut | None = None, after: nn.Module | None = None
+) -> nn.Module:
+    """Return the dropout of the current mode; see `ParallelDropout`.
+
+    Args:
+        p: Probability of a zero.
+        inplace: Whether to change the input.
+        input_cut: How the input is cut; default: as the layer built before leaves it.
+        after: The layer to whose output it is applied, which says how.
+    """
+    if _is_plain(input_cut, after, by="Dropout"):
         return nn.Dropout(p, inplace)
-    return ParallelDropout(p, inplace, cut=current_cut(global_context.tensor_mode))
+    entry = entry_of(global_context.tensor_mode, "Dropout", input_cut=input_cut, after=after)
+    return ParallelDropout(p, inplace, cut=entry.cut)
 
 
 def Embedding(
@@ -80,6 +108,15 @@ def Classifier(
 def next_linear(in_features: int, out_features: int, bias: bool = True, *, mode: str | None) -> nn.Module:
     """Return the linear layer of a mode that follows the layer built before, a parallel one in every mode."""
     return _layer("Linear", mode)(in_features, out_features, bias)
+
+
+def _is_plain(input_cut: Cut | None, after: nn.Module | None, *, by: str) -> bool:
+    """Return whether nothing is cut; what the user says of the input must then say so, too."""
+    if _suffix() is not None:
+        return False
+    if entry_of(None, by, input_cut=input_cut, after=after).cut != Cut():
+        raise ValueError(f"{by} got input_cut={input_cut}, and there is no tensor mode that cuts anything")
+    return True
 
 
 def _suffix() -> str | None:

@@ -7,16 +7,20 @@ import torch
 from torch import nn
 
 from colossalai.context import ParallelMode, add_seed, get_seeds, global_context, seed
+from colossalai.nn.layer._record import recorded_cut
 from colossalai.nn.layer._scheme import Cut
 
 
 class ParallelDropout(nn.Dropout):
     """Draws masks that differ where the ranks hold different slices and agree where they hold the same.
 
+    An activation that has a record of how it is cut is believed, so that one dropout can be applied at
+    several points of a model.
+
     Args:
         p: Probability of a zero.
         inplace: Whether to change the input.
-        cut: How the activation is cut; whole where it is not cut at all.
+        cut: How an activation without a record is cut; whole where it is not cut at all.
     """
 
     def __init__(self, p: float = 0.5, inplace: bool = False, *, cut: Cut) -> None:
@@ -26,7 +30,8 @@ class ParallelDropout(nn.Dropout):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input with elements zeroed and the others scaled up."""
-        mode = random_mode(self.cut) if self.training else None
+        is_drawing = self.training and self.p > 0.0
+        mode = random_mode(recorded_cut(x) or self.cut) if is_drawing else None
         with nullcontext() if mode is None else seed(mode):
             return super().forward(x)
 

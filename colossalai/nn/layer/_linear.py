@@ -68,6 +68,7 @@ class ParallelLinear(ParallelModule):
         self.scheme = scheme
         self.weight_is_transposed = weight_is_transposed
         self.in_panels = in_panels
+        self.num_chunks = 1  # see `product`
         self.padded_out = out_features
         if padded:
             num_ranks = (self.mesh.axis_size(axes) for axes in (scheme.w_out, scheme.y.features))
@@ -101,11 +102,28 @@ class ParallelLinear(ParallelModule):
         Raises:
             ValueError: The last dimension is not this rank's share of the input features.
         """
+        y = self._product(x, self._own_bias())
+        return y if self.padded_out == self.out_features else self._without_padding(y)
+
+    def forward_apart(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return this rank's slices of the output without the bias, and of the bias, to be added to it."""
+        return self._product(x, None), self._own_bias()
+
+    def _own_bias(self) -> torch.Tensor | None:
+        return None if self.bias is None else self.shared_over(self.scheme.y.batch, self.bias)
+
+    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         self.check_share(x, self.in_features, self.scheme.x.features, what="features")
         weight = self.weight.t() if self.weight_is_transposed else self.weight
-        bias = None if self.bias is None else self.shared_over(self.scheme.y.batch, self.bias)
-        y = product(x, weight, self.scheme, self.mesh, bias=bias, in_panels=self.in_panels)
-        return y if self.padded_out == self.out_features else self._without_padding(y)
+        return product(
+            x,
+            weight,
+            self.scheme,
+            self.mesh,
+            bias=bias,
+            in_panels=self.in_panels,
+            num_chunks=self.num_chunks,
+        )
 
     def _without_padding(self, y: torch.Tensor) -> torch.Tensor:
         """Return the output with minus infinity where there is no feature."""

@@ -26,6 +26,7 @@ def overlapped_product(
     copy_x: Axis,
     copy_w: Axis,
     reduce_y: Axis,
+    num_chunks: int = 1,
 ) -> torch.Tensor:
     """Return this rank's slice of x w + bias.
 
@@ -36,10 +37,11 @@ def overlapped_product(
         copy_x: The axis along which `x` is the same: its gradient is summed over it.
         copy_w: The same for `w`.
         reduce_y: The axis along which the product is summed.
+        num_chunks: Parts of the output features: one is summed while the next is computed.
     """
     if copy_x.size == copy_w.size == reduce_y.size == 1:
         return functional.linear(x, w.t(), bias)
-    return _Product.apply(x, w, bias, copy_x, copy_w, reduce_y)
+    return _Product.apply(x, w, bias, copy_x, copy_w, reduce_y, num_chunks)
 
 
 class _Product(torch.autograd.Function):
@@ -52,12 +54,16 @@ class _Product(torch.autograd.Function):
         copy_x: Axis,
         copy_w: Axis,
         reduce_y: Axis,
+        num_chunks: int,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, w)
         ctx.copy_x, ctx.copy_w = copy_x, copy_w
         if reduce_y.size == 1:
             return functional.linear(x, w.t(), bias)
-        y = all_reduce_in_place(functional.linear(x, w.t()), reduce_y)
+        if num_chunks > 1:
+            y = _summed_in_chunks(x, w, reduce_y, num_chunks)
+        else:
+            y = all_reduce_in_place(functional.linear(x, w.t()), reduce_y)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
@@ -77,7 +83,18 @@ class _Product(torch.autograd.Function):
             db = flat.sum(0)
         if needs_dx:
             pending()
-        return dx, dw, db, None, None, None
+        return dx, dw, db, None, None, None, None
+
+
+def _summed_in_chunks(x: torch.Tensor, w: torch.Tensor, axis: Axis, num_chunks: int) -> torch.Tensor:
+    """Return x w summed over the ranks; each part of the columns is sent while the next is multiplied."""
+    parts, waits = [], []
+    for columns in w.chunk(num_chunks, dim=1):
+        parts.append(functional.linear(x, columns.t()))
+        waits.append(start_all_reduce(parts[-1], axis))
+    for wait in waits:
+        wait()
+    return torch.cat(parts, dim=-1)
 
 
 def _weight_gradient(x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

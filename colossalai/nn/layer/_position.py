@@ -53,12 +53,22 @@ class ParallelPositionEmbedding(ParallelModule):
         return nn.functional.embedding(positions, self.shared_over(self.cut.batch, self.weight))
 
 
-def PositionEmbedding(num_embeddings: int, embedding_dim: int, **options: Any) -> nn.Module:
-    """Return the position embedding of the current mode; the token embedding is built before it.
+def PositionEmbedding(
+    num_embeddings: int, embedding_dim: int, *, input_cut: Cut | None = None, **options: Any
+) -> nn.Module:
+    """Return the position embedding of the current mode.
 
     It is `torch.nn.Embedding` where nothing is cut, else a `ParallelPositionEmbedding`.
+
+    Args:
+        num_embeddings: Number of positions.
+        embedding_dim: Global size of the features.
+        input_cut: How the activation is cut that it is added to; default: as the layer built before, the
+            token embedding, leaves it.
+        options: `dtype`, and without a tensor mode what torch's embedding takes.
     """
     mode = global_context.tensor_mode
     if LINEAR_SCHEMES[mode] == LINEAR_SCHEMES[None]:
         return nn.Embedding(num_embeddings, embedding_dim, **options)
-    return ParallelPositionEmbedding(num_embeddings, embedding_dim, cut=current_cut(mode), **options)
+    cut = input_cut or current_cut(mode)
+    return ParallelPositionEmbedding(num_embeddings, embedding_dim, cut=cut, **options)

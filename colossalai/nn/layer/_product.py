@@ -40,6 +40,7 @@ def product(
     *,
     bias: torch.Tensor | None = None,
     in_panels: bool = True,
+    num_chunks: int = 1,
 ) -> torch.Tensor:
     """Return this rank's slice of x w, or of x w + bias.
 
@@ -51,6 +52,8 @@ def product(
         bias: Slice of the bias, whose gradient is this rank's.
         in_panels: Where both operands would be gathered along `in`, fetch one panel of each at a time instead
             (see [Note: panels]): less memory, more messages.
+        num_chunks: Where nothing is gathered, but the product is summed over ranks: compute it in so many
+            parts of the output features, and sum one while the next is computed.
 
     What a rank keeps for the backward: see [Note: what is kept for the backward].
     """
@@ -59,7 +62,9 @@ def product(
         copy_x, copy_w, reduce_y = (
             mesh.axis(names) for names in (scheme.copy_x, scheme.copy_w, scheme.reduce_y)
         )
-        return overlapped_product(x, w, bias, copy_x=copy_x, copy_w=copy_w, reduce_y=reduce_y)
+        return overlapped_product(
+            x, w, bias, copy_x=copy_x, copy_w=copy_w, reduce_y=reduce_y, num_chunks=num_chunks
+        )
     y = _moving_product(x, w, scheme, mesh, in_panels=in_panels)
     return y if bias is None else y + bias
 

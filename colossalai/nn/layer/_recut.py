@@ -9,8 +9,9 @@ from colossalai.communication import (
     slice_of,
 )
 from colossalai.context import global_context
-from colossalai.nn.layer._flow import current_cut, restart
-from colossalai.nn.layer._scheme import Axes
+from colossalai.nn.layer._flow import entry_of, numbered, restart
+from colossalai.nn.layer._record import Passage
+from colossalai.nn.layer._scheme import Axes, Cut
 
 
 class BackToFirstCut(nn.Module):
@@ -20,18 +21,38 @@ class BackToFirstCut(nn.Module):
     shares the embedding's weight needs the first. Over the axes that move, the activation is gathered and cut
     again: for a slice |x| and p ranks along them together (p-1) |x| bytes, and as much in the backward of 3d.
 
+    Args:
+        input_cut: How the input is cut; default: as the layer built before leaves it.
+        after: The layer to whose output it is applied, which says how.
+
     Shape:
         Input (batch, ..., features) and output: slices as the two cuts say.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, input_cut: Cut | None = None, after: nn.Module | None = None) -> None:
         super().__init__()
         mode = global_context.tensor_mode
-        self.source = current_cut(mode)
+        layer = numbered(type(self).__name__)
+        entry = entry_of(mode, layer, input_cut=input_cut, after=after)
+        self.source = entry.cut
         self.target = restart(mode)
+        self.passage = Passage(mode=mode, layer=layer, entry=entry, output_cut=self.target)
+
+    @property
+    def output_cut(self) -> Cut:
+        """How the output is cut."""
+        return self.target
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of the same activation."""
+        """Return this rank's slice of the same activation.
+
+        Raises:
+            ValueError: The input is not cut as the layer was built for.
+        """
+        x = self.passage.enter(x)
+        return self.passage.leave(self._recut(x.view_as(x)))  # a record needs a node of its own
+
+    def _recut(self, x: torch.Tensor) -> torch.Tensor:
         x = self._gather(x, _not_shared(self.source.features, self.target.features), -1)
         x = self._gather(x, _not_shared(self.source.batch, self.target.batch), 0)
         for name in _not_shared(self.target.batch, self.source.batch):

@@ -112,6 +112,11 @@ LINEAR_SCHEMES: dict[str | None, tuple[LinearScheme, ...]] = {
 """The linear schemes of each tensor mode; the first one takes the input of a model."""
 
 
+def first_cut(mode: str | None) -> Cut:
+    """Return how the input of a model of a tensor mode is cut."""
+    return LINEAR_SCHEMES[mode][0].x
+
+
 def _grid_head(*, layers: Axes) -> LinearScheme:
     """The 2D product with a transposed weight, whose storage is that of the embedding."""
     cut = _grid_cut(layers)

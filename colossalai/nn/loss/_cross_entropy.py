@@ -11,7 +11,7 @@ from torch import nn
 
 from colossalai.communication import all_reduce, reduce_forward_copy_backward
 from colossalai.context import Mesh, global_context
-from colossalai.nn.layer import Cut, head_cut, own_part, require_mode
+from colossalai.nn.layer import Cut, head_cut, own_part, require_cut, require_mode
 from colossalai.registry import LOSSES
 
 
@@ -61,8 +61,10 @@ class ParallelCrossEntropyLoss(nn.Module):
         """Return the loss over the whole batch, the same on all tensor-parallel ranks.
 
         Raises:
-            ValueError: The shapes do not fit, or a label is not a class.
+            ValueError: The shapes do not fit, a label is not a class, or the logits come from a layer that
+                cuts them otherwise.
         """
+        logits = require_cut(logits, self.cut, by=type(self).__name__)
         self._check(labels, logits.shape[-1] * self.mesh.axis_size(self.cut.features))
         labels = own_part(labels, self.cut.batch, self.mesh, by=type(self).__name__)
         if logits.shape[:-1] != labels.shape:

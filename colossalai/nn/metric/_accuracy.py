@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from colossalai.communication import all_gather, all_reduce
 from colossalai.context import Mesh, global_context
-from colossalai.nn.layer import Cut, head_cut, own_part
+from colossalai.nn.layer import Cut, head_cut, own_part, require_cut
 
 
 class Accuracy(nn.Module):
@@ -42,8 +42,10 @@ class Accuracy(nn.Module):
             labels: Class numbers, (...), whole.
 
         Raises:
-            ValueError: The shapes do not fit each other.
+            ValueError: The shapes do not fit each other, or the logits come from a layer that cuts them
+                otherwise.
         """
+        logits = require_cut(logits, self.cut, by=type(self).__name__)
         if self.cut.batch:
             labels = own_part(labels, self.cut.batch, self.mesh, by=type(self).__name__)
         if logits.shape[:-1] != labels.shape:

@@ -9,7 +9,7 @@ from torch import nn
 import colossalai
 from colossalai.communication import copy_forward_reduce_backward, ledger
 from colossalai.core import global_context as gpc
-from colossalai.nn.layer import next_linear, restart
+from colossalai.nn.layer import mark_cut, next_linear, restart
 from colossalai.tensor import cut_dims, spec_of
 from tests.ranks import run_ranks
 
@@ -122,7 +122,7 @@ def bytes_sent(name):
             "3d": 2 * (q - 1) * (x_bytes + w_bytes + y_bytes),
         }[name]
         found.append((book.num_bytes(), formula))
-        x = y.detach().requires_grad_()
+        x = mark_cut(y.detach(), layer.output_cut).requires_grad_()
     return found
 
 

@@ -1,5 +1,7 @@
 """Linear layers whose output is gathered or whose input is whole, and what they refuse."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -80,6 +82,84 @@ def columns_and_rows():
 
 def test_columns_and_rows_by_name():
     assert_small(run_ranks(columns_and_rows, 2))
+
+
+class Apart(nn.Module):
+    """Adds the bias that a layer was told to leave to its caller."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        self.layer = layer
+
+    def named_parameters(self, *args, **kwargs):
+        return self.layer.named_parameters(*args, **kwargs)
+
+    def forward(self, x):
+        y, bias = self.layer(x)
+        return y + bias
+
+
+def biases_apart(name):
+    """`skip_bias_add` gives the output and the bias, which together are the layer."""
+    mode = launch(name)
+    kind = getattr(col_nn, f"Linear{SUFFIXES[mode]}")
+    errors = {}
+    for gather in (False, True):
+        cut = restart(mode)
+        options = {"input_cut": cut, "gather_output": gather}
+        left = kind(*SIZES, **options).output_cut
+        build = partial(kind, **options, skip_bias_add=True)
+        found = against_torch(lambda *sizes, build=build: Apart(build(*sizes)), cut, left)
+        errors |= {f"{what} ({gather=})": error for what, error in found.items()}
+    without = kind(*SIZES, bias=False, skip_bias_add=True, input_cut=cut)
+    assert without(slice_like(torch.ones(8, SIZES[0]), cut))[1] is None
+    return errors
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_bias_that_is_left_to_the_caller(name):
+    assert_small(run_ranks(biases_apart, MODES[name]["size"], name))
+
+
+def in_chunks():
+    """Parts of the output are summed while the next ones are computed: the same values, in more messages."""
+    launch("1d")
+    errors = {}
+    for num_chunks in (3, 24):
+        build = partial(col_nn.Linear1D_Row, stream_chunk_num=num_chunks)
+        found = against_torch(build, Cut(features=("tp",)), Cut())
+        errors |= {f"{what} ({num_chunks=})": error for what, error in found.items()}
+    layer = col_nn.Linear1D_Row(8, 24, stream_chunk_num=3)
+    with ledger() as book, torch.no_grad():
+        layer(torch.ones(2, 4))
+    assert book.count("all_reduce") == 3
+    for wrong in (0, 25):
+        with pytest.raises(ValueError, match=rf"stream_chunk_num is {wrong}; it must be from 1 to 24"):
+            col_nn.Linear1D_Row(8, 24, stream_chunk_num=wrong)
+    return errors
+
+
+def test_a_row_layer_that_sums_in_chunks():
+    assert_small(run_ranks(in_chunks, 2))
+
+
+def all_classes(name):
+    """A vocabulary-parallel classifier whose output is gathered has the logits of all classes, unpadded."""
+    mode = launch(name)
+    torch.manual_seed(1)
+    twin = nn.Linear(8, 15)
+    torch.manual_seed(1)
+    cut = restart(mode)
+    layer = getattr(col_nn, f"VocabParallelClassifier{SUFFIXES[mode]}")(8, 15, gather_output=True)
+    x = torch.randn(8, 8)
+    wanted = slice_like(twin(x), Cut(batch=layer.scheme.y.batch))
+    return {"y": distance(layer(slice_like(x, cut)), wanted)}
+
+
+@pytest.mark.parametrize("name", ["1d", "3d"])
+def test_a_classifier_that_gathers_its_classes(name):
+    assert_small(run_ranks(all_classes, MODES[name]["size"], name))
 
 
 def refusals_1d():

@@ -28,9 +28,8 @@ FEATURES = 16
 def against_torch(mode, *, bias, after_linear):
     """Compare at the start of a model, or behind a linear layer, which cuts otherwise in 1d and 3d."""
     restart(mode)
-    if after_linear:
-        next_linear(FEATURES, FEATURES, mode=mode)
-    layer = getattr(col_nn, f"LayerNorm{SUFFIXES[mode]}")(FEATURES, bias=bias)
+    before = next_linear(FEATURES, FEATURES, mode=mode) if after_linear else None
+    layer = getattr(col_nn, f"LayerNorm{SUFFIXES[mode]}")(FEATURES, bias=bias, after=before)
     twin = nn.LayerNorm(FEATURES, bias=bias)
     same_start(layer, twin)
     torch.manual_seed(3)

@@ -8,6 +8,7 @@ from colossalai.nn.layer.parallel_sequence._order import zigzag_split as zigzag_
 from colossalai.nn.layer.parallel_sequence._ring_attention import ring_attention as ring_attention
 from colossalai.nn.layer.parallel_sequence._scores import RingAV as RingAV
 from colossalai.nn.layer.parallel_sequence._scores import RingQK as RingQK
+from colossalai.nn.layer.parallel_sequence._self_attention import SharesSequence as SharesSequence
 from colossalai.nn.layer.parallel_sequence._self_attention import (
     TransformerSelfAttentionRing as TransformerSelfAttentionRing,
 )

@@ -16,7 +16,11 @@ MaskFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(scores, mask) -> scores with what must not be attended to made very small."""
 
 
-class TransformerSelfAttentionRing(nn.Module):
+class SharesSequence(nn.Module):
+    """A module that attends to sequences which the ranks of the SEQUENCE axis share; abstract."""
+
+
+class TransformerSelfAttentionRing(SharesSequence):
     """Multi-head self-attention over the SEQUENCE axis, with whole rows of scores.
 
     The ranks hold consecutive sub-sequences. Scores are an input of a mask function of the user's own, so
