@@ -8,13 +8,15 @@ from colossalai.amp import Masters, OptimizerWrapper, StandIns, apply_precision,
 from colossalai.checkpoint_io import parameter_names
 from colossalai.cluster._watchdog_sections import name_modules
 from colossalai.context import Axis, Mesh, ParallelContext, ParallelMode, get_seeds, set_mode
+from colossalai.lazy import is_lazy, materialize
 from colossalai.logging import get_dist_logger
+from colossalai.nn.layer import SharesSequence
 from colossalai.nn.parallel import Replicated
 from colossalai.pipeline import is_shared_copy, share_of
 from colossalai.runtime._pipeline import Pipeline
 from colossalai.runtime._plan import Plan
 from colossalai.runtime._recompute import apply_recompute, find_blocks
-from colossalai.runtime._stages import take_stages
+from colossalai.runtime._stages import join_stages, take_stages
 from colossalai.runtime._wrapper import ModelWrapper
 from colossalai.shardformer import can_shard, shard_model
 from colossalai.tensor import ShardingSpec, set_spec, spec_of
@@ -79,13 +81,17 @@ def assemble(
     name_modules(model)
     replicas = replicas or mesh.axis("dp")
     if plan.pipeline is not None:
-        model = take_stages(model, optimizer, options=plan.pipeline, axis=mesh.axis("pp"), device=device)
+        model = take_stages(model, optimizer, options=plan.pipeline, axis=mesh.axis("pp"))
     if tensor_axis is not None and tensor_axis.size > 1:
         _share_layers(model, optimizer, mesh)
-    _warn_of_uncut(model, mesh, replicas)
+    _check_is_cut(model, mesh, replicas)
+    if is_lazy(model):
+        materialize(model)  # what is left of it: this rank's stage, and its slices
     names = {id(param): name for name, param in model.named_parameters()}
     specs = {name: spec_of(param) for name, param in model.named_parameters()}
     model.to(device)
+    if plan.pipeline is not None:
+        join_stages(model, options=plan.pipeline, axis=mesh.axis("pp"))
     blocks = find_blocks(model)
     masters = _convert(plan, model, replicas)
     stages = mesh.axis("pp") if plan.pipeline is not None else None
@@ -172,8 +178,11 @@ def _share_layers(model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> 
     shard_model(model, mesh)
 
 
-def _warn_of_uncut(model: nn.Module, mesh: Mesh, replicas: Axis) -> None:
+def _check_is_cut(model: nn.Module, mesh: Mesh, replicas: Axis) -> None:
     """Say it where there are tensor-parallel ranks and the model has nothing for them to share."""
+    if replicas.size > mesh.axis_size("dp"):  # those that share a sequence are replicas, too
+        _check_shares_sequence(model, mesh)
+        return
     num_sharing = mesh.world_size // (replicas.size * mesh.axes.get("pp", 1))
     if num_sharing > 1 and all(spec_of(param) is None for param in model.parameters()):
         get_dist_logger().log_once(
@@ -182,6 +191,28 @@ def _warn_of_uncut(model: nn.Module, mesh: Mesh, replicas: Axis) -> None:
             "cuts models of transformers, too, for whose classes colossalai.shardformer has rules",
             ranks=[0],
         )
+
+
+def _check_shares_sequence(model: nn.Module, mesh: Mesh) -> None:
+    """Refuse a model that is known to see whole sequences only, and warn of one that seems to."""
+    if any(isinstance(part, SharesSequence) for part in model.modules()):
+        return
+    what = (
+        f"sequence parallelism cuts nothing of {type(model).__name__}: each of the "
+        f"{mesh.axis_size('tp')} ranks would compute all of every sequence"
+    )
+    bases = {base for part in model.modules() for base in type(part).__mro__}
+    if any(base.__module__.startswith("transformers.") for base in bases):
+        raise ValueError(
+            f"{what}, since models of transformers attend to whole sequences: leave sequence parallelism out "
+            "(tensor mode '1d', tp_size=... of HybridParallelPlugin, cuts layers of such models), or take a "
+            "model of colossalai.model_zoo"
+        )
+    get_dist_logger().log_once(
+        f"{what}: build it with TransformerSelfAttentionRing of colossalai.nn or as a model of "
+        "colossalai.model_zoo; if it calls ring attention by itself, all is well",
+        ranks=[0],
+    )
 
 
 def _is_counted(param: torch.Tensor) -> bool:

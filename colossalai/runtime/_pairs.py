@@ -1,4 +1,8 @@
-"""Which methods cannot be combined, and why: the one table that refuses them and that the documents show."""
+"""Which methods cannot be combined, and why: the one table that refuses them and that the documents show.
+
+That the others can is not written down here but run: `tests/parity/test_pairs.py` trains with every pair that
+is not refused, and is to be run when a method is added.
+"""
 
 from collections.abc import Iterable, Sequence
 
@@ -45,9 +49,15 @@ def pairs_table() -> list[str]:
 
 
 def _mark(row: str, column: str, marks: dict[frozenset[str], str]) -> str:
-    if row == column or {row, column} <= _tensor_modes(METHODS) or {row, column} <= _zero_stages(METHODS):
-        return ""  # one of a kind at a time
+    if are_of_one_kind(row, column):
+        return ""
     return marks.get(frozenset({row, column}), "yes")
+
+
+def are_of_one_kind(first: str, second: str) -> bool:
+    """Return whether two methods are choices for the same thing, of which there is one at a time."""
+    both = {first, second}
+    return first == second or both <= _tensor_modes(METHODS) or both <= _zero_stages(METHODS)
 
 
 def _tensor_modes(methods: Sequence[str]) -> set[str]:

@@ -3,14 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.checkpoint_io import set_prefix, set_tied_names
 from colossalai.context import Axis
-from colossalai.lazy import is_lazy, materialize
 from colossalai.logging import get_dist_logger
 from colossalai.pipeline import (
     ModelStage,
@@ -36,18 +34,16 @@ def take_stages(
     *,
     options: PipelineOptions,
     axis: Axis,
-    device: torch.device,
 ) -> nn.Module:
-    """Return the stages of this rank on its device; the optimizer keeps their parameters only.
+    """Return the stages of this rank; the optimizer keeps their parameters only.
 
     A whole model is cut if the options say how. One that is a stage already is taken as it is.
 
     Args:
-        model: The model or the stage; of a lazily built one only what this rank holds gets memory.
+        model: The model or the stage; a lazily built one stays lazy.
         optimizer: Its optimizer.
         options: How the pipeline is run.
         axis: The pipeline ranks.
-        device: The device of this rank.
 
     Raises:
         ValueError: The model cannot be cut, or is not cut as the schedule needs it.
@@ -60,9 +56,18 @@ def take_stages(
         if optimizer is not None:
             _keep_own(optimizer, model, given)
     _check_chunks(model, len(mine), schedule)
-    if is_lazy(model):
-        materialize(model)
-    model.to(device)
+    return model
+
+
+def join_stages(model: nn.Module, *, options: PipelineOptions, axis: Axis) -> None:
+    """Share what several stages hold, with equal values and names; collective over the pipeline.
+
+    Args:
+        model: What `take_stages` returned, with values; a layer may have been cut over tensor-parallel ranks.
+        options: How the pipeline is run.
+        axis: The pipeline ranks.
+    """
+    schedule = options.make_schedule(axis.size)
     for param, stages in tied_parameters(model):
         ranks = shared_axis(axis, [schedule.rank_of_stage[stage] for stage in stages])
         if ranks is not None and share_of(param) is None:
@@ -71,7 +76,6 @@ def take_stages(
         set_tied_names(param, names)
     if not has_full_names(model):
         _tell_names_apart(model, axis)
-    return model
 
 
 def _keep_own(optimizer: Optimizer, model: nn.Module, given: set[int]) -> None:

@@ -1,6 +1,8 @@
 """What stands in for a layer once its parameters are cut; its parameters keep their names and identity."""
 
+import copy
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -62,12 +64,73 @@ class HeadShard(LinearShard):
     What pads the vocabulary is left out.
     """
 
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, **options: Any) -> None:
+        super().__init__(weight, bias, **options)
+        spec = spec_of(weight)
+        assert spec is not None
+        self.num_outputs = spec.whole_shape[
+            0 if self.out_first else 1
+        ]  # FSDP puts other tensors in a forward
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return all logits."""
         whole = gather_forward_split_backward(super().forward(x), self.mesh.axis(AXIS), -1)
-        spec = spec_of(self.weight)
-        assert spec is not None
-        return whole[..., : spec.whole_shape[0 if self.out_first else 1]]
+        return whole[..., : self.num_outputs]
+
+
+@dataclass
+class Asked:
+    """Whether the forward that is running was asked for the weights of its attentions."""
+
+    attentions: bool = False
+
+
+@dataclass
+class NotesQuestion:
+    """A hook before the forward of a model that is asked for attention weights, by argument or by config.
+
+    Attributes:
+        asked: Where the answer is noted, for `GathersHeads`.
+        is_outermost: Whether the model is not in another one that may have been asked instead.
+    """
+
+    asked: Asked
+    is_outermost: bool
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        """Note it."""
+        given = kwargs.get("output_attentions")
+        if given is not None:
+            self.asked.attentions = bool(given)
+        elif self.is_outermost:
+            self.asked.attentions = bool(getattr(module.config, "output_attentions", False))
+
+
+@dataclass
+class GathersHeads:
+    """A hook behind an attention of a part of the heads: its weights become those of all of them.
+
+    Where nobody asked for them nothing is sent. It comes before the hooks by which transformers collects
+    them, as those are made in the first forward.
+
+    Attributes:
+        asked: Whether somebody did.
+        mesh: The ranks.
+    """
+
+    asked: Asked
+    mesh: Mesh
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Return the output with the weights (batch, heads, queries, keys) gathered along the heads."""
+        if not self.asked.attentions or not isinstance(output, tuple) or output[1] is None:
+            return output
+        weights = gather_forward_split_backward(output[1], self.mesh.axis(AXIS), 1)
+        return output[0], weights, *output[2:]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "GathersHeads":
+        """Return a hook of a copied model, over the same mesh."""
+        return GathersHeads(copy.deepcopy(self.asked, memo), self.mesh)
 
 
 class DrawsApart(nn.Module):

@@ -27,6 +27,8 @@ class Rule:
         divisible: Names of attributes of `config` that the ranks must divide.
         draws: Whether random numbers are drawn between the column and the row layers: each rank draws others.
         whole_dropouts: Names of dropouts inside of such a module behind the row layer: all draw the same.
+        attentions: Whether its second output are the attention weights (batch, heads, ...) of its heads; they
+            are gathered where the caller asks for them (`output_attentions`).
     """
 
     columns: tuple[str, ...] = ()
@@ -38,6 +40,7 @@ class Rule:
     divisible: tuple[str, ...] = ()
     draws: bool = False
     whole_dropouts: tuple[str, ...] = ()
+    attentions: bool = False
 
 
 def register_rule(name: str, rule: Rule) -> None:
@@ -65,10 +68,18 @@ _LLAMA_ATTENTION = Rule(
     rows=("o_proj",),
     divisible=("num_attention_heads", "num_key_value_heads"),
     draws=True,
+    attentions=True,
 )
 _LLAMA_MLP = Rule(columns=("gate_proj", "up_proj"), rows=("down_proj",))
 _LLAMA_MODEL = Rule(embeddings=("embed_tokens",))
 _HEAD = Rule(heads=("lm_head",))
+_BERT_ATTENTION = Rule(
+    columns=("query", "key", "value"),
+    counts=("num_attention_heads", "all_head_size"),
+    divisible=("num_attention_heads",),
+    draws=True,
+    attentions=True,
+)
 
 _rules: dict[str, Rule] = {
     "GPT2Attention": Rule(
@@ -79,6 +90,7 @@ _rules: dict[str, Rule] = {
         divisible=("num_attention_heads",),
         draws=True,
         whole_dropouts=("resid_dropout",),
+        attentions=True,
     ),
     "GPT2MLP": Rule(columns=("c_fc",), rows=("c_proj",)),
     "GPT2Model": Rule(embeddings=("wte",)),
@@ -94,12 +106,8 @@ _rules: dict[str, Rule] = {
             "ForCausalLM": _HEAD,
         }.items()
     },
-    "BertSelfAttention": Rule(
-        columns=("query", "key", "value"),
-        counts=("num_attention_heads", "all_head_size"),
-        divisible=("num_attention_heads",),
-        draws=True,
-    ),
+    "BertSelfAttention": _BERT_ATTENTION,
+    "BertCrossAttention": _BERT_ATTENTION,
     "BertSelfOutput": Rule(rows=("dense",)),
     "BertIntermediate": Rule(columns=("dense",)),
     "BertOutput": Rule(rows=("dense",)),

@@ -15,7 +15,16 @@ from colossalai.nn.layer import ParallelEmbedding
 from colossalai.nn.layer._padded import PaddedSpec, pad_to, padded_size
 from colossalai.nn.layer._scheme import COLUMN, ROW, Cut, LinearScheme
 from colossalai.pipeline import ModelStage, is_elsewhere
-from colossalai.shardformer._layers import AXIS, DrawsApart, DrawsTogether, HeadShard, LinearShard
+from colossalai.shardformer._layers import (
+    AXIS,
+    Asked,
+    DrawsApart,
+    DrawsTogether,
+    GathersHeads,
+    HeadShard,
+    LinearShard,
+    NotesQuestion,
+)
 from colossalai.shardformer._policy import Rule, rule_of
 from colossalai.tensor import ShardingSpec, set_spec, spec_of
 
@@ -41,6 +50,8 @@ def shard_model(model: nn.Module, mesh: Mesh) -> int:
         _check(name, module, rule, mesh.axis_size(AXIS))
     for _, module, rule in found:
         _share_out(module, rule, mesh)
+    if any(rule.attentions for *_, rule in found):
+        _gather_attentions(model, [module for _, module, rule in found if rule.attentions], mesh)
     return len(found)
 
 
@@ -66,6 +77,16 @@ def _share_out(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
     for name in _present(module, rule.whole_dropouts):
         dropout = getattr(module, name)
         dropout.__class__ = _before(DrawsTogether, type(dropout))
+
+
+def _gather_attentions(model: nn.Module, attentions: list[nn.Module], mesh: Mesh) -> None:
+    """Let the weights of attentions be those of all heads in forwards that are asked for them."""
+    asked = Asked()
+    for module in attentions:
+        module.register_forward_hook(GathersHeads(asked, mesh))
+    models = [part for _, part in _parts(model) if hasattr(part, "config") and part not in attentions]
+    for number, part in enumerate(models):
+        part.register_forward_pre_hook(NotesQuestion(asked, is_outermost=number == 0), with_kwargs=True)
 
 
 def _linear(

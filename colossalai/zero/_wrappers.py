@@ -256,7 +256,7 @@ def zero_model_wrapper(
 
     Raises:
         RuntimeError: Nothing has been launched.
-        ValueError: An argument is not what it must be.
+        ValueError: An argument is not what it must be, or a parameter has no values yet.
     """
     if zero_stage == 3:
         raise ValueError("zero_stage is 3, which is not there yet: use TorchFSDPPlugin, or stage 1 or 2")
@@ -264,6 +264,12 @@ def zero_model_wrapper(
         raise ValueError(f"gemini_config is for stage 3, and zero_stage is {zero_stage}: leave it out")
     if precision not in _PRECISIONS:
         raise ValueError(f"precision is {precision!r}; it must be one of {list(_PRECISIONS)}")
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            raise ValueError(
+                f"{name} of shape {tuple(param.shape)} has no values yet: call "
+                "LazyInitContext.materialize(model) before zero_model_wrapper"
+            )
     data = ZeroReplicas(
         stage=zero_stage,
         bucket_cap_mb=bucket_cap_mb,

@@ -22,9 +22,9 @@ def gpt2_of_four_blocks() -> nn.Module:
     return gpt2(n_layer=4)
 
 
-def llama() -> nn.Module:
+def llama(**options: Any) -> nn.Module:
     """Return a Llama whose head is not tied, with two queries to a key."""
-    return _decoder("Llama", num_hidden_layers=2, num_attention_heads=4)
+    return _decoder("Llama", num_hidden_layers=2, num_attention_heads=4, **options)
 
 
 def mistral() -> nn.Module:
@@ -55,9 +55,22 @@ def _decoder(family: str, **options: Any) -> nn.Module:
 
 def bert() -> nn.Module:
     """Return a BERT with the head of masked language models."""
-    from transformers import BertConfig, BertForMaskedLM
+    from transformers import BertForMaskedLM
 
-    config = BertConfig(
+    return BertForMaskedLM(_bert_config())
+
+
+def bert_decoder(**options: Any) -> nn.Module:
+    """Return a BERT that decodes, with cross-attention."""
+    from transformers import BertLMHeadModel
+
+    return BertLMHeadModel(_bert_config(is_decoder=True, add_cross_attention=True, **options))
+
+
+def _bert_config(**options: Any) -> Any:
+    from transformers import BertConfig
+
+    return BertConfig(
         vocab_size=VOCAB,
         hidden_size=8,
         intermediate_size=12,
@@ -66,8 +79,8 @@ def bert() -> nn.Module:
         max_position_embeddings=8,
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
+        **options,
     )
-    return BertForMaskedLM(config)
 
 
 def language_loss(output: Any, labels: Tensor) -> Tensor:

@@ -46,7 +46,8 @@ def train(build: Callable[[], nn.Module], config: dict[str, Any], uncut: tuple[s
     )
 
     def apply(model: nn.Module) -> Subject:
-        through = zero.through_engine if "zero" in config else pipeline.through_engine
+        has_slices = config.get("zero", {}).get("stage") in (1, 2)
+        through = zero.through_engine if has_slices else pipeline.through_engine
         subject = through(case, model, language_loss)
         whole = [
             name
@@ -71,6 +72,8 @@ def train(build: Callable[[], nn.Module], config: dict[str, Any], uncut: tuple[s
         (bert, 2, {}, ("embeddings", "predictions")),
         (gpt2, 2, {"recompute": True}, ("wpe",)),
         (gpt2, 4, {"zero": {"stage": 2}}, ("wpe",)),
+        (gpt2, 4, {"zero": {"stage": 3}}, ("wpe",)),
+        (llama, 4, {"zero": {"stage": 3}}, ()),
     ],
 )
 def test_three_steps(
