@@ -214,7 +214,7 @@ def _records_of(x: Tensor) -> tuple[Record, ...]:
     if isinstance(x, RecordedTensor):
         records: tuple[Record, ...] = x.__dict__["records"]
         return records
-    return tuple(dict.fromkeys(_nearest_records(x.grad_fn)))
+    return tuple(_nearest_records(x.grad_fn))
 
 
 def _nearest_records(node: Any) -> Iterator[Record]:
