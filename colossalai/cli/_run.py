@@ -44,6 +44,7 @@ class RunOptions:
     max_restarts: int | None = None
     timeout: float | None = None
     env: tuple[str, ...] = ()
+    overrides: tuple[str, ...] = ()
     log_dir: str | None = None
     ssh_port: int | None = None
     extra_launch_args: str | None = None
@@ -57,7 +58,7 @@ def run(options: RunOptions) -> int:
     Raises:
         ValueError: They are wrong, or do not fit one another.
     """
-    options = _with_extra_args(options)
+    options = _with_overrides(_with_extra_args(options))
     hosts = find_hosts(options, os.environ)
     job = Job(
         target=options.target,
@@ -196,6 +197,15 @@ def _read_nnodes(text: str | None, num_hosts: int) -> tuple[int, int]:
             f"--nnodes {text} does not fit the hosts: from 1 to {num_hosts}, MIN:MAX or one number"
         )
     return min_nodes, max_nodes
+
+
+def _with_overrides(options: RunOptions) -> RunOptions:
+    """Let the values of --set go to every rank in the variable that `launch` reads."""
+    if not options.overrides:
+        return options
+    from colossalai.context import OVERRIDES_VARIABLE, join_overrides
+
+    return replace(options, env=(*options.env, f"{OVERRIDES_VARIABLE}={join_overrides(options.overrides)}"))
 
 
 def _with_extra_args(options: RunOptions) -> RunOptions:

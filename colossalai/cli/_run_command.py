@@ -8,6 +8,7 @@ import click
 _EXAMPLES = """\b
 Examples:
   colossalai run --nproc_per_node 4 train.py --config config.py
+  colossalai run --nproc_per_node 4 --set fp16.mode=bf16 train.py --config config.yaml
   colossalai run --nproc_per_node 2 --master_port 29505 -m package.train
   colossalai run --nproc_per_node 8 --host host1,host2 train.py
   colossalai run --hostfile hosts --exclude host3 --max-restarts 3 --log-dir logs train.py"""
@@ -67,6 +68,14 @@ Examples:
     type=float,
     metavar="S",
     help="Seconds until all machines must have started, or have come back at a restart; 120 if not given.",
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Put a value over the config of the script, e.g. fp16.mode=bf16 or clip_grad_norm=1.0; Python and "
+    "JSON literals are what they say, other words are strings.",
 )
 @click.option("--env", multiple=True, metavar="KEY=VALUE", help="Set a variable on all machines.")
 @click.option(

@@ -20,6 +20,8 @@ from colossalai.context._launch import launch_from_torch as launch_from_torch
 from colossalai.context._launch import relayout as relayout
 from colossalai.context._mesh import Axis as Axis
 from colossalai.context._mesh import Mesh as Mesh
+from colossalai.context._overrides import OVERRIDES_VARIABLE as OVERRIDES_VARIABLE
+from colossalai.context._overrides import join_overrides as join_overrides
 from colossalai.context._parallel_context import ParallelContext as ParallelContext
 from colossalai.context._parallel_context import global_context as global_context
 from colossalai.context._parallel_mode import ParallelMode as ParallelMode

@@ -1,4 +1,4 @@
-"""The configuration: a dict with attribute access at every depth, from a Python file or from a dict."""
+"""The configuration: a dict with attribute access at every depth, from a file or from a dict."""
 
 import inspect
 import runpy
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from colossalai.context._config_formats import READERS
 
 
 class ConfigException(ValueError):
@@ -64,21 +66,25 @@ class Config(dict[str, Any]):
 
     @staticmethod
     def from_file(filename: str | Path) -> "Config":
-        """Run a Python file and take its public names as the items.
+        """Read a YAML or JSON file, or run a Python file and take its public names as the items.
 
-        Modules, and functions and classes that the file only imports, are left out. The folder of the file is
+        Of a Python file, modules, and functions and classes that it only imports, are left out. Its folder is
         on the import path while it runs.
 
         Raises:
-            ConfigException: The file does not exist, is not a `.py` file, or fails when it is run.
+            ConfigException: The file does not exist, its name does not end with .py, .yaml, .yml or .json, or
+                it cannot be read or run.
         """
         path = Path(filename)
-        if path.suffix != ".py":
+        if path.suffix != ".py" and path.suffix not in READERS:
             raise ConfigException(
-                f"config file {str(path)!r} is not a Python file: its name must end with .py"
+                f"config file {str(path)!r} is neither Python, YAML nor JSON: its name must end with .py, "
+                ".yaml, .yml or .json"
             )
         if not path.is_file():
             raise ConfigException(f"config file {str(path)!r} does not exist (looked in {Path.cwd()})")
+        if path.suffix in READERS:
+            return _read(path)
         folder = str(path.resolve().parent)
         sys.path.insert(0, folder)
         try:
@@ -100,7 +106,24 @@ def load_config(config: str | Path | Mapping[str, Any] | None) -> Config:
         return Config.from_file(config)
     if isinstance(config, Mapping):
         return Config(config)
-    raise ConfigException(f"config is a {type(config).__name__}: give the path of a .py file, or a dict")
+    raise ConfigException(
+        f"config is a {type(config).__name__}: give the path of a .py, .yaml or .json file, or a dict"
+    )
+
+
+def _read(path: Path) -> Config:
+    try:
+        content = READERS[path.suffix](path)
+    except (ValueError, OSError) as error:
+        raise ConfigException(f"config file {str(path)!r}: {error}") from error
+    if content is None:  # of an empty YAML file
+        return Config()
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigException(
+            f"config file {str(path)!r} holds a {type(content).__name__}; it must hold names with values, "
+            "such as gradient_accumulation and 2"
+        )
+    return Config(content)
 
 
 def _is_content(value: Any, module: str) -> bool:

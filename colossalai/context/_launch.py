@@ -52,7 +52,8 @@ def launch(
     """Start this process's part of a job: check the config, meet the other processes, lay the mesh.
 
     Args:
-        config: Path of a Python file, or a dict; hyper-parameters and feature keys side by side.
+        config: Path of a Python, YAML or JSON file, or a dict; hyper-parameters and feature keys side by
+            side. What `colossalai run --set` says goes before it.
         rank: Global rank of this process.
         world_size: Number of processes.
         host: Name or address of the machine of rank 0.

@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from colossalai.context._config import Config, load_config
 from colossalai.context._ending import prepare_end
-from colossalai.context._features import check_config
+from colossalai.context._features import FEATURE_KEYS, check_config
 from colossalai.context._group_initializer import OwnGroup, own_groups
 from colossalai.context._groups import make_group
 from colossalai.context._layout import Layout
 from colossalai.context._mesh import Axis, Mesh
+from colossalai.context._overrides import with_overrides
 from colossalai.context._parallel_mode import ParallelMode, mode_axes
 from colossalai.context._random import reset_seeds
 from colossalai.context._watching import stop_watching
@@ -69,8 +70,8 @@ class ParallelContext:
         return self._config
 
     def load_config(self, config: Any) -> None:
-        """Set the config from a path, a dict or None, unchecked."""
-        self._config = load_config(config)
+        """Set the config from a path, a dict or None, with the overrides of the environment, unchecked."""
+        self._config = with_overrides(load_config(config), FEATURE_KEYS)
 
     def init_parallel_groups(self, *, rank: int, world_size: int, device: torch.device | None = None) -> None:
         """Check the loaded config and lay the mesh over the ranks; no process group is needed for that.

@@ -55,6 +55,7 @@ def dry_run(*args: str) -> dict[str, str]:
         (("--host", "a", "--max-restarts", "-1"), "--max-restarts -1 is negative"),
         (("--host", "a", "--timeout", "0"), "--timeout 0 leaves no time to start"),
         (("--env", "A"), "--env 'A' is not a variable; write KEY=VALUE"),
+        (("--set", "fp16.mode"), "--set 'fp16.mode' is no override: write KEY=VALUE"),
         (("--host", "a", "--extra_launch_args", "rdzv_backend=c10d"), "'rdzv_backend' is not known here"),
         (("--host", "a,b", "--extra_launch_args", "standalone"), "standalone is for one machine"),
         (("--hostfile", "nowhere"), "cannot read the host file 'nowhere'"),
@@ -146,3 +147,11 @@ def test_the_interface_that_was_found_is_set_unless_the_user_has_set_one():
 
     assert "GLOO_SOCKET_IFNAME=eth7 NCCL_SOCKET_IFNAME=eth7" in command({})
     assert "GLOO_SOCKET_IFNAME=mine NCCL_SOCKET_IFNAME=eth7" in command({"GLOO_SOCKET_IFNAME": "mine"})
+
+
+def test_overrides_of_the_config_go_to_every_host(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLOSSALAI_CONFIG_SET", "lr=1")
+    commands = dry_run("--host", "a,b", "--set", "fp16.mode=bf16", "--set", "name=x y")
+    for command in commands.values():
+        inner = shlex.split(shlex.split(shlex.split(command)[-1])[-1])
+        assert "COLOSSALAI_CONFIG_SET=lr=1 fp16.mode=bf16 'name=x y'" in inner

@@ -2,11 +2,13 @@
 
 import copy
 import pickle
+import sys
 
 import pytest
 
 from colossalai.context import Config, ConfigException
 from colossalai.context._config import load_config
+from colossalai.context._features import check_config
 
 pytestmark = pytest.mark.unit
 
@@ -67,7 +69,15 @@ def test_a_file_gives_its_public_names(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("config.yaml", "", "must end with .py"),
+        ("config.toml", "", "must end with .py, .yaml, .yml or .json"),
+        ("list.yaml", "- 1\n- 2\n", "list.yaml' holds a list; it must hold names with values"),
+        ("number.yaml", "1: 2\n", "number.yaml' holds a dict; it must hold names"),
+        ("broken.yaml", "a: 1\nb: [1\n", "broken.yaml': line 3 is no YAML"),
+        ("twice.yml", "a: {b: 1, b: 2}\n", "the key 'b' stands twice"),
+        ("code.yaml", "a: !!python/object/apply:os.getcwd []\n", "line 1 is no YAML"),
+        ("broken.json", '{"a": 1,\n "b"}', "broken.json': line 2 is no JSON"),
+        ("twice.json", '{"a": 1, "a": 2}', "the key 'a' stands twice"),
+        ("deep.json", "[" * 100_000, "nested too deeply"),
         ("absent.py", None, "does not exist"),
         ("broken.py", "x = 1 / 0", "ZeroDivisionError"),
         ("syntax.py", "x =", "SyntaxError"),
@@ -84,3 +94,46 @@ def test_a_config_of_another_type_is_refused():
     with pytest.raises(ConfigException, match="config is a int"):
         load_config(3)
     assert load_config(None) == {}
+
+
+YAML = """
+fp16: {mode: bf16}
+lr: 1e-3
+defaults: &d {size: 2}
+parallel:
+  pipeline: {<<: *d, partition: balanced}
+  tensor: {size: 2, mode: 1d}
+NUM_MICRO_BATCHES: 4
+betas: [0.9, .95]
+name: 12e
+"""
+JSON = """{"fp16": {"mode": "bf16"}, "lr": 1e-3, "defaults": {"size": 2}, "NUM_MICRO_BATCHES": 4,
+"name": "12e", "parallel": {"pipeline": {"size": 2, "partition": "balanced"},
+"tensor": {"size": 2, "mode": "1d"}}, "betas": [0.9, 0.95]}"""
+
+
+def test_yaml_and_json_say_what_python_says(tmp_path):
+    expected = {
+        "fp16": {"mode": "bf16"},
+        "lr": 0.001,
+        "defaults": {"size": 2},
+        "parallel": {"pipeline": {"size": 2, "partition": "balanced"}, "tensor": {"size": 2, "mode": "1d"}},
+        "NUM_MICRO_BATCHES": 4,
+        "betas": [0.9, 0.95],
+        "name": "12e",
+    }
+    for name, text in {"c.yaml": YAML, "c.yml": YAML, "c.json": JSON}.items():
+        (tmp_path / name).write_text(text)
+        config = load_config(tmp_path / name)
+        assert config == expected, name
+        assert config.parallel.tensor.mode == "1d"
+        check_config(config, 4)
+    (tmp_path / "empty.yaml").write_text("# nothing\n")
+    assert load_config(tmp_path / "empty.yaml") == {}
+
+
+def test_yaml_is_optional(tmp_path, monkeypatch):
+    (tmp_path / "c.yaml").write_text(YAML)
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ConfigException, match=r"c.yaml': a YAML file needs the PyYAML.*colossalai\[yaml\]"):
+        load_config(tmp_path / "c.yaml")
