@@ -37,6 +37,11 @@ class MetricTable:
         """The metrics of the last complete epoch, the same on all data-parallel ranks."""
         return dict(self._epoch_values)
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the declared metrics."""
+        return self._epoch.names
+
     def declare(self, name: str) -> None:
         """Make room for a metric; hooks do so when they are attached, on every rank in the same order."""
         self._step.declare(name)

@@ -4,14 +4,17 @@ A training iteration is zero_grad, execute_schedule, step; everything else (metr
 logs) is a hook. The loop asks nothing of a hook and knows none by name.
 """
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from colossalai.communication import all_reduce_in_place
 from colossalai.context import names_arguments
 from colossalai.engine import Engine
 from colossalai.engine.schedule import BaseSchedule
@@ -19,6 +22,7 @@ from colossalai.logging import DistributedLogger, get_dist_logger
 from colossalai.trainer._batch import num_samples
 from colossalai.trainer._metric import MetricTable
 from colossalai.trainer._progress import Advance, show_progress
+from colossalai.trainer._states import resume_state
 from colossalai.trainer._timer import MultiTimer
 from colossalai.trainer.hooks._base import BaseHook
 
@@ -46,6 +50,9 @@ class Trainer:
         max_steps: Number of iterations after which `fit` ends, None without a limit.
         steps_per_epoch: Number of batches of the training loader, None if it does not know.
         batch_samples: Number of samples in the batch of this rank that is being run.
+        train_dataloader: The training loader of the last `fit`, None before it.
+        test_dataloader: Its test loader, None without one.
+        stop_reason: Why the training ends before its last epoch, if a hook has asked for that.
         optimizer_stepped: Whether the last iteration updated the parameters: not so within a window of
             gradient accumulation and after an overflow.
     """
@@ -79,6 +86,9 @@ class Trainer:
         self.steps_per_epoch: int | None = None
         self.batch_samples = 0
         self.optimizer_stepped = False
+        self.train_dataloader: Iterable[Any] | None = None
+        self.test_dataloader: Iterable[Any] | None = None
+        self.stop_reason: str | None = None
         self._logger = get_dist_logger() if logger is None else logger
 
     @names_arguments
@@ -93,6 +103,7 @@ class Trainer:
         hooks: Sequence[BaseHook] | None = None,
         display_progress: bool = False,
         return_output_label: bool = True,
+        resume: str | Path | None = None,
     ) -> None:
         """Train until `epochs` epochs or `max_steps` iterations are complete in all, earlier calls included.
 
@@ -106,27 +117,38 @@ class Trainer:
             hooks: The hooks, the same on every rank; those of an earlier call if not given.
             display_progress: Whether rank 0 shows how far it is.
             return_output_label: Whether hooks get outputs and labels; False frees their memory.
+            resume: A folder of training states, as `SaveCheckpointHook(keep_last=...)` writes them, or one of
+                them: go on from the newest complete one, bit for bit, the position in the data and the hooks'
+                own figures included. Without one there the training begins. The metrics of an epoch that was
+                interrupted are those of its rest.
 
         Raises:
-            ValueError: A number is not positive, a hook is none, or the loader is empty.
+            ValueError: A number is not positive, a hook is none, the loader is empty, or training states are
+                damaged or do not fit.
         """
         _check_positive(epochs=epochs, test_interval=test_interval)
         if max_steps is not None:
             _check_positive(max_steps=max_steps)
         self.max_epochs, self.max_steps = epochs, max_steps
         self.steps_per_epoch = _length_of(train_dataloader)
+        self.train_dataloader, self.test_dataloader = train_dataloader, test_dataloader
+        self.stop_reason = None
         self._attach(hooks)
+        if resume is not None:
+            resume_state(self, resume, self._logger)
         if self._is_complete():
             self._logger.warning(
                 f"nothing to train: {self.cur_epoch} epochs and {self.cur_step} steps are complete already",
                 ranks=[0],
             )
-        self._call_hooks("before_train")
-        while not self._is_complete():
-            self._train_epoch(train_dataloader, display_progress, return_output_label)
-            if test_dataloader is not None and self.cur_epoch % test_interval == 0:
-                self._test(test_dataloader, display_progress, return_output_label)
-        self._call_hooks("after_train")
+        with self._telling_hooks_of_exceptions():
+            self._call_hooks("before_train")
+            while not self._is_complete():
+                self._train_epoch(train_dataloader, display_progress, return_output_label)
+                if test_dataloader is not None and self.cur_epoch % test_interval == 0:
+                    self._test(test_dataloader, display_progress, return_output_label)
+                self._agree_to_stop()
+            self._call_hooks("after_train")
 
     @names_arguments
     def evaluate(
@@ -152,8 +174,17 @@ class Trainer:
             ValueError: A hook is none, or the loader is empty.
         """
         self._attach(hooks)
-        self._test(test_dataloader, display_progress, return_output_label)
+        with self._telling_hooks_of_exceptions():
+            self._test(test_dataloader, display_progress, return_output_label)
         return self.metrics["test"].epoch_values
+
+    def request_stop(self, reason: str) -> None:
+        """End `fit` after the present epoch and its test, on all ranks; one rank that asks is enough.
+
+        Args:
+            reason: Why, for the log and for `stop_reason`.
+        """
+        self.stop_reason = reason
 
     def predict(self, data: Any) -> Any:
         """Run the model on one input in evaluation mode, without gradients, and go back to the mode before.
@@ -256,10 +287,38 @@ class Trainer:
         for hook in self.hooks:
             getattr(hook, moment)(self, *results)
 
+    @contextmanager
+    def _telling_hooks_of_exceptions(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            for hook in self.hooks:
+                try:
+                    hook.on_exception(self, error)
+                except Exception as second:
+                    error.add_note(
+                        f"and {type(hook).__name__}.on_exception: {type(second).__name__}: {second}"
+                    )
+            raise
+
+    def _agree_to_stop(self) -> None:
+        """Hear at the end of every epoch whether a rank asks for the end; one all-reduce of one number."""
+        mesh = self.engine.mesh
+        asks = self.stop_reason is not None
+        if mesh.world_size > 1:
+            asking = torch.tensor(int(asks), device=self.engine.device)
+            asks = bool(all_reduce_in_place(asking, mesh.axis(tuple(mesh.axes)), dist.ReduceOp.MAX))
+        if asks and self.stop_reason is None:
+            self.stop_reason = "another rank has asked for it"
+        if asks:
+            self._logger.info(f"Training ends after epoch {self.cur_epoch}: {self.stop_reason}", ranks=[0])
+
     def _is_complete(self) -> bool:
         assert self.max_epochs is not None, "fit has set it"
-        return self.cur_epoch >= self.max_epochs or (
-            self.max_steps is not None and self.cur_step >= self.max_steps
+        return (
+            self.stop_reason is not None
+            or self.cur_epoch >= self.max_epochs
+            or (self.max_steps is not None and self.cur_step >= self.max_steps)
         )
 
     def _progress(

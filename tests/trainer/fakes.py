@@ -31,6 +31,7 @@ class FakeEngine:
         self.mesh = Mesh({"dp": 1}, rank=0)
         self.observers = self.mesh.axis("dp")
         self.sees_output = True
+        self.settings: dict[str, Any] = {"mesh": {"dp": 1}}
         self.device = torch.device("cpu")
         self.schedule: Any = SimpleNamespace(data_process_func=None)
         self.accumulation_steps = accumulation_steps

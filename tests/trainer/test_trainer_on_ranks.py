@@ -141,8 +141,9 @@ def test_two_ranks_report_and_learn_what_one_process_does(
         for param, twin in zip(params, model.parameters(), strict=True):
             torch.testing.assert_close(param, twin, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(prediction, model(torch.ones(1, 3, dtype=torch.float64)))
-        # One for each step and each epoch, of training and of test, however many metrics and readers.
-        assert num_all_reduces == 2 * (3 + 2 + 1 + 1)
+        # One for each step and each epoch, of training and of test, however many metrics and readers; and
+        # one for each epoch that says whether a rank asks for the end.
+        assert num_all_reduces == 2 * (3 + 2 + 1 + 1) + 2
     assert results[0][0] == results[1][0], "all ranks know the same metrics"
     read = scalars(tmp_path)
     assert [value for _, value in read["train_epoch/Loss"]] == pytest.approx(
@@ -168,7 +169,7 @@ def _fit_quietly() -> int:
 
 
 def test_without_a_reader_of_steps_there_is_one_reduction_per_epoch() -> None:
-    assert run_ranks(_fit_quietly, 2) == [2, 2]
+    assert run_ranks(_fit_quietly, 2) == [4, 4], "and one that asks whether to stop"
 
 
 def _throughput() -> dict[str, float]:

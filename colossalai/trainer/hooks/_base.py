@@ -1,5 +1,7 @@
 """The base of all hooks: the moments in the life of a training, each of which does nothing here."""
 
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -70,17 +72,50 @@ class BaseHook:
     def after_test_iter(self, trainer: "Trainer", output: Any, label: Any, loss: Tensor | None) -> None:
         """Run when a test iteration is complete; the arguments are those of `after_train_iter`."""
 
+    def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
+        """Run when an exception, Ctrl-C among them, ends a training or a test; it is raised on afterwards.
+
+        No collectives here: the other ranks may be elsewhere.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the hook needs to go on after a restart, as plain values; training states hold it."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned; called where that was not empty."""
+
     def init_runner_states(self, trainer: "Trainer", key: str, val: Any) -> None:
         """Put `val` under `key` into `trainer.states` unless there is something already."""
         trainer.states.setdefault(key, val)
 
 
-def check_interval(interval: int) -> int:
-    """Return a number of epochs or steps between two events if it is a positive integer.
+def check_interval(interval: int, *, name: str = "interval") -> int:
+    """Return a number of epochs or steps if it is a positive integer.
 
     Raises:
         ValueError: It is not.
     """
     if not isinstance(interval, int) or interval <= 0:
-        raise ValueError(f"interval={interval!r} is out of range; give a positive integer")
+        raise ValueError(f"{name}={interval!r} is out of range; give a positive integer")
     return interval
+
+
+def hook_states(hooks: Sequence[BaseHook]) -> dict[str, Any]:
+    """Return the states of hooks by name: that of the class, with a number if it has several hooks."""
+    return {name: state for name, hook in _named(hooks) if (state := hook.state_dict())}
+
+
+def load_hook_states(hooks: Sequence[BaseHook], states: Mapping[str, Any]) -> None:
+    """Give hooks what `hook_states` returned; a hook that was not there then starts anew."""
+    for name, hook in _named(hooks):
+        if name in states:
+            hook.load_state_dict(states[name])
+
+
+def _named(hooks: Sequence[BaseHook]) -> Iterator[tuple[str, BaseHook]]:
+    numbers: Counter[str] = Counter()
+    for hook in hooks:
+        name = type(hook).__name__
+        numbers[name] += 1
+        yield (name if numbers[name] == 1 else f"{name}-{numbers[name]}"), hook

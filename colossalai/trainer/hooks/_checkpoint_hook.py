@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from colossalai.checkpoint_io import save_checkpoint, wait_for_saves
 from colossalai.context import names_arguments
 from colossalai.registry import HOOKS
+from colossalai.trainer._states import save_state, schedule_of
 from colossalai.trainer.hooks._base import BaseHook, check_interval
-from colossalai.trainer.hooks._lr_scheduler_hook import LRSchedulerHook
 
 if TYPE_CHECKING:
     from colossalai.trainer._trainer import Trainer
@@ -26,9 +26,7 @@ class SaveCheckpointHook(BaseHook):
     With `keep_last` it saves training states instead (`Engine.save`), which hold all that a run needs to go
     on bit for bit, in the middle of an epoch too:
 
-        resumed = engine.load("checkpoints", lr_scheduler=lr_scheduler)
-        if resumed is not None:
-            trainer.cur_epoch, trainer.cur_step = resumed.epoch, resumed.step
+        trainer.fit(loader, epochs, hooks=hooks, resume="checkpoints")
 
     Args:
         interval: Number of epochs (or of steps, with `save_by_iter`) from one save to the next.
@@ -76,7 +74,7 @@ class SaveCheckpointHook(BaseHook):
         """Save if steps are counted and it is time."""
         if not self.save_by_iter or trainer.cur_step % self.interval:
             return
-        loader = trainer.engine.train_dataloader
+        loader = trainer.train_dataloader
         self._is_due = self.keep_last is not None and getattr(loader, "at_last_batch", False)
         if not self._is_due:
             self._save(trainer, f"step_{trainer.cur_step}.pt")
@@ -92,21 +90,13 @@ class SaveCheckpointHook(BaseHook):
             self._save(trainer, f"epoch_{trainer.cur_epoch}.pt")
 
     def _save(self, trainer: "Trainer", name: str) -> None:
-        schedulers = [hook.lr_scheduler for hook in trainer.hooks if isinstance(hook, LRSchedulerHook)]
         if self.keep_last is not None:
-            trainer.engine.save(
-                self.path,
-                step=trainer.cur_step,
-                epoch=trainer.cur_epoch,
-                lr_scheduler=schedulers[0] if schedulers else None,
-                save_async=self.save_async,
-                keep_last=self.keep_last,
-            )
+            save_state(trainer, self.path, keep_last=self.keep_last, save_async=self.save_async)
             return
         save_checkpoint(
             self.path if self.path.suffix else self.path / name,
             trainer.cur_epoch - 1,
             trainer.engine.model if self.model is None else self.model,
             optimizer=trainer.engine.optimizer,
-            lr_scheduler=schedulers[0] if schedulers else None,
+            lr_scheduler=schedule_of(trainer),
         )
