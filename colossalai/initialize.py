@@ -24,16 +24,14 @@ from colossalai.engine.gradient_handler import build_gradient_handler
 from colossalai.engine.schedule import BaseSchedule, NonPipelineSchedule, PipelineSchedule
 from colossalai.logging import get_dist_logger
 from colossalai.runtime import (
-    DataParallelLoader,
-    EpochWatch,
     Plan,
     TrainingStep,
-    WatchedLoader,
     assemble,
     observers_of,
     replicas_of,
     settings_of,
     tensor_axis_of,
+    watched,
 )
 
 Loader = Iterable[Any] | None
@@ -97,7 +95,7 @@ def initialize(
         sync_grads=[handler.handle_gradient for handler in handlers],
     )
     if train_dataloader is not None and plan.accumulation_steps > 1:
-        train_dataloader = step.watch = _watched(train_dataloader)
+        train_dataloader = step.watch = watched(train_dataloader)
     engine = Engine(
         step,
         criterion.to(device) if isinstance(criterion, nn.Module) else criterion,
@@ -113,13 +111,6 @@ def initialize(
     if verbose:
         get_dist_logger().info(f"initialized {type(model).__name__}: {plan}", ranks=[0])
     return engine, train_dataloader, test_dataloader, lr_scheduler
-
-
-def _watched(loader: Iterable[Any]) -> Any:
-    known: EpochWatch | WatchedLoader = (
-        loader if isinstance(loader, DataParallelLoader) else WatchedLoader(loader)
-    )
-    return known
 
 
 def _default_schedule(plan: Plan) -> BaseSchedule:

@@ -1,7 +1,7 @@
 """Booster: give it model, optimizer, criterion, dataloader and scheduler, and train with what it returns."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,14 +12,18 @@ from torch.utils.data import DataLoader
 from colossalai.booster._saving import Saving, boosted_optimizer
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin import Plugin, TorchDDPPlugin
-from colossalai.context import ConfigException, global_context, names_arguments
+from colossalai.context import Axis, ConfigException, global_context, names_arguments
 from colossalai.logging import get_dist_logger
 from colossalai.runtime import (
+    DataParallelLoader,
     ModelWrapper,
-    assemble,
+    WatchedLoader,
+    assemble_with_optimizers,
+    gather_samples,
     replicas_of,
     tensor_axis_of,
     to_device,
+    watched,
 )
 
 Boosted = tuple[Any, Any, Any, Any, Any]
@@ -32,6 +36,7 @@ class Booster(Saving):
         device: Where the models are put; default: the device of this rank.
         mixed_precision: "fp16", "bf16", "fp32" or an object with options; default: as the model is.
         plugin: The parallel methods; default: data parallelism over all ranks.
+        gradient_accumulation: Number of microbatches that make one optimizer step; see `accumulate`.
 
     Raises:
         RuntimeError: Nothing has been launched.
@@ -44,6 +49,8 @@ class Booster(Saving):
         device: str | torch.device | None = None,
         mixed_precision: MixedPrecision | str | None = None,
         plugin: Plugin | None = None,
+        *,
+        gradient_accumulation: int = 1,
     ) -> None:
         if plugin is not None and not isinstance(plugin, Plugin):
             raise ValueError(f"plugin is {plugin!r}; it must be an object such as TorchDDPPlugin()")
@@ -51,6 +58,11 @@ class Booster(Saving):
             raise ValueError(
                 f"mixed_precision is {mixed_precision!r}; it must be a name or a MixedPrecision object"
             )
+        if type(gradient_accumulation) is not int or gradient_accumulation < 1:
+            raise ValueError(
+                f"gradient_accumulation is {gradient_accumulation!r}; it must be an integer of at least 1"
+            )
+        self.gradient_accumulation = gradient_accumulation
         chosen = (
             mixed_precision_factory("fp32" if mixed_precision is None else mixed_precision)
             if not isinstance(mixed_precision, MixedPrecision)
@@ -70,7 +82,7 @@ class Booster(Saving):
     def boost(
         self,
         model: nn.Module,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         criterion: Callable[..., torch.Tensor] | None = None,
         dataloader: Iterable[Any] | None = None,
         lr_scheduler: Any = None,
@@ -80,10 +92,14 @@ class Booster(Saving):
         Args:
             model: The model; it is moved to the device and changed in place. With a pipeline: the whole
                 model, of which this rank's part comes back, or this rank's part.
-            optimizer: Its optimizer.
+            optimizer: Its optimizer, or a list or tuple of several, each of parameters of its own (the
+                players of a GAN in one module, Muon beside AdamW), of which the same comes back. They share
+                one loss scale, and each clips by the norm of its own parameters.
             criterion: The loss function; moved to the device if it is a module.
-            dataloader: Batches, from `plugin.prepare_dataloader`; returned as it is.
-            lr_scheduler: A scheduler of the optimizer; returned as it is.
+            dataloader: Batches, from `plugin.prepare_dataloader`, whose tensors then come on the device;
+                returned as it is. With `gradient_accumulation` iterate over the one that is returned: it says
+                where an epoch ends.
+            lr_scheduler: A scheduler of the optimizer, or several; returned as it is.
 
         Returns:
             Model, optimizer, criterion, dataloader, scheduler; None for what was not given.
@@ -91,14 +107,19 @@ class Booster(Saving):
         Raises:
             ValueError: The components do not fit together.
         """
-        boosted, wrapped = assemble(
+        is_several = isinstance(optimizer, list | tuple)
+        optimizers: list[Any] = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
+        if not optimizers:
+            raise ValueError("optimizer is empty: give at least one, or leave it out")
+        boosted, wrapped = assemble_with_optimizers(
             self.plan,
             model,
-            optimizer,
+            [each for each in optimizers if each is not None or is_several],
             mesh=self.mesh,
             device=self.device,
             replicas=replicas_of(global_context),
             tensor_axis=tensor_axis_of(global_context),
+            accumulation_steps=self.gradient_accumulation,
         )
         if isinstance(criterion, nn.Module):
             criterion.to(self.device)
@@ -108,7 +129,15 @@ class Booster(Saving):
                 "them: plugin.prepare_dataloader(dataset, batch_size) makes one that does",
                 ranks=[0],
             )
-        return boosted, wrapped, criterion, dataloader, lr_scheduler
+        if isinstance(dataloader, DataParallelLoader):
+            dataloader.device = self.device
+        if dataloader is not None and self.gradient_accumulation > 1:
+            dataloader = watched(dataloader)
+            for each in boosted.optimizers:
+                each.window.watch = dataloader
+        several: Any = tuple(wrapped) if isinstance(optimizer, tuple) else wrapped
+        returned = several if is_several else next(iter(wrapped), None)
+        return boosted, returned, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
         """Run the backward of a loss; the loss scale, if any, is that of `optimizer`.
@@ -159,7 +188,10 @@ class Booster(Saving):
         batch = to_device(next(data_iter), self.device)
         is_pair = isinstance(batch, tuple | list) and len(batch) == 2
         data, label = batch if is_pair else (batch, batch)
-        factor = 1.0 if optimizer is None else boosted_optimizer(optimizer).start_backward()
+        factor = 1.0
+        if optimizer is not None:
+            wrapped = boosted_optimizer(optimizer)
+            factor = wrapped.start_backward() / self.gradient_accumulation
         result = boosted.pipeline.run(
             data,
             label,
@@ -171,6 +203,67 @@ class Booster(Saving):
             sync=boosted.syncs,
         )
         return {"loss": result.loss, "outputs": result.output}
+
+    @contextmanager
+    def accumulate(self, model: nn.Module) -> Iterator[None]:
+        """Run a microbatch in it: forward, backward, step, zero_grad, as if it were a whole batch.
+
+        With `Booster(gradient_accumulation=N)` N microbatches make one step of the optimizers of `model`.
+        Losses are divided here, gradients are synchronized in the last microbatch only, and step, clipping
+        and zero_grad take effect then; `optimizer.stepped` says whether a step was made, and a scheduler
+        steps after it. Where an epoch ends earlier (`boost` was given the dataloader), so does the window.
+
+            for batch in dataloader:
+                with booster.accumulate(model):
+                    booster.backward(criterion(model(batch)), optimizer)
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+        Args:
+            model: A boosted model.
+
+        Raises:
+            ValueError: The model has not been boosted, or a microbatch has a backward and no step.
+        """
+        boosted = _boosted_model(model)
+        optimizers = boosted.optimizers
+        closes = not optimizers or any(each.window.closes_window for each in optimizers)
+        with nullcontext() if closes else boosted.no_sync():
+            yield
+        if any(each.has_unstepped for each in optimizers):
+            raise ValueError(
+                "a backward without a step: call optimizer.step() and zero_grad() in every microbatch; they "
+                "take effect in the last one of each window"
+            )
+
+    @names_arguments
+    def gather_for_metrics(self, data: Any, dataloader: Any = None) -> Any:
+        """Return predictions, labels and the like with the rows of all data-parallel ranks, each sample once.
+
+        Where the samples do not divide by the ranks, some stand in for missing ones in the last batch: their
+        rows are left out. The rows come in the order of the dataset (of the sampler, if it shuffles). Every
+        data-parallel rank calls it, for the batch in hand, or after a pass for all of it.
+
+        Args:
+            data: Tensors, in dicts, lists and tuples at any depth; dim 0 has a row, or equally many, for each
+                sample. A tensor without dims gives a row for each rank. None stays None, as on the ranks of a
+                pipeline that have no output.
+            dataloader: The loader of the samples; default: that of `plugin.prepare_dataloader` which has
+                handed out a batch last. Of one of another kind nothing is known: all rows, rank after rank.
+
+        Raises:
+            ValueError: Something is no tensor, shapes differ between ranks beyond dim 0, or rows do not
+                belong to samples; on all ranks.
+        """
+        loader = self.plugin.last_dataloader() if dataloader is None else dataloader
+        loader = loader.loader if isinstance(loader, WatchedLoader) else loader
+        replicas = self.mesh.axis("dp")
+        in_hand = None
+        if isinstance(loader, DataParallelLoader):
+            in_hand = loader.in_hand
+            if loader.reads_all:  # every rank has read all samples
+                replicas = Axis("dp", (self.mesh.rank,), self.mesh)
+        return gather_samples(data, replicas, in_hand=in_hand, device=self.device)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """Return a context in which forward and backward of `model` only add to this rank's gradients.

@@ -10,7 +10,16 @@ from torch.optim import Optimizer
 from colossalai import checkpoint_io
 from colossalai.amp import OptimizerWrapper
 from colossalai.context import Mesh, global_context, names_arguments
-from colossalai.runtime import ModelWrapper, Plan, Resumed, Run, resume_run, save_run, settings_of
+from colossalai.runtime import (
+    AccumulatingOptimizer,
+    ModelWrapper,
+    Plan,
+    Resumed,
+    Run,
+    resume_run,
+    save_run,
+    settings_of,
+)
 
 
 class Saving:
@@ -114,10 +123,19 @@ class Saving:
             OSError: It cannot be read.
         """
         run = self._run(model, optimizer, lr_scheduler, dataloader)
-        return resume_run(folder, run, buffer_size=buffer_size)
+        resumed = resume_run(folder, run, buffer_size=buffer_size)
+        if resumed is not None and isinstance(optimizer, AccumulatingOptimizer):
+            optimizer.restart_window()
+        return resumed
 
     def _run(self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any, dataloader: Any) -> Run:
+        if isinstance(optimizer, list | tuple):
+            raise ValueError(
+                "a training state holds one optimizer, and several are given: pass none, and save each with "
+                "save_optimizer (and load_optimizer)"
+            )
         return Run(
+            is_in_window=isinstance(optimizer, AccumulatingOptimizer) and optimizer.window.is_in_window,
             model=model,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,

@@ -1,7 +1,9 @@
 """The core that both doors stand on: a plan, its application to a model, and a training step."""
 
 from colossalai.nn import checkpoint as checkpoint
+from colossalai.runtime._accumulation import AccumulatingOptimizer as AccumulatingOptimizer
 from colossalai.runtime._assemble import assemble as assemble
+from colossalai.runtime._assemble import assemble_with_optimizers as assemble_with_optimizers
 from colossalai.runtime._assemble import observers_of as observers_of
 from colossalai.runtime._assemble import replicas_of as replicas_of
 from colossalai.runtime._assemble import tensor_axis_of as tensor_axis_of
@@ -9,8 +11,11 @@ from colossalai.runtime._data import DataParallelLoader as DataParallelLoader
 from colossalai.runtime._data import DataParallelSampler as DataParallelSampler
 from colossalai.runtime._data import make_dataloader as make_dataloader
 from colossalai.runtime._data import to_device as to_device
+from colossalai.runtime._data import watched as watched
 from colossalai.runtime._epoch import EpochWatch as EpochWatch
 from colossalai.runtime._epoch import WatchedLoader as WatchedLoader
+from colossalai.runtime._gather import InHand as InHand
+from colossalai.runtime._gather import gather_samples as gather_samples
 from colossalai.runtime._pairs import pairs_table as pairs_table
 from colossalai.runtime._pairs import refuse_pairs as refuse_pairs
 from colossalai.runtime._pipeline import Pipeline as Pipeline

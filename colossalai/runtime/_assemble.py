@@ -1,5 +1,7 @@
 """Apply a plan to a model and its optimizers in one order: pipeline, tensors, precision, recompute, data."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -13,6 +15,7 @@ from colossalai.logging import get_dist_logger
 from colossalai.nn.layer import SharesSequence
 from colossalai.nn.parallel import Replicated
 from colossalai.pipeline import is_shared_copy, share_of
+from colossalai.runtime._accumulation import AccumulatingOptimizer
 from colossalai.runtime._pipeline import Pipeline
 from colossalai.runtime._plan import Plan
 from colossalai.runtime._recompute import apply_recompute, find_blocks
@@ -59,31 +62,56 @@ def assemble(
 ) -> tuple[ModelWrapper, OptimizerWrapper | None]:
     """Apply the methods of a plan to a model and its optimizer.
 
+    As `assemble_with_optimizers`, which has the whole story, for one optimizer or none.
+    """
+    given = [] if optimizer is None else [optimizer]
+    wrapped_model, wrapped = assemble_with_optimizers(
+        plan, model, given, mesh=mesh, device=device, replicas=replicas, tensor_axis=tensor_axis
+    )
+    return wrapped_model, wrapped[0] if wrapped else None
+
+
+def assemble_with_optimizers(
+    plan: Plan,
+    model: nn.Module,
+    optimizers: Sequence[Optimizer],
+    *,
+    mesh: Mesh,
+    device: torch.device,
+    replicas: Axis | None = None,
+    tensor_axis: Axis | None = None,
+    accumulation_steps: int = 1,
+) -> tuple[ModelWrapper, list[OptimizerWrapper]]:
+    """Apply the methods of a plan to a model and any number of optimizers of its parameters.
+
     From here on random numbers are drawn from the state of DATA, or of TENSOR where the replicas run along
     tensor axes, too: different dropout masks on different slices of the batch.
 
     Args:
         plan: The methods.
         model: The model; it is moved to `device` and changed in place.
-        optimizer: An optimizer over its parameters, before its first step; it is changed in place where the
-            parameters are replaced.
+        optimizers: Optimizers over its parameters, each of its own ones, before their first step; they are
+            changed in place where the parameters are replaced. They share one loss scale.
         mesh: The ranks.
         device: The device of this rank.
         replicas: The ranks over which gradients are averaged; default: those along `dp`. Each rank's loss is
             the mean over its own part of the batch, and the parts are equally large.
         tensor_axis: The ranks that share a stage of a pipeline and have the same activations.
+        accumulation_steps: Number of microbatches for which the optimizers keep their steps back, so that
+            they can be stepped in each of them; see `AccumulatingOptimizer`.
 
     Raises:
-        ValueError: The model or the optimizer has been assembled before, the optimizer holds parameters that
-            the model has not, or it has made steps already and the plan replaces parameters.
+        ValueError: The model or an optimizer has been assembled before, an optimizer holds parameters that
+            the model or another one has not alone, or it has made steps already and the plan replaces
+            parameters.
     """
-    _check(model, optimizer)
+    _check(model, optimizers)
     name_modules(model)
     replicas = replicas or mesh.axis("dp")
     if plan.pipeline is not None:
-        model = take_stages(model, optimizer, options=plan.pipeline, axis=mesh.axis("pp"))
+        model = take_stages(model, optimizers, options=plan.pipeline, axis=mesh.axis("pp"))
     if tensor_axis is not None and tensor_axis.size > 1:
-        _share_layers(model, optimizer, mesh)
+        _share_layers(model, optimizers, mesh)
     _check_is_cut(model, mesh, replicas)
     if is_lazy(model):
         materialize(model)  # what is left of it: this rank's stage, and its slices
@@ -101,25 +129,41 @@ def assemble(
         computing = apply_precision(model, plan.precision, device.type)
     applied = plan.data.apply(computing, blocks=blocks, replicas=replicas, device=device)
     _keep_specs(model, specs)
-    wrapped = None
-    if optimizer is not None:
+    wrapped: list[OptimizerWrapper] = []
+    for optimizer in optimizers:
         _follow_replaced_params(optimizer, model, names)
+        held = {param for group in optimizer.param_groups for param in group["params"]}
         stand_ins = _stand_in(plan, applied, optimizer, masters, replicas)
-        wrapped = _wrap_optimizer(plan, model, optimizer, stand_ins, mesh)
+        masters = masters.without(held)
+        kind = AccumulatingOptimizer if accumulation_steps > 1 else OptimizerWrapper
+        wrapped.append(_wrap_optimizer(plan, model, optimizer, stand_ins, mesh, kind=kind, beside=wrapped))
     in_force = ParallelMode.DATA if replicas.size == mesh.axis_size("dp") else ParallelMode.TENSOR
     if in_force in get_seeds():
         set_mode(in_force)
     pipeline = _make_pipeline(plan, model, mesh=mesh, tensor_axis=tensor_axis, device=device)
-    return ModelWrapper(model, applied, plan.data, pipeline=pipeline), wrapped
+    wrapper = ModelWrapper(model, applied, plan.data, pipeline=pipeline)
+    for each in wrapped:
+        if isinstance(each, AccumulatingOptimizer):
+            each.open_window(wrapper, accumulation_steps)
+    return wrapper, wrapped
 
 
 def _wrap_optimizer(
-    plan: Plan, model: nn.Module, optimizer: Optimizer, stand_ins: StandIns, mesh: Mesh
+    plan: Plan,
+    model: nn.Module,
+    optimizer: Optimizer,
+    stand_ins: StandIns,
+    mesh: Mesh,
+    *,
+    kind: type[OptimizerWrapper],
+    beside: Sequence[OptimizerWrapper],
 ) -> OptimizerWrapper:
     """Return the optimizer with loss scale, clipping, and what all ranks decide together."""
-    return OptimizerWrapper(
+    first = beside[0] if beside else None
+    return kind(
         optimizer,
-        scaler=plan.precision.make_scaler(),
+        scaler=None if first else plan.precision.make_scaler(),
+        beside=first,
         group=mesh.group(tuple(mesh.axes)),
         param_names=_param_names(model, plan),
         masters=stand_ins,
@@ -168,9 +212,9 @@ def _param_names(model: nn.Module, plan: Plan) -> dict[nn.Parameter, str]:
     return {param: name for name, param in model.named_parameters()}
 
 
-def _share_layers(model: nn.Module, optimizer: Optimizer | None, mesh: Mesh) -> None:
+def _share_layers(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh) -> None:
     """Cut the layers of a model that was not built for tensor parallelism, where there are rules for it."""
-    if optimizer is not None and optimizer.state and can_shard(model):
+    if any(optimizer.state for optimizer in optimizers) and can_shard(model):
         raise ValueError(
             "the optimizer has made steps already, but this plan cuts the layers of the model: assemble "
             "first, then load the state of the optimizer"
@@ -219,15 +263,26 @@ def _is_counted(param: torch.Tensor) -> bool:
     return not is_shared_copy(param)
 
 
-def _check(model: nn.Module, optimizer: Optimizer | None) -> None:
-    if isinstance(model, ModelWrapper) or isinstance(optimizer, OptimizerWrapper):
+def _check(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    if isinstance(model, ModelWrapper) or any(isinstance(each, OptimizerWrapper) for each in optimizers):
         raise ValueError(
             "this model or optimizer has been through a door already: pass the one you built yourself"
         )
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise ValueError(f"the optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
+    held: set[nn.Parameter] = set()
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"the optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer"
+            )
+        own = {param for group in optimizer.param_groups for param in group["params"]}
+        if (twice := next(iter(held & own), None)) is not None:
+            raise ValueError(
+                f"a parameter of shape {tuple(twice.shape)} is in two optimizers: its gradient is unscaled "
+                "and clipped with the step of one, so give each optimizer parameters of its own"
+            )
+        held |= own
 
 
 def _convert(plan: Plan, model: nn.Module, replicas: Axis) -> Masters:

@@ -4,7 +4,8 @@ The position in an epoch is counted in batches that were handed out, not in samp
 that it can be saved at any moment and a resumed run sees exactly the batches that were left.
 """
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from colossalai.logging import get_dist_logger
-from colossalai.runtime._epoch import length_of, with_last
+from colossalai.runtime._epoch import WatchedLoader, length_of, with_last
+from colossalai.runtime._gather import InHand
 
 
 class DataParallelSampler(Sampler[int]):
@@ -82,17 +84,23 @@ class DataParallelLoader(DataLoader[Any]):
     Args:
         dataset: The dataset.
         seed: Seed of the workers' random states; every epoch has its own.
+        device: Where the tensors of a batch are handed out; None: where the workers made them.
         options: The arguments of `torch.utils.data.DataLoader`.
 
     Attributes:
         epoch: Number of the present pass.
         batch: Number of batches of it that have been handed out.
         at_last_batch: Whether the batch handed out last is the last one of the pass.
+        handed_out_ns: When that was, by a clock that never goes back; 0 before the first one.
     """
 
-    def __init__(self, dataset: Dataset[Any], *, seed: int, **options: Any) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], *, seed: int, device: torch.device | None = None, **options: Any
+    ) -> None:
         super().__init__(dataset, generator=torch.Generator(), **options)
         self.seed = seed
+        self.device = device
+        self.handed_out_ns = 0
         self.epoch = 0
         self.batch = 0
         self.at_last_batch = False
@@ -106,7 +114,8 @@ class DataParallelLoader(DataLoader[Any]):
         for batch, is_last in with_last(super().__iter__(), remaining):
             self.batch += 1
             self.at_last_batch = is_last
-            yield batch
+            self.handed_out_ns = time.monotonic_ns()
+            yield batch if self.device is None else to_device(batch, self.device)
         self.set_epoch(self.epoch + 1)
 
     def _prepare_pass(self) -> None:
@@ -118,6 +127,26 @@ class DataParallelLoader(DataLoader[Any]):
             raise ValueError(
                 "an iterable dataset cannot go on in the middle of an epoch: it has no positions"
             )
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether every replica reads the whole dataset (`add_sampler=False`)."""
+        return isinstance(self.sampler, DataParallelSampler) and self.sampler.num_replicas == 1
+
+    @property
+    def in_hand(self) -> InHand | None:
+        """The samples of the batch handed out last, after a complete pass those of all of it.
+
+        None before the first batch, and where the dataset has no length.
+        """
+        if not isinstance(self.sampler, DataParallelSampler) or self.handed_out_ns == 0:
+            return None
+        size, replicas = self.batch_size or 1, self.sampler.num_replicas
+        last = self.batch or len(self)
+        start = (last - 1) * size if self.batch else 0
+        end = min(last * size, self.sampler.num_samples)
+        total = len(self.dataset)  # type: ignore[arg-type]
+        return InHand(end - start, min(end * replicas, total) - start * replicas)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: the pass, how many of its batches have been handed out, and their size."""
@@ -165,6 +194,7 @@ def make_dataloader(
     drop_last: bool = False,
     pin_memory: bool = False,
     num_workers: int = 0,
+    device: torch.device | None = None,
     **kwargs: Any,
 ) -> DataParallelLoader:
     """Return a loader of one replica's part of a dataset.
@@ -180,6 +210,7 @@ def make_dataloader(
         drop_last: Leave out what does not fill a batch, or a sample for every replica.
         pin_memory: Copy batches into pinned memory; no effect without an accelerator.
         num_workers: Number of loading processes.
+        device: Where the tensors of a batch are handed out; None: in host memory.
         kwargs: Further arguments of `torch.utils.data.DataLoader`.
 
     Raises:
@@ -203,12 +234,18 @@ def make_dataloader(
     return DataParallelLoader(
         dataset,
         seed=seed,
+        device=device,
         batch_size=batch_size,
         drop_last=drop_last,
         pin_memory=pin_memory and torch.accelerator.is_available(),
         num_workers=num_workers,
         **kwargs,
     )
+
+
+def watched(loader: Iterable[Any]) -> Any:
+    """Return a loader that says which batch is the last of an epoch: itself if it does."""
+    return loader if isinstance(loader, DataParallelLoader) else WatchedLoader(loader)
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -30,18 +30,18 @@ _BALANCES: Mapping[str, Literal["uniform", "parameters"]] = {
 
 def take_stages(
     model: nn.Module,
-    optimizer: Optimizer | None,
+    optimizers: Sequence[Optimizer],
     *,
     options: PipelineOptions,
     axis: Axis,
 ) -> nn.Module:
-    """Return the stages of this rank; the optimizer keeps their parameters only.
+    """Return the stages of this rank; optimizers keep their parameters only.
 
     A whole model is cut if the options say how. One that is a stage already is taken as it is.
 
     Args:
         model: The model or the stage; a lazily built one stays lazy.
-        optimizer: Its optimizer.
+        optimizers: Its optimizers.
         options: How the pipeline is run.
         axis: The pipeline ranks.
 
@@ -53,7 +53,7 @@ def take_stages(
     if options.partition is not None and not has_full_names(model):
         given = {id(param) for param in model.parameters()}
         model = cut_model(model, schedule.num_stages, mine, balance=_BALANCES[options.partition])
-        if optimizer is not None:
+        for optimizer in optimizers:
             _keep_own(optimizer, model, given)
     _check_chunks(model, len(mine), schedule)
     return model

@@ -136,6 +136,16 @@ class TrainingStep:
         """Whether some microbatches of a window are complete, and not all."""
         return self._done > 0
 
+    @property
+    def closes_window(self) -> bool:
+        """Whether the present microbatch is the last one of its window."""
+        return self._closes_window()
+
+    @property
+    def short_window_factor(self) -> float:
+        """What the gradients will be multiplied by if the present microbatch closes its window too early."""
+        return self.accumulation_steps / (self._done + 1) if self._closes_window() else 1.0
+
     def restart_window(self) -> None:
         """Forget the microbatches of the present window, whose gradients somebody else has dropped."""
         self._done = 0

@@ -32,6 +32,7 @@ class ModelWrapper(nn.Module):
         self.data = data
         self.pipeline = pipeline
         self.syncs = True
+        self.optimizers: tuple[Any, ...] = ()  # those whose steps wait for the end of a window
         # Not a sub-module: its parameters are already those of `module`.
         object.__setattr__(self, "_raw", raw)
 

@@ -1,7 +1,9 @@
 """The interface of plugins: a plugin says which methods to use, and prepares the data for them."""
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 from torch.utils.data import Dataset
 
@@ -32,7 +34,9 @@ class Plugin(ABC):
         num_workers: int = 0,
         **kwargs: Any,
     ) -> DataParallelLoader:
-        """Return a loader of this rank's part of a dataset; see `colossalai.utils.get_dataloader`.
+        """Return a loader of this rank's part of a dataset; its batches are on the device of this rank.
+
+        See `colossalai.utils.get_dataloader`, which leaves batches in host memory.
 
         Args:
             dataset: Any torch dataset.
@@ -45,7 +49,7 @@ class Plugin(ABC):
             kwargs: Further arguments of `torch.utils.data.DataLoader`.
         """
         mesh = global_context.mesh
-        return make_dataloader(
+        loader = make_dataloader(
             dataset,
             num_replicas=mesh.axis_size("dp"),
             replica=mesh.axis_rank("dp"),
@@ -55,5 +59,17 @@ class Plugin(ABC):
             drop_last=drop_last,
             pin_memory=pin_memory,
             num_workers=num_workers,
+            device=global_context.device,
             **kwargs,
         )
+        self._loaders.add(loader)
+        return loader
+
+    def last_dataloader(self) -> DataParallelLoader | None:
+        """Return the prepared loader that has handed out a batch last, None if none has."""
+        started = (loader for loader in self._loaders if loader.handed_out_ns)
+        return max(started, key=lambda loader: loader.handed_out_ns, default=None)
+
+    @cached_property
+    def _loaders(self) -> WeakSet[DataParallelLoader]:
+        return WeakSet()  # not in __init__, which plugins of the user's own need not call

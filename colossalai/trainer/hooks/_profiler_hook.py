@@ -62,7 +62,7 @@ class ProfilerHook(BaseHook):
         self.warmup = warmup
         self.steps = check_interval(steps, name="steps")
         self.ranks = None if ranks is None else tuple(ranks)
-        self._options = {
+        self._options: dict[str, Any] = {
             "record_shapes": record_shapes,
             "profile_memory": profile_memory,
             "with_stack": with_stack,

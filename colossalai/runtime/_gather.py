@@ -1,0 +1,118 @@
+"""Results of all data-parallel ranks together, each sample once.
+
+[Note: whose samples these are] A `DataParallelSampler` deals the samples out like cards: sample j of replica
+r is number j * replicas + r of the epoch's order. So the replicas' rows, dealt back in turn, are in that
+order, and what stands in for missing samples is at its end, where it is cut off.
+"""
+
+import zlib
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from colossalai.communication import all_gather
+from colossalai.context import Axis
+
+
+class InHand(NamedTuple):
+    """The samples that a loader has handed out last.
+
+    Attributes:
+        of_replica: Number of samples on each replica.
+        of_all: Number of different ones on all replicas together.
+    """
+
+    of_replica: int
+    of_all: int
+
+
+@torch.no_grad()
+def gather_samples(nested: Any, replicas: Axis, *, in_hand: InHand | None, device: torch.device) -> Any:
+    """Return nested tensors with the rows of all replicas; two collectives, however many tensors there are.
+
+    Args:
+        nested: Tensors in dicts, lists, tuples, the same structure on every replica; None stays None. With
+            `in_hand`, dim 0 has a row, or equally many rows, for each sample; one without dims counts as a
+            row of its replica.
+        replicas: The ranks that see different samples.
+        in_hand: Which samples the rows belong to: then they come in the order of the sampler, and each sample
+            once. None: the rows of the first replica, then those of the second, and so on.
+        device: Where the exchange is made.
+
+    Raises:
+        ValueError: Something is no tensor, structures or shapes differ beyond dim 0, or the rows do not
+            belong to samples; on all ranks.
+    """
+    leaves, structure = tree_flatten(nested)
+    for leaf in leaves:
+        if leaf is not None and not isinstance(leaf, Tensor):
+            raise ValueError(
+                f"there is a {type(leaf).__name__} among what is to be gathered; it must be tensors, in "
+                "dicts, lists or tuples"
+            )
+    tensors = [leaf.detach() for leaf in leaves if leaf is not None]
+    parts = [tensors]
+    if replicas.size > 1:
+        parts = _exchange(tensors, str(structure), replicas, device)
+    rows = in_hand if replicas.size > 1 else None
+    gathered = iter([_joined([part[n] for part in parts], rows) for n in range(len(tensors))])
+    return tree_unflatten([None if leaf is None else next(gathered) for leaf in leaves], structure)
+
+
+def _exchange(
+    tensors: list[Tensor], structure: str, replicas: Axis, device: torch.device
+) -> list[list[Tensor]]:
+    """Return the tensors of every replica, on the devices that this one has them on."""
+    described = [(str(each.dtype), each.dim(), tuple(each.shape[1:])) for each in tensors]
+    fingerprint = zlib.crc32(repr((structure, described)).encode())
+    extents = torch.tensor([each.size(0) if each.dim() else 1 for each in tensors], dtype=torch.int64)
+    packed = torch.cat([_bytes_of(each.to(device)) for each in (extents, *tensors)])
+    meta = torch.tensor([fingerprint, packed.numel()], dtype=torch.int64, device=device)
+    metas = all_gather(meta, 0, replicas).view(-1, 2).tolist()
+    if any(other != fingerprint for other, _ in metas):
+        raise ValueError(
+            "what is to be gathered differs between ranks, in its structure, dtypes or shapes beyond dim 0; "
+            f"here it is {described}: pad sequences to one length first"
+        )
+    longest = max(length for _, length in metas)
+    padded = torch.nn.functional.pad(packed, (0, longest - packed.numel()))
+    rows = all_gather(padded, 0, replicas).view(replicas.size, longest)
+    return [_unpacked(row, tensors) for row in rows]
+
+
+def _unpacked(row: Tensor, like: list[Tensor]) -> list[Tensor]:
+    num_bytes = 8 * len(like)
+    extents = row[:num_bytes].cpu().clone().view(torch.int64).tolist()
+    found = []
+    for extent, tensor in zip(extents, like, strict=True):
+        shape = (extent, *tensor.shape[1:]) if tensor.dim() else ()
+        end = num_bytes + torch.Size(shape).numel() * tensor.element_size()
+        part = row[num_bytes:end].clone().view(tensor.dtype)  # cloned: a view must begin at a whole element
+        found.append(part.view(shape).to(tensor.device))
+        num_bytes = end
+    return found
+
+
+def _joined(parts: list[Tensor], in_hand: InHand | None) -> Tensor:
+    """Return the rows of all replicas as one tensor."""
+    if parts[0].dim() == 0:
+        return torch.stack(parts)
+    if in_hand is None:
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    sizes = [len(part) for part in parts]
+    of_replica, of_all = in_hand
+    if len(set(sizes)) > 1 or sizes[0] % of_replica:
+        raise ValueError(
+            f"dim 0 of a tensor is {sizes} on the ranks, whose batch has {of_replica} samples each: it must "
+            "be a row, or equally many rows, for each sample"
+        )
+    rows = sizes[0] // of_replica
+    trailing = parts[0].shape[1:]
+    dealt = torch.stack([part.reshape(of_replica, rows, *trailing) for part in parts], dim=1)
+    return dealt.flatten(0, 1)[:of_all].flatten(0, 1)  # (of_all * rows, ...)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
