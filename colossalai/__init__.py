@@ -14,6 +14,7 @@ from colossalai._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from colossalai.booster import Booster as Booster
+    from colossalai.cli import notebook_launcher as notebook_launcher
     from colossalai.context import get_default_parser as get_default_parser
     from colossalai.context import launch as launch
     from colossalai.context import launch_from_openmpi as launch_from_openmpi
@@ -28,6 +29,7 @@ _HOMES = {
     "launch_from_openmpi": "colossalai.context",
     "launch_from_slurm": "colossalai.context",
     "launch_from_torch": "colossalai.context",
+    "notebook_launcher": "colossalai.cli",
 }
 
 
