@@ -25,14 +25,14 @@ STEPS = 6
 SHAPE = {"hidden_size": 16, "num_layers": 2, "num_attention_heads": 2, "vocab_size": 32}
 
 PLUGINS = {
-    "dp2": TorchDDPPlugin,
+    "dp": TorchDDPPlugin,
     "tp2": lambda: HybridParallelPlugin(tp_size=2),
     "pp2": lambda: HybridParallelPlugin(pp_size=2, num_microbatches=2),
     # The scale grows on the way: it has to be saved, too.
     "zero1": lambda: LowLevelZeroPlugin(precision="fp16", initial_scale=16, growth_interval=2),
 }
 CONFIGS: dict[str, dict[str, Any]] = {
-    "dp2": {},
+    "dp": {},
     "tp2": {"parallel": {"tensor": {"size": 2, "mode": "1d"}}},
     "pp2": {"parallel": {"pipeline": {"size": 2, "partition": "uniform"}}, "NUM_MICRO_BATCHES": 2},
     "zero1": {"zero": {"stage": 1}},
@@ -138,13 +138,24 @@ def run(door: str, kind: str, folder: str, resumes: bool, save_async: bool) -> A
     return function(kind, folder, resumes=resumes, save_async=save_async)
 
 
-@pytest.mark.parametrize("kind", ["dp2", "tp2", "pp2", "zero1"])
+@pytest.mark.parametrize("kind", ["dp", "tp2", "pp2", "zero1"])
 @pytest.mark.parametrize("door", ["booster", "engine"])
 def test_a_run_goes_on_bit_for_bit(door: str, kind: str, tmp_path: Path) -> None:
     save_async = (door == "engine") != (kind == "zero1")  # each kind once so, once so
-    undisturbed = run_ranks(run, 2, door, kind, str(tmp_path), False, save_async)
+    goes_on(2, door, kind, tmp_path, save_async)
+
+
+@pytest.mark.parametrize(("door", "kind", "world_size"), [("engine", "dp", 3), ("booster", "zero1", 3)])
+def test_so_it_does_where_the_order_of_a_sum_counts(
+    door: str, kind: str, world_size: int, tmp_path: Path
+) -> None:
+    goes_on(world_size, door, kind, tmp_path, save_async=False)
+
+
+def goes_on(world_size: int, door: str, kind: str, tmp_path: Path, save_async: bool) -> None:
+    undisturbed = run_ranks(run, world_size, door, kind, str(tmp_path), False, save_async)
     assert os.listdir(tmp_path) == [f"step-{SAVED_AT:08d}"]
-    resumed = run_ranks(run, 2, door, kind, str(tmp_path), True, False)
+    resumed = run_ranks(run, world_size, door, kind, str(tmp_path), True, False)
     for (all_losses, expected), (losses, found) in zip(undisturbed, resumed, strict=True):
         assert losses == all_losses[SAVED_AT:]
         assert len(found) == len(expected) > 20

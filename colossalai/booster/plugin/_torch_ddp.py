@@ -18,7 +18,9 @@ class TorchDDPPlugin(Plugin):
         find_unused_parameters: Look for parameters that the loss does not depend on.
         check_reduction: Check that every gradient was reduced.
         gradient_as_bucket_view: Let gradients be views of the buckets, which saves a copy of them.
-        static_graph: Promise that every iteration uses the same parameters.
+        static_graph: Promise that every iteration uses the same parameters. On three or more ranks the
+            first two steps after the start, or after a load, then add gradients up in another order than the
+            later ones: a run that goes on from a checkpoint has other last bits.
         recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
     """
 

@@ -1,4 +1,13 @@
-"""Replicated data parallelism: torch's `DistributedDataParallel`, or nothing but equal starting weights."""
+"""Replicated data parallelism: torch's `DistributedDataParallel`, or nothing but equal starting weights.
+
+[Note: the order of the first sum]
+Where in a bucket a gradient lies decides in which order an all-reduce over three or more ranks adds it up,
+and so its last bits. `DistributedDataParallel` lays its buckets out anew after its first backward, in the
+order in which that one's gradients came. The first step of a job, and the first one after a checkpoint was
+loaded, would then add up in an order of their own. So the reducer gets its first backward here: one from a
+zero that depends on every parameter, the last one first, which is the order that torch, too, expects of a
+model. The model's own forward is not run; a hook on a parameter sees one gradient of zeros.
+"""
 
 from dataclasses import dataclass, fields
 
@@ -15,7 +24,9 @@ class Replicated(DataMethod):
     """Every rank holds the whole model; gradients are averaged in buckets while the backward runs.
 
     The fields are those of `torch.nn.parallel.DistributedDataParallel`. With one replica the module stays
-    bare.
+    bare. Gradients are added up in the same order in every step, so that a run which goes on from a
+    checkpoint has the same bits; not with `static_graph=True`, whose first two steps torch reduces in an
+    order of their own.
     """
 
     broadcast_buffers: bool = True
@@ -35,7 +46,12 @@ class Replicated(DataMethod):
         # Only what was chosen is passed: torch warns of some of these names even at their default value.
         chosen = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         device_ids = None if device.type == "cpu" else [device]
-        return DistributedDataParallel(module, device_ids, process_group=replicas.group, **chosen)
+        applied = DistributedDataParallel(module, device_ids, process_group=replicas.group, **chosen)
+        # With find_unused_parameters torch never lays the buckets out anew. A static graph is what the first
+        # backward finds, which must be one of the model.
+        if not self.find_unused_parameters and not self.static_graph:
+            _settle_buckets(applied)
+        return applied
 
     def set_sync(self, module: nn.Module, enabled: bool) -> None:
         """See the base class."""
@@ -56,3 +72,45 @@ class Unsynchronized(DataMethod):
 
     def set_sync(self, module: nn.Module, enabled: bool) -> None:
         """Nothing to say: no backward synchronizes."""
+
+
+class _Zero(nn.Module):
+    """Zero as a function of the trainable parameters of a module; its backward reaches the last one first.
+
+    Args:
+        module: The module, which is not called.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+        lookups = [part for part in module.modules() if isinstance(part, nn.Embedding | nn.EmbeddingBag)]
+        self._sparse = {part.weight for part in lookups if part.sparse}
+
+    def forward(self, device: torch.device) -> torch.Tensor:
+        """Return the zero, on a device."""
+        nothing = torch.zeros(0, dtype=torch.long, device=device)
+        total = torch.zeros((), device=device)
+        for param in self.module.parameters():
+            if param.requires_grad:
+                is_sparse = param in self._sparse
+                none = nn.functional.embedding(nothing, param, sparse=True) if is_sparse else param[None][:0]
+                total = total + none.sum().abs()  # a real number, whatever the parameter is
+        return total
+
+
+def _settle_buckets(applied: DistributedDataParallel) -> None:
+    """Let the reducer see a backward before the first step; see [Note: the order of the first sum].
+
+    Collective over the replicas: one all-reduce of the size of the gradients.
+    """
+    grads = {param: param.grad for param in applied.parameters()}
+    module, applied.module = applied.module, _Zero(applied.module)
+    try:
+        with torch.enable_grad():
+            # The next forward, that of the first step, finds the order and lays out the buckets.
+            applied(next(module.parameters()).device).backward()
+    finally:
+        applied.module = module
+    for param, grad in grads.items():
+        param.grad = grad
