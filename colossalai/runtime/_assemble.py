@@ -127,6 +127,7 @@ def assemble_with_optimizers(
     computing = model
     if plan.pipeline is None:  # which applies the precision stage by stage
         computing = apply_precision(model, plan.precision, device.type)
+    plan.data.check(model, optimizers, blocks=blocks)
     applied = plan.data.apply(computing, blocks=blocks, replicas=replicas, device=device)
     _keep_specs(model, specs)
     wrapped: list[OptimizerWrapper] = []
@@ -312,7 +313,8 @@ def _follow_replaced_params(optimizer: Optimizer, model: nn.Module, names: dict[
         if changed and optimizer.state:
             raise ValueError(
                 "the optimizer has made steps already, but this plan replaces parameters: assemble first, "
-                "then load the state of the optimizer"
+                "then load the state of the optimizer (one that has states before its first step, as Adagrad "
+                "does, needs LowLevelZeroPlugin; in a config, zero=dict(stage=1))"
             )
         group["params"] = replaced
 

@@ -74,6 +74,16 @@ def test_fsdp_after_a_step_is_refused(mesh):
         run(Plan(data=FullySharded()), mesh, model, optimizer)
 
 
+def test_fsdp_knows_optimizers_of_other_libraries_by_name():
+    class Adafactor(torch.optim.SGD):
+        __module__ = "trans" + "formers.optimization"  # the whole word would have the ranks import it
+        __qualname__ = "Adafactor"
+
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="Adafactor cannot update the slices of parameters that FSDP holds"):
+        FullySharded().check(model, [Adafactor(model.parameters(), lr=0.1)], blocks=[])
+
+
 def test_plans_from_configs():
     assert Plan.from_config(Config()) == Plan()
     plan = Plan.from_config(Config(gradient_accumulation=4, clip_grad_norm=1, zero={"stage": 3}))

@@ -1,12 +1,13 @@
 """What a way of data parallelism is: applied once, and told for every backward whether to synchronize."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from colossalai.communication import broadcast
 from colossalai.context import Axis
@@ -34,6 +35,15 @@ class DataMethod(ABC):
             blocks: The repeated parts of it (transformer blocks, residual blocks).
             replicas: The ranks that hold the same model and see different parts of the batch.
             device: The device of this rank.
+        """
+
+    def check(  # noqa: B027 - most methods take any model and optimizer
+        self, module: nn.Module, optimizers: Sequence[Optimizer], *, blocks: list[nn.Module]
+    ) -> None:
+        """Raise if `apply`, whose arguments these are, cannot take the module, or later steps the optimizers.
+
+        Raises:
+            ValueError: The method cannot take `module` or one of `optimizers`.
         """
 
     @abstractmethod

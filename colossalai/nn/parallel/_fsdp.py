@@ -1,14 +1,21 @@
 """Fully sharded data parallelism: torch's FSDP2 (`fully_shard`), which is ZeRO stage 3 (1910.02054)."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
 
 from colossalai.context import Axis
 from colossalai.nn.parallel._data_method import DataMethod, broadcast_from_first
+
+_STAGE_1 = "LowLevelZeroPlugin (in a config, zero=dict(stage=1))"
+_TENSORS_ONLY = (Adafactor, LBFGS, Muon, Rprop)
+_TENSORS_ONLY_ELSEWHERE = ("transformers.optimization.Adafactor",)
+"""Optimizers whose step fails on DTensors, in torch 2.13 and transformers 5.23."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +57,60 @@ class FullySharded(DataMethod):
             fully_shard(block, **options)
         return cast(nn.Module, fully_shard(module, **options))
 
+    def check(self, module: nn.Module, optimizers: Sequence[Optimizer], *, blocks: list[nn.Module]) -> None:
+        """See the base class."""
+        for optimizer in optimizers:
+            _refuse_optimizer(optimizer)
+        owners: dict[nn.Parameter, tuple[str, str]] = {}  # of each parameter a name, and the part it is in
+        dtypes: dict[str, dict[torch.dtype, str]] = {}  # of each part its dtypes, and a parameter of each
+        for part, name, param in _members(module, blocks):
+            first, owner = owners.setdefault(param, (name, part))
+            if owner != part:
+                raise ValueError(
+                    f"{first} and {name} are one parameter, in two parts of the model that FSDP shards one "
+                    f"by one ({owner} and {part}): use {_STAGE_1}, which takes tied weights anywhere"
+                )
+            if not param.is_contiguous():
+                raise ValueError(
+                    f"the parameter {name} is not contiguous, which FSDP does not shard: put "
+                    "nn.Parameter(param.detach().contiguous()) in its place before you build the optimizer"
+                )
+            if param.requires_grad:
+                dtypes.setdefault(part, {}).setdefault(param.dtype, name)
+        for part, found in dtypes.items():
+            if len(found) > 1:
+                written = " and ".join(f"{name} in {dtype}" for dtype, name in found.items())
+                raise ValueError(
+                    f"{part} has parameters of several dtypes ({written}), which FSDP cannot shard together: "
+                    f"convert the model to one dtype, or use {_STAGE_1}"
+                )
+        for name, child in module.named_modules():
+            if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
+                raise ValueError(
+                    f"{name} gives sparse gradients, which FSDP does not average: build it with sparse=False"
+                )
+
     def set_sync(self, module: nn.Module, enabled: bool) -> None:
         """See the base class; without synchronization a rank holds the whole gradient until the next one."""
         from torch.distributed.fsdp import FSDPModule
 
         cast(FSDPModule, module).set_requires_gradient_sync(enabled)
+
+
+def _members(module: nn.Module, blocks: list[nn.Module]) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """Return every name of every parameter: the part that FSDP shards it with, the name, the parameter."""
+    names = {part: name for name, part in module.named_modules() if part in blocks}
+    rest = "the model outside of its blocks" if blocks else "the model"
+    for name, param in module.named_parameters(remove_duplicate=False):
+        around = [block for block in names.values() if name.startswith(f"{block}.")]
+        yield (around[0] if around else rest), name, param
+
+
+def _refuse_optimizer(optimizer: Optimizer) -> None:
+    bases = [f"{base.__module__}.{base.__qualname__}" for base in type(optimizer).__mro__]
+    if isinstance(optimizer, _TENSORS_ONLY) or not set(bases).isdisjoint(_TENSORS_ONLY_ELSEWHERE):
+        instead = "TorchDDPPlugin" if isinstance(optimizer, LBFGS) else _STAGE_1
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot update the slices of parameters that FSDP holds: use "
+            f"{instead}, or an optimizer such as AdamW"
+        )
