@@ -1,7 +1,8 @@
 """Booster: give it model, optimizer, criterion, dataloader and scheduler, and train with what it returns."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ class Booster(Saving):
         mixed_precision: "fp16", "bf16", "fp32" or an object with options; default: as the model is.
         plugin: The parallel methods; default: data parallelism over all ranks.
         gradient_accumulation: Number of microbatches that make one optimizer step; see `accumulate`.
+        compile: Compile the model's blocks: True, or a dict of options of `torch.compile`.
 
     Raises:
         RuntimeError: Nothing has been launched.
@@ -51,6 +53,7 @@ class Booster(Saving):
         plugin: Plugin | None = None,
         *,
         gradient_accumulation: int = 1,
+        compile: bool | Mapping[str, Any] = False,
     ) -> None:
         if plugin is not None and not isinstance(plugin, Plugin):
             raise ValueError(f"plugin is {plugin!r}; it must be an object such as TorchDDPPlugin()")
@@ -72,6 +75,8 @@ class Booster(Saving):
         self.device = global_context.device if device is None else _device(device)
         self.plugin = plugin or TorchDDPPlugin()
         self.plan = self.plugin.plan(chosen.precision())
+        if compile is not False:
+            self.plan = replace(self.plan, compile=compile)
         if global_context.pipeline_parallel_size > 1 and self.plan.pipeline is None:
             raise ConfigException(
                 f"the job was launched with a pipeline, which {type(self.plugin).__name__} does not run: use "

@@ -14,6 +14,7 @@ from colossalai.communication._conjugate import (
     gather_forward_scatter_backward as gather_forward_scatter_backward,
 )
 from colossalai.communication._conjugate import gather_forward_split_backward as gather_forward_split_backward
+from colossalai.communication._conjugate import outside_graphs as outside_graphs
 from colossalai.communication._conjugate import reduce_forward_copy_backward as reduce_forward_copy_backward
 from colossalai.communication._conjugate import (
     scatter_forward_gather_backward as scatter_forward_gather_backward,

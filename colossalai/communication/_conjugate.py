@@ -12,6 +12,7 @@ slice, or a term of a sum; that decides what it holds of the gradient:
     copy       reduce      the whole, alike       the whole, used differently on every rank
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,34 +22,39 @@ from colossalai.communication._collectives import all_gather, all_reduce, reduce
 from colossalai.context import Axis
 
 
+def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that communicates, such that `torch.compile` does not look into it."""
+    return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
+
+
 def gather_forward_scatter_backward(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Gather slices along `dim`; sum the gradients and keep this rank's slice."""
-    return _GatherScatter.apply(tensor, axis, dim) if axis.size > 1 else tensor
+    return outside_graphs(_GatherScatter.apply)(tensor, axis, dim) if axis.size > 1 else tensor
 
 
 def gather_forward_split_backward(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Gather slices along `dim`; keep this rank's slice of the gradient, which is the same on all ranks."""
-    return _GatherSplit.apply(tensor, axis, dim) if axis.size > 1 else tensor
+    return outside_graphs(_GatherSplit.apply)(tensor, axis, dim) if axis.size > 1 else tensor
 
 
 def split_forward_gather_backward(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Keep this rank's slice along `dim`; gather the slices of the gradient."""
-    return _SplitGather.apply(tensor, axis, dim) if axis.size > 1 else tensor
+    return outside_graphs(_SplitGather.apply)(tensor, axis, dim) if axis.size > 1 else tensor
 
 
 def scatter_forward_gather_backward(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Sum over the ranks and keep this rank's slice along `dim`; gather the slices of the gradient."""
-    return _ScatterGather.apply(tensor, axis, dim) if axis.size > 1 else tensor
+    return outside_graphs(_ScatterGather.apply)(tensor, axis, dim) if axis.size > 1 else tensor
 
 
 def reduce_forward_copy_backward(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum over the ranks; the gradient of the sum is that of every term."""
-    return _ReduceCopy.apply(tensor, axis) if axis.size > 1 else tensor
+    return outside_graphs(_ReduceCopy.apply)(tensor, axis) if axis.size > 1 else tensor
 
 
 def copy_forward_reduce_backward(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Use a tensor that all ranks hold; sum what they find as its gradient."""
-    return _CopyReduce.apply(tensor, axis) if axis.size > 1 else tensor
+    return outside_graphs(_CopyReduce.apply)(tensor, axis) if axis.size > 1 else tensor
 
 
 def slice_of(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:

@@ -6,7 +6,10 @@ like a misspelt feature key gets a warning.
 
 from collections.abc import Callable, Mapping
 from enum import Enum
+from inspect import signature
 from typing import Any
+
+import torch
 
 from colossalai._not_landed import FP8
 from colossalai.cluster._watchdog_options import ACTIONS as WATCHDOG_ACTIONS
@@ -312,6 +315,27 @@ def _check_recompute(value: Any) -> None:
         raise ConfigException(f"recompute is {value!r}; it must be True, False or a list of module names")
 
 
+def check_compile(value: Any) -> None:
+    """Require what says whether, and with which options, a model is compiled.
+
+    Raises:
+        ConfigException: It is neither True, False nor a dict of options of `torch.compile`.
+    """
+    if isinstance(value, bool):
+        return
+    if not isinstance(value, Mapping):
+        raise ConfigException(
+            f"compile is {value!r}; it must be True, False or a dict of torch.compile's options, such as "
+            "compile=dict(mode='reduce-overhead')"
+        )
+    given_by_us = ("model", "disable", "name")
+    known = [name for name in signature(torch.compile).parameters if name not in given_by_us]
+    check_keys(value, known, "compile")
+    for key in ("fullgraph", "dynamic"):
+        if value.get(key) is not None:
+            check_bool(value[key], f"compile.{key}")
+
+
 _FEATURES: Mapping[str, Callable[[Any], Any]] = {
     "parallel": lambda value: None,  # parse_layout checks it, against the number of processes
     "fp16": _check_fp16,
@@ -320,6 +344,7 @@ _FEATURES: Mapping[str, Callable[[Any], Any]] = {
     "gradient_handler": _check_handlers,
     "gradient_handlers": _check_handlers,
     "recompute": _check_recompute,
+    "compile": check_compile,
     "zero": _check_zero,
     "NUM_MICRO_BATCHES": lambda value: check_positive(value, "NUM_MICRO_BATCHES"),
     "NUM_CHUNKS": lambda value: check_positive(value, "NUM_CHUNKS"),

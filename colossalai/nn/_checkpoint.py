@@ -50,6 +50,14 @@ def checkpoint(
         get_dist_logger().log_once(
             "checkpoint: use_reentrant=True has no effect; gradients are the same without", ranks=[0]
         )
+    # A compiler would look into the contexts; what stands inside of a compiled block runs as it is.
+    run = torch.compiler.disable(_checkpoint) if torch.compiler.is_compiling() else _checkpoint
+    return run(function, activation_offload, args, kwargs)
+
+
+def _checkpoint(
+    function: Callable[..., Any], activation_offload: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     offload = torch.autograd.graph.save_on_cpu() if activation_offload else nullcontext()
     with offload:
         return torch.utils.checkpoint.checkpoint(

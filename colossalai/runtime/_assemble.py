@@ -1,4 +1,7 @@
-"""Apply a plan to a model and its optimizers in one order: pipeline, tensors, precision, recompute, data."""
+"""Apply a plan to a model and its optimizers in one order.
+
+Pipeline, tensors, precision, compilation, recomputation, data.
+"""
 
 from collections.abc import Sequence
 
@@ -16,6 +19,7 @@ from colossalai.nn.layer import SharesSequence
 from colossalai.nn.parallel import Replicated
 from colossalai.pipeline import is_shared_copy, share_of
 from colossalai.runtime._accumulation import AccumulatingOptimizer
+from colossalai.runtime._compile import apply_compile, refuse_compiled
 from colossalai.runtime._pipeline import Pipeline
 from colossalai.runtime._plan import Plan
 from colossalai.runtime._recompute import apply_recompute, find_blocks
@@ -122,6 +126,7 @@ def assemble_with_optimizers(
         join_stages(model, options=plan.pipeline, axis=mesh.axis("pp"))
     blocks = find_blocks(model)
     masters = _convert(plan, model, replicas)
+    apply_compile(model, plan, blocks=blocks, mesh=mesh, tensor_axis=tensor_axis, device=device)
     stages = mesh.axis("pp") if plan.pipeline is not None else None
     apply_recompute(model, plan.recompute, stages=stages)
     computing = model
@@ -271,6 +276,7 @@ def _check(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         )
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module")
+    refuse_compiled(model)
     held: set[nn.Parameter] = set()
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):

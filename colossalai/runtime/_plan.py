@@ -6,7 +6,7 @@ from typing import Any
 
 from colossalai.amp import FullPrecision, Precision, precision_of
 from colossalai.context import Config, ConfigException
-from colossalai.context._features import precision_mode
+from colossalai.context._features import check_compile, precision_mode
 from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import Bucketed, DataMethod, FullySharded, Replicated, Unsynchronized
 from colossalai.pipeline import PipelineOptions
@@ -24,6 +24,7 @@ class Plan:
         data: How the replicas along `dp` are kept equal.
         precision: The precision of forward and backward.
         recompute: Parts that are checkpointed: True for the model's blocks, or names of sub-modules, or one.
+        compile: Whether the model's blocks are compiled, or the options of `torch.compile` for it.
         accumulation_steps: Number of microbatches that make one optimizer step.
         clip_grad_norm: Bound of the gradient norm; 0 for none.
         clip_norm_type: The p of that norm.
@@ -34,6 +35,7 @@ class Plan:
     data: DataMethod = field(default_factory=Replicated)
     precision: Precision = field(default_factory=FullPrecision)
     recompute: bool | str | Sequence[str] = False
+    compile: bool | Mapping[str, Any] = False
     accumulation_steps: int = 1
     clip_grad_norm: float = 0.0
     clip_norm_type: float = 2.0
@@ -41,6 +43,7 @@ class Plan:
     pipeline: PipelineOptions | None = None
 
     def __post_init__(self) -> None:
+        check_compile(self.compile)
         refuse_pairs(self.methods)
 
     def __str__(self) -> str:
@@ -81,6 +84,7 @@ class Plan:
             data=_data_method(config.get("zero"), handlers, in_pipeline=pipeline is not None),
             precision=_precision(config.get("fp16")),
             recompute=config.get("recompute") or False,
+            compile=False if config.get("compile") is None else config["compile"],
             accumulation_steps=config.get("gradient_accumulation") or 1,
             clip_grad_norm=config.get("clip_grad_norm") or _clipping_of(config.get("fp16")),
             gradient_handlers=tuple(handlers),

@@ -15,9 +15,9 @@ class TorchFSDPPlugin(Plugin):
     """Shards parameters, gradients and optimizer states with torch's FSDP2 (`fully_shard`).
 
     The members of the model's block stacks are sharded one by one, so that one block at a time is whole.
-    Optimizers with several parameter groups work; boost an optimizer before its first step. What
-    cannot be sharded (docs/features/zero.md) is refused by `Booster.boost`. All ranks must run the same blocks
-    in the same order: control flow that differs by rank trains wrongly, a limit of torch's FSDP.
+    Optimizers with several parameter groups work; boost an optimizer before its first step. What cannot be
+    sharded (docs/features/zero.md) is refused by `Booster.boost`. All ranks must run the same blocks in the
+    same order: control flow that differs by rank trains wrongly, a limit of torch's FSDP.
 
     Args:
         reshard_after_forward: Free a block's gathered parameters after its forward and gather them again in

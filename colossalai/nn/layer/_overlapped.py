@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from colossalai.communication import all_reduce, all_reduce_in_place, start_all_reduce
+from colossalai.communication import all_reduce, all_reduce_in_place, outside_graphs, start_all_reduce
 from colossalai.context import Axis
 
 
@@ -41,7 +41,7 @@ def overlapped_product(
     """
     if copy_x.size == copy_w.size == reduce_y.size == 1:
         return functional.linear(x, w.t(), bias)
-    return _Product.apply(x, w, bias, copy_x, copy_w, reduce_y, num_chunks)
+    return outside_graphs(_Product.apply)(x, w, bias, copy_x, copy_w, reduce_y, num_chunks)
 
 
 class _Product(torch.autograd.Function):

@@ -1,0 +1,170 @@
+"""Compilation: the forward of every block of a model by `torch.compile`, in place.
+
+[Note: what is compiled]
+The forward of a block, and not its call. So hooks run as they do without: the user's, and those in which FSDP
+gathers the block's parameters. Recomputation stands around the compiled forward and runs it a second time;
+a precision and `DistributedDataParallel` stand around the whole model. No module is wrapped, so none gets
+another name, in a state dict, in a report of the watchdog or elsewhere. Blocks of one class share what was
+compiled for the first of them. A collective inside a block, or a part of it that is recomputed, ends a graph
+and runs as it does without; the next graph begins behind it.
+"""
+
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from inspect import signature
+from os import environ
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossalai.context import Axis, Mesh
+from colossalai.logging import get_dist_logger
+from colossalai.pipeline import Op, PipelineOptions
+from colossalai.runtime._plan import Plan
+
+_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch")  # where the errors of compilers are
+
+
+class CompiledForward:
+    """The forward of a module, compiled when it is first called; a copy of the module gets one of its own.
+
+    Args:
+        forward: The bound method, or what stands in its place.
+        options: Those of `torch.compile`.
+        name: What errors call the module.
+
+    Raises:
+        ValueError: `torch.compile` does not take the options.
+    """
+
+    def __init__(self, forward: Callable[..., Any], options: Mapping[str, Any], name: str) -> None:
+        self._forward = forward
+        self._options = dict(options)
+        self._name = name
+        try:
+            self._compiled = torch.compile(forward, **options)
+        except Exception as error:
+            raise ValueError(f"compile: torch.compile refuses its options: {_first_line(error)}") from error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it.
+
+        Raises:
+            RuntimeError: It cannot be compiled.
+        """
+        try:
+            return self._compiled(*args, **kwargs)
+        except Exception as error:
+            if not any(base.__module__.startswith(_COMPILERS) for base in type(error).__mro__):
+                raise
+            # The error itself holds pages of code that was generated.
+            reason = _first_line(getattr(error, "inner_exception", None) or error)
+            raise RuntimeError(
+                f"torch.compile cannot compile {self._name} ({reason}): leave compile out, or try "
+                "compile=dict(backend='aot_eager'), which generates no code; TORCH_LOGS=+dynamo tells more"
+            ) from None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledForward, (self._forward, self._options, self._name)
+
+
+def apply_compile(
+    module: nn.Module,
+    plan: Plan,
+    *,
+    blocks: Sequence[nn.Module],
+    mesh: Mesh,
+    tensor_axis: Axis | None,
+    device: torch.device,
+) -> None:
+    """Compile the forward of the blocks of a module, or, where it has none, its own; in place.
+
+    Called before methods are put around the forward of blocks. In tensor modes that cut activations nothing
+    is compiled, which is said once.
+
+    Args:
+        module: The module.
+        plan: It says whether and with which options, and how the stages of a pipeline are run.
+        blocks: The repeated parts of it.
+        mesh: The ranks.
+        tensor_axis: Those that share layers and have the same activations between them.
+        device: Where it runs.
+
+    Raises:
+        ValueError: `torch.compile` does not take the options, what it needs is not installed, or the pipeline
+            runs a backward in two parts.
+    """
+    if plan.compile is False:
+        return
+    options = {} if plan.compile is True else dict(plan.compile)
+    if plan.pipeline is not None:
+        _refuse_split_backward(plan.pipeline, mesh.axis_size("pp"))
+    num_sharing = mesh.world_size // (mesh.axis_size("dp") * mesh.axes.get("pp", 1))
+    if num_sharing > 1 and tensor_axis is None:
+        get_dist_logger().log_once(
+            "compile has no effect in this tensor mode: its layers communicate in the middle of every "
+            "product, and between two messages there is next to nothing to compile (mode '1d' is compiled)",
+            ranks=[0],
+        )
+        return
+    if options.get("backend") in (None, "inductor"):
+        _need_compiler(device)
+    alone = list(module) if isinstance(module, nn.ModuleList) else [module]
+    names = {part: name for name, part in module.named_modules()}
+    parts = blocks or alone
+    if "recompile_limit" in signature(torch.compile).parameters:
+        # A graph for each block (if it writes to a cache under its number), and another for other shapes.
+        options.setdefault("recompile_limit", 8 + 2 * len(parts))
+    for part in parts:
+        name = f"{names[part]!r}, a {type(part).__name__}" if names[part] else type(part).__name__
+        part.forward = CompiledForward(part.forward, options, name)
+
+
+def refuse_compiled(module: nn.Module) -> None:
+    """Raise if a module in it is what `torch.compile` returned, which gives it another name.
+
+    Raises:
+        ValueError: One is.
+    """
+    for name, _ in module.named_modules():
+        *around, last = name.split(".")
+        if last == "_orig_mod":
+            what = f"the model's {'.'.join(around)}" if around else "the model"
+            raise ValueError(
+                f"{what} is what torch.compile(...) returned, under which all names have a prefix: pass the "
+                "module itself, and compile=True to Booster or in the config; or compile in place, by "
+                "module.compile()"
+            )
+
+
+def _refuse_split_backward(pipeline: PipelineOptions, num_stages: int) -> None:
+    schedule = pipeline.make_schedule(num_stages)
+    if any(action.op is Op.WEIGHT_GRAD for actions in schedule.actions for action in actions):
+        raise ValueError(
+            f"compile and the schedule {schedule.name!r} cannot be combined: a compiled block computes the "
+            "gradients of its input and of its weights at once, and the schedule splits them to fill its "
+            "bubbles: use '1f1b' or 'interleaved', or leave compile out"
+        )
+
+
+def _need_compiler(device: torch.device) -> None:
+    """Raise where the backend that generates code would find nothing that compiles it."""
+    instead = "install it, or pass compile=dict(backend='aot_eager'), which generates no code"
+    if device.type != "cpu":
+        if find_spec("triton") is None:
+            raise ValueError(f"compile needs the package triton on {device.type}: {instead}")
+        return
+    compiler = environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        raise ValueError(
+            f"compile needs a C++ compiler on the CPU, and {compiler!r} (CXX, or the default) is not there: "
+            f"{instead}"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].rstrip(':')}" if lines else type(error).__name__
