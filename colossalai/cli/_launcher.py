@@ -27,6 +27,7 @@ from colossalai.cli._failure import JobFailure, RankState, find_failure, read_er
 from colossalai.cli._job import Job, port_taken
 from colossalai.cli._private_folder import PrivateFolder, remove_abandoned_folders
 from colossalai.cli._processes import adopt_orphans, end_descendants, exit_code_of, signals_to_heed
+from colossalai.cluster import serve_store
 
 GRACE_S = 3.0  # from asking a process to end to killing it
 LOOPBACK = "127.0.0.1"
@@ -148,14 +149,14 @@ def listen(address: str, port: int) -> TCPStore:
     """Open the store through which the ranks will find each other.
 
     Args:
-        address: An address or a name of this machine.
+        address: An address or a name of this machine; the loopback, where all ranks are on it.
         port: 0 is any free one.
 
     Raises:
         ValueError: The port is taken.
     """
     try:
-        return TCPStore(address, port, is_master=True, wait_for_workers=False, multi_tenant=True)
+        return serve_store(address, port)
     except DistNetworkError as error:
         raise ValueError(f"cannot listen on port {port}: {port_taken(port)}") from error
 

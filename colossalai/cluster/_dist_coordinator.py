@@ -11,6 +11,8 @@ from typing import ParamSpec, TypeVar
 
 import torch.distributed as dist
 
+from colossalai.cluster._plain_values import broadcast_value
+
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
@@ -150,10 +152,9 @@ def _agree_on_failure(
     failure: str | None, executor_rank: int, process_group: dist.ProcessGroup | None
 ) -> str | None:
     """Return the executor's `failure` on every rank; it is also the barrier."""
-    verdict = [failure]
     source = executor_rank if process_group is None else dist.get_global_rank(process_group, executor_rank)
-    dist.broadcast_object_list(verdict, src=source, group=process_group)
-    return verdict[0]
+    verdict: str | None = broadcast_value(failure, source=source, group=process_group)
+    return verdict
 
 
 def _group_rank(process_group: dist.ProcessGroup | None) -> int:

@@ -6,6 +6,7 @@ import linecache
 import sys
 import sysconfig
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,8 +17,14 @@ from types import FrameType
 import torch
 from torch import nn
 
-from colossalai.cluster._watchdog_records import Issued, MessageRecord, collectives, group_members
-from colossalai.cluster._watchdog_sections import innermost_sections, name_of
+from colossalai.cluster._watchdog_records import (
+    Issued,
+    MessageRecord,
+    awaited_meetings,
+    collectives,
+    group_members,
+)
+from colossalai.cluster._watchdog_sections import innermost_sections, meetings_reached, name_of
 
 _TORCH = str(Path(torch.__file__).parent)
 _PACKAGE = str(Path(__file__).parents[1])
@@ -156,10 +163,10 @@ def answer_of_this_rank(
     issued = collectives(since=since)
     ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith(_OUR_THREADS)}
     frames = {thread: frame for thread, frame in sys._current_frames().items() if thread not in ours}
-    pending = [item for item in issued if item.is_pending] + record.messages()
+    pending = [item for item in issued if item.is_pending] + record.messages() + awaited_meetings()
     members = group_members()
     waiting = tuple(_waiting(item, frames.get(item.thread), axis_of, members) for item in pending)
-    reached = dict(record.counts)
+    reached = {**record.counts, **meetings_reached()}
     recent: dict[str, list[tuple[int, str, tuple[tuple[int, ...], ...]]]] = {}
     for item in issued:
         reached[item.channel] = max(reached.get(item.channel, 0), item.number)
@@ -169,7 +176,7 @@ def answer_of_this_rank(
         rank=rank,
         host=host,
         pid=pid,
-        activity=_activity(main, frames.get(main)),
+        activity=_activity(main, frames.get(main)) + _waits_of_others(main),
         waiting=waiting,
         reached=reached,
         recent={group: entries[-_NUM_RECENT:] for group, entries in recent.items()},
@@ -198,7 +205,7 @@ def _waiting(
 ) -> Waiting:
     inside = _is_communicating(frame)
     axis = axis_of(members.get(item.group, item.partners))
-    where = f"of axis {axis}" if axis is not None else f"of group {item.group!r}"
+    where = item.where or (f"of axis {axis}" if axis is not None else f"of group {item.group!r}")
     op = (_op_on(frame) or item.op) if inside and item.op not in ("send", "recv") else item.op
     return Waiting(
         op=op,
@@ -224,6 +231,16 @@ def _activity(thread: int, frame: FrameType | None) -> str:
     if isinstance(value, BaseException):
         text += f"; it is handling {type(value).__name__}: {value}{_raised_at(value)}"
     return text
+
+
+def _waits_of_others(main: int) -> str:
+    """Say what threads beside the main one wait for outside of the job."""
+    now = time.monotonic()
+    return "".join(
+        f"; another thread is in {section.name}, where nothing has moved for {now - section.start:.0f} s"
+        for section in innermost_sections()
+        if section.is_wait and section.thread != main
+    )
 
 
 def _raised_at(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from colossalai.cluster._watchdog_records import MessageRecord, progress
-from colossalai.cluster._watchdog_sections import innermost_sections
+from colossalai.cluster._watchdog_sections import innermost_sections, meetings
 
 
 @dataclass
@@ -73,7 +73,9 @@ class Progress:
                 marks[f"a collective (of group {group})"] = completed
         for message in self._record.messages():
             marks.setdefault(f"a {message.op} ({message.channel})", message.number)
-        if self._watches_sections:
-            for section in innermost_sections():
+        for section in innermost_sections():
+            if self._watches_sections or section.is_wait:
                 marks[section.name] = (section.thread, section.start)
+        for thread, item in meetings().items():
+            marks[f"a step of {item.name}"] = (thread, item.number)
         return marks

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from colossalai.cluster._watchdog_sections import meetings
+
 _NUM_COLLECTIVES = 500  # torch keeps 2000 of them: to write those down takes seconds
 _NUM_MESSAGES = 64
 _SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
@@ -46,6 +48,7 @@ class Issued:
         is_pending: Whether it is not complete.
         seconds: How long ago it was issued.
         thread: The thread that issued it.
+        where: Of what it is a part, if not of what its group is.
     """
 
     op: str
@@ -58,6 +61,7 @@ class Issued:
     is_pending: bool
     seconds: float
     thread: int
+    where: str = ""
 
 
 def prepare_recorder() -> None:
@@ -109,6 +113,26 @@ def group_members() -> dict[str, tuple[int, ...]]:
         for group, name in list(world.pg_names.items())
         if group in world.pg_group_ranks
     }
+
+
+def awaited_meetings() -> list[Issued]:
+    """Return the meetings without a collective that this rank waits in."""
+    return [
+        Issued(
+            op="step",
+            group=item.channel,
+            channel=item.channel,
+            number=item.number,
+            partners=item.partners,
+            shapes=(),
+            dtypes=(),
+            is_pending=True,
+            seconds=time.monotonic() - item.start,
+            thread=thread,
+            where=f"of {item.name}",
+        )
+        for thread, item in meetings().items()
+    ]
 
 
 def _dumps() -> list[Callable[[bool, bool, bool], bytes]]:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -20,13 +21,17 @@ class section:
 
     Args:
         name: What follows the words "it is in".
+        is_wait: Whether it counts as a wait, also where steps are not watched: it waits for something
+            outside, such as a file server. Call `still_moving` where it gets on.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, is_wait: bool = False) -> None:
         self._name = name
+        self._is_wait = is_wait
 
     def __enter__(self) -> None:
-        _of_threads.setdefault(threading.get_ident(), []).append((self._name, time.monotonic()))
+        entry = (self._name, time.monotonic(), self._is_wait)
+        _of_threads.setdefault(threading.get_ident(), []).append(entry)
 
     def __exit__(self, *error: object) -> None:
         thread = threading.get_ident()
@@ -36,6 +41,48 @@ class section:
             del _of_threads[thread]
 
 
+class meeting(section):
+    """A section in which this thread waits for other ranks without a collective, over the store say.
+
+    Args:
+        name: Of what it is a step.
+        channel: Of all meetings that follow one another, in the same order on all ranks.
+        number: Which of them; it grows.
+        partners: The global ranks that meet.
+    """
+
+    def __init__(self, name: str, *, channel: str, number: int, partners: Sequence[int]) -> None:
+        super().__init__(name)
+        self.name, self.channel, self.number, self.partners = name, channel, number, tuple(partners)
+        self.start = time.monotonic()
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        _reached[self.channel] = self.number
+        _meetings[threading.get_ident()] = self
+
+    def __exit__(self, *error: object) -> None:
+        del _meetings[threading.get_ident()]
+        super().__exit__(*error)
+
+
+def still_moving() -> None:
+    """Say that this thread gets on, if it is in a section that is a wait."""
+    sections = _of_threads.get(threading.get_ident())
+    if sections and sections[-1][2]:
+        sections[-1] = (sections[-1][0], time.monotonic(), True)
+
+
+def meetings() -> dict[int, meeting]:
+    """Return the meetings that this rank waits in, by thread."""
+    return dict(_meetings)
+
+
+def meetings_reached() -> dict[str, int]:
+    """Return how many meetings this rank has come to, by channel."""
+    return dict(_reached)
+
+
 @dataclass(frozen=True)
 class Section:
     """A section that some thread is in.
@@ -43,20 +90,21 @@ class Section:
     Attributes:
         name: What it is.
         thread: The identifier of the thread.
-        start: When it was entered, by `time.monotonic`.
+        start: When it was entered, or has said to get on, by `time.monotonic`.
+        is_wait: Whether it counts as a wait.
     """
 
     name: str
     thread: int
     start: float
+    is_wait: bool = False
 
 
 def innermost_sections() -> list[Section]:
     """Return the innermost section of every thread that is in one."""
-    found = []
+    found: list[Section] = []
     for thread, sections in list(_of_threads.items()):
-        for name, start in sections[-1:]:
-            found.append(Section(name, thread, start))
+        found.extend(Section(name, thread, start, is_wait) for name, start, is_wait in sections[-1:])
     return found
 
 
@@ -96,5 +144,7 @@ def name_of(module: nn.Module, outermost: nn.Module) -> str:
     return type(module).__name__
 
 
-_of_threads: dict[int, list[tuple[str, float]]] = {}
+_of_threads: dict[int, list[tuple[str, float, bool]]] = {}
+_meetings: dict[int, meeting] = {}
+_reached: dict[str, int] = {}
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()

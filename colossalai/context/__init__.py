@@ -42,6 +42,7 @@ from colossalai.context._random_saved import is_of_this_place as is_of_this_plac
 from colossalai.context._random_saved import random_state as random_state
 from colossalai.context._random_saved import say_other_layout as say_other_layout
 from colossalai.context._random_saved import set_random_state as set_random_state
+from colossalai.context._watching import is_in_job as is_in_job
 
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

@@ -16,9 +16,15 @@ import torch.distributed as dist
 
 from colossalai.cluster._patient_store import agent_serves
 from colossalai.cluster._ports import port_holder
+from colossalai.cluster._store_server import (
+    keep_gloo_here,
+    let_gloo_choose,
+    network_of_this_process,
+    serve_store,
+)
 from colossalai.context._arguments import names_arguments
 from colossalai.context._config import ConfigException
-from colossalai.context._ending import fail_at_end, let_gloo_threads_rest, prepare_end
+from colossalai.context._ending import before_end, fail_at_end, let_gloo_threads_rest, prepare_end
 from colossalai.context._launchers import openmpi_place, slurm_place, torch_place
 from colossalai.context._layout import parse_layout
 from colossalai.context._parallel_context import global_context
@@ -266,22 +272,17 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
     """
     where, limit = f"{host}:{port}", timedelta(seconds=timeout)
     try:
-        server = dist.TCPStore(
-            host,
-            port,
-            world_size,
-            is_master=rank == 0 and not agent_serves(host, port),
-            timeout=limit,
-            wait_for_workers=False,
-            multi_tenant=True,
-        )
+        if rank == 0 and not agent_serves(host, port):
+            server = serve_store(host, port, timeout=limit)
+        else:
+            server = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
     except dist.DistError as error:
         raise ConnectionError(_why_no_store(where, port, rank, timeout, str(error))) from error
     # A store may outlive a launch, or a restart of the job: what an earlier one left in it must not be read.
     store = dist.PrefixStore(
         f"launch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_launches)}", server
     )
-    store.set(f"arrived/{rank}", "1")
+    store.set(f"arrived/{rank}", network_of_this_process())
     keys = [f"arrived/{other}" for other in range(world_size)]
     try:
         store.wait(keys, limit)
@@ -291,6 +292,8 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
             f"waited {timeout:g} s at {where}: {world_size - len(missing)} of {world_size} ranks arrived; "
             f"missing are ranks {missing}; were they started, with the same host, port and world size?"
         ) from error
+    if keep_gloo_here(store.multi_get(keys)):
+        before_end(let_gloo_choose)
     return store
 
 

@@ -63,6 +63,11 @@ def stop_watching() -> None:
         sys.excepthook = sys.excepthook.previous
 
 
+def is_in_job() -> bool:
+    """Return whether a job was launched here and has not ended: its end does what `before_end` asks."""
+    return bool(_watching)
+
+
 def is_debugging(config: Config) -> bool:
     """Whether the environment, or else the config, asks for the debug mode.
 

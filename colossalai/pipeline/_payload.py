@@ -1,13 +1,16 @@
 """What travels between stages: nested tensors, taken apart into a spec and a list of tensors."""
 
 import hashlib
-import pickle
-from collections.abc import Sequence
+import sys
+from collections import UserDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
 
+from colossalai.cluster import PlainCodec
 from colossalai.pipeline._microbatch import map_leaves
 
 _CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
@@ -44,12 +47,74 @@ class PayloadSpec:
 
     def encode(self) -> torch.Tensor:
         """Return it as bytes."""
-        return torch.frombuffer(bytearray(pickle.dumps(self)), dtype=torch.uint8)
+        told = _CODEC.encode((_as_told(self.structure), self.tensors))
+        return torch.frombuffer(bytearray(told), dtype=torch.uint8)
 
     @staticmethod
     def decode(encoded: torch.Tensor) -> "PayloadSpec":
-        """Return the spec that `encode` made bytes of."""
-        return pickle.loads(encoded.cpu().numpy().tobytes())
+        """Return the spec that `encode` made bytes of.
+
+        Raises:
+            ValueError: The bytes are something else, or a container is of a class that is not known here.
+        """
+        structure, tensors = _CODEC.decode(encoded.cpu().numpy().tobytes())
+        return PayloadSpec(_as_was(structure), tensors)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Made:
+    """A container of another class than tuple, list and dict, as it is told to other ranks."""
+
+    module: str
+    name: str
+    parts: tuple[Any, ...]
+
+
+_CODEC = PlainCodec(Slot, TensorSpec, _Made)
+
+
+def _as_told(value: Any) -> Any:
+    """Return a structure in which a container is a tuple, a list or a dict, or says of what class it is."""
+    if isinstance(value, Mapping):
+        parts = {key: _as_told(part) for key, part in value.items()}
+        return parts if type(value) is dict else _made(value, tuple(parts.items()))
+    if isinstance(value, tuple | list):
+        items = [_as_told(part) for part in value]
+        if type(value) is list:
+            return items
+        return tuple(items) if type(value) is tuple else _made(value, tuple(items))
+    return value
+
+
+def _made(value: Any, parts: tuple[Any, ...]) -> _Made:
+    return _Made(type(value).__module__, type(value).__qualname__, parts)
+
+
+def _as_was(value: Any) -> Any:
+    """Return the structure that `_as_told` took apart.
+
+    A class is looked for among those that this program has imported, and must be a container: to make one
+    runs nothing but its own constructor.
+    """
+    if isinstance(value, dict):
+        return {key: _as_was(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_as_was(part) for part in value]
+    if isinstance(value, tuple):
+        return tuple(_as_was(part) for part in value)
+    if not isinstance(value, _Made):
+        return value
+    kind: Any = sys.modules.get(value.module)
+    for name in value.name.split("."):
+        kind = vars(kind).get(name) if isinstance(kind, ModuleType | type) else None
+    if not isinstance(kind, type) or not issubclass(kind, dict | UserDict | tuple | list):
+        raise ValueError(
+            f"a stage sent a {value.module}.{value.name}, which is no container that is known here"
+        )
+    parts = tuple(_as_was(part) for part in value.parts)
+    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+        return kind(*parts)
+    return kind(dict(parts) if issubclass(kind, dict | UserDict) else parts)
 
 
 def take_apart(value: Any) -> tuple[PayloadSpec, list[torch.Tensor]]:

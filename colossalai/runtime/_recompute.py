@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-import torch.distributed as dist
 from torch import nn
 
+from colossalai.cluster import gather_values
 from colossalai.context import Axis
 from colossalai.nn import checkpoint
 from colossalai.pipeline import ChunkList, PartOfStack
@@ -119,6 +119,4 @@ def _of_all(found: set[str], stages: Axis | None) -> list[set[str]]:
     """Return what every stage has found."""
     if stages is None:
         return [found]
-    gathered = [found] * stages.size
-    dist.all_gather_object(gathered, found, group=stages.group)
-    return gathered
+    return gather_values(found, stages.group)

@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.checkpoint_io import set_prefix, set_tied_names
+from colossalai.cluster import gather_values
 from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
 from colossalai.pipeline import (
@@ -113,8 +113,7 @@ def _tied_names(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[str, ...
 def _tell_names_apart(model: nn.Module, axis: Axis) -> None:
     """Where stages of the user's own use the same names for different parameters, let checkpoints see it."""
     own = [name for name, _ in model.named_parameters()]
-    names: list[Sequence[str]] = [() for _ in range(axis.size)]
-    dist.all_gather_object(names, own, group=axis.group)
+    names: list[Sequence[str]] = gather_values(own, axis.group)
     if len({name for others in names for name in others}) < sum(map(len, names)):
         set_prefix(model, f"stage{axis.rank}.")
     if axis.rank == 0 and all(set(others) == set(own) for others in names):

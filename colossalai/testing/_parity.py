@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from colossalai.cluster import gather_values
+
 Batch = tuple[Tensor, ...]
 
 _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
@@ -186,8 +188,7 @@ def _compare_all(
     """Compare by name what this rank holds, and see that all ranks together hold everything."""
     held = [sorted(actual)]
     if dist.is_initialized():
-        held = [[] for _ in range(_world_size())]
-        dist.all_gather_object(held, sorted(actual))
+        held = gather_values(sorted(actual))
     everywhere = {name for names in held for name in names}
     if everywhere != set(expected):
         raise AssertionError(

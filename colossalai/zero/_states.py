@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp import MASTERS_KEY, STATE_KEY
+from colossalai.cluster import gather_values
 from colossalai.context import Axis
 
 State = dict[str, Any]
@@ -157,8 +158,7 @@ class StateExchange:
         }
         if self._replicas.size == 1:
             return [described]
-        everywhere: list[dict[int, State]] = [{} for _ in range(self._replicas.size)]
-        dist.all_gather_object(everywhere, described, group=self._replicas.group)
+        everywhere: list[dict[int, State]] = gather_values(described, self._replicas.group)
         return everywhere
 
     def _whole(self, param: nn.Parameter, own: State, descriptions: Sequence[State | None]) -> State:

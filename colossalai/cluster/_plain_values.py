@@ -1,0 +1,230 @@
+"""Plain values that ranks tell each other: as bytes that nothing executes, and collectives that carry them.
+
+torch's object collectives pickle, and whoever can write into a socket of the job could have its processes run
+anything. These bytes are JSON of a few forms; a reader makes nothing of them but numbers, text, containers,
+tensors, and records of classes that it has named itself.
+
+    None, bool, int, float, str        themselves
+    list                               a list
+    anything else                      an object with one key, the form: {"tuple": [...]}, {"dtype": "int64"}
+    record                             {"record": 3}, the fourth of a table, so that one that is told twice
+                                       is one at the other end as well
+"""
+
+import base64
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+_SCALARS: dict[type, Callable[[Any], Any]] = {bool: bool, int: int, float: float, str: str.__str__}
+_JSON = {type(None), bool, int, float, str}  # what stands for itself
+_SHOWN = 100
+
+
+class PlainCodec:
+    """Turns plain values into bytes and back.
+
+    Numbers and text, bytes, lists, tuples, sets, dicts, counters, dtypes and tensors (on "meta" without
+    values, else they come back in host memory) can be told. Subclasses of these come back as their base.
+
+    Args:
+        *records: Frozen, hashable dataclasses that can be told, too; both ends name the same ones. One that
+            comes in thousands has methods `to_json` and, of the class, `from_json`, which are faster.
+    """
+
+    def __init__(self, *records: Any) -> None:
+        self._records = {kind.__name__: kind for kind in records}
+        self._fields = {kind: [each.name for each in fields(kind)] for kind in records}
+
+    def encode(self, value: Any) -> bytes:
+        """Return a value as bytes; the same for equal values, if dicts have one order.
+
+        Raises:
+            ValueError: There is something in it that is not plain.
+        """
+        table: list[Any] = []
+        tree = self._tree(value, table, {})
+        return json.dumps([tree, table], separators=(",", ":")).encode()
+
+    def decode(self, data: bytes) -> Any:
+        """Return the value that `encode` made bytes of.
+
+        Raises:
+            ValueError: The bytes are something else.
+        """
+        try:
+            tree, table = json.loads(data)
+            records: list[Any] = []
+            for name, row in table:
+                kind = self._records[name]
+                is_fast = hasattr(kind, "from_json")
+                records.append(kind.from_json(row) if is_fast else kind(*self._values(row, records)))
+            return self._value(tree, records)
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, RecursionError) as error:
+            raise ValueError(f"what came from another rank is no value that it tells: {error!r}") from error
+
+    def _tree(self, value: Any, table: list[Any], known: dict[Any, int]) -> Any:
+        kind = type(value)
+        if kind in _JSON:
+            return value
+        if kind in self._fields:
+            if value not in known:
+                if hasattr(kind, "to_json"):
+                    row = value.to_json()
+                else:
+                    row = self._items((getattr(value, name) for name in self._fields[kind]), table, known)
+                known[value] = len(table)
+                table.append([kind.__name__, row])
+            return {"record": known[value]}
+        if isinstance(value, list):
+            return self._items(value, table, known)
+        if isinstance(value, tuple | set | frozenset):
+            return {"tuple" if isinstance(value, tuple) else "set": self._items(value, table, known)}
+        if isinstance(value, Mapping):
+            form = "counter" if isinstance(value, Counter) else "dict"
+            return {form: [self._items(pair, table, known) for pair in value.items()]}
+        return _leaf(value)
+
+    def _items(self, values: Iterable[Any], table: list[Any], known: dict[Any, int]) -> list[Any]:
+        return [value if type(value) in _JSON else self._tree(value, table, known) for value in values]
+
+    def _value(self, tree: Any, records: list[Any]) -> Any:
+        if type(tree) in _JSON:
+            return tree
+        if isinstance(tree, list):
+            return self._values(tree, records)
+        ((form, content),) = tree.items()
+        match form:
+            case "record":
+                return records[content]
+            case "tuple":
+                return tuple(self._values(content, records))
+            case "set":
+                return set(self._values(content, records))
+            case "dict":
+                return dict(self._values(pair, records) for pair in content)
+            case "counter":
+                return Counter(dict(self._values(pair, records) for pair in content))
+        return _value_of_leaf(form, content)
+
+    def _values(self, trees: list[Any], records: list[Any]) -> list[Any]:
+        return [tree if type(tree) in _JSON else self._value(tree, records) for tree in trees]
+
+
+PLAIN = PlainCodec()
+
+
+def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
+    """Return the bytes of all ranks of a group, in its order; collective. Two all-gathers: sizes, bytes."""
+    device = distributed_c10d._get_object_coll_device(group)
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    lengths = [int(each) for each in sizes]
+    own = _as_tensor(data, max(lengths)).to(device)
+    contents = [torch.empty_like(own) for _ in lengths]
+    dist.all_gather(contents, own, group=group)
+    return [_as_bytes(content, length) for content, length in zip(contents, lengths, strict=True)]
+
+
+def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the plain values of all ranks of a group, in its order; collective.
+
+    Raises:
+        ValueError: That of some rank is not plain; on all of them.
+    """
+    try:
+        told = PLAIN.encode({"value": value})
+    except ValueError as error:  # the others wait for it
+        told = PLAIN.encode({"error": str(error)})
+    found = [PLAIN.decode(data) for data in gather_bytes(told, group)]
+    errors = [each["error"] for each in found if "error" in each]
+    if errors:
+        raise ValueError(errors[0])
+    return [each["value"] for each in found]
+
+
+def broadcast_value(value: Any, *, source: int, group: dist.ProcessGroup | None = None) -> Any:
+    """Return the plain value of one rank on all ranks of a group; collective. Two broadcasts: size, content.
+
+    Args:
+        value: What that rank tells; of the others it is not looked at.
+        source: Its global rank.
+        group: The group.
+
+    Raises:
+        ValueError: The value is not plain; on that rank, before the others are sent anything.
+    """
+    device = distributed_c10d._get_object_coll_device(group)
+    is_source = dist.get_rank() == source
+    data = PLAIN.encode(value) if is_source else b""
+    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    dist.broadcast(size, src=source, group=group)
+    content = _as_tensor(data, int(size)).to(device)
+    dist.broadcast(content, src=source, group=group)
+    return value if is_source else PLAIN.decode(_as_bytes(content, int(size)))
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        dtype, shape = str(value.dtype).removeprefix("torch."), list(value.shape)
+        if value.is_meta:
+            return {"tensor": [dtype, shape, None]}
+        content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        return {"tensor": [dtype, shape, base64.b64encode(content.data).decode()]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    if isinstance(value, np.generic):
+        value = value.item()
+    for kind, as_base in _SCALARS.items():
+        if isinstance(value, kind):
+            return as_base(value)
+    raise ValueError(
+        f"{repr(value)[:_SHOWN]} is a {type(value).__module__}.{type(value).__qualname__}, which ranks "
+        "cannot tell each other: they can numbers, text, None, tensors, and containers of them"
+    )
+
+
+def _value_of_leaf(form: str, content: Any) -> Any:
+    match form:
+        case "bytes":
+            return base64.b64decode(content, validate=True)
+        case "dtype":
+            return _dtypes()[content]
+        case "tensor":
+            return _tensor(*content)
+    raise ValueError(f"there is no form {form[:_SHOWN]!r}")
+
+
+def _tensor(dtype: str, shape: list[int], content: str | None) -> torch.Tensor:
+    if content is None:
+        return torch.empty(shape, dtype=_dtypes()[dtype], device="meta")
+    data = bytearray(base64.b64decode(content, validate=True))
+    empty = torch.empty(shape, dtype=_dtypes()[dtype])
+    if not data:
+        return empty
+    return torch.frombuffer(data, dtype=torch.uint8).view(empty.dtype).view(empty.shape)
+
+
+@cache
+def _dtypes() -> dict[str, torch.dtype]:
+    return {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+
+
+def _as_tensor(data: bytes, length: int) -> torch.Tensor:
+    """Return bytes as a tensor of `length`, filled up with zeros."""
+    return torch.frombuffer(bytearray(data.ljust(max(length, 1), b"\0")), dtype=torch.uint8)
+
+
+def _as_bytes(content: torch.Tensor, length: int) -> bytes:
+    return content[:length].cpu().numpy().tobytes()
