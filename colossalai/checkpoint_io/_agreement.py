@@ -8,13 +8,16 @@ In a process without a process group these functions just call their argument.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
+from colossalai.cluster import PlainCodec, gather_bytes
+
 T = TypeVar("T")
-_KINDS = (OSError, ValueError, RuntimeError)
-Failure = tuple[type[Exception], str]
+_KINDS = {"OSError": OSError, "ValueError": ValueError, "RuntimeError": RuntimeError}
+_PLAIN = PlainCodec()
+Failure = tuple[str, str]
 
 
 def global_rank() -> int:
@@ -36,11 +39,11 @@ class Agreement:
     """All ranks succeed or all ranks raise; every method is called by all of them, in the same order.
 
     Args:
-        exchange: Takes this rank's value and returns those of all ranks.
+        exchange: Takes this rank's bytes and returns those of all ranks.
         rank: Tells the rank of this process.
     """
 
-    def __init__(self, exchange: Callable[[Any], list[Any]], rank: Callable[[], int]) -> None:
+    def __init__(self, exchange: Callable[[bytes], list[bytes]], rank: Callable[[], int]) -> None:
         self._exchange = exchange
         self._rank = rank
 
@@ -72,20 +75,21 @@ class Agreement:
                 rank that failed raised.
         """
         result, error = _attempt(action)
-        _raise_first(dict(enumerate(self._exchange(_failure(error)))), error)
+        _raise_first(dict(enumerate(self.gather(_failure(error)))), error)
         return result  # type: ignore[return-value]
 
-    def gather(self, value: T) -> list[T]:
-        """Return all ranks' values, by global rank."""
-        return self._exchange(value)
+    def gather(self, value: T, codec: PlainCodec = _PLAIN) -> list[T]:
+        """Return all ranks' plain values, by global rank.
+
+        Args:
+            value: This rank's.
+            codec: Knows the classes of records in them.
+        """
+        return [codec.decode(data) for data in self._exchange(codec.encode(value))]
 
 
-def _over_default_group(value: Any) -> list[Any]:
-    if not _is_distributed():
-        return [value]
-    values: list[Any] = [None] * num_ranks()
-    dist.all_gather_object(values, value)
-    return values
+def _over_default_group(data: bytes) -> list[bytes]:
+    return gather_bytes(data) if _is_distributed() else [data]
 
 
 COLLECTIVE = Agreement(_over_default_group, global_rank)
@@ -111,11 +115,11 @@ def _attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def _failure(error: Exception | None) -> Failure | None:
-    """Return what other ranks need to raise the same: a built-in kind of error, and the text."""
+    """Return what other ranks need to raise the same: the name of a built-in kind of error, and the text."""
     if error is None:
         return None
-    kind = next((kind for kind in _KINDS if isinstance(error, kind)), RuntimeError)
-    return kind, str(error) or repr(error)
+    name = next((name for name, kind in _KINDS.items() if isinstance(error, kind)), "RuntimeError")
+    return name, str(error) or repr(error)
 
 
 def _raise_first(outcomes: dict[int, Failure | None], own: Exception | None) -> None:
@@ -123,5 +127,5 @@ def _raise_first(outcomes: dict[int, Failure | None], own: Exception | None) -> 
         raise own
     for rank, failure in outcomes.items():
         if failure is not None:
-            kind, text = failure
-            raise kind(f"rank {rank}: {text}")
+            name, text = failure
+            raise _KINDS[name](f"rank {rank}: {text}")

@@ -9,12 +9,14 @@ What a killed writer left beside the path is removed by the next writer of the s
 import ctypes
 import errno
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from colossalai.cluster import still_moving
 from colossalai.logging import get_dist_logger
 
 _AT_CURRENT_FOLDER = -100
@@ -32,12 +34,14 @@ def atomic_file(path: str | Path, *, num_bytes: int = 0) -> Iterator[Path]:
         num_bytes: About how much will be written, to refuse before a disk is full and to say so in an error.
 
     Raises:
-        ValueError: `path` is a folder.
+        ValueError: `path` is a folder, a device, a FIFO or a socket.
         OSError: The file cannot be written; the message names the path, the bytes needed and the bytes free.
     """
     path = Path(path).resolve()
     if path.is_dir():
         raise ValueError(f"{path} is a folder, a file is to be written: give a file name (or shard=True)")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file, and would be replaced by one: give another name")
     with clear_os_errors(path, num_bytes):
         temporary = _prepare(path, num_bytes)
         try:
@@ -98,6 +102,7 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+    still_moving()
 
 
 def sync_tree(folder: Path) -> None:
@@ -114,7 +119,7 @@ def _prepare(path: Path, num_bytes: int) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent)) from error
-    for leftover in path.parent.glob(f".{_escaped(path.name)}.new-*"):
+    for leftover in _beside(path, "new"):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
     if num_bytes > shutil.disk_usage(path.parent).free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -139,7 +144,7 @@ def _put_in_place(temporary: Path, path: Path) -> None:
 
 def _put_back(path: Path) -> None:
     """Undo the first of two renames if the writer was killed between them; remove what it had moved aside."""
-    for aside in sorted(path.parent.glob(f".{_escaped(path.name)}.old-*")):
+    for aside in filter(Path.is_dir, _beside(path, "old")):
         if path.exists():
             shutil.rmtree(aside)
         else:
@@ -202,6 +207,12 @@ def _free_bytes(path: Path) -> int:
     return shutil.disk_usage(next(parent for parent in path.parents if parent.is_dir())).free
 
 
-def _escaped(name: str) -> str:
-    """Return a pattern for `glob` that matches the name only."""
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
+def _beside(path: Path, kind: str) -> list[Path]:
+    """Return what writers of `path` have left beside it: real files and folders of a name as they give it."""
+    form = re.compile(rf"\.{re.escape(path.name)}\.{kind}-[0-9a-f]+")
+    entries = path.parent.iterdir() if path.parent.is_dir() else ()
+    return sorted(
+        entry
+        for entry in entries
+        if form.fullmatch(entry.name) and (entry.is_dir() or entry.is_file()) and not entry.is_symlink()
+    )

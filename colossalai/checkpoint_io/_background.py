@@ -3,7 +3,8 @@
 [Note: no collectives in the background]
 The thread writes while the main thread communicates over the same process groups, where the order of
 collectives must be the same on all ranks. So the threads of the ranks agree over the job's key-value store,
-under keys of their own. That a rank is gone is noticed by the others' deadline, or with the end of the job.
+under keys of their own. A rank that does not come to a round, since it is gone or its file server is, is one
+that the watchdog sees others wait for; without a watchdog the deadline of the others ends that.
 
 [Note: the step at which an error is raised]
 An error must be raised at the same step on all ranks: a rank that raised a step earlier would leave the
@@ -14,20 +15,22 @@ is, they propose again, twice as far ahead: steps may be shorter than it takes t
 """
 
 import contextlib
-import pickle
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from torch.distributed.distributed_c10d import _get_default_store
 
 from colossalai.checkpoint_io._agreement import Agreement, global_rank, num_ranks
+from colossalai.cluster import meeting, section
 
+_CHANNEL = "saves in the background"
+_MOST_ROUNDS = 100  # of one save
 _POLL_S = 0.01
 _DEADLINE_S = 1800.0
 _DEADLINE_AT_END_S = 300.0
 _LEAVING_S = 10.0
+_GONE_AHEAD = 1 << 40  # more than there are ranks
 
 
 class BackgroundSave:
@@ -36,13 +39,16 @@ class BackgroundSave:
     Args:
         write: Writes, and agrees with the other ranks by what it is given.
         number: Counts the saves of a job; the same on all ranks.
+        name: What is saved.
     """
 
-    def __init__(self, write: Callable[[Agreement], object], *, number: int) -> None:
+    def __init__(self, write: Callable[[Agreement], object], *, number: int, name: str) -> None:
         self.error: Exception | None = None
+        name = f"the save of {name} in the background"
+        self._writing = section(name, is_wait=True)
         self._raising = _CommonCount()
         self._at_end = threading.Event()
-        exchange = _Alone() if num_ranks() == 1 else _StoreExchange(number, self._at_end)
+        exchange = _Alone() if num_ranks() == 1 else _StoreExchange(number, self._at_end, name)
         own_rank = global_rank()  # asked now: the group may be gone when the thread gets there
         agreement = Agreement(exchange, lambda: own_rank)
         # Not a daemon: Python waits for it at exit, or the last save of a run would be lost.
@@ -76,7 +82,8 @@ class BackgroundSave:
         self, write: Callable[[Agreement], object], agreement: Agreement, exchange: "_Alone | _StoreExchange"
     ) -> None:
         try:
-            write(agreement)
+            with self._writing:
+                write(agreement)
         except Exception as error:  # raised by `wait`, in the main thread
             self.error = error
             self._raising.agree(agreement)
@@ -130,24 +137,27 @@ class _CommonCount:
 class _Alone:
     """The exchange of a single rank."""
 
-    def __call__(self, value: Any) -> list[Any]:
-        """Return the only value."""
-        return [value]
+    def __call__(self, data: bytes) -> list[bytes]:
+        """Return the only ones."""
+        return [data]
 
     def close(self) -> None:
         """There is nothing to close."""
 
 
 class _StoreExchange:
-    """Exchanges values over the store of the default process group.
+    """Exchanges bytes over the store of the default process group, and leaves none of them there.
 
     Args:
         number: Counts the saves of a job.
         at_end: Set when this process is about to leave the job.
+        name: What is saved.
     """
 
-    def __init__(self, number: int, at_end: threading.Event) -> None:
+    def __init__(self, number: int, at_end: threading.Event, name: str) -> None:
         self._store = _get_default_store()
+        self._number = number
+        self._name = name
         self._at_end = at_end
         self._prefix = f"colossalai/checkpoint/{number}"
         self._round = 0
@@ -155,25 +165,27 @@ class _StoreExchange:
         self._rank = global_rank()
         self._num_ranks = num_ranks()
 
-    def __call__(self, value: Any) -> list[Any]:
-        """Return the values of all ranks.
+    def __call__(self, data: bytes) -> list[bytes]:
+        """Return the bytes of all ranks.
 
         Raises:
             RuntimeError: A rank did not answer before the deadline.
         """
         keys = [self._key(self._round, rank) for rank in range(self._num_ranks)]
         own = self._rank
-        self._store.set(keys[own], pickle.dumps(value))  # type: ignore[arg-type]
+        self._store.set(keys[own], data)  # type: ignore[arg-type]
         begin = time.monotonic()
-        for rank, key in enumerate(keys):
-            while not self._store.check([key]):
-                self._refuse_to_wait_longer(rank, since=begin)
-                time.sleep(_POLL_S)
-        values = [pickle.loads(self._store.get(key)) for key in keys]
+        step = self._number * _MOST_ROUNDS + self._round + 1
+        with meeting(self._name, channel=_CHANNEL, number=step, partners=range(self._num_ranks)):
+            for rank, key in enumerate(keys):
+                while not self._store.check([key]):
+                    self._refuse_to_wait_longer(rank, since=begin)
+                    time.sleep(_POLL_S)
+        found = [bytes(self._store.get(key)) for key in keys]
         if self._round > 0:  # whoever has written in this round has read the one before
             self._store.delete_key(self._key(self._round - 1, own))
         self._round += 1
-        return values
+        return found
 
     def close(self) -> None:
         """Let rank 0, whose process may hold the store, go last, so that all get their last values.
@@ -187,9 +199,12 @@ class _StoreExchange:
             while self._rank == 0 and count < self._num_ranks and time.monotonic() < end:
                 time.sleep(_POLL_S)
                 count = self._store.add(left, 0)
-            if count == self._num_ranks:
-                for rank in range(self._num_ranks):
-                    self._store.delete_key(self._key(self._round - 1, rank))
+            if self._rank == 0 and count < self._num_ranks:  # it waits no longer, and the last one tidies up
+                count = self._store.add(left, _GONE_AHEAD)
+            if count == self._num_ranks + (_GONE_AHEAD if self._rank else 0):
+                # Nobody asks for the count any more: to ask would begin it anew.
+                for key in (left, *(self._key(self._round - 1, rank) for rank in range(self._num_ranks))):
+                    self._store.delete_key(key)
 
     def _key(self, number: int, rank: int) -> str:
         return f"{self._prefix}/{number}/{rank}"

@@ -11,15 +11,27 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from colossalai.checkpoint_io._boxes import Box, is_tiled, whole_box
-from colossalai.checkpoint_io._manifest import FileEntry, json_checksum
+from colossalai.checkpoint_io._manifest import FileEntry, file_entries, json_checksum
 from colossalai.checkpoint_io._names import listed
 from colossalai.checkpoint_io._tree import Json
+from colossalai.checkpoint_io._untrusted import (
+    count_of,
+    counts_of,
+    damage_named,
+    field_of,
+    of_kind,
+    read_json,
+    refuse_links_out,
+    refuse_strays,
+    texts_of,
+)
 
 INDEX = "tensors.json"
 _FORMAT = 1
@@ -83,13 +95,18 @@ def file_of_rank(rank: int, num_ranks: int) -> str:
     return f"{rank:05d}-of-{num_ranks:05d}.safetensors"
 
 
+def is_of_a_rank(name: str) -> bool:
+    """Return whether a file has a name that `file_of_rank` gives."""
+    return _FILE_OF_RANK.fullmatch(name) is not None
+
+
 def refuse_lost_index(folder: Path) -> None:
     """Raise if a folder without an index holds files that some rank wrote.
 
     Raises:
         ValueError: It is so.
     """
-    names = sorted(entry.name for entry in folder.iterdir() if _FILE_OF_RANK.fullmatch(entry.name))
+    names = sorted(entry.name for entry in folder.iterdir() if is_of_a_rank(entry.name))
     if names:
         raise ValueError(f"{folder / INDEX} is missing, which tells what {listed(names)} hold")
 
@@ -118,45 +135,52 @@ def read_chunk_index(folder: Path) -> ChunkIndex:
         OSError: It cannot be read.
     """
     path = folder / INDEX
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        number, checksum, body = content["format"], content["crc32"], content["index"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}") from error
-    if number != _FORMAT:
-        raise ValueError(f"{path} is of format {number}; this version reads format {_FORMAT}")
-    if json_checksum(body) != checksum:
-        raise ValueError(f"{path} is damaged: its checksum does not match its content")
-    try:
+    content = read_json(path)
+    with damage_named(path):
+        number, body = field_of(content, "format", int), field_of(content, "index", dict)
+        if number != _FORMAT:
+            raise ValueError(f"{path} is of format {number}; this version reads format {_FORMAT}")
+        if json_checksum(body) != field_of(content, "crc32", int):
+            raise ValueError("its checksum does not match its content")
         index = _parsed(body)
         lost = _lost(index)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}") from error
-    if lost:
-        raise ValueError(f"{path} is damaged: it does not have all of {listed(lost)}, once")
+        if lost:
+            raise ValueError(f"it does not have all of {listed(lost)}, once")
     _check_files(index, folder)
     return index
 
 
 def _parsed(content: dict[str, Any]) -> ChunkIndex:
     tensors = {}
-    for name, entry in content["tensors"].items():
-        dtype = getattr(torch, entry["dtype"])
-        if not isinstance(dtype, torch.dtype):
+    for name, entry in field_of(content, "tensors", dict).items():
+        dtype = _dtypes().get(field_of(entry, "dtype", str))
+        if dtype is None:
             raise ValueError(f"{name} has the dtype {entry['dtype']!r}")
         chunks = tuple(
-            Chunk(Box(tuple(offsets), tuple(sizes)), file, begin)
-            for file, begin, offsets, sizes in entry["chunks"]
+            Chunk(
+                Box(counts_of(offsets, name), counts_of(sizes, name)),
+                of_kind(file, str, name),
+                count_of(begin, name),
+            )
+            for file, begin, offsets, sizes in field_of(entry, "chunks", list)
         )
-        tensors[name] = ChunkedTensor(tuple(entry["shape"]), dtype, chunks)
-    files = {name: FileEntry(**entry) for name, entry in content["files"].items()}
-    return ChunkIndex(tensors, content["same_as"], content["tree"], files)
+        tensors[name] = ChunkedTensor(counts_of(field_of(entry, "shape", list), name), dtype, chunks)
+    return ChunkIndex(
+        tensors=tensors,
+        same_as=texts_of(field_of(content, "same_as", dict), "same_as"),
+        tree=content.get("tree"),
+        files=file_entries(field_of(content, "files", dict)),
+    )
+
+
+@cache
+def _dtypes() -> dict[str, torch.dtype]:
+    return {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
 
 
 def _check_files(index: ChunkIndex, folder: Path) -> None:
-    strays = [name for name in index.files if Path(name).name != name]
-    if strays:
-        raise ValueError(f"{folder / INDEX} names files outside its folder: {listed(strays)}")
+    refuse_strays(index.files, folder / INDEX)
+    refuse_links_out(index.files, folder)
     for name, entry in index.files.items():
         path = folder / name
         if not path.is_file():

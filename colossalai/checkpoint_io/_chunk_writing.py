@@ -26,6 +26,7 @@ from colossalai.checkpoint_io._manifest import FileEntry
 from colossalai.checkpoint_io._names import listed
 from colossalai.checkpoint_io._safetensors import Listing, header_of
 from colossalai.checkpoint_io._store import Store, names_by_tensor
+from colossalai.cluster import PlainCodec, still_moving
 
 _BLOCK = WRITTEN  # most bytes that are summed and written at once
 
@@ -63,6 +64,10 @@ class Written:
 
     entry: FileEntry | None
     begins: tuple[int, ...]
+
+
+WRITTEN_CODEC = PlainCodec(Written, FileEntry)
+"""Tells other ranks what a rank has written."""
 
 
 def share_out(store: Store, num_ranks: int) -> list[list[Part]]:
@@ -178,3 +183,4 @@ def _write_all(descriptor: int, content: bytes | memoryview) -> None:
     rest = memoryview(content)
     while rest:
         rest = rest[os.write(descriptor, rest) :]
+        still_moving()

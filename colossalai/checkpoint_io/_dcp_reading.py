@@ -17,6 +17,7 @@ import torch
 from colossalai.checkpoint_io._boxes import Box
 from colossalai.checkpoint_io._entries import Stored
 from colossalai.checkpoint_io._store import Store
+from colossalai.checkpoint_io._untrusted import refuse_strays
 
 DCP_INDEX = ".metadata"
 
@@ -63,6 +64,7 @@ def read_dcp(folder: Path, *, allow_pickle: bool) -> tuple[Store, dict[str, Any]
         )
     try:
         metadata = pickle.loads(path.read_bytes())
+        refuse_strays({place.relative_path for place in metadata.storage_data.values()}, path, is_flat=False)
         tensors: dict[str, Any] = {}
         others: dict[str, Any] = {}
         for name, entry in metadata.state_dict_metadata.items():

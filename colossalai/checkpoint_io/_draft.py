@@ -17,10 +17,10 @@ from colossalai.checkpoint_io._agreement import COLLECTIVE, Agreement, global_ra
 from colossalai.checkpoint_io._atomic import clear_os_errors
 from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB
 from colossalai.checkpoint_io._chunk_index import INDEX, file_of_rank, index_as_text, read_chunk_index
-from colossalai.checkpoint_io._chunk_writing import Part, Written, index_of, write_parts
+from colossalai.checkpoint_io._chunk_writing import WRITTEN_CODEC, Part, Written, index_of, write_parts
 from colossalai.checkpoint_io._host_copies import HostCopies
 from colossalai.checkpoint_io._manifest import FileEntry, Manifest, write_manifest
-from colossalai.checkpoint_io._shelf import next_serial, prune
+from colossalai.checkpoint_io._shelf import make_way, next_serial, prune
 from colossalai.checkpoint_io._staging import shared_folder
 from colossalai.checkpoint_io._store import Store
 from colossalai.checkpoint_io._store_writing import total_bytes
@@ -90,7 +90,7 @@ def write_draft(draft: Draft, agreement: Agreement) -> None:
         # Here, and not only around the folder: it is this error that the other ranks are told.
         clear = clear_os_errors(draft.path.resolve(), num_bytes)
         written = agreement.on_every_rank(lambda: clear(_write_own)(target, draft, rank=agreement.rank))
-        of_all_ranks = agreement.gather(written)
+        of_all_ranks = agreement.gather(written, WRITTEN_CODEC)
         agreement.on_writer(lambda: clear(_finish)(target, draft, of_all_ranks))
     prune(draft.path.parent, agreement, keep_last=draft.keep_last)
 
@@ -99,8 +99,10 @@ def write_draft_alone(draft: Draft) -> None:
     """Write in one process what all ranks would write; older training states stay as they are.
 
     Raises:
+        ValueError: There is something at its place that is no training state.
         OSError: It cannot be written.
     """
+    make_way(draft.path)
     num_bytes = sum(total_bytes(store) for store in draft.stores.values())
     with shared_folder(draft.path, num_bytes=num_bytes, agreement=COLLECTIVE) as target:
         clear = clear_os_errors(draft.path.resolve(), num_bytes)

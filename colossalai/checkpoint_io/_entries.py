@@ -8,6 +8,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -70,6 +71,21 @@ class Described(Entry):
 
     boxes: tuple[Box, ...]
     may_differ: bool
+
+    def to_json(self) -> list[Any]:
+        """Return it as JSON holds it."""
+        boxes = [[box.offsets, box.sizes] for box in self.boxes]
+        return [self.shape, str(self.dtype).removeprefix("torch."), boxes, self.may_differ]
+
+    @staticmethod
+    def from_json(row: list[Any]) -> "Described":
+        """Return what `to_json` has written."""
+        shape, dtype, boxes, may_differ = row
+        found = getattr(torch, dtype)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"there is no dtype {dtype!r}")
+        parts = tuple(Box(tuple(offsets), tuple(sizes)) for offsets, sizes in boxes)
+        return Described(tuple(shape), found, parts, may_differ)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from typing import Any
 
 from colossalai.checkpoint_io._manifest import json_checksum
 from colossalai.checkpoint_io._names import listed
+from colossalai.checkpoint_io._untrusted import damage_named, of_kind, read_json, refuse_strays, texts_of
 
 _MB = 1024 * 1024
 _CHECKSUM = "crc32"  # under it the metadata has the checksum of all the rest
@@ -138,17 +139,16 @@ def read_index(path: Path) -> Index:
     Raises:
         ValueError: It is damaged, names a file outside its folder, or a file that is not there.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        index = Index(dict(content["weight_map"]), dict(content.get("metadata") or {}))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged or is not an index of shards: {error!r}") from error
-    checksum = index.metadata.pop(_CHECKSUM, None)  # others write none
-    if checksum not in (None, json_checksum([index.weight_map, index.metadata])):
-        raise ValueError(f"{path} is damaged: its checksum does not match its content")
-    strays = [name for name in index.files if not isinstance(name, str) or Path(name).name != name]
-    if strays:
-        raise ValueError(f"{path} names files outside its folder: {listed(map(str, strays))}")
+    content = read_json(path)
+    with damage_named(path):
+        if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
+            raise ValueError("it is not an index of shards, which has a weight_map")
+        metadata = of_kind(content.get("metadata") or {}, dict, "metadata")
+        index = Index(texts_of(content["weight_map"], "weight_map"), dict(metadata))
+        checksum = index.metadata.pop(_CHECKSUM, None)  # others write none
+        if checksum is not None and checksum != json_checksum([index.weight_map, index.metadata]):
+            raise ValueError("its checksum does not match its content")
+    refuse_strays(index.files, path)
     missing = [name for name in index.files if not (path.parent / name).is_file()]
     if missing:
         raise ValueError(f"{path} names files that are not there: {listed(missing)}")

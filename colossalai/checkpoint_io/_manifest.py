@@ -5,17 +5,29 @@ Nothing else counts: not the folder's name, not its time.
 """
 
 import json
+import stat
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB, block_size
 from colossalai.checkpoint_io._checksum import Checksum
 from colossalai.checkpoint_io._file_blocks import file_blocks
+from colossalai.checkpoint_io._names import listed
+from colossalai.checkpoint_io._untrusted import (
+    count_of,
+    damage_named,
+    field_of,
+    read_json,
+    refuse_links_out,
+    refuse_strays,
+    texts_of,
+)
 
 MANIFEST = "manifest.json"
+_IN_ALL = ("parts.pt", "model/tensors.json")  # of these every training state consists
 _BLOCK = 8 << 20  # the most
 _FORMAT = 2
 
@@ -40,6 +52,7 @@ class Manifest:
         versions: Of the software that wrote it.
         config: The options of the run, as JSON.
         files: By path within the folder.
+        others: What a newer version has put in beside these; kept, and not looked at.
     """
 
     serial: int
@@ -48,6 +61,7 @@ class Manifest:
     versions: dict[str, str]
     config: Any
     files: dict[str, FileEntry]
+    others: dict[str, Any] = field(default_factory=dict)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -56,6 +70,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     names = [path.relative_to(folder).as_posix() for path in paths]
     files = {name: manifest.files.get(name) or file_entry(folder / name) for name in names}
     body = asdict(replace(manifest, files=files))
+    body |= body.pop("others")
     content = {"format": _FORMAT, "crc32": json_checksum(body), "manifest": body}
     (folder / MANIFEST).write_text(json.dumps(content, indent=2), encoding="utf-8")
 
@@ -64,21 +79,63 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a folder; its files are not looked at.
 
     Raises:
-        ValueError: It is damaged, or of a later format.
+        ValueError: It is damaged, lists files outside its folder, or is of a later format.
         OSError: It cannot be read.
     """
     path = folder / MANIFEST
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        number, body, checksum = content["format"], dict(content["manifest"]), content["crc32"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is damaged: {error!r}") from error
-    if number != _FORMAT:
-        raise ValueError(f"{path} is of format {number}; this version reads format {_FORMAT}")
-    if json_checksum(body) != checksum:
-        raise ValueError(f"{path} is damaged: its checksum does not match its content")
-    files = {name: FileEntry(**entry) for name, entry in body.pop("files").items()}
-    return Manifest(**body, files=files)
+    content = read_json(path)
+    with damage_named(path):
+        number, body = field_of(content, "format", int), field_of(content, "manifest", dict)
+        if number != _FORMAT:
+            raise ValueError(f"{path} is of format {number}; this version reads format {_FORMAT}")
+        if json_checksum(body) != field_of(content, "crc32", int):
+            raise ValueError("its checksum does not match its content")
+        manifest = _parsed(body)
+    refuse_strays(manifest.files, path, is_flat=False)
+    unlisted = [name for name in _IN_ALL if name not in manifest.files]
+    if unlisted:
+        raise ValueError(f"{path} is damaged: it does not list {listed(unlisted)}, which all have")
+    return manifest
+
+
+def _parsed(body: dict[str, Any]) -> Manifest:
+    known = {each.name for each in fields(Manifest)} - {"others"}
+    return Manifest(
+        serial=count_of(field_of(body, "serial", int), "serial"),
+        step=count_of(field_of(body, "step", int), "step"),
+        num_ranks=count_of(field_of(body, "num_ranks", int), "num_ranks", least=1),
+        versions=texts_of(field_of(body, "versions", dict), "versions"),
+        config=body.get("config"),
+        files=file_entries(field_of(body, "files", dict)),
+        others={name: value for name, value in body.items() if name not in known},
+    )
+
+
+def file_entries(content: dict[str, Any]) -> dict[str, FileEntry]:
+    """Return what an index or a manifest says that files must be; keys of newer versions are left out.
+
+    Raises:
+        ValueError: Something is missing, or is no number.
+    """
+    return {
+        name: FileEntry(
+            size=count_of(field_of(entry, "size", int), "size"),
+            checksum=count_of(field_of(entry, "checksum", int), "checksum"),
+        )
+        for name, entry in content.items()
+    }
+
+
+def first_misfit(folder: Path, manifest: Manifest) -> str | None:
+    """Return which file is missing or of another size, and how; None if all are there. No file is read."""
+    for name, entry in manifest.files.items():
+        try:
+            found = (folder / name).stat()
+        except OSError:
+            return f"{folder / name} is missing; {MANIFEST} lists it"
+        if not stat.S_ISREG(found.st_mode) or found.st_size != entry.size:
+            return f"{folder / name} has {found.st_size} bytes, {MANIFEST} says {entry.size}"
+    return None
 
 
 def verify_files(
@@ -99,8 +156,9 @@ def verify_files(
         buffer_size: The memory that may be used, in MB.
 
     Raises:
-        ValueError: A file is missing or differs; it is named.
+        ValueError: A file is missing, differs, or lies outside the folder; it is named.
     """
+    refuse_links_out(manifest.files, folder)
     for name in share_of_files(manifest.files, part, num_parts):
         verify_file(folder / name, manifest.files[name], listed_in=MANIFEST, buffer_size=buffer_size)
 

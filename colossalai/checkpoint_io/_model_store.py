@@ -27,8 +27,14 @@ def model_store(module: nn.Module, *, prefix: str = "") -> Store:
 
 
 def stored_values(store: Store) -> dict[str, Any]:
-    """Return the values of the state dict that a store was made of."""
+    """Return the values of the state dict that a store was made of.
+
+    Raises:
+        ValueError: The store is none that a model was made of.
+    """
     others = unpack(store.tree, store.tensors) if store.tree is not None else {}
+    if not isinstance(others, dict) or not all(isinstance(name, str) for name in others):
+        raise ValueError("damaged checkpoint: the values that are no tensors have no names")
     inner = pack(others, at=_OTHERS)[1].keys()
     return {name: tensor for name, tensor in store.tensors.items() if name not in inner} | others
 

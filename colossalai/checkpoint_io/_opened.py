@@ -19,9 +19,12 @@ from colossalai.checkpoint_io._manifest import MANIFEST, Manifest, read_manifest
 from colossalai.checkpoint_io._model_store import MODEL
 from colossalai.checkpoint_io._names import listed
 from colossalai.checkpoint_io._optimizer_store import OPTIMIZER, stored_content
+from colossalai.checkpoint_io._shelf import is_like_a_state, refuse_unlisted
 from colossalai.checkpoint_io._store import Kind, Store
 from colossalai.checkpoint_io._store_reading import read_store, store_of
+from colossalai.checkpoint_io._untrusted import refuse_links_out
 from colossalai.checkpoint_io._weight_file import Format, detect_format, read_torch
+from colossalai.logging import get_dist_logger
 
 KINDS = {MODEL.part: MODEL, OPTIMIZER.part: OPTIMIZER}
 _PARTS_FILE = "parts.pt"
@@ -93,6 +96,8 @@ def open_checkpoint(path: str | Path, *, variant: str | None = None, allow_pickl
         )
     if (path / DCP_INDEX).is_file():
         return _open_dcp(path, allow_pickle=allow_pickle)
+    if is_like_a_state(path):
+        raise ValueError(f"{path / MANIFEST} is missing, which tells what a training state consists of")
     states = sorted(entry.name for entry in path.iterdir() if (entry / MANIFEST).is_file())
     if states:
         raise ValueError(f"{path} is a folder of training states: give one of {listed(states)}")
@@ -101,7 +106,9 @@ def open_checkpoint(path: str | Path, *, variant: str | None = None, allow_pickl
 
 def _open_training_state(path: Path) -> Opened:
     manifest = read_manifest(path)
-    small = read_plain(path / _PARTS_FILE) if (path / _PARTS_FILE).is_file() else {}
+    refuse_links_out(manifest.files, path)
+    refuse_unlisted(path, manifest)
+    small = read_plain(path / _PARTS_FILE)
     return Opened(
         path=path,
         form="training state",
@@ -131,12 +138,10 @@ def _open_shards(folder: Path, *, variant: str | None) -> Opened:
     if not found:
         raise refusals[0]
     texts = {
-        entry.name: entry.read_text(encoding="utf-8")
+        entry.name: text
         for entry in folder.iterdir()
-        if entry.suffix in (".json", ".txt", ".model", ".jinja")
-        and not entry.name.endswith(".index.json")
-        and ".index." not in entry.name
-        and entry.suffix != ".model"
+        if entry.suffix in (".json", ".txt", ".jinja") and ".index." not in entry.name
+        if (text := _text_of(entry)) is not None
     }
     return Opened(
         path=folder,
@@ -146,6 +151,15 @@ def _open_shards(folder: Path, *, variant: str | None) -> Opened:
         homes={part: homes for opened in found.values() for part, homes in opened.homes.items()},
         texts=texts,
     )
+
+
+def _text_of(path: Path) -> str | None:
+    """Return a text; None if it is no regular file, or no text."""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else None
+    except UnicodeDecodeError:
+        get_dist_logger().warning(f"{path} is left out: it is no text in UTF-8")
+        return None
 
 
 def _open_index(path: Path) -> Opened:

@@ -25,6 +25,7 @@ from colossalai.checkpoint_io._names import listed
 from colossalai.checkpoint_io._parts import merge_by_name, prefix_of, tied_names, with_other_ranks
 from colossalai.checkpoint_io._store import Kind, Store
 from colossalai.checkpoint_io._tree import pack, unpack
+from colossalai.checkpoint_io._untrusted import counts_of, field_of, of_kind
 
 ParamNames = Mapping[nn.Parameter, str]
 
@@ -153,9 +154,24 @@ def state_as_cut(state: Mapping[str, Any], param: nn.Parameter, *, name: str) ->
 
 
 def stored_content(store: Store) -> dict[str, Any]:
-    """Return the content that a store was made of; an empty one if there is no optimizer in it."""
+    """Return the content that a store was made of; an empty one if there is no optimizer in it.
+
+    Raises:
+        ValueError: It has the parts of an optimizer, and one of them is something else.
+    """
     content = unpack(store.tree, store.tensors)
-    return content if _is_ours(content) else {}
+    if not _is_ours(content):
+        return {}
+    of_kind(content["optimizer"], str, "optimizer")
+    of_kind(content["other_state"], dict, "other_state")
+    for name, state in of_kind(content["state"], dict, "state").items():
+        of_kind(of_kind(name, str, "name") and state, dict, name)
+    for name, shape in of_kind(content["shapes"], dict, "shapes").items():
+        counts_of(of_kind(name, str, "name") and shape, name)
+    for group in of_kind(content["param_groups"], list, "param_groups"):
+        for name in field_of(of_kind(group, dict, "group"), "params", list):
+            of_kind(name, str, "params")
+    return content
 
 
 def _merge(contents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -198,5 +214,9 @@ def _split(content: Any) -> Store:
 
 
 OPTIMIZER = Kind(
-    "optimizer", Stems(torch="pytorch_optim", safetensors="optim"), join=stored_content, split=_split
+    "optimizer",
+    Stems(torch="pytorch_optim", safetensors="optim"),
+    join=stored_content,
+    split=_split,
+    needs_tree=True,
 )

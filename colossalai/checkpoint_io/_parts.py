@@ -8,12 +8,10 @@ Where all ranks hold the same, that is one exchange of a short text.
 """
 
 import hashlib
-import pickle
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
@@ -22,7 +20,9 @@ from colossalai.checkpoint_io._boxes import Box
 from colossalai.checkpoint_io._entries import Described, Entry, Held, Piece, Spread
 from colossalai.checkpoint_io._held import held
 from colossalai.checkpoint_io._store import Store
+from colossalai.cluster import PlainCodec, gather_bytes
 
+_CODEC = PlainCodec(Described)
 _PREFIX = "checkpoint_prefix"
 _TIED_NAMES = "checkpoint_tied_names"
 
@@ -100,13 +100,10 @@ def _exchange(value: Any) -> list[Any] | None:
     """Return the values of all ranks, None if they are all the same; collective."""
     if num_ranks() == 1:
         return None
-    digests = [b""] * num_ranks()
-    dist.all_gather_object(digests, hashlib.sha256(pickle.dumps(value)).digest())
-    if len(set(digests)) == 1:
+    told = _CODEC.encode(value)
+    if len(set(gather_bytes(hashlib.sha256(told).digest()))) == 1:
         return None
-    values: list[Any] = [None] * num_ranks()
-    dist.all_gather_object(values, value)
-    return values
+    return [_CODEC.decode(data) for data in gather_bytes(told)]
 
 
 class _Once:

@@ -5,16 +5,19 @@ An error in it is raised where training passes by next: the optimizer's step, or
 
 import atexit
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from colossalai.amp import OptimizerWrapper
-from colossalai.checkpoint_io._agreement import Agreement
+from colossalai.checkpoint_io._agreement import Agreement, on_writer
 from colossalai.checkpoint_io._background import BackgroundSave
+from colossalai.checkpoint_io._folder_lock import FolderLocks
 from colossalai.checkpoint_io._host_copies import HostCopies
-from colossalai.context import before_end, fail_at_end
+from colossalai.context import before_end, fail_at_end, is_in_job
 
 
 class _Pending:
@@ -25,12 +28,19 @@ class _Pending:
         self.watch: RemovableHandle | None = None
         self.numbers = itertools.count()
         self.copies = HostCopies()
+        self.locks = FolderLocks()
 
     def forget(self) -> None:
         """Stop looking at it."""
         if self.watch is not None:
             self.watch.remove()
         self.save = self.watch = None
+        self.unlock_unless_in_job()
+
+    def unlock_unless_in_job(self) -> None:
+        """Give locks back that nobody will give back later: at the end of a job that is done."""
+        if self.save is None and not is_in_job():
+            self.locks.release()
 
 
 _pending = _Pending()
@@ -42,16 +52,33 @@ def host_copies() -> HostCopies:
     return _pending.copies
 
 
-def start_save(write: Callable[[Agreement], object], *, watch: Optimizer | None) -> None:
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Have the writer hold the lock of a folder that the block saves into, or starts to; collective.
+
+    It is held to the end of the job that was launched; where none was, to the end of the save.
+
+    Raises:
+        ValueError: Another job holds it; on all ranks.
+    """
+    on_writer(lambda: _pending.locks.take(folder))
+    before_end(_finish_saves)
+    try:
+        yield
+    finally:
+        _pending.unlock_unless_in_job()
+
+
+def start_save(write: Callable[[Agreement], object], *, name: str, watch: Optimizer | None) -> None:
     """Start to save in the background; every rank does so at the same place.
 
     Args:
         write: Writes, and agrees with the other ranks by what it is given.
+        name: What is saved.
         watch: An optimizer whose steps raise what went wrong.
     """
     assert _pending.save is None, "a save waits for the one before"
-    _pending.save = BackgroundSave(write, number=next(_pending.numbers))
-    before_end(_finish_saves)
+    _pending.save = BackgroundSave(write, number=next(_pending.numbers), name=name)
     raw = watch.optim if isinstance(watch, OptimizerWrapper) else watch
     if raw is not None:
         _pending.watch = raw.register_step_pre_hook(lambda *_: check_saves())
@@ -87,9 +114,12 @@ def wait_for_saves() -> None:
 
 def _finish_saves() -> None:
     """Wait before the job ends here: with it goes the store over which the ranks agree."""
-    if _pending.save is not None:
-        _pending.save.hurry()
-        wait_for_saves()
+    try:
+        if _pending.save is not None:
+            _pending.save.hurry()
+            wait_for_saves()
+    finally:
+        _pending.locks.release()
 
 
 @atexit.register

@@ -17,6 +17,7 @@ import torch
 from colossalai.checkpoint_io._blocks import Flow
 from colossalai.checkpoint_io._entries import Entry
 from colossalai.checkpoint_io._manifest import json_checksum
+from colossalai.checkpoint_io._untrusted import damage_named
 
 CHECKSUMS = "crc32"  # under it the header has the CRC-32 of each tensor, in JSON
 _OF_HEADER = "crc32_of_header"  # and under this one that of the rest of the header
@@ -105,10 +106,10 @@ def has_intact_header(path: Path) -> bool:
         ValueError: It is no header.
         OSError: It cannot be read.
     """
-    with path.open("rb") as file:
+    with path.open("rb") as file, damage_named(path):
         entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-    checksum = entries.get(_METADATA, {}).pop(_OF_HEADER, None)
-    return checksum is None or checksum == f"{json_checksum(entries):010d}"
+        checksum = (entries.get(_METADATA) or {}).pop(_OF_HEADER, None)
+        return checksum is None or checksum == f"{json_checksum(entries):010d}"
 
 
 def in_file_order(tensors: Mapping[str, Entry]) -> dict[str, Entry]:

@@ -10,8 +10,21 @@ from colossalai.checkpoint_io._agreement import (
     on_every_rank,
     on_writer,
 )
-from colossalai.checkpoint_io._chunk_index import INDEX, file_of_rank, index_as_text, read_chunk_index
-from colossalai.checkpoint_io._chunk_writing import Part, Written, index_of, share_out, write_parts
+from colossalai.checkpoint_io._chunk_index import (
+    INDEX,
+    file_of_rank,
+    index_as_text,
+    is_of_a_rank,
+    read_chunk_index,
+)
+from colossalai.checkpoint_io._chunk_writing import (
+    WRITTEN_CODEC,
+    Part,
+    Written,
+    index_of,
+    share_out,
+    write_parts,
+)
 from colossalai.checkpoint_io._staging import shared_folder
 from colossalai.checkpoint_io._store import Kind, Store
 from colossalai.checkpoint_io._store_writing import total_bytes
@@ -33,9 +46,15 @@ def save_slices(path: str | Path, store: Store, kind: Kind) -> None:
     on_writer(lambda: _refuse_other(target))
     shares = on_every_rank(lambda: share_out(store, num_ranks()))
     own_parts, name = shares[global_rank()], file_of_rank(global_rank(), num_ranks())
-    with shared_folder(target, num_bytes=total_bytes(store), agreement=COLLECTIVE) as folder:
-        written = gather(on_every_rank(lambda: write_parts(folder / name, own_parts)))
+    with shared_folder(
+        target, num_bytes=total_bytes(store), agreement=COLLECTIVE, keep=_is_of_others
+    ) as folder:
+        written = gather(on_every_rank(lambda: write_parts(folder / name, own_parts)), WRITTEN_CODEC)
         on_writer(lambda: _write_index(folder, store, shares, written))
+
+
+def _is_of_others(name: str) -> bool:
+    return name != INDEX and not is_of_a_rank(name)
 
 
 def is_of_slices(folder: Path) -> bool:

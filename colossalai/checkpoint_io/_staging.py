@@ -54,22 +54,26 @@ def staged(
 
 
 @contextmanager
-def shared_folder(path: Path, *, num_bytes: int, agreement: Agreement) -> Iterator[Path]:
+def shared_folder(
+    path: Path, *, num_bytes: int, agreement: Agreement, keep: Callable[[str], bool] = lambda name: False
+) -> Iterator[Path]:
     """Give all ranks an empty folder to write to; it takes the place of `path` when the block ends well.
 
     Args:
         path: The folder, on a file system that all ranks see.
         num_bytes: About how much all ranks will write.
         agreement: How the ranks agree.
+        keep: Whether an entry of the existing folder, by name, is carried over to the new one.
 
     Raises:
         OSError: The folder cannot be written, or a rank does not see it.
     """
     path = Path(path).resolve()
     with ExitStack() as stack:
-        own = agreement.on_writer(lambda: stack.enter_context(atomic_folder(path, num_bytes=num_bytes)))
-        target = agreement.gather(own)[0]
-        assert target is not None, "the writer has made one"
+        own = agreement.on_writer(
+            lambda: stack.enter_context(atomic_folder(path, num_bytes=num_bytes, keep=keep))
+        )
+        target = Path(agreement.gather(str(own))[0])
         agreement.on_every_rank(lambda: _see(target, path))
         yield target
         agreement.on_writer(stack.close)

@@ -40,12 +40,14 @@ class Kind:
         stems: The file names in a folder.
         join: Makes the content of a single torch file out of a store.
         split: Takes that content apart again; raises a ValueError that says what it is instead.
+        needs_tree: Whether there is none without values that are no tensors.
     """
 
     part: str
     stems: Stems
     join: Callable[[Store], Any]
     split: Callable[[Any], Store]
+    needs_tree: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from colossalai.checkpoint_io._index import find_weights, read_index
 from colossalai.checkpoint_io._manifest import share_of_files, verify_file
 from colossalai.checkpoint_io._names import listed
 from colossalai.checkpoint_io._store import TREE_KEY, Kind, Store
+from colossalai.checkpoint_io._untrusted import damage_named
 from colossalai.checkpoint_io._weight_file import Format, detect_format, read_safetensors, read_torch, verify
 
 
@@ -58,6 +59,22 @@ def read_store(
     """
     if path.is_dir() and not (path / INDEX).is_file() and (path / kind.part).is_dir():
         path = path / kind.part  # of a training state
+    with damage_named(path):
+        store = _read(
+            path,
+            kind,
+            is_verified=is_verified,
+            variant=variant,
+            allow_pickle=allow_pickle,
+            buffer_size=buffer_size,
+        )
+        kind.join(store)  # what the tree says of the tensors is there
+        return store
+
+
+def _read(
+    path: Path, kind: Kind, *, is_verified: bool, variant: str | None, allow_pickle: bool, buffer_size: float
+) -> Store:
     if (path / INDEX).is_file():
         return _read_chunk_folder(path, is_verified=is_verified, buffer_size=buffer_size)
     if path.is_dir():
@@ -67,6 +84,10 @@ def read_store(
         _verify_part([path], is_verified=is_verified)
         return _read_file(path, kind, allow_pickle=allow_pickle)
     index = read_index(path)
+    if kind.needs_tree and index.metadata.get(TREE_KEY) is None:
+        raise ValueError(
+            f"{path} has no {TREE_KEY!r} in its metadata, where the values that are no tensors are"
+        )
     _verify_part([path.parent / name for name in index.files], is_verified=is_verified)
     tensors: dict[str, Mapped] = {}
     for name in index.files:
@@ -103,10 +124,11 @@ def _read_chunk_folder(folder: Path, *, is_verified: bool, buffer_size: float) -
 
 def _read_file(path: Path, kind: Kind, *, allow_pickle: bool) -> Store:
     if detect_format(path) is not Format.SAFETENSORS:
+        content = read_torch(path, allow_pickle=allow_pickle)
         try:
-            return store_of(read_torch(path, allow_pickle=allow_pickle), kind)
-        except ValueError as error:
-            raise ValueError(str(error) if str(path) in str(error) else f"{path}: {error}") from error
+            return store_of(content, kind)
+        except ValueError as error:  # it is no damage that a file is of something else
+            raise ValueError(f"{path}: {error}") from error
     tensors, header = read_safetensors(path)
     return Store(dict(all_mapped(tensors)), json.loads(header.get(TREE_KEY, "null")))
 

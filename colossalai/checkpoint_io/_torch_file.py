@@ -19,6 +19,7 @@ import torch
 
 from colossalai.checkpoint_io._blocks import Flow, bytes_of
 from colossalai.checkpoint_io._entries import Entry
+from colossalai.checkpoint_io._zip_seal import seal
 
 _FOLDER = "archive"  # torch's name for it where there is no file name
 _ALIGNMENT = 64
@@ -72,6 +73,7 @@ def write_torch_stream(
         for key, values in pickler.local.items():
             _write_record(archive, f"data/{key}", [bytes_of(values)], size=values.nbytes)
         _write_record(archive, "version", [b"3\n"], size=2)
+    seal(path)
 
 
 class _Pickler(pickle.Pickler):

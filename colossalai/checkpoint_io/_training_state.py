@@ -49,9 +49,15 @@ from colossalai.checkpoint_io._optimizer_store import (
     parameter_names,
 )
 from colossalai.checkpoint_io._parts import names_elsewhere
-from colossalai.checkpoint_io._pending import host_copies, start_save, wait_for_saves
+from colossalai.checkpoint_io._pending import host_copies, locked, start_save, wait_for_saves
 from colossalai.checkpoint_io._random_files import random_files, read_random_state
-from colossalai.checkpoint_io._shelf import newest_complete, refuse_lost, step_folder
+from colossalai.checkpoint_io._shelf import (
+    make_way,
+    newest_complete,
+    refuse_lost,
+    refuse_unlisted,
+    step_folder,
+)
 from colossalai.checkpoint_io._store_reading import read_store
 from colossalai.checkpoint_io._tree import plain
 from colossalai.context import set_random_state
@@ -120,7 +126,8 @@ def save_training_state(
         The path of the training state; with `save_async` it may not be there yet.
 
     Raises:
-        ValueError: Something in it cannot be saved, or an option is out of range.
+        ValueError: Something in it cannot be saved, an option is out of range, another job saves into the
+            folder, or something that is no training state has its name.
         OSError: It cannot be written; on all ranks. The earlier ones stay.
     """
     if step < 0:
@@ -129,15 +136,18 @@ def save_training_state(
         raise ValueError(f"keep_last={keep_last} must be at least 1: the one that is being saved stays")
     block_size(buffer_size)  # refuses one that is too small
     wait_for_saves()
-    with opened(state.optimizer, loads=False) as raw:
-        draft = _draft(Path(folder), replace(state, optimizer=raw), step=step, keep_last=keep_last)
-        draft = replace(draft, buffer_size=buffer_size)
-        if not save_async:
-            write_draft(draft, COLLECTIVE)
-            return draft.path
-        staged = on_every_rank(lambda: in_host_memory(draft, host_copies()))
-    start_save(partial(write_draft, staged), watch=state.optimizer)
-    return draft.path
+    path = Path(folder) / step_folder(step)
+    with locked(path.parent):
+        on_writer(lambda: make_way(path))
+        with opened(state.optimizer, loads=False) as raw:
+            draft = _draft(path, replace(state, optimizer=raw), step=step, keep_last=keep_last)
+            draft = replace(draft, buffer_size=buffer_size)
+            if not save_async:
+                write_draft(draft, COLLECTIVE)
+                return path
+            staged = on_every_rank(lambda: in_host_memory(draft, host_copies()))
+        start_save(partial(write_draft, staged), name=str(path), watch=state.optimizer)
+    return path
 
 
 def latest_training_state(folder: str | Path) -> Path | None:
@@ -189,8 +199,9 @@ def resume_training_state(
         What `load_training_state` returns; None if the folder is not there or holds no training state.
 
     Raises:
-        ValueError: All that there are are damaged, or the newest complete one does not fit.
-        OSError: It cannot be read.
+        ValueError: All that there are are damaged, the one that is meant has no manifest, or the newest
+            complete one does not fit.
+        OSError: It cannot be read; also if the path is that of a single state which is not there.
     """
     wait_for_saves()
     block_size(buffer_size)  # refuses one that is too small, which no folder is damaged by
@@ -199,7 +210,7 @@ def resume_training_state(
         return load_training_state(path, state, buffer_size=buffer_size)
     newest = newest_complete(path, COLLECTIVE, num_ranks=num_ranks(), buffer_size=buffer_size)
     if newest is None:
-        on_writer(lambda: refuse_lost(path) if path.is_dir() else None)
+        on_writer(lambda: refuse_lost(path))
         return None
     return _opened_and_loaded(newest, state, is_verified=True, buffer_size=buffer_size)
 
@@ -233,7 +244,7 @@ def _load(path: Path, state: TrainingState, *, is_verified: bool, buffer_size: f
     return {**loading.content["extra"], "step": loading.manifest.step}
 
 
-def _draft(folder: Path, state: TrainingState, *, step: int, keep_last: int) -> Draft:
+def _draft(path: Path, state: TrainingState, *, step: int, keep_last: int) -> Draft:
     """Return what is to be written, and by which rank; collective."""
     stores = {MODEL.part: model_store(state.model)}
     if state.optimizer is not None:
@@ -241,7 +252,7 @@ def _draft(folder: Path, state: TrainingState, *, step: int, keep_last: int) -> 
     content = on_every_rank(lambda: _small_content(state))
     small_files = {_PARTS_FILE: content, **random_files()}
     return Draft(
-        path=folder / step_folder(step),
+        path=path,
         step=step,
         keep_last=keep_last,
         stores=stores,
@@ -286,6 +297,7 @@ def _plan(
     manifest = read_manifest(path)
     if not is_verified:
         verify_files(path, manifest, part=global_rank(), num_parts=num_ranks(), buffer_size=buffer_size)
+        refuse_unlisted(path, manifest)
     content = read_plain(path / _PARTS_FILE)
     missing = [name for name in state.small_parts if name not in content]
     if state.optimizer is not None and not (path / "optimizer").is_dir():

@@ -49,20 +49,10 @@ def unpack(tree: Json, tensors: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: A tensor is missing, or the tree is not one of ours.
     """
-    if isinstance(tree, list):
-        return [unpack(item, tensors) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    match list(tree.items()):
-        case [("tensor", str(name))] if name in tensors:
-            return tensors[name]
-        case [("tuple", list(items))]:
-            return tuple(unpack(item, tensors) for item in items)
-        case [("dict", list(pairs))]:
-            return {unpack(key, tensors): unpack(item, tensors) for key, item in pairs}
-        case [("counter", list(pairs))]:
-            return Counter({unpack(key, tensors): unpack(item, tensors) for key, item in pairs})
-    raise ValueError(f"damaged checkpoint: there is nothing for the entry {str(tree)[:100]}")
+    try:
+        return _unpack(tree, tensors)
+    except (TypeError, RecursionError) as error:  # a list as a key, or nested without end
+        raise ValueError(f"damaged checkpoint: {error}") from error
 
 
 def plain(value: Any, *, at: str) -> Any:
@@ -110,6 +100,23 @@ def _pack(value: Any, at: str, tensors: dict[str, Any]) -> Json:
         f"{at or 'the value'} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
         f"cannot hold: it holds numbers, text, None, tensors, and lists, tuples and dicts of them"
     )
+
+
+def _unpack(tree: Json, tensors: Mapping[str, Any]) -> Any:
+    if isinstance(tree, list):
+        return [_unpack(item, tensors) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    match list(tree.items()):
+        case [("tensor", str(name))] if name in tensors:
+            return tensors[name]
+        case [("tuple", list(items))]:
+            return tuple(_unpack(item, tensors) for item in items)
+        case [("dict" | "counter" as kind, list(pairs))]:
+            if all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+                found = {_unpack(key, tensors): _unpack(item, tensors) for key, item in pairs}
+                return found if kind == "dict" else Counter(found)
+    raise ValueError(f"damaged checkpoint: there is nothing for the entry {str(tree)[:100]}")
 
 
 def _below(at: str, key: object) -> str:

@@ -9,6 +9,8 @@ from colossalai.checkpoint_io._chunk_index import INDEX, read_chunk_index
 from colossalai.checkpoint_io._dcp_reading import DCP_INDEX
 from colossalai.checkpoint_io._manifest import MANIFEST, read_manifest, verify_file
 from colossalai.checkpoint_io._opened import open_checkpoint
+from colossalai.checkpoint_io._shelf import is_like_a_state
+from colossalai.checkpoint_io._untrusted import refuse_links_out
 from colossalai.checkpoint_io._weight_file import has_checksums, verify
 
 
@@ -42,11 +44,16 @@ def verify_checkpoint(path: str | Path, *, variant: str | None = None) -> Iterat
     if (path / DCP_INDEX).is_file():
         raise ValueError(f"{path} is a distributed checkpoint of torch, which has no checksums: convert it")
     checks: dict[Path, Callable[[], object]] = {}
-    if (path / MANIFEST).is_file():
-        listed_files = read_manifest(path).files
+    if path.is_dir() and is_like_a_state(path):
+        problem = _problem(partial(read_manifest, path))
+        if problem is not None:
+            yield from _without_manifest(path, problem)
+            return
+        manifest = read_manifest(path)
+        refuse_links_out(manifest.files, path)
         checks = {
             path / name: partial(verify_file, path / name, entry, listed_in=MANIFEST)
-            for name, entry in listed_files.items()
+            for name, entry in manifest.files.items()
         }
     elif (path / INDEX).is_file():
         checks = {
@@ -66,6 +73,17 @@ def verify_checkpoint(path: str | Path, *, variant: str | None = None) -> Iterat
         problem = _problem(partial(open_checkpoint, path, variant=variant))
         if problem is not None:
             yield Verdict(path, None, problem, is_checked=True)
+
+
+def _without_manifest(path: Path, problem: str) -> Iterator[Verdict]:
+    """Yield what is wrong with a manifest, and how it is with the tensors, which have their own index."""
+    yield Verdict(path / MANIFEST, None, problem, is_checked=True)
+    for part in ("model", "optimizer"):
+        if (path / part / INDEX).is_file():
+            try:
+                yield from verify_checkpoint(path / part)
+            except (ValueError, OSError) as error:
+                yield Verdict(path / part / INDEX, None, str(error), is_checked=True)
 
 
 def _verdict(file: Path, check: Callable[[], object], *, has_own: bool) -> Verdict:

@@ -8,7 +8,6 @@ tensor in the header. Nothing in a file is executed unless the caller says that 
 import enum
 import json
 import pickle
-import struct
 import zipfile
 import zlib
 from pathlib import Path
@@ -19,6 +18,8 @@ import safetensors.torch
 import torch
 
 from colossalai.checkpoint_io._safetensors import CHECKSUMS, has_intact_header
+from colossalai.checkpoint_io._untrusted import OF_DAMAGE, damage_named, of_kind, refuse_special
+from colossalai.checkpoint_io._zip_seal import refuse_broken_frame, refuse_truncated, seal
 from colossalai.logging import get_dist_logger
 
 _TORCH_ZIP = b"PK\x03\x04"
@@ -27,13 +28,6 @@ _TORCH_LEGACY = b"\x80\x02"  # a pickle of protocol 2: torch before 1.6
 _ALLOWING = (
     "If you trust whoever made it, load_model and load_checkpoint (and Booster.load_model) read it with "
     "allow_pickle=True"
-)
-
-
-# What readers of zip files make of damaged ones.
-_OF_DAMAGED_ZIPS = (
-    *(zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, EOFError, ValueError, LookupError),
-    *(OverflowError, AttributeError, TypeError),
 )
 
 
@@ -49,9 +43,10 @@ def detect_format(path: Path) -> Format:
     """Tell a file's format by its first bytes.
 
     Raises:
-        ValueError: It is none of them.
+        ValueError: It is none of them, or no regular file.
         OSError: It cannot be read.
     """
+    refuse_special(path)
     with path.open("rb") as file:
         start = file.read(9)
     # First, as the length of a header may happen to have the bytes of the other marks.
@@ -72,6 +67,7 @@ def write_torch(path: Path, content: Any) -> None:
     try:
         with path.open("wb") as file:
             torch.save(content, file)
+        seal(path)
     except RuntimeError as error:
         # torch's writer notices the short file and hides why it is short.
         if isinstance(error.__context__, OSError):
@@ -90,10 +86,11 @@ def read_torch(path: Path, *, mapped: bool = True, allow_pickle: bool = False) -
     Raises:
         ValueError: The file is damaged, or holds objects that only code could restore.
     """
+    is_zip = detect_format(path) is Format.TORCH_ZIP
     try:
-        is_zip = detect_format(path) is Format.TORCH_ZIP
         if is_zip:
-            zipfile.ZipFile(path).close()  # finds a truncated file, and says so better than torch
+            with zipfile.ZipFile(path) as archive:
+                refuse_truncated(path, archive)  # it says so better than torch
         is_mapped = is_zip and mapped
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
@@ -104,7 +101,7 @@ def read_torch(path: Path, *, mapped: bool = True, allow_pickle: bool = False) -
             return torch.load(path, map_location="cpu", weights_only=False, mmap=is_mapped)
     except pickle.UnpicklingError as error:
         raise ValueError(_refusal(path)) from error
-    except _OF_DAMAGED_ZIPS as error:
+    except OF_DAMAGE as error:
         raise ValueError(f"{path} is damaged or incomplete: {error}") from error
 
 
@@ -114,11 +111,12 @@ def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
     Raises:
         ValueError: The file is damaged.
     """
+    refuse_special(path)
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
         return safetensors.torch.load_file(path), header
-    except safetensors.SafetensorError as error:
+    except (safetensors.SafetensorError, *OF_DAMAGE) as error:
         raise ValueError(f"{path} is damaged or incomplete: {error}") from error
 
 
@@ -142,8 +140,9 @@ def verify(path: Path) -> None:
 def _first_damaged_record(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
+            refuse_broken_frame(path, archive)
             return archive.testzip()
-    except _OF_DAMAGED_ZIPS as error:
+    except OF_DAMAGE as error:
         raise ValueError(f"{path} is damaged or incomplete: {error}") from error
 
 
@@ -151,7 +150,8 @@ def _first_damaged_tensor(path: Path) -> str | None:
     tensors, header = read_safetensors(path)
     if not has_intact_header(path):
         return "its header"
-    checksums = json.loads(header.get(CHECKSUMS, "{}"))
+    with damage_named(path):
+        checksums = of_kind(json.loads(header.get(CHECKSUMS, "{}")), dict, CHECKSUMS)
     for name, tensor in tensors.items():
         if name in checksums and checksums[name] != _checksum(tensor):
             return name

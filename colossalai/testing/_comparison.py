@@ -7,6 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from colossalai.cluster import gather_values
+
 
 def assert_close(
     actual: Tensor, expected: Tensor, *, rtol: float | None = None, atol: float | None = None
@@ -56,8 +58,7 @@ def assert_equal_in_group(tensor: Tensor, process_group: dist.ProcessGroup | Non
         AssertionError: They differ, on every rank; the message names the ranks that differ from the first.
     """
     size = dist.get_world_size(process_group)
-    kinds: list[Any] = [None] * size
-    dist.all_gather_object(kinds, (tuple(tensor.shape), tensor.dtype), group=process_group)
+    kinds = gather_values((tuple(tensor.shape), tensor.dtype), process_group)
     if len(set(kinds)) > 1:
         raise AssertionError(f"the tensors of the ranks have shapes and dtypes {kinds}")
     held = tensor.detach().contiguous()
