@@ -1,25 +1,32 @@
 """Batches cut into microbatches, and the outputs of microbatches put together again.
 
-A batch is a tensor, or tuples, lists and dicts of tensors and other things. Tensors are cut along dim 0;
-everything else goes to every microbatch as it is.
+A batch is a tensor, or tuples, lists, dicts and dataclasses of tensors and other things. Tensors are cut
+along dim 0; everything else goes to every microbatch as it is. What comes back is put together by one rule,
+see `merge_outputs`.
 """
 
+import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
+_CONSTANTS = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a nested value with `function` applied to everything in it that is no container."""
-    if isinstance(value, Mapping):
-        parts = {key: map_leaves(function, part) for key, part in value.items()}
-        return parts if type(value) is dict else type(value)(parts)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its parts one by one
-        return type(value)(*(map_leaves(function, part) for part in value))
-    if isinstance(value, tuple | list):
-        return type(value)(map_leaves(function, part) for part in value)
-    return function(value)
+
+def map_leaves(function: Callable[[Any], Any], value: Any, *, records: bool = True) -> Any:
+    """Return a nested value with `function` applied to everything in it that is no container.
+
+    Args:
+        function: The function.
+        value: The value.
+        records: Whether dataclasses are containers.
+    """
+    parts = _parts_of(value, records=records)
+    if parts is None:
+        return function(value)
+    return _rebuilt(value, [map_leaves(function, part, records=records) for _, part in parts])
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
@@ -89,20 +96,69 @@ def microbatch_weights(microbatches: Sequence[Any]) -> list[float]:
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
     """Put the outputs of microbatches together.
 
+    - Tensors whose rows belong to samples, so many for each, are concatenated along dim 0.
+    - Floating tensors with one value otherwise, and floats, are means over samples: they are averaged.
+    - What is the same for all microbatches stays: constants, and tensors that are equal.
+
     Args:
-        outputs: Nested values of one structure. Tensors are concatenated along dim 0, those without
-            dimensions are averaged; of everything else the first one is taken.
-        weights: Of each microbatch, for the average.
+        outputs: Nested values of one structure.
+        weights: The number of samples of each microbatch.
+
+    Raises:
+        ValueError: Something in them is none of these.
     """
-    parts = [tensors_in(output) for output in outputs]
-    merged = iter([_merge(tensors, weights) for tensors in zip(*parts, strict=True)])
-    return map_tensors(lambda _: next(merged), outputs[0])
+    return _merge(list(outputs), weights, "output")
 
 
-def _merge(tensors: Sequence[torch.Tensor], weights: Sequence[float]) -> torch.Tensor:
-    if tensors[0].ndim:
-        return torch.cat(list(tensors))
-    return torch.stack([tensor * weight for tensor, weight in zip(tensors, weights, strict=True)]).sum(0)
+def _merge(values: Sequence[Any], sizes: Sequence[float], place: str) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor) and all(isinstance(value, torch.Tensor) for value in values):
+        return _merge_tensors(values, sizes, place)
+    if any(type(value) is not type(first) for value in values):
+        kinds = " and ".join(sorted({type(value).__name__ for value in values}))
+        _refuse(place, f"is of type {kinds}")
+    nested = [_parts_of(value) for value in values]
+    if nested[0] is not None:
+        names = [[name for name, _ in parts or ()] for parts in nested]
+        if any(found != names[0] for found in names):
+            _refuse(place, f"has parts {names[0]} and {next(found for found in names if found != names[0])}")
+        columns = zip(*([part for _, part in parts or ()] for parts in nested), strict=True)
+        merged = [_merge(column, sizes, place + name) for name, column in zip(names[0], columns, strict=True)]
+        return _rebuilt(first, merged)
+    if isinstance(first, float):
+        total = sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+        return first if all(value == first for value in values) else total
+    if not all(value is first or (isinstance(first, _CONSTANTS) and value == first) for value in values):
+        _refuse(place, f"is {first!r}" if isinstance(first, _CONSTANTS) else f"is a {type(first).__name__}")
+    return first
+
+
+def _merge_tensors(tensors: Sequence[torch.Tensor], sizes: Sequence[float], place: str) -> torch.Tensor:
+    first = tensors[0]
+    if all(tensor.ndim for tensor in tensors):
+        rows_each = first.shape[0] / sizes[0]  # for a sample
+        whole = abs(rows_each - round(rows_each)) < 1e-6
+        fit = (
+            round(rows_each * size) == tensor.shape[0] for tensor, size in zip(tensors, sizes, strict=True)
+        )
+        if whole and all(fit):
+            return torch.cat(list(tensors))
+    if all(tensor.numel() == 1 and tensor.is_floating_point() for tensor in tensors):
+        shares = [size / sum(sizes) for size in sizes]
+        return torch.stack([tensor * share for tensor, share in zip(tensors, shares, strict=True)]).sum(0)
+    if not all(torch.equal(tensor, first) for tensor in tensors):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        _refuse(place, f"is a {first.dtype} tensor of shape {shapes}, for {list(sizes)} samples")
+    return first
+
+
+def _refuse(place: str, what: str) -> NoReturn:
+    raise ValueError(
+        f"the outputs of microbatches cannot be put together: {place} {what}, and differs between "
+        "microbatches. Return tensors with a row (or several) for each sample, floating numbers that are "
+        "means over the samples, or what is the same for all of them; or ask for no outputs "
+        "(return_output_label=False, return_outputs=False)"
+    )
 
 
 def _slice(batch: Any, start: int, stop: int) -> Any:
@@ -112,10 +168,31 @@ def _slice(batch: Any, start: int, stop: int) -> Any:
 def _named_tensors(value: Any, place: str = "batch") -> list[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         return [(place, value)]
+    parts = _parts_of(value) or []
+    return [named for name, part in parts for named in _named_tensors(part, place + name)]
+
+
+def _parts_of(value: Any, *, records: bool = True) -> list[tuple[str, Any]] | None:
+    """Return what is in a container, each with what is written behind the container's name to get it."""
     if isinstance(value, Mapping):
-        parts = [(f"{place}[{key!r}]", part) for key, part in value.items()]
-    elif isinstance(value, tuple | list):
-        parts = [(f"{place}[{index}]", part) for index, part in enumerate(value)]
-    else:
-        return []
-    return [named for part_place, part in parts for named in _named_tensors(part, part_place)]
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, tuple | list):
+        return [(f"[{index}]", part) for index, part in enumerate(value)]
+    if records and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return None
+
+
+def _rebuilt(value: Any, parts: Sequence[Any]) -> Any:
+    """Return a container like `value` with other parts."""
+    if isinstance(value, Mapping):
+        named = dict(zip(value, parts, strict=True))
+        return named if type(value) is dict else type(value)(named)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its parts one by one
+        return type(value)(*parts)
+    if isinstance(value, tuple | list):
+        return type(value)(parts)
+    rebuilt = copy.copy(value)
+    for field, part in zip(dataclasses.fields(value), parts, strict=True):
+        object.__setattr__(rebuilt, field.name, part)  # which also works where it is frozen
+    return rebuilt

@@ -4,7 +4,7 @@ import hashlib
 import sys
 from collections import UserDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import ModuleType
 from typing import Any
 
@@ -136,14 +136,16 @@ def take_apart(value: Any) -> tuple[PayloadSpec, list[torch.Tensor]]:
             )
         return leaf
 
-    structure = map_leaves(slot, value)
+    structure = map_leaves(slot, value, records=False)
     specs = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
     return PayloadSpec(structure, specs), tensors
 
 
 def put_together(spec: PayloadSpec, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the nested value that `take_apart` took apart."""
-    return map_leaves(lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, spec.structure)
+    return map_leaves(
+        lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, spec.structure, records=False
+    )
 
 
 def fixed_spec(shapes: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype) -> PayloadSpec:
@@ -160,9 +162,12 @@ def shape_digest(data: Any) -> int:
     def describe(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return tuple(leaf.shape), leaf.dtype
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            parts = {field.name: getattr(leaf, field.name) for field in fields(leaf)}
+            return type(leaf).__name__, map_leaves(describe, parts, records=False)
         return leaf if isinstance(leaf, _CONSTANTS) else type(leaf).__name__
 
-    return digest(map_leaves(describe, data))
+    return digest(map_leaves(describe, data, records=False))
 
 
 def digest(value: Any) -> int:

@@ -1,11 +1,13 @@
 """Batches are cut and put together again, whatever they are made of."""
 
 from collections import OrderedDict, namedtuple
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from colossalai.pipeline._microbatch import merge_outputs, microbatch_weights, num_samples_in, split_batch
+from colossalai.pipeline._payload import shape_digest, take_apart
 
 pytestmark = pytest.mark.unit
 
@@ -77,3 +79,65 @@ def test_nothing_to_cut(batch):
 def test_number_of_microbatches():
     with pytest.raises(ValueError, match="num_microbatches is 0"):
         split_batch(torch.zeros(3), 0)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a model may return."""
+
+    logits: torch.Tensor
+    loss: float
+    aux: dict
+    note: str = "kept"
+
+
+def test_dataclasses_are_cut_and_put_together():
+    batch = Result(torch.arange(10.0).view(5, 2), 0.5, {"ids": torch.arange(5)})
+    assert num_samples_in(batch) == 5
+    parts = split_batch(batch, 2)
+    assert [len(part.logits) for part in parts] == [3, 2]
+    parts = [replace(part, loss=loss) for part, loss in zip(parts, (1.0, 6.0), strict=True)]
+    merged = merge_outputs(parts, [3, 2])
+    assert isinstance(merged, Result)
+    assert torch.equal(merged.logits, batch.logits)
+    assert torch.equal(merged.aux["ids"], batch.aux["ids"])
+    assert (merged.loss, merged.note) == (3.0, "kept")
+
+
+def test_numbers_are_means_over_samples():
+    def merged(*values):
+        return merge_outputs(list(values), [3, 1])
+
+    assert merged(1.0, 5.0) == 2.0
+    assert merged(0.1, 0.1) == 0.1
+    assert torch.equal(merged(torch.tensor([1.0]), torch.tensor([5.0])), torch.tensor([2.0]))
+    assert merged(torch.ones(1, 1), torch.full((1, 1), 5.0)).shape == (1, 1)
+    assert merged(torch.zeros(6, 2), torch.zeros(2, 2)).shape == (8, 2)  # two rows for each sample
+    table = torch.randn(1, 4, 7)  # of positions, say: the same for every microbatch
+    assert torch.equal(merged(table, table.clone()), table)
+    assert merged((3, None, "x", True), (3, None, "x", True)) == (3, None, "x", True)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([{"n": 3}, {"n": 4}], r"output\['n'\] is 3, and differs between microbatches\. Return tensors"),
+        ([[object()], [object()]], r"output\[0\] is a object"),
+        ([torch.zeros(5, 2), torch.ones(5, 2)], r"shape \(5, 2\), \(5, 2\), for \[3, 1\] samples"),
+        ([torch.tensor(3), torch.tensor(4)], r"is a torch.int64 tensor of shape"),
+        ([torch.zeros(3), None], "is of type NoneType and Tensor"),
+        ([{"a": 1}, {"b": 1}], r"has parts \[\"\['a'\]\"\] and"),
+        ([Result(torch.zeros(3), 1.0, {}, "a"), Result(torch.zeros(1), 1.0, {}, "b")], r"output.note is 'a'"),
+    ],
+)
+def test_what_cannot_be_put_together_is_named(values, message):
+    with pytest.raises(ValueError, match=message):
+        merge_outputs(values, [3, 1])
+
+
+def test_shapes_in_dataclasses_tell_data_apart():
+    small, large = (Result(torch.zeros(n, 2), 0.5, {}) for n in (3, 4))
+    assert shape_digest(small) == shape_digest(Result(torch.ones(3, 2), 0.5, {}))
+    assert shape_digest(small) != shape_digest(large)
+    with pytest.raises(ValueError, match="a stage returned a Result, which cannot be sent"):
+        take_apart(small)
