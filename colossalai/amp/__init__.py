@@ -30,3 +30,7 @@ from colossalai.amp._scaler import StaticLossScaler as StaticLossScaler
 from colossalai.amp._stand_ins import MASTERS_KEY as MASTERS_KEY
 from colossalai.amp._stand_ins import STATE_KEY as STATE_KEY
 from colossalai.amp._stand_ins import StandIns as StandIns
+from colossalai.amp._weights import GivenLoss as GivenLoss
+from colossalai.amp._weights import LossTerm as LossTerm
+from colossalai.amp._weights import Weight as Weight
+from colossalai.amp._weights import read_loss as read_loss

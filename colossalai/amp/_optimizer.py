@@ -1,7 +1,7 @@
 """An optimizer that scales the loss, unscales gradients once, clips, and steps only when all ranks may."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,10 +14,16 @@ from colossalai.amp._masters import Masters
 from colossalai.amp._overflow import Overflow, share_name
 from colossalai.amp._scaler import LossScaler
 from colossalai.amp._stand_ins import StandIns
+from colossalai.amp._weights import GivenLoss, LossTerm, LossWeights, Silenced, Weight, read_loss
+from colossalai.context import Axis
+from colossalai.logging import get_dist_logger
 from colossalai.tensor import count_zero_grads, global_grad_norm, local_grads, scale_grads
 
 _STAGE_PLACES = 2**20  # more parameters than a stage of a pipeline has
 _LAST_PLACE = 2**39  # of a parameter that has no name
+_NO_BACKWARD = (
+    "a step was made without a backward since the last one: there are no gradients, and nothing was updated"
+)
 
 
 def check_clipping(max_norm: float, norm_type: float) -> None:
@@ -34,7 +40,7 @@ def check_clipping(max_norm: float, norm_type: float) -> None:
         )
 
 
-def check_loss(loss: object, *, is_seed_given: bool = False) -> None:
+def check_loss(loss: torch.Tensor, *, is_seed_given: bool = False) -> None:
     """Refuse what no backward can be run of.
 
     Args:
@@ -42,13 +48,8 @@ def check_loss(loss: object, *, is_seed_given: bool = False) -> None:
         is_seed_given: Whether the caller passes the gradient of a loss of several elements.
 
     Raises:
-        ValueError: `loss` is no tensor, has several elements, or was computed without a graph.
+        ValueError: `loss` has several elements, or was computed without a graph.
     """
-    if not isinstance(loss, torch.Tensor):
-        raise ValueError(
-            f"the loss is {loss!r:.80}; it must be the tensor that the criterion returned: None, .item() and "
-            "float() have no gradient"
-        )
     if loss.numel() != 1 and not is_seed_given:
         raise ValueError(
             f"the loss has shape {tuple(loss.shape)}; it must be one number: take its mean first"
@@ -67,6 +68,8 @@ class OptimizerWrapper(Optimizer):
         optim: The optimizer underneath.
         scaler: The loss scaler of the precision.
         group: The ranks that decide together whether a step is made; None for this process alone.
+        replicas: The ranks over which gradients are averaged, so that losses may have weights; None for this
+            process alone.
         param_names: Name of each of the model's parameters.
         masters: What stands in the optimizer for the model's parameters: float32 masters, slices.
         before_step: Called with this wrapper before every update, when the gradients are true.
@@ -83,12 +86,13 @@ class OptimizerWrapper(Optimizer):
         ValueError: `max_norm` or `norm_type` is not what it must be, or two scalers are given.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one argument for each thing that a door knows of a step
         self,
         optim: Optimizer,
         *,
         scaler: LossScaler | None = None,
         group: dist.ProcessGroup | None = None,
+        replicas: Axis | None = None,
         param_names: Mapping[nn.Parameter, str] | None = None,
         masters: StandIns | None = None,
         before_step: Callable[["OptimizerWrapper"], None] | None = None,
@@ -115,12 +119,15 @@ class OptimizerWrapper(Optimizer):
         self._counts = counts
         self._places = param_places or self._default_places(param_names or {})
         self.stepped = False
+        self.weights = LossWeights(self.scaler, replicas)
         # See [Note: one scale for the optimizers of a model].
         self._family: list[OptimizerWrapper] = [] if beside is None else beside._family
         self._family.append(self)
         self._decision: Decision | None = None
         self._scale_in_grads: float | None = None  # None: there are none of a backward, or they are true
         self._is_spent = False  # whether there may be gradients that are nobody's any more
+        self._has_run = False  # whether there was a backward since the last step, or `zero_grad`
+        self._weights_factor: torch.Tensor | None = None  # what makes means of sums, once it is decided
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not set yet: pickle and copy ask before __init__ has run
@@ -134,26 +141,78 @@ class OptimizerWrapper(Optimizer):
         """Return the optimizer underneath."""
         return self.optim
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+    @property
+    def mean_loss(self) -> torch.Tensor | None:
+        """The mean of the losses of the last step over all ranks and backwards; None without weights."""
+        return self.weights.mean_loss
+
+    def backward(self, loss: GivenLoss, weight: Weight | None = None, **kwargs: Any) -> None:
         """Run the backward of the scaled loss; `kwargs` go to `Tensor.backward`.
 
         The other optimizers of the model know of it, and may step with what it leaves in their parameters.
 
+        Args:
+            loss: The mean over the batch, or a pair (sum, count).
+            weight: What the mean is over (a number of labels): with it the gradients of the step are those of
+                the mean over all backwards since `zero_grad` and all ranks. Losses are not to be divided
+                for accumulation then.
+            kwargs: Further arguments of `Tensor.backward`.
+
         Raises:
-            ValueError: `loss` is not what a criterion returns; see `check_loss`.
+            ValueError: `loss` is not what a criterion returns (see `check_loss`), a weight is not what it must
+                be, or only some of the losses of a step have one.
         """
-        check_loss(loss, is_seed_given=kwargs.get("gradient") is not None)
+        given = read_loss(loss, weight)
+        check_loss(given.value, is_seed_given=kwargs.get("gradient") is not None)
         self.masters.before_backward()
         scale = self.start_backward()
-        (loss if scale == 1.0 else loss * scale).backward(**kwargs)
+        self.note_loss(given)
+        if given.weight is None:
+            (given.value if scale == 1.0 else given.value * scale).backward(**kwargs)
+            return
+        value, factor = given.value, self.factor_of_sum(given.weight) * scale
+        if not given.is_sum:
+            factor = factor * given.weight
+        wide = torch.promote_types(value.dtype, torch.float32)
+        with nullcontext() if given.is_sum else Silenced(value, given.weight):
+            (value.to(wide) * factor.to(wide)).backward(**kwargs)
 
     def start_backward(self) -> float:
         """Prepare for a backward that somebody else runs; return the factor of its loss, the loss scale."""
         scale = self.scaler.scale
         self._is_spent = False
+        is_bare = self.weights.are_spent and not len(self.masters)
+        if is_bare and all(param.grad is None for param in self._params()):
+            self.weights.forget()  # somebody else has dropped the gradients
         for each in self._family:
             each._expect_grads(scale)
         return scale
+
+    def note_loss(self, loss: LossTerm) -> None:
+        """Hear what a backward is of, with the other optimizers of the model; once for each.
+
+        Raises:
+            ValueError: Losses with and without a weight would add up.
+        """
+        total = None if loss.weight is None else loss.total
+        for each in self._family:
+            each.weights.add(loss.weight, total, is_own=each is self)
+
+    def factor_of_sum(self, weight: torch.Tensor) -> torch.Tensor:
+        """Return what a sum of losses is multiplied by for the backward, but for the loss scale.
+
+        Args:
+            weight: What the sum is over; the first one of all makes the replicas agree on a unit.
+
+        Raises:
+            ValueError: It is not known which ranks average their gradients.
+        """
+        if self.weights.replicas is None and self.group is not None and dist.get_world_size(self.group) > 1:
+            raise ValueError(
+                "a loss has a weight, but this optimizer does not know over which ranks gradients are "
+                "averaged: let it go through Booster.boost or colossalai.initialize"
+            )
+        return 1.0 / self.weights.unit(weight)
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients down so that their norm over all ranks is at most `max_norm`.
@@ -219,7 +278,9 @@ class OptimizerWrapper(Optimizer):
         return count_zero_grads(self._measured(), stages=self._stages, counts=self._is_counted)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update the parameters, unless a rank found an overflow; `stepped` says which.
+        """Update the parameters, unless a rank found an overflow, or there are no gradients.
+
+        `stepped` says whether it was done.
 
         Raises:
             ValueError: The precision scales the loss, and a closure is given, or no optimizer of the model
@@ -232,12 +293,19 @@ class OptimizerWrapper(Optimizer):
             )
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm, self.norm_type)
-        self.stepped = self._prepare()
+        may_step = self._prepare()
+        has_grads = closure is not None or self._has_grads()
         decision = self._decision  # a closure may forget it
         assert decision is not None
-        result = self._update(closure) if self.stepped else None
-        self._decision, self._scale_in_grads, self._is_spent = None, None, True
-        if not decision.is_counted:
+        result = self._update(closure) if may_step else None
+        self.stepped = may_step and has_grads
+        self._decision, self._scale_in_grads, self._is_spent, self._has_run = None, None, True, False
+        self.weights.spend()
+        if not any(each.weights.are_pending for each in self._family):
+            self.weights.renew_unit()
+        if not has_grads:
+            get_dist_logger().log_once(_NO_BACKWARD, ranks=[0])
+        elif not decision.is_counted:
             decision.is_counted = True
             reason = "" if decision.overflow is None else self._reason(decision.overflow)
             self.scaler.update(stepped=self.stepped, reason=reason)
@@ -245,7 +313,8 @@ class OptimizerWrapper(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        self._decision, self._scale_in_grads, self._is_spent = None, None, False
+        self._decision, self._scale_in_grads, self._is_spent, self._has_run = None, None, False, False
+        self.weights.forget()
         self.masters.zero_grad(set_to_none=set_to_none)
         self.optim.zero_grad(set_to_none=set_to_none)
 
@@ -295,7 +364,10 @@ class OptimizerWrapper(Optimizer):
 
         def compute() -> float:
             loss = closure()
-            self.masters.take_grads()
+            if self.weights.are_pending:
+                self._prepare()
+            else:
+                self.masters.take_grads()
             return loss
 
         return compute
@@ -317,32 +389,47 @@ class OptimizerWrapper(Optimizer):
             scale_grads((param for param in self._params() if self.masters.param_of(param) is param), factor)
         self._scale_in_grads = scale
         self._decision = None
+        self._has_run = True
+
+    def _has_grads(self) -> bool:
+        """Whether there is something to step with: a backward was run, or somebody has set gradients."""
+        return self._has_run or any(param.grad is not None for param in self._params())
 
     def _prepare(self) -> bool:
-        """Unscale the gradients, once between a backward and the step; say whether the step may be made."""
+        """Make the gradients true, once between a backward and the step; say whether the step may be made.
+
+        Here they are divided by the loss scale and by the weight of all losses, and nowhere else.
+        """
         if self._decision is None:
             self._decide()
         assert self._decision is not None
         if self._decision.may_step and self._scale_in_grads is not None:
-            if self._scale_in_grads != 1.0:
+            if self._weights_factor is not None:
+                scale_grads(self._params(), self._weights_factor / self._scale_in_grads)
+                self.weights.spend()
+            elif self._scale_in_grads != 1.0:
                 scale_grads(self._params(), 1.0 / self._scale_in_grads)
-            self._scale_in_grads = None
+            self._scale_in_grads = self._weights_factor = None
         return self._decision.may_step
 
     def _decide(self) -> None:
         """Take the gradients; decide for all optimizers of the model that wait for their step."""
         if not self.scaler.skips:
-            self.masters.take_grads()
+            self._take_grads()
             self._decision = Decision()
             return
         deciding = [each for each in self._family if each is self or each._awaits_step]
         for each in deciding:
-            each.masters.take_grads()
+            each._take_grads()
         self._refuse_unknown_scale()
         decision = decide((placed for each in deciding for placed in each._placed()), self.group)
         for each in deciding:
             each._decision = decision
             each._is_spent |= not decision.may_step
+
+    def _take_grads(self) -> None:
+        self.masters.take_grads()
+        self._weights_factor = self.weights.factor()
 
     @property
     def _awaits_step(self) -> bool:

@@ -5,6 +5,8 @@ from collections import deque
 from dataclasses import astuple, dataclass
 from typing import Any, ClassVar
 
+import torch
+
 from colossalai.logging import get_dist_logger
 
 MAX_CONSECUTIVE_SKIPS = 50
@@ -40,10 +42,13 @@ class LossScaler:
     Attributes:
         scale: The factor of the loss.
         skips: Whether steps are skipped for an overflow, so that gradients have to be looked at.
+        weight_unit: The unit of the weights of losses, a scalar; None before the first one. See
+            [Note: sums until the step].
     """
 
     scale: float = 1.0
     skips: ClassVar[bool] = False
+    weight_unit: torch.Tensor | None = None
 
     def update(self, *, stepped: bool, reason: str = "") -> None:
         """Adapt the scale after a step that was made, or skipped.
@@ -136,11 +141,13 @@ class CheckedLossScaler(LossScaler, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scale, the counts and the history."""
+        unit = {} if self.weight_unit is None else {"weight_unit": self.weight_unit.item()}
         return {
             "scale": self.scale,
             "num_steps": self.num_steps,
             "num_skips_in_a_row": self.num_skips_in_a_row,
             "history": [astuple(record) for record in self._history],
+            **unit,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -153,6 +160,8 @@ class CheckedLossScaler(LossScaler, ABC):
         self._scale_before_skips = self.scale
         self._history.clear()
         self._history.extend(ScaleRecord(*record) for record in state.get("history", []))
+        unit = state.get("weight_unit")
+        self.weight_unit = None if unit is None else torch.tensor(unit, dtype=torch.float64)
 
     def _record(self, reason: str, before: float, level: str) -> None:
         self._history.append(ScaleRecord(self.num_steps, self.scale, reason))

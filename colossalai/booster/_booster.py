@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from colossalai.amp import GivenLoss, Weight
 from colossalai.booster._saving import Saving, boosted_optimizer
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin import Plugin, TorchDDPPlugin
@@ -144,13 +145,21 @@ class Booster(Saving):
         returned = several if is_several else next(iter(wrapped), None)
         return boosted, returned, criterion, dataloader, lr_scheduler
 
-    def backward(self, loss: torch.Tensor, optimizer: Optimizer) -> None:
+    def backward(self, loss: GivenLoss, optimizer: Optimizer, weight: Weight | None = None) -> None:
         """Run the backward of a loss; the loss scale, if any, is that of `optimizer`.
 
+        Args:
+            loss: The mean over the batch, or a pair (sum, count).
+            optimizer: The boosted optimizer.
+            weight: What the mean is over, say the number of labels. With it, or with pairs, the step is that
+                of the mean over all labels of all ranks and of all backwards since `optimizer.zero_grad()`,
+                and losses are not divided for accumulation. After it `optimizer.mean_loss` is that mean.
+
         Raises:
-            ValueError: The optimizer has not been boosted.
+            ValueError: The optimizer has not been boosted, a weight is not what it must be, or only some of
+                the losses of a step have one.
         """
-        boosted_optimizer(optimizer).backward(loss)
+        boosted_optimizer(optimizer).backward(loss, weight)
 
     @names_arguments
     def execute_pipeline(
@@ -171,7 +180,7 @@ class Booster(Saving):
         Args:
             data_iter: Iterator of batches, the same ones on all pipeline ranks.
             model: A model that was boosted with a pipeline.
-            criterion: The loss function.
+            criterion: The loss function; it returns the mean over the microbatch, or a pair (sum, count).
             optimizer: Its boosted optimizer; None to run forward only.
             return_loss: Return the mean loss of the batch, on every rank.
             return_outputs: Return the outputs, on the rank of the last stage.
@@ -193,18 +202,14 @@ class Booster(Saving):
         batch = to_device(next(data_iter), self.device)
         is_pair = isinstance(batch, tuple | list) and len(batch) == 2
         data, label = batch if is_pair else (batch, batch)
-        factor = 1.0
-        if optimizer is not None:
-            wrapped = boosted_optimizer(optimizer)
-            factor = wrapped.start_backward() / self.gradient_accumulation
         result = boosted.pipeline.run(
             data,
             label,
             criterion,
-            forward_only=optimizer is None,
+            optimizer=None if optimizer is None else boosted_optimizer(optimizer),
+            num_parts=self.gradient_accumulation,
             return_loss=return_loss,
             return_output=return_outputs,
-            loss_factor=factor,
             sync=boosted.syncs,
         )
         return {"loss": result.loss, "outputs": result.output}

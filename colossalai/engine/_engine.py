@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from colossalai.amp import OptimizerWrapper
+from colossalai.amp import GivenLoss, OptimizerWrapper, Weight
 from colossalai.context import Axis, Mesh, names_arguments
 from colossalai.engine.gradient_handler import BaseGradientHandler
 from colossalai.engine.schedule import BaseSchedule
@@ -20,7 +20,7 @@ from colossalai.runtime import (
     with_position,
 )
 
-Criterion = Callable[..., torch.Tensor]
+Criterion = Callable[..., Any]
 
 
 class Engine:
@@ -28,7 +28,7 @@ class Engine:
 
     Args:
         training_step: The assembled model and optimizer with accumulation and clipping.
-        criterion: The loss function.
+        criterion: The loss function; it returns the mean over what it is given, or a pair (sum, count).
         schedule: How `execute_schedule` runs a batch.
         mesh: The ranks.
         device: The device of this rank.
@@ -92,6 +92,11 @@ class Engine:
         return self.training_step.accumulation_steps
 
     @property
+    def loss_weight(self) -> torch.Tensor | None:
+        """The weight of the loss of the last batch, what it is the mean over; None if nobody has said."""
+        return self.training_step.loss_weight
+
+    @property
     def sees_output(self) -> bool:
         """Whether this rank gets output and label: in a pipeline, the one that holds the last stage."""
         return self.model.pipeline is None or self.model.pipeline.holds_last_stage
@@ -105,15 +110,26 @@ class Engine:
         """Run the model."""
         return self.training_step.forward(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Run the backward of a microbatch's mean loss; the division for accumulation happens here."""
-        self.training_step.backward(loss)
+    def backward(self, loss: GivenLoss, weight: Weight | None = None) -> None:
+        """Run the backward of a microbatch's loss; the division for accumulation happens here.
+
+        Args:
+            loss: The mean over the microbatch, or a pair (sum, count).
+            weight: What the mean is over, say the number of labels. With it, or with pairs, a step is that of
+                the mean over all labels, however they are spread over ranks and microbatches; without it,
+                of the mean of the means. After the step `optimizer.mean_loss` is that mean.
+
+        Raises:
+            ValueError: A weight is not what it must be, or only some of the losses of a window have one.
+        """
+        self.training_step.backward(loss, weight)
 
     def step(self) -> bool:
         """End a microbatch; at the end of an accumulation window synchronize, clip and update the parameters.
 
         Returns:
-            Whether the parameters were updated: False within a window and after an overflow.
+            Whether the parameters were updated: False within a window, after an overflow, and without a
+            backward.
         """
         return self.training_step.step()
 
@@ -146,11 +162,13 @@ class Engine:
 
         Returns:
             Output, label and the mean loss of the batch (detached, not divided for accumulation); None for
-            what was not asked for.
+            what was not asked for. `loss_weight` says what the mean is over, where the criterion returns a
+            pair.
 
         Raises:
             StopIteration: There are no more batches.
         """
+        self.training_step.loss_weight = None
         return self.schedule.forward_back_step(
             self, data_iter, forward_only, return_loss, return_output_label
         )

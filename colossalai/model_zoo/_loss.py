@@ -8,6 +8,9 @@ rank r is to leave a gradient g_r whose *mean* over the p ranks, which the data 
 of the attention brings back to a rank what the queries of all ranks ask of its keys; so if every rank starts
 from c dS_r, the sum of the g_r is c times the gradient of the sum of all S, and c = p / n is right. With as
 many labels on each rank this is the gradient of a rank's own mean.
+
+As a pair (sum, count) it is (S, n) on each of the p ranks, and starts from p dS_r: the weights of the
+replicas add up to p times the labels, which divides it out.
 """
 
 from typing import Any
@@ -32,21 +35,26 @@ class TokenLoss(nn.Module):
 
     Args:
         causal: Whether the model is, which says how the sequences of mode "sequence" are cut.
+        with_count: Return the pair (sum, number of labels that count): then a training step is that of the
+            mean over all tokens of all ranks and microbatches, however unevenly they are spread.
     """
 
-    def __init__(self, *, causal: bool) -> None:
+    def __init__(self, *, causal: bool, with_count: bool = False) -> None:
         super().__init__()
         self.cut = sequence_cut(causal=causal)
-        self.loss = None if self.cut.is_cut else CrossEntropyLoss(ignore_index=IGNORED)
+        self.with_count = with_count
+        self.loss = None if self.cut.is_cut else CrossEntropyLoss(ignore_index=IGNORED, with_count=with_count)
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Compare logits (batch, seq, vocab), a slice, with labels (batch, seq), whole; return a scalar.
+
+        With `with_count` return two of them.
 
         Raises:
             ValueError: The shapes do not fit, or a label is not a class.
         """
         if self.loss is not None:
-            loss: Tensor = self.loss(logits.flatten(0, -2), labels.flatten())
+            loss: Tensor | tuple[Tensor, Tensor] = self.loss(logits.flatten(0, -2), labels.flatten())
             return loss
         counted = labels != IGNORED
         self.cut.check(labels[counted], logits.shape[-1], what="labels")
@@ -59,7 +67,7 @@ class TokenLoss(nn.Module):
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
         own = functional.cross_entropy(wide, own_labels.flatten(), ignore_index=IGNORED, reduction="sum")
         total: Tensor = _SumOverSequence.apply(own, self.cut.axis)
-        return total / counted.sum()
+        return (total, counted.sum()) if self.with_count else total / counted.sum()
 
 
 class _SumOverSequence(torch.autograd.Function):

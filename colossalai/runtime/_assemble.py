@@ -99,7 +99,7 @@ def assemble_with_optimizers(
         mesh: The ranks.
         device: The device of this rank.
         replicas: The ranks over which gradients are averaged; default: those along `dp`. Each rank's loss is
-            the mean over its own part of the batch, and the parts are equally large.
+            the mean over its own part of the batch, and the parts are equally large, or it has a weight.
         tensor_axis: The ranks that share a stage of a pipeline and have the same activations.
         accumulation_steps: Number of microbatches for which the optimizers keep their steps back, so that
             they can be stepped in each of them; see `AccumulatingOptimizer`.
@@ -142,7 +142,9 @@ def assemble_with_optimizers(
         stand_ins = _stand_in(plan, applied, optimizer, masters, replicas)
         masters = masters.without(held)
         kind = AccumulatingOptimizer if accumulation_steps > 1 else OptimizerWrapper
-        wrapped.append(_wrap_optimizer(plan, model, optimizer, stand_ins, mesh, kind=kind, beside=wrapped))
+        wrapped.append(
+            _wrap_optimizer(plan, model, optimizer, stand_ins, mesh, replicas, kind=kind, beside=wrapped)
+        )
     in_force = ParallelMode.DATA if replicas.size == mesh.axis_size("dp") else ParallelMode.TENSOR
     if in_force in get_seeds():
         set_mode(in_force)
@@ -160,6 +162,7 @@ def _wrap_optimizer(
     optimizer: Optimizer,
     stand_ins: StandIns,
     mesh: Mesh,
+    replicas: Axis,
     *,
     kind: type[OptimizerWrapper],
     beside: Sequence[OptimizerWrapper],
@@ -171,6 +174,7 @@ def _wrap_optimizer(
         scaler=None if first else plan.precision.make_scaler(),
         beside=first,
         group=mesh.group(tuple(mesh.axes)),
+        replicas=replicas,
         param_names=_param_names(model, plan),
         masters=stand_ins,
         before_step=plan.precision.before_step,

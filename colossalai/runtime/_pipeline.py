@@ -4,7 +4,8 @@ The executor knows stages and microbatches; here it meets what belongs to traini
 parallelism, weights that stages share.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colossalai.amp import Precision
+from colossalai.amp import LossTerm, OptimizerWrapper, Precision, read_loss
 from colossalai.context import Axis
 from colossalai.nn.parallel import DataMethod
 from colossalai.pipeline import (
@@ -27,7 +28,8 @@ from colossalai.pipeline import (
     sync_shared_grads,
 )
 
-Criterion = Callable[..., Tensor]
+Criterion = Callable[..., Any]
+_NO_WEIGHT = -1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +39,12 @@ class BatchResult:
     Attributes:
         output: The output of the model for the whole batch, on the rank of the last stage; else None.
         loss: The mean loss of the batch, on every rank; None if it was not asked for.
+        weight: What the mean is over, on every rank; None where the criterion returns no pair.
     """
 
     output: Any
     loss: Tensor | None
+    weight: Tensor | None = None
 
 
 class Pipeline:
@@ -90,63 +94,69 @@ class Pipeline:
         label: Any,
         criterion: Criterion | None,
         *,
+        optimizer: OptimizerWrapper | None,
+        num_parts: int = 1,
         options: PipelineOptions | None = None,
-        forward_only: bool = False,
         return_loss: bool = True,
         return_output: bool = False,
-        loss_factor: float = 1.0,
         sync: bool = True,
     ) -> BatchResult:
-        """Run a batch forward and, unless `forward_only`, backward; collective over the pipeline.
+        """Run a batch forward and, with an optimizer, backward; collective over the pipeline.
+
+        With a backward, or for the loss, the last stage broadcasts three numbers.
 
         Args:
             data: What the first stage takes, the same on every stage.
             label: What the criterion takes beside the output; None: it takes the output alone.
-            criterion: The loss function; needed for a loss.
+            criterion: The loss function; needed for a loss. It returns the mean over a microbatch, or a pair
+                (sum, count); where its `reduction` is "sum", the sum.
+            optimizer: The optimizer whose gradients are computed; None to run forward only.
+            num_parts: The gradients of losses without a weight are divided by it.
             options: How to run it.
-            forward_only: Leave out the backward.
-            return_loss: Return the loss, the same on all ranks: one broadcast of a scalar.
+            return_loss: Return the loss, the same on all ranks.
             return_output: Keep the output.
-            loss_factor: Factor of the gradients.
             sync: Whether the gradients of this batch, and those before it, are made equal over the replicas.
 
         Raises:
-            ValueError: A loss is needed and there is no criterion.
+            ValueError: A loss is needed and there is no criterion, or the outputs of microbatches cannot be
+                put together.
         """
         options = options or self.options
-        if criterion is None and (return_loss or not forward_only):
+        forward_only = optimizer is None
+        wants_loss = return_loss or not forward_only
+        if criterion is None and wants_loss:
             raise ValueError("a loss is needed and there is no criterion: pass one to the door")
         batch = (data, label)
         microbatches = split_batch(batch, min(options.num_microbatches, num_samples_in(batch)))
         shares = microbatch_weights(microbatches)
+        tally = _Tally(shares=[1.0] * len(shares) if _adds_up(criterion) else shares, optimizer=optimizer)
+        tally.scale(1.0 if optimizer is None else optimizer.start_backward(), num_parts)
         executor = self._executor(options)
         self._is_closing = sync = sync and not forward_only
         if not forward_only:
             self._data.set_sync(self.model, enabled=False)
-        wants_loss = criterion is not None and (return_loss or not forward_only)
 
         def compute_loss(output: Any, number: int) -> Tensor:
             part = microbatches[number][1]
             output = self._precision.convert_output(output)
             assert criterion is not None
-            return _checked(criterion(output) if part is None else criterion(output, part))
+            return tally.take(number, criterion(output) if part is None else criterion(output, part))
 
         result = executor.run(
             [self._precision.convert_input(part) for part, _ in microbatches],
             compute_loss=compute_loss if wants_loss else None,
             forward_only=forward_only,
-            loss_factors=[share * loss_factor for share in shares],
+            loss_factors=tally.factors,
             keep_outputs=return_output,
         )
         if sync:
             self._make_equal()
-        return BatchResult(
-            output=None if result.outputs is None else self._joined(result.outputs, shares),
-            loss=self._mean_loss(result.losses, shares, options) if return_loss else None,
-        )
-
-    def _joined(self, outputs: list[Any], shares: list[float]) -> Any:
-        return merge_outputs([self._precision.convert_output(output) for output in outputs], shares)
+        loss, weight = self._share_loss(tally, options) if wants_loss else (None, None)
+        output = None
+        if result.outputs is not None:
+            sizes = [num_samples_in(microbatch) for microbatch in microbatches]
+            output = merge_outputs([self._precision.convert_output(each) for each in result.outputs], sizes)
+        return BatchResult(output=output, loss=loss if return_loss else None, weight=weight)
 
     def _make_equal(self) -> None:
         """Make the gradients equal over the replicas, and those of shared weights over their stages."""
@@ -160,17 +170,24 @@ class Pipeline:
         if self._is_closing:
             self._data.set_sync(self._chunks[chunk], enabled=True)
 
-    def _mean_loss(
-        self, losses: list[Tensor] | None, shares: list[float], options: PipelineOptions
-    ) -> Tensor:
+    def _share_loss(self, tally: "_Tally", options: PipelineOptions) -> tuple[Tensor, Tensor | None]:
+        """Return loss and weight of the batch, which the last stage knows, and tell the optimizer."""
         # MPS has no float64.
         dtype = torch.float32 if self._device.type == "mps" else torch.float64
-        mean = torch.zeros((), dtype=dtype, device=self._device)
-        for share, loss in zip(shares, losses, strict=True) if losses is not None else ():
-            mean += share * loss.to(dtype)
+        # (3,): a mean and _NO_WEIGHT; or a sum, its weight, and the unit of weights
+        numbers = torch.zeros(3, dtype=dtype, device=self._device)
+        if tally.losses:
+            numbers.copy_(tally.numbers(dtype))
         last = self.axis.ranks[self._last_rank(options)]
-        dist.broadcast(mean, src=last, group=self.axis.group)
-        return mean
+        dist.broadcast(numbers, src=last, group=self.axis.group)
+        value, weight, unit = numbers.unbind()
+        is_weighted = weight.item() != _NO_WEIGHT
+        term = LossTerm(value, weight if is_weighted else None, is_sum=is_weighted)
+        if tally.optimizer is not None:
+            if is_weighted:
+                tally.optimizer.weights.adopt_unit(unit)
+            tally.optimizer.note_loss(term)
+        return term.mean, term.weight
 
     def _last_rank(self, options: PipelineOptions) -> int:
         if options not in self._last_ranks:
@@ -200,12 +217,81 @@ class Pipeline:
         return self._precision.forward_context(self._device.type)
 
 
-def _checked(loss: Any) -> Tensor:
-    if not isinstance(loss, Tensor) or loss.numel() != 1:
+class _Tally:
+    """The losses of the microbatches of a batch, as the last stage sees them one after the other.
+
+    Args:
+        shares: The part of each microbatch in the loss of the batch, for those without a weight.
+        optimizer: The optimizer whose gradients are computed, if any.
+
+    Attributes:
+        losses: What there is yet.
+        factors: What each microbatch's loss is multiplied by for the backward; known once it is in `losses`.
+    """
+
+    def __init__(self, *, shares: Sequence[float], optimizer: OptimizerWrapper | None) -> None:
+        self.optimizer = optimizer
+        self.losses: list[LossTerm] = []
+        self.factors: list[Any] = list(shares)
+        self._shares = shares
+        self._scale = 1.0
+
+    def scale(self, loss_scale: float, num_parts: int) -> None:
+        """Say what losses are multiplied by, and what means are divided by."""
+        self._scale = loss_scale
+        factor = loss_scale / num_parts
+        self.factors = [share * factor for share in self._shares]
+
+    def take(self, number: int, loss: Any) -> Tensor:
+        """Take the loss of a microbatch; return the tensor that the backward starts from.
+
+        Raises:
+            ValueError: It is not what a criterion may return, or the others have a weight, and this has none.
+        """
+        given = _checked(loss)
+        if self.losses and (given.weight is None) != (self.losses[0].weight is None):
+            raise ValueError(
+                "the criterion returned a pair (sum, count) for some microbatches of a batch only: it must "
+                "do so for all, or for none"
+            )
+        if given.weight is not None and self.optimizer is not None:
+            factor = self.optimizer.factor_of_sum(given.weight) * self._scale
+            self.factors[number] = factor.to(torch.promote_types(given.value.dtype, torch.float32))
+        # The mean of mse_loss is a number in a storage of all the squares, which a clone lets go.
+        self.losses.append(LossTerm(given.value.detach().clone(), given.weight, is_sum=given.is_sum))
+        return given.value
+
+    def numbers(self, dtype: torch.dtype) -> Tensor:
+        """Return (mean, _NO_WEIGHT, 0), or (sum, weight, unit)."""
+        total = torch.zeros((), dtype=dtype, device=self.losses[0].value.device)
+        if self.losses[0].weight is None:
+            for share, loss in zip(self._shares, self.losses, strict=True):
+                total += share * loss.value.to(dtype)
+            return torch.stack([total, torch.full_like(total, _NO_WEIGHT), torch.zeros_like(total)])
+        weight, unit = torch.zeros_like(total), torch.ones_like(total)
+        for loss in self.losses:
+            assert loss.weight is not None
+            total += loss.total
+            weight += loss.weight
+        if self.optimizer is not None:
+            unit = self.optimizer.weights.unit(weight)
+        return torch.stack([total, weight, unit])
+
+
+def _adds_up(criterion: Criterion | None) -> bool:
+    """Whether a criterion says of itself that its value is a sum: then those of microbatches add up."""
+    options = criterion.keywords if isinstance(criterion, functools.partial) else {}
+    return options.get("reduction", getattr(criterion, "reduction", None)) == "sum"
+
+
+def _checked(loss: Any) -> LossTerm:
+    is_pair = isinstance(loss, tuple | list) and len(loss) == 2
+    if not is_pair and (not isinstance(loss, Tensor) or loss.numel() != 1):
         kind = type(loss).__name__
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"type {kind}"
         raise ValueError(
             f"the criterion returned a loss of {found}; it must be a tensor with one value, the mean over "
-            "the samples that it was given"
+            "the samples that it was given, or a pair (sum, count)"
         )
-    return loss.reshape(())
+    given = read_loss(loss)
+    return LossTerm(given.value.reshape(()), given.weight, is_sum=given.is_sum)

@@ -1,7 +1,8 @@
 """One optimizer step out of a window of microbatches.
 
-The loss of each microbatch is divided by the window's length once, here; only the last microbatch of a window
-communicates; then the gradients go through the handlers, are clipped, and the parameters are updated.
+The loss of each microbatch is divided by the window's length once, here, unless losses have weights; only the
+last microbatch of a window communicates; then the gradients go through the handlers, are clipped, and the
+parameters are updated.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from colossalai.amp import OptimizerWrapper, check_loss
+from colossalai.amp import GivenLoss, OptimizerWrapper, Weight, check_loss, read_loss
 from colossalai.cluster._watchdog_sections import section
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime._epoch import EpochWatch
@@ -29,6 +30,9 @@ class TrainingStep:
         optimizer: Its assembled optimizer; None for a model that is only run.
         accumulation_steps: Length N of a window.
         sync_grads: What makes gradients equal over the ranks after the backward, in order.
+
+    Attributes:
+        loss_weight: The weight of the loss of the last batch, a scalar; None if it has none.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class TrainingStep:
         self.accumulation_steps = accumulation_steps
         self.sync_grads = tuple(sync_grads)
         self.watch: EpochWatch | None = None
+        self.loss_weight: torch.Tensor | None = None
         self._optimizer = optimizer
         self._done = 0  # microbatches of the present window that are complete
 
@@ -69,11 +74,23 @@ class TrainingStep:
         with _FORWARD:
             return self.model(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Add the gradients of a microbatch's mean loss, as its part of the mean over the window."""
-        check_loss(loss)
+    def backward(self, loss: GivenLoss, weight: Weight | None = None) -> None:
+        """Add the gradients of a microbatch's loss, as its part of the mean over the window.
+
+        Args:
+            loss: The mean, or a pair (sum, count).
+            weight: What the mean is over: then all of the window and of all ranks counts by its weight.
+
+        Raises:
+            ValueError: Loss or weight is not what it must be, or only some of the losses of a window have one.
+        """
+        given = read_loss(loss, weight)
+        check_loss(given.value)
+        self.loss_weight = given.weight
+        if given.weight is None and self.accumulation_steps > 1:
+            loss = given.value / self.accumulation_steps
         with _BACKWARD:
-            self.optimizer.backward(loss / self.accumulation_steps if self.accumulation_steps > 1 else loss)
+            self.optimizer.backward(loss, weight)
 
     def run_pipeline(
         self,
@@ -96,38 +113,38 @@ class TrainingStep:
                 "a pipeline schedule needs a pipeline: launch with parallel=dict(pipeline=...) and more than "
                 "one stage, or leave the schedule out"
             )
-        factor = 1.0
-        if not forward_only:
-            factor = self.optimizer.start_backward() / self.accumulation_steps
         with _PIPELINE:
-            return self.model.pipeline.run(
+            result = self.model.pipeline.run(
                 data,
                 label,
                 criterion,
+                optimizer=None if forward_only else self.optimizer,
+                num_parts=self.accumulation_steps,
                 options=options,
-                forward_only=forward_only,
                 return_loss=return_loss,
                 return_output=return_output,
-                loss_factor=factor,
                 sync=self._closes_window(),
             )
+        self.loss_weight = result.weight
+        return result
 
     def step(self) -> bool:
         """End a microbatch; at the end of the window update the parameters.
 
         Returns:
-            Whether the parameters were updated: False within a window and after an overflow.
+            Whether the parameters were updated: False within a window, after an overflow, and without a
+            backward.
         """
-        closes = self._closes_window()
+        closes, factor = self._closes_window(), self.short_window_factor
         self._done += 1
         if not closes:
             return False
-        window, self._done = self._done, 0
+        self._done = 0
         with _UPDATE:
             for sync in self.sync_grads:
                 sync()
-            if window < self.accumulation_steps:  # the last of an epoch: its losses were divided by too much
-                self.optimizer.scale_grads(self.accumulation_steps / window)
+            if factor != 1.0:
+                self.optimizer.scale_grads(factor)
             self.optimizer.step()
         return self.optimizer.stepped
 
@@ -143,8 +160,12 @@ class TrainingStep:
 
     @property
     def short_window_factor(self) -> float:
-        """What the gradients will be multiplied by if the present microbatch closes its window too early."""
-        return self.accumulation_steps / (self._done + 1) if self._closes_window() else 1.0
+        """What the gradients will be multiplied by if the present microbatch closes its window too early.
+
+        So it does at the end of an epoch: then the losses were divided by too much, unless they have weights.
+        """
+        is_divided = not self.optimizer.weights.are_used
+        return self.accumulation_steps / (self._done + 1) if is_divided and self._closes_window() else 1.0
 
     def restart_window(self) -> None:
         """Forget the microbatches of the present window, whose gradients somebody else has dropped."""

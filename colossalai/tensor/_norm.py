@@ -106,6 +106,8 @@ def scale_grads(params: Iterable[torch.Tensor], factor: float | torch.Tensor) ->
     """Multiply the gradients of `params` by `factor`, in place."""
     grads = local_grads(params)
     if grads:
+        if isinstance(factor, torch.Tensor):
+            factor = factor.to(grads[0].device)  # offloaded gradients are on the host
         torch._foreach_mul_(grads, factor)
 
 

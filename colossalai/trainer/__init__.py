@@ -7,6 +7,7 @@ from colossalai.trainer._loggers import MetricLogger as MetricLogger
 from colossalai.trainer._loggers import MLflowLogger as MLflowLogger
 from colossalai.trainer._loggers import TensorboardLogger as TensorboardLogger
 from colossalai.trainer._loggers import WandbLogger as WandbLogger
+from colossalai.trainer._loss_watch import NanLossError as NanLossError
 from colossalai.trainer._timer import MultiTimer as MultiTimer
 from colossalai.trainer._timer import Timer as Timer
 from colossalai.trainer._trainer import Trainer as Trainer

@@ -1,9 +1,9 @@
 """Metrics of a phase, reduced over the data-parallel ranks.
 
 [Note: ratios of sums] Every metric is a ratio of two sums, over batches and over data-parallel ranks: the
-loss is sum(loss * samples) / sum(samples), the accuracy sum(correct) / sum(predictions). So a short last
-batch, or a rank with fewer samples, has its right weight, and the figure is the one that a single process
-would compute.
+loss is sum(loss * weight) / sum(weight), with the number of samples where the criterion gives no other
+weight, the accuracy sum(correct) / sum(predictions). So a short last batch, or a rank with fewer samples or
+labels, has its right weight, and the figure is the one that a single process would compute.
 
 [Note: one reduction] All metrics of a step or of an epoch travel in one all-reduce of one small vector. It
 is issued by every rank: at the end of an epoch by the Trainer, for a step by the first hook that asks, and
@@ -47,7 +47,7 @@ class MetricTable:
         self._step.declare(name)
         self._epoch.declare(name)
 
-    def add(self, name: str, numerator: Tensor | float, denominator: float) -> None:
+    def add(self, name: str, numerator: Tensor | float, denominator: Tensor | float) -> None:
         """Add to both sums of a declared metric."""
         for sums in (self._step, self._epoch):
             sums.add(name, numerator, denominator)
@@ -89,14 +89,14 @@ class MetricTable:
 
 
 class _Sums:
-    """Numerators (tensors on the device once something is added, until then 0) and denominators by name."""
+    """Numerators and denominators by name; tensors on the device once one is added, until then numbers."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         # MPS has no float64; everywhere else sums over an epoch shall not lose the small terms.
         self._dtype = torch.float32 if device.type == "mps" else torch.float64
         self._numerators: dict[str, Tensor | float] = {}
-        self._denominators: dict[str, float] = {}
+        self._denominators: dict[str, Tensor | float] = {}
 
     @property
     def names(self) -> list[str]:
@@ -106,15 +106,16 @@ class _Sums:
         self._numerators[name] = 0.0
         self._denominators[name] = 0.0
 
-    def add(self, name: str, numerator: Tensor | float, denominator: float) -> None:
-        if isinstance(numerator, Tensor):
-            numerator = numerator.to(self._dtype)
-        self._numerators[name] = self._numerators[name] + numerator
-        self._denominators[name] += denominator
+    def add(self, name: str, numerator: Tensor | float, denominator: Tensor | float) -> None:
+        self._numerators[name] = self._numerators[name] + self._wide(numerator)
+        self._denominators[name] = self._denominators[name] + self._wide(denominator)
 
     def clear(self) -> None:
         for name in self.names:
             self.declare(name)
+
+    def _wide(self, value: Tensor | float) -> Tensor | float:
+        return value.to(self._dtype) if isinstance(value, Tensor) else value
 
     def as_vector(self) -> Tensor:
         sums = [*self._numerators.values(), *self._denominators.values()]

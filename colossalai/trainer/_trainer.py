@@ -20,6 +20,7 @@ from colossalai.engine import Engine
 from colossalai.engine.schedule import BaseSchedule
 from colossalai.logging import DistributedLogger, get_dist_logger
 from colossalai.trainer._batch import num_samples
+from colossalai.trainer._loss_watch import LossWatch
 from colossalai.trainer._metric import MetricTable
 from colossalai.trainer._progress import Advance, show_progress
 from colossalai.trainer._states import resume_state
@@ -36,6 +37,11 @@ class Trainer:
         timer: Measures "Train-step", "Train-epoch", "Test-step" and "Test-epoch", the steps anew in every
             epoch. Measuring waits for the accelerator after every step; without a timer nothing waits.
         logger: Writes the progress where there is no terminal.
+        nan_loss: What happens where the loss of a training iteration is NaN or infinite: "warn" of the first
+            one, with step and rank; "stop" with a `NanLossError` on all ranks; or "ignore".
+
+    Raises:
+        ValueError: `nan_loss` is none of these.
 
     Attributes:
         engine: The engine.
@@ -53,6 +59,8 @@ class Trainer:
         train_dataloader: The training loader of the last `fit`, None before it.
         test_dataloader: Its test loader, None without one.
         stop_reason: Why the training ends before its last epoch, if a hook has asked for that.
+        loss_weight: What the loss of this rank's last batch is the mean over: the count of a criterion that
+            returns (sum, count), else the number of samples.
         optimizer_stepped: Whether the last iteration updated the parameters: not so within a window of
             gradient accumulation and after an overflow.
     """
@@ -64,6 +72,8 @@ class Trainer:
         schedule: BaseSchedule | None = None,
         timer: MultiTimer | None = None,
         logger: DistributedLogger | None = None,
+        *,
+        nan_loss: str = "warn",
     ) -> None:
         _check_engine(engine)
         if isinstance(schedule, type):
@@ -85,11 +95,13 @@ class Trainer:
         self.max_steps: int | None = None
         self.steps_per_epoch: int | None = None
         self.batch_samples = 0
+        self.loss_weight: torch.Tensor | float = 0
         self.optimizer_stepped = False
         self.train_dataloader: Iterable[Any] | None = None
         self.test_dataloader: Iterable[Any] | None = None
         self.stop_reason: str | None = None
         self._logger = get_dist_logger() if logger is None else logger
+        self._loss_watch = LossWatch(nan_loss, engine, self._logger)
 
     @names_arguments
     def fit(
@@ -125,6 +137,7 @@ class Trainer:
         Raises:
             ValueError: A number is not positive, a hook is none, the loader is empty, or training states are
                 damaged or do not fit.
+            NanLossError: A loss is NaN or infinite, and `nan_loss` is "stop".
         """
         _check_positive(epochs=epochs, test_interval=test_interval)
         if max_steps is not None:
@@ -222,6 +235,7 @@ class Trainer:
                 if self.cur_step == self.max_steps:
                     break
         self.timer.stop("Train-epoch", keep_in_history=True)
+        self._loss_watch.look()
         if self.cur_step == first_step:
             raise ValueError(_empty("train_dataloader"))
         self.cur_epoch += 1
@@ -235,9 +249,11 @@ class Trainer:
         self.timer.start("Train-step")
         self.engine.zero_grad()
         results = self.engine.execute_schedule(iter((batch,)), return_output_label=return_output_label)
+        self._take_weight()
         self.optimizer_stepped = self.engine.step()
         self.timer.stop("Train-step", keep_in_history=True)
         self.cur_step += 1
+        self._loss_watch.see(results[2], self.cur_step)
         self._call_hooks("after_train_iter", *results)
 
     def _test(self, dataloader: Iterable[Any], display_progress: bool, return_output_label: bool) -> None:
@@ -272,8 +288,13 @@ class Trainer:
         results = self.engine.execute_schedule(
             iter((batch,)), forward_only=True, return_output_label=return_output_label
         )
+        self._take_weight()
         self.timer.stop("Test-step", keep_in_history=True)
         self._call_hooks("after_test_iter", *results)
+
+    def _take_weight(self) -> None:
+        weight = self.engine.loss_weight
+        self.loss_weight = self.batch_samples if weight is None else weight
 
     def _attach(self, hooks: Sequence[BaseHook] | None) -> None:
         """Take over the hooks of a call, in the order of their priorities."""

@@ -189,6 +189,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
             optimizer,
             scaler=scaler,
             group=model.replicas.mesh.group(tuple(model.replicas.mesh.axes)),
+            replicas=model.replicas,
             param_names={param: name for name, param in model.named_parameters()},
             masters=shards,
             before_step=model.precision.before_step,

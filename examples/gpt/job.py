@@ -116,7 +116,7 @@ def build_job(data: TextData, folder: Path) -> Job:
     engine, train_loader, probe_loader, lr_scheduler = colossalai.initialize(
         model,
         optimizer,
-        GPTLMLoss(),
+        GPTLMLoss(with_count=True),  # right also for texts with labels of -100
         train_loader,
         get_dataloader(spread(held_out, config.VALIDATION_WINDOWS), batch_size=config.BATCH_SIZE),
         lr_scheduler,

@@ -22,7 +22,6 @@ from data import TextData, load_text_data
 from job import CHECKPOINT_FOLDER, IDENTITY_FILE, Job, build_job, trained_model
 from report import METRICS_FILE, PICTURE_FILE, TENSORBOARD_FOLDER, FileReport, Report
 from sample import sample_text
-from torch import Tensor
 
 import colossalai
 from colossalai.context import Config
@@ -112,19 +111,17 @@ def train(job: Job, report: Report) -> None:
     """Train from the present step to the last, with validations and checkpoints on the way."""
     config, engine = gpc.config, job.engine
     batches = endless(job.train_loader)
-    losses: list[Tensor | None] = []  # of the microbatches of an optimizer step
     engine.train()
     while job.step < config.TOTAL_STEPS:
         engine.zero_grad()
-        _, _, loss = engine.execute_schedule(batches, return_output_label=False)
-        losses.append(loss)
+        engine.execute_schedule(batches, return_output_label=False)
         if not engine.step():
             continue
         lr = engine.optimizer.param_groups[0]["lr"]
         job.lr_scheduler.step()
         job.step += 1
-        report.train(job.step, loss=mean_over_ranks(losses), lr=lr, num_tokens=job.tokens_in_step)
-        losses.clear()
+        loss = engine.optimizer.mean_loss.item()  # over all tokens of the step, on all ranks
+        report.train(job.step, loss=loss, lr=lr, num_tokens=job.tokens_in_step)
         is_last = job.step == config.TOTAL_STEPS
         if job.step % config.VALIDATE_EVERY == 0 and not is_last:
             report.validation(job.step, loss=validate(engine, job.probe_loader))
@@ -141,20 +138,13 @@ def endless(loader: Iterable[Any]) -> Iterator[Any]:
 def validate(engine: Engine, loader: Any) -> float:
     """Return the mean loss over a loader, in nats per token; the model is left in training mode."""
     engine.eval()
-    losses: list[Tensor | None] = []
+    sums = torch.zeros(2, dtype=torch.float64)  # of the losses of all tokens, and their number
     for batch in loader:
         _, _, loss = engine.execute_schedule(iter([batch]), forward_only=True, return_output_label=False)
-        losses += [loss] * len(batch[0])
+        sums += torch.tensor([loss.item() * engine.loss_weight.item(), engine.loss_weight.item()])
     engine.train()
-    return mean_over_ranks(losses)
-
-
-def mean_over_ranks(losses: Iterable[Tensor | None]) -> float:
-    """Return the mean of the losses that all ranks have seen."""
-    seen = [loss.item() for loss in losses if loss is not None]
-    total = torch.tensor([math.fsum(seen), len(seen)], dtype=torch.float64)
-    dist.all_reduce(total)
-    return (total[0] / total[1]).item()
+    dist.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
 
 
 def finish(job: Job, data: TextData, config: Config, report: Report, *, loss: float) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -223,3 +224,53 @@ def test_two_scalers_are_refused() -> None:
     run = Run()
     with pytest.raises(ValueError, match="shares that of the one it is beside"):
         OptimizerWrapper(run.plain[0], scaler=run.scaler, beside=run.optimizers[0])
+
+
+def test_weights_of_losses_are_shared_and_the_gradients_of_each_are_divided_once():
+    params = [torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2)]
+    raw = [torch.optim.SGD([param], lr=1.0) for param in params]
+    first = OptimizerWrapper(raw[0])
+    last = OptimizerWrapper(raw[1], beside=first)
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    for scale, weight in ((1.0, 3), (5.0, 1)):
+        first.backward(scale * (params[0] * params[1] * x).sum(), weight=weight)
+    first.step()
+    last.step()
+    for param in params:
+        torch.testing.assert_close(param.detach(), 1 - x * (3 * 1.0 + 1 * 5.0) / 4, rtol=1e-12, atol=1e-12)
+    assert first.mean_loss.item() == last.mean_loss.item() == 3 * (3 * 1.0 + 5.0) / 4
+    first.zero_grad()
+    first.backward(params[0].sum())  # what `last` has is spent, and hears nothing of it
+    last.zero_grad()
+    last.backward(params[1].sum())
+    last.step()
+    assert last.mean_loss is None
+
+
+def test_a_weight_needs_to_know_the_ranks():
+    param = torch.nn.Parameter(torch.ones(1))
+    optimizer = OptimizerWrapper(torch.optim.SGD([param], lr=1.0))
+    optimizer.backward((param.sum(), 2))
+    optimizer.zero_grad()
+    optimizer.group = object()
+    with (
+        patch("torch.distributed.get_world_size", return_value=2),
+        pytest.raises(ValueError, match="does not know over which ranks gradients are averaged"),
+    ):
+        optimizer.backward((param.sum(), 2))
+
+
+def test_a_closure_leaves_means():
+    param = torch.nn.Parameter(torch.ones(1, dtype=torch.float64))
+    optimizer = OptimizerWrapper(torch.optim.LBFGS([param], lr=1.0, max_iter=1))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = 10 * param.square().sum()
+        optimizer.backward((loss, 10))
+        return loss
+
+    optimizer.step(closure)
+    # The first step of L-BFGS is min(1, 1 / |g|) g; the gradient of the mean is 2.
+    assert param.item() == pytest.approx(1 - 0.5 * 2)
+    assert param.grad.item() == pytest.approx(2.0)

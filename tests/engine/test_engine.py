@@ -1,11 +1,14 @@
 """The config door: accumulation windows, gradient handlers, schedules."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import colossalai
+from colossalai.amp import AMP_TYPE
 from colossalai.core import global_context as gpc
 from colossalai.engine import BaseGradientHandler, Engine
 from colossalai.engine.schedule import NonPipelineSchedule
@@ -259,3 +262,37 @@ def gradients_within_a_window():
 @pytest.mark.dist
 def test_sharded_gradients_are_reduced_at_the_end_of_a_window():
     assert run_ranks(gradients_within_a_window, 2) == [[False, True]] * 2
+
+
+def steps_without_backward(config):
+    colossalai.launch_from_torch(config=config, verbose=False)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    engine, *_ = colossalai.initialize(model, optimizer, nn.CrossEntropyLoss(), verbose=False)
+    x, y = make_data().tensors
+    before = full_parameters(engine.model)
+    scaler = engine.optimizer.scaler
+    with patch("colossalai.logging.DistributedLogger._log") as log:
+        assert [engine.step(), engine.step()] == [False, False]  # nothing was run at all
+        unchanged = full_parameters(engine.model)
+        engine.backward(engine.criterion(engine(x), y))
+        engine.zero_grad()
+        forgotten = engine.step()
+        engine.backward(engine.criterion(engine(x), y))
+        made = engine.step()
+        engine.zero_grad()
+        again = engine.step()
+    assert (forgotten, made, again) == (False, True, False)
+    assert getattr(scaler, "num_steps", 1) == 1
+    assert sum("without a backward" in call.args[1] for call in log.call_args_list) == 1
+    for name, value in unchanged.items():
+        assert torch.equal(value, before[name])
+    gpc.destroy()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    "config", [{}, {"zero": {"stage": 1}, "clip_grad_norm": 1.0}, {"fp16": {"mode": AMP_TYPE.TORCH}}]
+)
+def test_a_step_without_a_backward_says_so(config):
+    run_ranks(steps_without_backward, 2, config)

@@ -1,5 +1,7 @@
 """The engine and the trainer over a pipeline: what each rank sees, evaluation, precision, mistakes."""
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import colossalai
+import colossalai.nn as col_nn
 from colossalai.amp import AMP_TYPE
 from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin, TorchDDPPlugin
@@ -312,3 +315,57 @@ def boosted_outputs() -> None:
 
 def test_booster_runs_a_dict_and_clips_over_all_stages() -> None:
     run_ranks(boosted_outputs, 2)
+
+
+@dataclass
+class Answer:
+    """What a model may return: a row for each sample, and means over them."""
+
+    logits: Tensor
+    norm: float
+    penalty: Tensor
+
+
+class Answering(Net):
+    """Returns a dataclass with numbers in it."""
+
+    def forward(self, x: Tensor) -> Any:
+        logits = super().forward(x)
+        return Answer(logits, logits.detach().square().mean().item(), logits.detach().mean().reshape(1))
+
+
+def outputs_and_sums() -> None:
+    x, y = data()  # 8 samples: microbatches of 3, 3 and 2
+    colossalai.launch_from_torch({"parallel": PARALLEL, "NUM_MICRO_BATCHES": 3}, verbose=False)
+    torch.manual_seed(1024)
+    logits = Net()(x).detach()
+    torch.manual_seed(1024)
+    engine, *_ = colossalai.initialize(Answering(), None, lambda answer: answer.logits.mean(), verbose=False)
+    output, _, _ = engine.execute_schedule(iter([(x, None)]), forward_only=True)
+    if engine.sees_output:
+        torch.testing.assert_close(output.logits, logits)
+        assert output.norm == pytest.approx(logits.square().mean().item())
+        torch.testing.assert_close(output.penalty, logits.mean().reshape(1))
+    cross_entropy = partial(nn.functional.cross_entropy, reduction="sum")
+    for criterion in (
+        nn.CrossEntropyLoss(reduction="sum"),
+        col_nn.CrossEntropyLoss(reduction="sum"),
+        cross_entropy,
+    ):
+        torch.manual_seed(1024)
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        engine, *_ = colossalai.initialize(model, optimizer, criterion, verbose=False)
+        _, _, loss = engine.execute_schedule(iter([(x, y)]))
+        plain = reference()
+        expected = cross_entropy(plain(x), y)
+        expected.backward()
+        torch.testing.assert_close(loss, expected.detach().double())
+        for param in engine.model.parameters():
+            name = engine.optimizer.param_names[param]
+            torch.testing.assert_close(param.grad, plain.get_parameter(name).grad)
+    gpc.destroy()
+
+
+def test_dataclasses_numbers_and_sums() -> None:
+    run_ranks(outputs_and_sums, 2)

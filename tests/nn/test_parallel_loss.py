@@ -52,6 +52,9 @@ def against_torch(mode, labels, *, vocab_parallel, **options):
     logits = slice_like(logits_whole, criterion.cut).requires_grad_()
     loss = criterion(logits, labels)
     (3.0 * loss).backward()
+    if options.get("reduction") != "sum":
+        total, count = kind(with_count=True, **options)(logits.detach(), labels)
+        assert torch.equal(total / count, loss.detach())
     gradient = slice_like(logits_twin.grad, criterion.cut)
     return {"loss": distance(loss, wanted) / wanted.item(), "gradient": distance(logits.grad, gradient)}
 

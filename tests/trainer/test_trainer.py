@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from colossalai.logging import get_dist_logger
-from colossalai.trainer import Trainer, hooks
+from colossalai.trainer import NanLossError, Trainer, hooks
 from colossalai.trainer.hooks import BaseHook
 from tests.trainer.fakes import FakeEngine, Lines, Probe, make_batches
 
@@ -223,3 +223,18 @@ def test_an_empty_loader_is_an_error() -> None:
         Trainer(FakeEngine()).evaluate([])
     with pytest.raises(ValueError, match="not an iterator"):
         Trainer(FakeEngine()).fit(iter(make_batches()), epochs=2)
+
+
+def test_the_first_loss_that_is_nan_is_named_once() -> None:
+    batches = make_batches((4, 4, 4, 4))
+    batches[1][0][0, 0] = float("nan")
+    for action in ("warn", "ignore"):
+        logger = Lines()
+        trainer = Trainer(FakeEngine(), logger=logger, nan_loss=action)  # type: ignore[arg-type]
+        trainer.fit(batches, epochs=1, hooks=[hooks.LossHook()])
+        assert len(logger.warnings) == (action == "warn")
+        assert all("the loss is nan at step 2 on rank 0;" in line for line in logger.warnings)
+    with pytest.raises(NanLossError, match="at step 2 on rank 0"):
+        Trainer(FakeEngine(), nan_loss="stop").fit(batches, epochs=1, hooks=[])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="nan_loss is 'raise'; it must be one of 'warn', 'stop', 'ignore'"):
+        Trainer(FakeEngine(), nan_loss="raise")  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from colossalai.checkpoint_io import load_checkpoint
 from colossalai.logging import get_dist_logger
 from colossalai.nn.lr_scheduler import CosineAnnealingWarmupLR
 from colossalai.nn.metric import Accuracy
-from colossalai.trainer import MultiTimer, Trainer, hooks
+from colossalai.trainer import MultiTimer, NanLossError, Trainer, hooks
 from tests.ranks import run_ranks
 from tests.trainer.fakes import Batch, Probe, make_batches
 from tests.trainer.test_hooks import scalars
@@ -265,3 +265,66 @@ def test_checkpoints_by_epoch_and_by_step(tmp_path: Path) -> None:
     """Epochs have three steps: at step 6 the second is not yet complete, its hooks are still to come."""
     wanted = ["epochs/epoch_2.pt", "steps/step_3.pt", "steps/step_6.pt", "0"]
     assert run_ranks(_save, 2, tmp_path) == [wanted] * 2
+
+
+def counted(output: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    total = nn.functional.cross_entropy(output, labels, ignore_index=-100, reduction="sum")
+    return total, (labels != -100).sum()
+
+
+def unlabelled(batches: list[Batch]) -> list[Batch]:
+    """Leave few labels on the first rank, and none in its last part."""
+    batches = copy.deepcopy(batches)
+    batches[0][1][2::2] = batches[-1][1][0::2] = -100
+    return batches
+
+
+def of_all_labels(nan_loss: str) -> None:
+    colossalai.launch_from_torch({}, verbose=False)
+    model, plain = make_model(), make_model()
+    engine, *_ = colossalai.initialize(
+        model, torch.optim.SGD(model.parameters(), lr=0.5), counted, verbose=False
+    )
+    trainer = Trainer(engine, nan_loss=nan_loss)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    steps: list[float] = []
+    per_step = Probe(
+        "after_train_iter", lambda *_: steps.append(trainer.metrics["train"].step_values()["Loss"])
+    )
+    test_batches = unlabelled(make_batches(TEST_SIZES, seed=2))
+    batches = unlabelled(make_batches(TRAIN_SIZES))
+    trainer.fit(
+        part_of(batches, rank, world_size),
+        epochs=1,
+        test_dataloader=part_of(test_batches, rank, world_size),
+        hooks=[hooks.LossHook(), per_step],
+    )
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    sums = torch.zeros(2, dtype=torch.float64)
+    for (x, y), step in zip(batches, steps, strict=True):
+        optimizer.zero_grad()
+        total, count = counted(plain(x), y)
+        (total / count).backward()
+        optimizer.step()
+        assert step == pytest.approx(total.item() / count.item(), abs=1e-12)
+        sums += torch.stack([total.detach(), count])
+    assert trainer.metrics["train"].epoch_values["Loss"] == pytest.approx(
+        (sums[0] / sums[1]).item(), abs=1e-12
+    )
+    for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param, expected, rtol=1e-10, atol=1e-10)
+    total, count = (
+        sum(column) for column in zip(*(counted(plain(x), y) for x, y in test_batches), strict=True)
+    )
+    expected_loss = (total / count).item()
+    assert trainer.metrics["test"].epoch_values["Loss"] == pytest.approx(expected_loss, abs=1e-12)
+    if nan_loss == "stop":
+        x, y = part_of(make_batches((8,)), rank, world_size)[0]
+        x[0, 0] = float("nan") if rank == 1 else x[0, 0]
+        with pytest.raises(NanLossError, match="NaN or infinite at step 4 on rank 1"):
+            trainer.fit([(x, y)] * 2, epochs=2)
+        assert trainer.cur_step == 4
+
+
+def test_the_loss_is_that_of_all_labels_and_all_ranks_stop_at_nan() -> None:
+    run_ranks(of_all_labels, 2, "stop")

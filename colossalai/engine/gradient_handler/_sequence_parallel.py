@@ -13,7 +13,7 @@ class SequenceParallelGradientHandler(BaseGradientHandler):
     A rank's loss is the mean over the tokens that it holds, and its backward gives the gradient of the sum of
     all ranks' losses, with respect to its own copy. So where all ranks hold equally many tokens that count,
     the mean over the ranks is the gradient of the mean over all tokens. Where they do not (padding, a masked
-    language model), divide the sum over a rank's tokens by the mean of the ranks' numbers of tokens.
+    language model), give the loss its weight: `engine.backward(loss, weight=number_of_own_tokens)`.
     """
 
     def handle_gradient(self) -> None:

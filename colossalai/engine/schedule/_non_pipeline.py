@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from colossalai.amp import LossTerm, read_loss
 from colossalai.engine.schedule._base import BaseSchedule, call_with
 
 if TYPE_CHECKING:
@@ -35,11 +36,12 @@ class NonPipelineSchedule(BaseSchedule):
         data, label = self.load_batch(data_iter, engine.device)
         with torch.set_grad_enabled(not forward_only and torch.is_grad_enabled()):
             output = call_with(engine, data)
-            loss = None
+            given: LossTerm | None = None
             if return_loss:
                 loss = engine.criterion(output) if label is None else engine.criterion(output, label)
+                given = read_loss(loss)
+                engine.training_step.loss_weight = given.weight
         if not forward_only:
-            assert loss is not None
             engine.backward(loss)
         kept = (output, label) if return_output_label else (None, None)
-        return (*kept, None if loss is None else loss.detach())
+        return (*kept, None if given is None else given.mean)

@@ -14,6 +14,8 @@ from colossalai.context import Mesh, global_context
 from colossalai.nn.layer import Cut, head_cut, own_part, require_cut, require_mode
 from colossalai.registry import LOSSES
 
+GivenLoss = torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]
+
 
 class ParallelCrossEntropyLoss(nn.Module):
     """Cross entropy of logits cut as `cut` says.
@@ -27,6 +29,8 @@ class ParallelCrossEntropyLoss(nn.Module):
         ignore_index: Labels that do not count.
         reduction: "mean" over the labels that count, or "sum".
         label_smoothing: Share of the target that is spread evenly over all classes.
+        with_count: Return the pair (sum, number of labels that count): then a training step is that of the
+            mean over all labels of all ranks and microbatches, however unevenly they are spread.
         cut: How the logits are cut; default: as the classifier that was built last leaves them.
         mesh: The ranks; default: those of the launched job.
 
@@ -34,7 +38,7 @@ class ParallelCrossEntropyLoss(nn.Module):
         Logits (batch, ..., classes), a slice; labels (batch, ...), whole.
 
     Raises:
-        ValueError: `reduction` or `label_smoothing` is not what it may be.
+        ValueError: `reduction` or `label_smoothing` is not what it may be, or does not go with `with_count`.
     """
 
     def __init__(
@@ -43,6 +47,7 @@ class ParallelCrossEntropyLoss(nn.Module):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
         *,
+        with_count: bool = False,
         cut: Cut | None = None,
         mesh: Mesh | None = None,
     ) -> None:
@@ -52,12 +57,14 @@ class ParallelCrossEntropyLoss(nn.Module):
         if not 0.0 <= label_smoothing <= 1.0:
             raise ValueError(f"label_smoothing is {label_smoothing}; it must be from 0 to 1")
         self.ignore_index = ignore_index
+        _refuse_reduction(reduction, with_count)
         self.reduction = reduction
+        self.with_count = with_count
         self.label_smoothing = label_smoothing
         self.mesh = mesh or global_context.mesh
         self.cut = cut or head_cut(global_context.tensor_mode)
 
-    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> GivenLoss:
         """Return the loss over the whole batch, the same on all tensor-parallel ranks.
 
         Raises:
@@ -79,6 +86,8 @@ class ParallelCrossEntropyLoss(nn.Module):
         for name in self.cut.batch:
             axis = self.mesh.axis(name)
             total, count = reduce_forward_copy_backward(total, axis), all_reduce(count, axis)
+        if self.with_count:
+            return total, count
         return total / count if self.reduction == "mean" else total
 
     def _losses(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -130,16 +139,24 @@ class ModeCrossEntropyLoss(ParallelCrossEntropyLoss):
         ignore_index: Labels that do not count.
         reduction: "mean" over the labels that count, or "sum".
         label_smoothing: Share of the target that is spread evenly over all classes.
+        with_count: Return the pair (sum, number of labels that count).
     """
 
     mode: ClassVar[str]
     cut_of_mode: ClassVar[Cut]
 
     def __init__(
-        self, ignore_index: int = -100, reduction: str = "mean", label_smoothing: float = 0.0
+        self,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        with_count: bool = False,
     ) -> None:
         require_mode(self.mode, by=type(self).__name__)
-        super().__init__(ignore_index, reduction, label_smoothing, cut=self.cut_of_mode)
+        super().__init__(
+            ignore_index, reduction, label_smoothing, with_count=with_count, cut=self.cut_of_mode
+        )
 
 
 @LOSSES.register_module
@@ -150,17 +167,58 @@ class CrossEntropyLoss(nn.Module):
 
     Args:
         args: Positional arguments of `torch.nn.CrossEntropyLoss`, where there is no tensor mode.
+        with_count: Return the pair (sum, what the mean would be over): then a training step is that of the
+            mean over all labels of all ranks and microbatches, however unevenly they are spread.
         options: Keyword arguments of it; in a tensor mode those of `ParallelCrossEntropyLoss`.
+
+    Raises:
+        ValueError: An option is not what it may be, or does not go with `with_count`.
     """
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args: Any, with_count: bool = False, **options: Any) -> None:
         super().__init__()
-        plain = global_context.tensor_mode in (None, "sequence")
-        self.loss = (
-            nn.CrossEntropyLoss(*args, **options) if plain else ParallelCrossEntropyLoss(*args, **options)
-        )
+        self.loss: nn.Module
+        if global_context.tensor_mode in (None, "sequence"):
+            kind = _CountedCrossEntropyLoss if with_count else nn.CrossEntropyLoss
+            self.loss = kind(*args, **options)
+        else:
+            self.loss = ParallelCrossEntropyLoss(*args, with_count=with_count, **options)
+        self.reduction: str = self.loss.reduction
 
-    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> GivenLoss:
         """Return the loss."""
-        loss: torch.Tensor = self.loss(logits, labels)
+        loss: GivenLoss = self.loss(logits, labels)
         return loss
+
+
+class _CountedCrossEntropyLoss(nn.CrossEntropyLoss):
+    """The cross entropy of torch as a pair (sum, count), whose ratio is its mean."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        _refuse_reduction(self.reduction, with_count=True)
+
+    def forward(self, input: torch.Tensor, target: torch.Tensor) -> GivenLoss:  # type: ignore[override]
+        """Return the pair; classes with weights count by those, as in torch."""
+        total = nn.functional.cross_entropy(
+            input,
+            target,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction="sum",
+            label_smoothing=self.label_smoothing,
+        )
+        if target.is_floating_point():  # probabilities of the classes
+            return total, target.numel() // target.shape[1 if target.ndim > 1 else 0]
+        counted = target != self.ignore_index
+        if self.weight is None:
+            return total, counted.sum()
+        return total, (self.weight[target.masked_fill(~counted, 0)] * counted).sum()
+
+
+def _refuse_reduction(reduction: str, with_count: bool) -> None:
+    if with_count and reduction != "mean":
+        raise ValueError(
+            f"reduction is {reduction!r}, but with_count=True returns the pair (sum, count), whose ratio is "
+            "the mean: leave reduction out"
+        )

@@ -50,6 +50,8 @@ class MetricHook(BaseHook, ABC):
 class LossHook(MetricHook):
     """Measures the loss, as "Loss": the mean over all samples of the epoch and over the data-parallel ranks.
 
+    Where the criterion returns pairs (sum, count), it is the mean over all that they count.
+
     Args:
         priority: Hooks with a lower value run earlier.
     """
@@ -61,11 +63,11 @@ class LossHook(MetricHook):
         super().__init__(priority)
 
     def measure(self, trainer: "Trainer", table: MetricTable, results: Results) -> None:
-        """Add the loss of the batch, weighted by its samples; nothing on a rank that has no loss."""
+        """Add the loss of the batch with its weight; nothing on a rank that has no loss."""
         loss = results[2]
         if loss is not None:
             wide_enough = torch.promote_types(loss.dtype, torch.float32)
-            table.add("Loss", loss.to(wide_enough) * trainer.batch_samples, trainer.batch_samples)
+            table.add("Loss", loss.to(wide_enough) * trainer.loss_weight, trainer.loss_weight)
 
 
 @HOOKS.register_module
