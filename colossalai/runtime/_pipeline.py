@@ -129,8 +129,7 @@ class Pipeline:
         batch = (data, label)
         microbatches = split_batch(batch, min(options.num_microbatches, num_samples_in(batch)))
         shares = microbatch_weights(microbatches)
-        tally = _Tally(shares=[1.0] * len(shares) if _adds_up(criterion) else shares, optimizer=optimizer)
-        tally.scale(1.0 if optimizer is None else optimizer.start_backward(), num_parts)
+        tally = _Tally([1.0] * len(shares) if _adds_up(criterion) else shares, optimizer, num_parts)
         executor = self._executor(options)
         self._is_closing = sync = sync and not forward_only
         if not forward_only:
@@ -222,25 +221,21 @@ class _Tally:
 
     Args:
         shares: The part of each microbatch in the loss of the batch, for those without a weight.
-        optimizer: The optimizer whose gradients are computed, if any.
+        optimizer: The optimizer whose gradients are computed, if any; its backward starts here.
+        num_parts: What means are divided by.
 
     Attributes:
         losses: What there is yet.
         factors: What each microbatch's loss is multiplied by for the backward; known once it is in `losses`.
     """
 
-    def __init__(self, *, shares: Sequence[float], optimizer: OptimizerWrapper | None) -> None:
+    def __init__(self, shares: Sequence[float], optimizer: OptimizerWrapper | None, num_parts: int) -> None:
         self.optimizer = optimizer
         self.losses: list[LossTerm] = []
-        self.factors: list[Any] = list(shares)
         self._shares = shares
-        self._scale = 1.0
-
-    def scale(self, loss_scale: float, num_parts: int) -> None:
-        """Say what losses are multiplied by, and what means are divided by."""
-        self._scale = loss_scale
-        factor = loss_scale / num_parts
-        self.factors = [share * factor for share in self._shares]
+        self._scale = 1.0 if optimizer is None else optimizer.start_backward()
+        factor = self._scale / num_parts
+        self.factors: list[Any] = [share * factor for share in shares]
 
     def take(self, number: int, loss: Any) -> Tensor:
         """Take the loss of a microbatch; return the tensor that the backward starts from.
