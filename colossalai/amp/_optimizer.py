@@ -159,8 +159,8 @@ class OptimizerWrapper(Optimizer):
             kwargs: Further arguments of `Tensor.backward`.
 
         Raises:
-            ValueError: `loss` is not what a criterion returns (see `check_loss`), a weight is not what it must
-                be, or only some of the losses of a step have one.
+            ValueError: `loss` is not what a criterion returns (see `check_loss`), a weight is not what it
+                must be, or only some of the losses of a step have one.
         """
         given = read_loss(loss, weight)
         check_loss(given.value, is_seed_given=kwargs.get("gradient") is not None)

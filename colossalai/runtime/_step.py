@@ -82,7 +82,8 @@ class TrainingStep:
             weight: What the mean is over: then all of the window and of all ranks counts by its weight.
 
         Raises:
-            ValueError: Loss or weight is not what it must be, or only some of the losses of a window have one.
+            ValueError: Loss or weight is not what it must be, or only some of the losses of a window have
+                a weight.
         """
         given = read_loss(loss, weight)
         check_loss(given.value)
