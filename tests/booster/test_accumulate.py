@@ -101,7 +101,7 @@ class Sent(TorchDispatchMode):
 class Run:
     """A boosted model with its loop."""
 
-    def __init__(self, method: str, *, own_loader: bool = False) -> None:
+    def __init__(self, method: str, *, own_loader: bool = False, weighted: bool = False) -> None:
         if not gpc.is_launched:
             colossalai.launch_from_torch({}, verbose=False)
         plugin = make_plugin(method)
@@ -117,17 +117,17 @@ class Run:
         self.model, self.optimizer, _, self.loader, self.scheduler = self.booster.boost(
             model, optimizer, None, loader, scheduler
         )
+        self.weighted = weighted
         self.norms: list[float] = []
 
     def microbatch(self, batch: Any) -> None:
         with self.booster.accumulate(self.model):
             if self.model.pipeline is not None:
-                self.booster.execute_pipeline(
-                    iter([batch]), self.model, nn.functional.mse_loss, self.optimizer
-                )
+                criterion = sum_and_count if self.weighted else nn.functional.mse_loss
+                self.booster.execute_pipeline(iter([batch]), self.model, criterion, self.optimizer)
             else:
                 loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
-                self.booster.backward(loss, self.optimizer)
+                self.booster.backward(loss, self.optimizer, len(batch[0]) if self.weighted else None)
             self.norms.append(float(self.optimizer.clip_grad_by_norm(MAX_NORM)))
             self.optimizer.step()
             if self.optimizer.stepped:
@@ -139,8 +139,14 @@ class Run:
             self.microbatch(batch)
 
 
-def train(method: str, own_loader: bool) -> tuple[dict[str, torch.Tensor], list[float]]:
-    run = Run(method, own_loader=own_loader)
+def sum_and_count(output: torch.Tensor, label: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return nn.functional.mse_loss(output, label, reduction="sum"), label.numel()
+
+
+def train(
+    method: str, own_loader: bool, weighted: bool = False
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    run = Run(method, own_loader=own_loader, weighted=weighted)
     run.epoch()
     run.epoch()
     return full_parameters(run.model), run.norms
@@ -156,6 +162,15 @@ def test_windows_equal_large_batches(method: str, own_loader: bool) -> None:
         for name, value in params.items():
             assert_close(value, expected.get_parameter(name), rtol=1e-10, atol=1e-10)
         assert [norm == float("inf") for norm in norms] == [True, False, True, False, False] * 2
+
+
+@pytest.mark.parametrize("method", ["ddp", "zero1", "pipeline"])
+def test_so_do_losses_with_weights(method: str) -> None:
+    """They are divided once, by the weight of their window: the short one at the end needs no other factor."""
+    expected = large_batches(6)
+    for params, _ in run_ranks(train, 2, method, False, True):
+        for name, value in params.items():
+            assert_close(value, expected.get_parameter(name), rtol=1e-10, atol=1e-10)
 
 
 def collectives(method: str) -> list[list[str]]:
