@@ -32,6 +32,7 @@ class FolderLocks:
 
     def __init__(self) -> None:
         self._held: dict[Path, int] = {}  # an open file each
+        self._pid = os.getpid()
 
     def take(self, folder: Path) -> None:
         """Take the lock of a folder, which is made if it is not there; it may be held already.
@@ -42,6 +43,7 @@ class FolderLocks:
             ValueError: Another process holds it, which is named; or something else has the file's name.
         """
         folder = folder.resolve()
+        self._forget_those_of_the_parent()
         if folder in self._held:
             if _is_in_place(self._held[folder], folder / LOCK):
                 return
@@ -54,11 +56,19 @@ class FolderLocks:
 
     def release(self) -> None:
         """Give all of them back."""
+        self._forget_those_of_the_parent()
         while self._held:
             folder, file = self._held.popitem()
             if _is_in_place(file, folder / LOCK):
                 (folder / LOCK).unlink(missing_ok=True)
             os.close(file)
+
+    def _forget_those_of_the_parent(self) -> None:
+        """In a process that was forked: the locks did not come along, and are not its to give back."""
+        if self._pid != os.getpid():
+            while self._held:
+                os.close(self._held.popitem()[1])
+            self._pid = os.getpid()
 
 
 def _locked(path: Path) -> int:

@@ -25,6 +25,7 @@ from colossalai.checkpoint_io import (
 )
 from colossalai.checkpoint_io._folder_lock import LOCK
 from colossalai.checkpoint_io._manifest import MANIFEST
+from colossalai.checkpoint_io._pending import _pending
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
 
@@ -168,6 +169,12 @@ def save_as_a_job(folder: Path) -> str:
     booster = Booster()
     if rank == 0:
         booster.save(folder, model(), step=1)
+        child = os.fork()
+        if child == 0:  # a process of the script's own that ends: it takes no lock along
+            _pending.locks.release()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert (folder / LOCK).exists()
         (folder / "pid").write_text(str(os.getpid()))
         wait_for(folder / "refused")
         gpc.destroy()
