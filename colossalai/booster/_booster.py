@@ -219,9 +219,10 @@ class Booster(Saving):
         """Run a microbatch in it: forward, backward, step, zero_grad, as if it were a whole batch.
 
         With `Booster(gradient_accumulation=N)` N microbatches make one step of the optimizers of `model`.
-        Losses are divided here, gradients are synchronized in the last microbatch only, and step, clipping
-        and zero_grad take effect then; `optimizer.stepped` says whether a step was made, and a scheduler
-        steps after it. Where an epoch ends earlier (`boost` was given the dataloader), so does the window.
+        Losses without a weight are divided here, gradients are synchronized in the last microbatch only, and
+        step, clipping and zero_grad take effect then; `optimizer.stepped` says whether a step was made, and a
+        scheduler steps after it. Where an epoch ends earlier (`boost` was given the dataloader), so does the
+        window.
 
             for batch in dataloader:
                 with booster.accumulate(model):
@@ -278,7 +279,8 @@ class Booster(Saving):
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """Return a context in which forward and backward of `model` only add to this rank's gradients.
 
-        To accumulate N microbatches, run all but the last one in it, divide each loss by N, then step once.
+        To accumulate N microbatches, run all but the last one in it, divide each loss by N, unless it has a
+        weight, then step once.
 
         Args:
             model: A boosted model.

@@ -166,7 +166,7 @@ def test_windows_equal_large_batches(method: str, own_loader: bool) -> None:
 
 @pytest.mark.parametrize("method", ["ddp", "zero1", "pipeline"])
 def test_so_do_losses_with_weights(method: str) -> None:
-    """They are divided once, by the weight of their window: the short one at the end needs no other factor."""
+    """They are divided once, by the weight of their window: the short one needs no other factor."""
     expected = large_batches(6)
     for params, _ in run_ranks(train, 2, method, False, True):
         for name, value in params.items():

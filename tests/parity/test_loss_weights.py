@@ -259,6 +259,28 @@ def through_booster() -> None:
         gpc.destroy()
 
 
+def accumulating() -> None:
+    """The booster keeps the window, the short one included; the loop clips in every microbatch."""
+    for plugin in (TorchDDPPlugin(), LowLevelZeroPlugin(stage=1, precision="fp32")):
+        colossalai.launch_from_torch({}, verbose=False)
+        all_windows = windows("net", 2)
+        expected = iter(reference(start("net"), pair, all_windows, MAX_NORM))
+        booster = Booster(plugin=plugin, gradient_accumulation=2)
+        model = start("net")
+        own = [microbatch[gpc.get_global_rank()] for window in all_windows for microbatch in window]
+        model, optimizer, _, loader, _ = booster.boost(model, ADAM(model.parameters()), None, own)
+        for x, y in loader:
+            with booster.accumulate(model):
+                booster.backward(own_mean(model(x), y), optimizer, weight=count(y))
+                optimizer.clip_grad_by_norm(MAX_NORM)
+                optimizer.step()
+                if optimizer.stepped:
+                    check(model, optimizer, next(expected), f"{plugin}")
+                optimizer.zero_grad()
+        assert next(expected, None) is None
+        gpc.destroy()
+
+
 def pipeline_through_booster() -> None:
     colossalai.launch_from_torch({}, verbose=False)
     all_windows = windows("net", 1)
@@ -280,6 +302,7 @@ def pipeline_through_booster() -> None:
 
 def test_through_the_booster() -> None:
     run_ranks(through_booster, 2)
+    run_ranks(accumulating, 2)
     run_ranks(pipeline_through_booster, 2)
 
 
