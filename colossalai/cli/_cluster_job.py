@@ -10,7 +10,7 @@ from pathlib import Path
 from colossalai.cli._job import Job
 from colossalai.cli._sweep import MARK_VARIABLE
 from colossalai.cluster._hosts import Host
-from colossalai.cluster._ssh import command_on
+from colossalai.cluster._ssh import READ_VARIABLES, command_on, is_variable_name, variables_line
 
 _PREFIXES = (
     *("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HIP_", "ROCR_", "XLA_", "UCX_", "FI_", "IBV_"),
@@ -24,7 +24,8 @@ _NAMES = (
     "PYTHONUNBUFFERED",
     "PYTHONWARNINGS",
 )
-_SECRETS = ("TOKEN", "SECRET", "PASSWORD", "API_KEY")  # the command is seen by whoever may list processes
+_SECRETS = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "AUTH")  # in names of what stays on this machine
+_NOT_SECRET = ("NCCL_IB_PKEY", "UCX_IB_PKEY")  # a partition of InfiniBand
 _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = ("localhost", "127.", "::1")
 
@@ -51,7 +52,7 @@ class ClusterJob:
         return f"{self.run_id}:{host.name}"
 
     def agent_command(self, host: Host, *, attempt: int = 0) -> list[str]:
-        """Return the command that starts the agent of a node."""
+        """Return the command that starts the agent of a node; `variables` go to its stdin first."""
         words = ["--run-id", self.run_id, "--timeout", f"{self.timeout_s:g}"]
         if self.max_restarts:
             words += ["--attempt", str(attempt), "--max-restarts", str(self.max_restarts)]
@@ -62,26 +63,35 @@ class ClusterJob:
         return self._command(host, "_node_agent", *words, "--", self.job.target, *self.job.args)
 
     def sweep_command(self, host: Host) -> list[str]:
-        """Return the command that ends what is left of this job on a host."""
-        return self._command(host, "_sweep", self.mark(host), is_marked=False)
+        """Return the command that ends what is left of this job on a host; see `agent_command`."""
+        return self._command(host, "_sweep", self.mark(host))
 
-    def _command(self, host: Host, module: str, *words: str, is_marked: bool = True) -> list[str]:
+    def variables(self, host: Host, *, is_marked: bool = True) -> bytes:
+        """Return the line for the stdin of a command on a host; see [Note: variables over stdin] in _ssh.
+
+        Args:
+            host: The host.
+            is_marked: Whether the command is an agent, below which every process has the job's mark.
+        """
+        env = dict.fromkeys(_INTERFACE_VARIABLES, self.interfaces.get(host.name, ""))
+        env = {name: value for name, value in env.items() if value} | self.env
+        return variables_line(env | ({MARK_VARIABLE: self.mark(host)} if is_marked else {}))
+
+    def _command(self, host: Host, module: str, *words: str) -> list[str]:
         """Return the command that runs a module of this package with our interpreter, folder and variables.
 
         -P keeps the folder of the script from hiding a module that the agent needs. The shell stays, since
         ssh passes on an exit code, but not by which signal its command was killed.
         """
-        env = dict.fromkeys(_INTERFACE_VARIABLES, self.interfaces.get(host.name, ""))
-        env = {name: value for name, value in env.items() if value} | self.env
-        env |= {MARK_VARIABLE: self.mark(host)} if is_marked else {}
-        variables = [f"{name}={value}" for name, value in env.items()]
-        run = ["env", *variables, sys.executable, "-P", "-m", f"colossalai.cli.{module}", *words]
-        script = f"cd {shlex.quote(os.getcwd())} && {shlex.join(run)}; exit $?"
+        run = shlex.join([sys.executable, "-P", "-m", f"colossalai.cli.{module}", *words])
+        script = f"cd {shlex.quote(os.getcwd())} && {READ_VARIABLES} && {run}; exit $?"
         return command_on(host.name, ["sh", "-c", script], port=self.ssh_port)
 
     def describe_commands(self) -> str:
-        """Return what --dry-run prints: the command of each node."""
-        return "\n".join(f"# {host.name}\n{shlex.join(self.agent_command(host))}" for host in self.hosts)
+        """Return what --dry-run prints: the command of each node, and what goes to its stdin."""
+        words = [f"{name}={'...' if _is_secret(name) else shlex.quote(v)}" for name, v in self.env.items()]
+        commands = [f"# {host.name}\n{shlex.join(self.agent_command(host))}" for host in self.hosts]
+        return "\n".join([f"# over stdin: {' '.join(words) or 'no variable'}", *commands])
 
 
 def check_cluster_job(cluster: ClusterJob) -> None:
@@ -118,24 +128,60 @@ def forwarded_environment(environment: Mapping[str, str], given: Sequence[str] =
 
     Args:
         environment: The caller's.
-        given: "KEY=VALUE" each; they win.
+        given: See `given_variables`; they win.
 
     Raises:
-        ValueError: One of `given` is something else.
+        ValueError: One of `given` is no variable.
     """
-    env = {
-        name: value
-        for name, value in sorted(environment.items())
-        if (name.startswith(_PREFIXES) or name in _NAMES)
-        and name != MARK_VARIABLE
-        and not any(secret in name for secret in _SECRETS)
-    }
-    root = str(Path(__file__).resolve().parents[2])
-    if root == os.getcwd():  # the package may have been found only because the caller stands beside it
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), root]))
+    names = [name for name in sorted(environment) if _matters(name) and not _is_secret(name)]
+    kept = {name: environment[name] for name in names}
+    return kept | package_path(environment) | given_variables(given, environment)
+
+
+def withheld_names(environment: Mapping[str, str], given: Sequence[str] = ()) -> list[str]:
+    """Return the names of the caller's variables that would go along if they did not look like secrets."""
+    asked = {word.partition("=")[0] for word in given}
+    return [name for name in sorted({*environment} - asked) if _matters(name) and _is_secret(name)]
+
+
+def given_variables(given: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of --env.
+
+    Args:
+        given: "NAME=VALUE" each, or "NAME" for the caller's value, which then stands on no command line.
+        environment: The caller's.
+
+    Raises:
+        ValueError: A word is neither, or the caller has no such variable.
+    """
+    env = {}
     for word in given:
         name, sign, value = word.partition("=")
-        if not sign or not name.isidentifier():
-            raise ValueError(f"--env {word!r} is not a variable; write KEY=VALUE")
-        env[name] = value
+        if not is_variable_name(name):
+            raise ValueError(
+                f"--env {word!r} is not a variable; write NAME=VALUE, or NAME for your own value"
+            )
+        if not sign and name not in environment:
+            raise ValueError(f"--env {name}: it is not set here; write {name}=VALUE")
+        env[name] = value if sign else environment[name]
     return env
+
+
+def package_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the PYTHONPATH with which this package is found, if only for standing beside the caller."""
+    root = str(Path(__file__).resolve().parents[2])
+    if root != os.getcwd():
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))}
+
+
+def _matters(name: str) -> bool:
+    """Whether a variable of the caller's is for the job."""
+    is_ours = name in _NAMES or name.startswith(_PREFIXES)
+    return is_ours and is_variable_name(name) and name != MARK_VARIABLE
+
+
+def _is_secret(name: str) -> bool:
+    """Whether the name of a variable looks like a secret's; TOKENIZERS_PARALLELISM does not."""
+    rest = name.upper().removeprefix("TOKENIZERS_")
+    return name not in _NOT_SECRET and any(word in rest for word in _SECRETS)

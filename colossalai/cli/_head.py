@@ -213,13 +213,14 @@ class _Head:
         """End what an agent that is gone or stuck has left on a host, if the host can be reached."""
         process = await asyncio.create_subprocess_exec(
             *self._cluster.sweep_command(host),
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.DEVNULL,
             start_new_session=True,
         )
         try:
-            await asyncio.wait_for(process.wait(), _SWEEP_S)
+            variables = self._cluster.variables(host, is_marked=False)
+            await asyncio.wait_for(process.communicate(variables), _SWEEP_S)
         except TimeoutError:
             process.kill()
             await process.wait()
@@ -248,7 +249,8 @@ class _Head:
         return not self._has_started and num_gone > len(self._cluster.hosts) - self._cluster.min_nodes
 
     def _new_node(self, host: Host, attempt: int) -> Node:
-        return Node(host, self._cluster.agent_command(host, attempt=attempt), self._screen, self._news.set)
+        command = self._cluster.agent_command(host, attempt=attempt)
+        return Node(host, command, self._cluster.variables(host), self._screen, self._news.set)
 
     async def _pause(self, seconds: float) -> None:
         await self._until(lambda: False, seconds)

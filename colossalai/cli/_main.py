@@ -74,7 +74,7 @@ main.add_command(checkpoint)
 @click.option("--nproc_per_node", "--nproc-per-node", "num_procs", type=_POSITIVE, metavar="N")
 @click.option("--script", metavar="FILE", help="See that all hosts have this script.")
 @click.option("--ssh-port", "--ssh_port", type=click.IntRange(1, 65535), metavar="P", help="Port of sshd.")
-@click.option("--env", multiple=True, metavar="KEY=VALUE", help="A variable of the job; several times.")
+@click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="A variable of the job; several times.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def check(installation: bool, doctor: bool, as_json: bool, **settings: Any) -> None:
     """Show versions, devices, back ends and optional libraries, and whether they fit together.

@@ -45,12 +45,16 @@ class Node:
     Args:
         host: The machine.
         command: Starts its agent, with messages on stdin and stdout.
+        variables: The first line for its stdin.
         screen: Where its lines go.
         on_change: Called when there is news.
     """
 
-    def __init__(self, host: Host, command: list[str], screen: Screen, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self, host: Host, command: list[str], variables: bytes, screen: Screen, on_change: Callable[[], None]
+    ) -> None:
         self.host, self._command, self._screen, self._on_change = host, command, screen, on_change
+        self._variables = variables
         self.stage = Stage.STARTING
         self.port = 0
         self.has_failed = False  # a rank has; which, it says when it has ended
@@ -79,6 +83,8 @@ class Node:
             start_new_session=True,
             limit=_LONGEST_MESSAGE,
         )
+        assert self._process.stdin is not None
+        self._process.stdin.write(self._variables)  # before the first beat
         self._tasks = [asyncio.create_task(part()) for part in (self._listen, self._beat)]
 
     def send(self, kind: str, **fields: Any) -> None:

@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from colossalai.cli._cluster_job import ClusterJob, check_cluster_job, forwarded_environment
+from colossalai.cli._cluster_job import (
+    ClusterJob,
+    check_cluster_job,
+    forwarded_environment,
+    given_variables,
+    package_path,
+    withheld_names,
+)
 from colossalai.cli._job import Job, check_job
 from colossalai.cluster import PreflightRequest, preflight
 from colossalai.cluster._hosts import (
@@ -76,6 +83,10 @@ def run(options: RunOptions) -> int:
     if options.dry_run:
         print(cluster.describe_commands())
         return 0
+    if names := withheld_names(os.environ, options.env):
+        kept = f"{', '.join(names)} {'stays' if len(names) == 1 else 'stay'} on this machine"
+        reason = "a name like a secret's; --env NAME sends it"
+        print(f"colossalai run: {kept} ({reason})", file=sys.stderr)
     if options.preflight and not all(is_this_machine(host.name) for host in cluster.hosts):
         report = preflight(_request(cluster))
         for finding in (*report.warnings, *report.failures):
@@ -140,7 +151,7 @@ def _needs_a_head(options: RunOptions) -> bool:
 
 
 def _run_here(job: Job, options: RunOptions) -> int:
-    given = forwarded_environment({}, options.env)
+    given = package_path(os.environ) | given_variables(options.env, os.environ)
     if options.dry_run:
         count = "one process per accelerator, or one" if job.num_procs is None else f"{job.num_procs} times"
         words = [*(["-m"] if job.is_module else []), job.target, *job.args]

@@ -77,7 +77,12 @@ Examples:
     help="Put a value over the config of the script, e.g. fp16.mode=bf16 or clip_grad_norm=1.0; Python and "
     "JSON literals are what they say, other words are strings.",
 )
-@click.option("--env", multiple=True, metavar="KEY=VALUE", help="Set a variable on all machines.")
+@click.option(
+    "--env",
+    multiple=True,
+    metavar="NAME[=VALUE]",
+    help="Set a variable on all machines; NAME alone gives them your own value.",
+)
 @click.option(
     "--log-dir", "--log_dir", metavar="DIR", help="Also write what rank N prints to DIR/rank_N.log."
 )

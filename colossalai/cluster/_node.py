@@ -2,13 +2,14 @@
 
 import asyncio
 import json
+import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from colossalai.cluster._finding import Answer
-from colossalai.cluster._ssh import command_on
+from colossalai.cluster._ssh import READ_VARIABLES, command_on, is_this_machine, variables_line
 
 _MARK = "colossalai-probe "
 _FOLDER = Path(__file__).parent
@@ -41,11 +42,12 @@ class Node:
         ssh_port: Where its sshd listens, if not where the user's ssh config says.
     """
 
-    def __init__(self, host: str, *, python: str, env: Sequence[str], ssh_port: int | None) -> None:
-        argv = ["env", *env, python, "-c", _BOOT] if env else [python, "-c", _BOOT]
+    def __init__(self, host: str, *, python: str, env: Mapping[str, str], ssh_port: int | None) -> None:
+        script = f"{READ_VARIABLES} && exec {shlex.join([python, '-c', _BOOT])}"
         self.host = host
-        self._command = command_on(host, argv, port=ssh_port)
-        self.is_local = self._command == argv
+        self._command = command_on(host, ["/bin/sh", "-c", script], port=ssh_port)
+        self._variables = variables_line(env)  # see [Note: variables over stdin] in _ssh
+        self.is_local = is_this_machine(host, port=ssh_port)
         self._process: asyncio.subprocess.Process | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._next_id = 0
@@ -59,6 +61,8 @@ class Node:
             *self._command, stdin=pipe, stdout=pipe, stderr=pipe, limit=2**22
         )
         sources = [(f"colossalai.cluster.{name}", (_FOLDER / f"{name}.py").read_text()) for name in _MODULES]
+        assert self._process.stdin is not None
+        self._process.stdin.write(self._variables)
         self._write(json.dumps(sources))
         self._tasks = [asyncio.create_task(self._read_stderr()), asyncio.create_task(self._read_answers())]
 

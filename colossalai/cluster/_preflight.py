@@ -104,9 +104,9 @@ class _Flight:
         self.master_port = request.master_port
         self.num_procs = {host.name: request.num_procs or host.slots or 1 for host in request.hosts}
         self.findings: list[Finding] = []
-        env = [f"{name}={value}" for name, value in request.env.items()]
         self.nodes = {
-            name: Node(name, python=request.python, env=env, ssh_port=request.ssh_port) for name in self.names
+            name: Node(name, python=request.python, env=request.env, ssh_port=request.ssh_port)
+            for name in self.names
         }
 
     async def report(self) -> PreflightReport:

@@ -2,8 +2,8 @@
 
 import contextlib
 import os
+import secrets
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from datetime import datetime
@@ -87,13 +87,11 @@ def _stacks(answers: dict[int, Answer], stacks: dict[int, str], ranks: list[int]
 
 
 def _write(text: str, folder: str) -> Path | None:
-    name = f"hang-{datetime.now():%Y%m%d-%H%M%S}-"
+    path = Path(folder, f"hang-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(4)}.txt")
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        descriptor, path = tempfile.mkstemp(prefix=name, suffix=".txt", dir=folder, text=True)
-        with os.fdopen(descriptor, "w") as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("x") as file:  # with the rights that the user's umask gives
             file.write(text)
     except OSError:
         return None
-    os.chmod(path, 0o644)
-    return Path(path).resolve()
+    return path.resolve()

@@ -1,9 +1,11 @@
 """From the options of `colossalai run` to hosts, commands and variables; mistakes are said in plain words."""
 
+import ast
 import os
 import re
 import shlex
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,7 +13,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from colossalai.cli import main
-from colossalai.cli._cluster_job import ClusterJob, forwarded_environment
+from colossalai.cli._cluster_job import ClusterJob, forwarded_environment, withheld_names
 from colossalai.cli._job import Job
 from colossalai.cli._run import RunOptions, find_hosts
 from colossalai.cluster._hosts import Host
@@ -36,7 +38,9 @@ def dry_run(*args: str) -> dict[str, str]:
     """Return the commands by host."""
     result = invoke("--dry-run", *args)
     assert result.exit_code == 0, result.output
-    return dict(re.findall(r"# (.*)\n(.*)\n", result.output))
+    stdin, commands = result.output.split("\n", 1)
+    assert stdin.startswith("# over stdin: ")
+    return dict(re.findall(r"# (.*)\n(.*)\n", commands))
 
 
 @pytest.mark.parametrize(
@@ -54,8 +58,9 @@ def dry_run(*args: str) -> dict[str, str]:
         (("--host", "a:2", "--nproc_per_node", "3"), "--nproc_per_node 3 is more than the 2 slots of a"),
         (("--host", "a", "--max-restarts", "-1"), "--max-restarts -1 is negative"),
         (("--host", "a", "--timeout", "0"), "--timeout 0 leaves no time to start"),
-        (("--env", "A"), "--env 'A' is not a variable; write KEY=VALUE"),
         (("--set", "fp16.mode"), "--set 'fp16.mode' is no override: write KEY=VALUE"),
+        (("--env", "A-B=1"), "--env 'A-B=1' is not a variable; write NAME=VALUE"),
+        (("--env", "NOT_SET_HERE"), "--env NOT_SET_HERE: it is not set here; write NOT_SET_HERE=VALUE"),
         (("--host", "a", "--extra_launch_args", "rdzv_backend=c10d"), "'rdzv_backend' is not known here"),
         (("--host", "a,b", "--extra_launch_args", "standalone"), "standalone is for one machine"),
         (("--hostfile", "nowhere"), "cannot read the host file 'nowhere'"),
@@ -122,9 +127,67 @@ def test_the_variables_that_go_along(monkeypatch: pytest.MonkeyPatch):
     }
     kept = {name: caller[name] for name in ("HF_HOME", "NCCL_DEBUG", "OMP_NUM_THREADS", "PYTHONPATH")}
     assert forwarded_environment(caller) == kept
-    given = ["OMP_NUM_THREADS=8", "HF_TOKEN=given=by hand", "EMPTY="]
-    expected = {**kept, "OMP_NUM_THREADS": "8", "HF_TOKEN": "given=by hand", "EMPTY": ""}
+    given = ["OMP_NUM_THREADS=8", "HF_TOKEN=given=by hand", "EMPTY=", "HOME"]
+    expected = {
+        **kept,
+        "OMP_NUM_THREADS": "8",
+        "HF_TOKEN": "given=by hand",
+        "EMPTY": "",
+        "HOME": "/root",
+    }
     assert forwarded_environment(caller, given) == expected
+
+
+def test_secrets_stay_on_this_machine_however_they_are_written():
+    secrets = [
+        *("HF_TOKEN", "HF_Token", "NCCL_AUTH_KEY", "COLOSSALAI_PASSWD", "COLOSSALAI_db_credential"),
+        *("TORCH_SECRET", "TOKENIZERS_API_KEY", "TRITON_Passphrase", "UCX_authority"),
+    ]
+    harmless = ["NCCL_IB_PKEY", "NCCL_SOCKET_IFNAME", "PYTHONPATH", "TOKENIZERS_PARALLELISM"]
+    caller = dict.fromkeys([*secrets, *harmless], "x")
+    assert sorted(forwarded_environment(caller)) == harmless
+    assert withheld_names(caller) == sorted(secrets)
+    assert withheld_names(caller, ["HF_TOKEN"]) == sorted({*secrets} - {"HF_TOKEN"})
+    assert forwarded_environment(caller, ["HF_TOKEN"])["HF_TOKEN"] == "x"
+
+
+def test_a_dry_run_shows_the_variables_without_secrets():
+    result = invoke("--dry-run", "--host", "a,b", "--env", "MY_TOKEN=of gold", "--env", "A=b c")
+    assert re.search(r"# over stdin: .*MY_TOKEN=\.\.\. A='b c'\n", result.output)
+    assert "of gold" not in result.output
+
+
+VALUES = {
+    "COLOSSALAI_A": "it's $HOME `id` \\",
+    "COLOSSALAI_B": "two\nlines\n",
+    "COLOSSALAI_C": "\udcff",
+    "COLOSSALAI_D": "",
+}
+
+
+@pytest.mark.parametrize("what", ["agent", "sweep"])
+def test_variables_come_over_stdin_and_stand_on_no_command_line(what: str):
+    """The script on the node gets every byte of them, and what follows on stdin."""
+    host = Host(socket.gethostname())  # no ssh: the command as the other machine's shell would have it
+    cluster = ClusterJob(job=Job(target="job.py"), hosts=(host,), run_id="id", min_nodes=1, env=VALUES)
+    command = cluster.agent_command(host) if what == "agent" else cluster.sweep_command(host)
+    assert not any(value in shlex.join(command) for value in VALUES.values() if value)
+    before, _, _ = command[-1].partition(sys.executable)
+    shows = f"{shlex.quote(sys.executable)} -c {shlex.quote(SHOWS)}"
+    done = subprocess.run(
+        [*command[:-1], before + shows],
+        input=cluster.variables(host, is_marked=what == "agent") + b"a beat",
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    mark = {"COLOSSALAI_NODE": cluster.mark(host)} if what == "agent" else {}
+    assert ast.literal_eval(done.stdout.decode()) == [{**VALUES, **mark}, "a beat"]
+
+
+SHOWS = (
+    "import os, sys; "
+    "print(ascii([{k: v for k, v in os.environ.items() if k.startswith('COLOSSALAI_')}, sys.stdin.read()]))"
+)
 
 
 def test_a_package_beside_the_caller_is_found_on_the_other_machines(monkeypatch: pytest.MonkeyPatch):
@@ -143,7 +206,7 @@ def test_the_interface_that_was_found_is_set_unless_the_user_has_set_one():
             env=env,
             interfaces={"a": "eth7"},
         )
-        return " ".join(cluster.agent_command(cluster.hosts[0]))
+        return cluster.variables(cluster.hosts[0]).decode()
 
     assert "GLOO_SOCKET_IFNAME=eth7 NCCL_SOCKET_IFNAME=eth7" in command({})
     assert "GLOO_SOCKET_IFNAME=mine NCCL_SOCKET_IFNAME=eth7" in command({"GLOO_SOCKET_IFNAME": "mine"})
@@ -151,7 +214,6 @@ def test_the_interface_that_was_found_is_set_unless_the_user_has_set_one():
 
 def test_overrides_of_the_config_go_to_every_host(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLOSSALAI_CONFIG_SET", "lr=1")
-    commands = dry_run("--host", "a,b", "--set", "fp16.mode=bf16", "--set", "name=x y")
-    for command in commands.values():
-        inner = shlex.split(shlex.split(shlex.split(command)[-1])[-1])
-        assert "COLOSSALAI_CONFIG_SET=lr=1 fp16.mode=bf16 'name=x y'" in inner
+    result = invoke("--dry-run", "--host", "a,b", "--set", "fp16.mode=bf16", "--set", "name=x y")
+    variables = shlex.split(result.output.splitlines()[0].removeprefix("# over stdin: "))
+    assert "COLOSSALAI_CONFIG_SET=lr=1 fp16.mode=bf16 'name=x y'" in variables

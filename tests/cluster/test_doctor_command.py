@@ -59,7 +59,7 @@ def test_what_is_wrong_is_a_row_and_a_line(network: Network, tmp_path: Path):
         (("--doctor", "--host", "a", "--hostfile", "b"), "two ways to say the same"),
         (("--doctor", "--host", "a,,a"), "the host 'a' is named 2 times"),
         (("--doctor", "--exclude", "a"), "is about several machines"),
-        (("--doctor", "--env", "x"), "is not a variable"),
+        (("--doctor", "--env", "x y=1"), "is not a variable"),
     ],
 )
 def test_wrong_options_are_refused(args: tuple[str, ...], words: str):

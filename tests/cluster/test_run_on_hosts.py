@@ -1,11 +1,13 @@
 """`colossalai run` on several hosts: what the ranks get, where their lines go, and how hosts are chosen."""
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from colossalai.cluster._ssh import READ_VARIABLES
 from tests.cluster.launch import Launch, launch, wait_until_empty
 from tests.cluster.network import Network
 
@@ -137,16 +139,17 @@ def test_a_dry_run_prints_commands_that_a_shell_takes(begin: Callable[..., Launc
         script="raise AssertionError('started')",
     )
     assert job.wait() == 0, job.err
-    comment, command = job.out.splitlines()
+    variables, comment, command = job.out.splitlines()
+    assert variables.startswith("# over stdin: ")
+    assert """A='it'"'"'s'""" in variables
     assert comment == "# host3"
     assert command.startswith("ssh -T -o BatchMode=yes ")
     assert " -p 2222 -- host3 " in command
     printed = network.run("host1", ["sh", "-c", f"ssh() {{ printf '%s\\n' \"$@\"; }}; {command}"]).stdout
     remote = printed.splitlines()[-1]
     words = network.run("host1", ["sh", "-c", f"sh() {{ printf '%s\\n' \"$2\"; }}; {remote}"]).stdout
-    assert words.startswith(f"cd {job.folder} && env ")
+    assert words.startswith(f"cd {job.folder} && {READ_VARIABLES} && {sys.executable} ")
     assert words.endswith("--module -- job 'x y'; exit $?\n")
-    assert """'A=it'"'"'s'""" in words
     assert network.pids("host3") == []
 
 

@@ -1,8 +1,12 @@
 """Who is to blame, from what the ranks say; no process is needed for that."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from colossalai.cluster._watchdog_answer import Answer, Waiting
+from colossalai.cluster._watchdog_report import write_report
 from colossalai.cluster._watchdog_verdict import judge
 
 pytestmark = pytest.mark.unit
@@ -121,6 +125,21 @@ def test_where_all_have_come_no_rank_is_to_blame():
     found = verdict(*(answer(rank, wait()) for rank in PARTNERS))
     assert found.blamed == ()
     assert "all of ranks 0, 1, 2, 3 have entered all_reduce #118" in found.lines[0]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_a_report_is_read_by_those_whom_the_umask_lets(tmp_path: Path, umask: int):
+    said = {0: answer(0)}
+    before = os.umask(umask)
+    try:
+        paths = [
+            write_report(verdict(*said.values()), said, {}, folder=str(tmp_path), timeout=1.0, ends=False)
+            for _ in range(2)
+        ]
+    finally:
+        os.umask(before)
+    assert len({*paths}) == 2
+    assert [path.stat().st_mode & 0o777 for path in paths if path] == [0o666 & ~umask] * 2
 
 
 def test_an_answer_survives_the_store():
