@@ -3,6 +3,7 @@
 import inspect
 import runpy
 import sys
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -90,8 +91,9 @@ class Config(dict[str, Any]):
         try:
             names = runpy.run_path(str(path), run_name=path.stem)
         except Exception as error:
+            where = _line_of(error, str(path))
             raise ConfigException(
-                f"config file {str(path)!r} fails: {type(error).__name__}: {error}"
+                f"config file {str(path)!r} fails{where}: {type(error).__name__}: {error}"
             ) from error
         finally:
             sys.path.remove(folder)
@@ -124,6 +126,14 @@ def _read(path: Path) -> Config:
             "such as gradient_accumulation and 2"
         )
     return Config(content)
+
+
+def _line_of(error: Exception, filename: str) -> str:
+    """Return " at line 3" if an error comes from a line of a file, or from what that line has called."""
+    lines = [step.lineno for step in traceback.extract_tb(error.__traceback__) if step.filename == filename]
+    if isinstance(error, SyntaxError) and error.filename == filename:
+        lines.append(error.lineno)
+    return f" at line {lines[-1]}" if lines else ""
 
 
 def _is_content(value: Any, module: str) -> bool:

@@ -5,17 +5,17 @@ import atexit
 import itertools
 import os
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from colossalai.cluster._patient_store import agent_serves
-from colossalai.cluster._ports import port_holder
+from colossalai.cluster._ports import free_port, port_holder
 from colossalai.cluster._store_server import (
     keep_gloo_here,
     let_gloo_choose,
@@ -25,11 +25,18 @@ from colossalai.cluster._store_server import (
 from colossalai.context._arguments import names_arguments
 from colossalai.context._config import ConfigException
 from colossalai.context._ending import before_end, fail_at_end, let_gloo_threads_rest, prepare_end
-from colossalai.context._launchers import openmpi_place, slurm_place, torch_place
+from colossalai.context._launch_arguments import (
+    check_arguments,
+    chosen_backend,
+    device_of,
+    local_rank_of,
+)
+from colossalai.context._launchers import LOOPBACK, Place, openmpi_place, slurm_place, torch_place
 from colossalai.context._layout import parse_layout
 from colossalai.context._parallel_context import global_context
 from colossalai.context._parallel_mode import ParallelMode
 from colossalai.context._random import get_seeds, seed_all_modes, seed_layout_modes
+from colossalai.context._reach import wait_for_name, wait_for_server, within
 from colossalai.context._watching import start_watching
 from colossalai.logging import get_dist_logger
 
@@ -37,6 +44,8 @@ ConfigLike = str | Path | Mapping[str, Any] | None
 
 DEFAULT_TIMEOUT = 120.0
 """Seconds that a process waits for the others to arrive."""
+
+_LEAST_WAIT_S = 0.05  # what is there is found, even if the time is over
 
 _launches = itertools.count()
 
@@ -73,21 +82,31 @@ def launch(
 
     Raises:
         ConfigException: The config is wrong; no process group has been made.
+        ValueError: Another argument is not what it must be.
         RuntimeError: This process has launched already.
         ConnectionError: Rank 0 does not answer, or some ranks do not arrive, within `timeout`.
     """
-    _check_arguments(rank, world_size, port, timeout)
+    check_arguments(
+        rank=rank,
+        world_size=world_size,
+        host=host,
+        port=port,
+        backend=backend,
+        local_rank=local_rank,
+        seed=seed,
+        timeout=timeout,
+    )
     if global_context.is_launched or dist.is_initialized():
         raise RuntimeError(
             "this process has launched already: call colossalai.core.global_context.destroy() before a "
             "second launch"
         )
-    device = _device(_local_rank(rank) if local_rank is None else local_rank)
+    device = device_of(local_rank_of(rank) if local_rank is None else local_rank)
     try:
         global_context.load_config(config)
         global_context.init_parallel_groups(rank=rank, world_size=world_size, device=device)
         store = _meet(host, port, rank=rank, world_size=world_size, timeout=timeout)
-        chosen = _backend(backend, device, rank)
+        chosen = chosen_backend(backend, device, rank)
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
         global_context.init_own_groups()
         start_watching(global_context.config, store, rank=rank, world_size=world_size, axis_of=_axis_of)
@@ -112,8 +131,21 @@ def launch_from_torch(
     *,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> None:
-    """Launch a process that `colossalai run` or `torchrun` started; see `launch`."""
+    """Launch a process that `colossalai run` or `torchrun` started; see `launch`.
+
+    A process that no launcher has started is a job of its own, of one rank; a line says so.
+
+    Raises:
+        ValueError: Some of a launcher's variables are missing or no numbers, or srun or mpirun has started
+            this process as one of several.
+    """
     place = torch_place()
+    if place is None:
+        get_dist_logger().info(
+            "no launcher has started this process, so it runs alone; for N processes: "
+            f"colossalai run --nproc_per_node N {Path(sys.argv[0]).name or 'script.py'}"
+        )
+        place = Place(rank=0, world_size=1, local_rank=0, host=LOOPBACK, port=free_port())
     launch(config, **asdict(place), backend=backend, seed=seed, verbose=verbose, timeout=timeout)
 
 
@@ -227,82 +259,81 @@ def _axis_of(ranks: tuple[int, ...]) -> str | None:
     return global_context.mesh.name_of(ranks) if global_context.is_launched else None
 
 
-def _check_arguments(rank: int, world_size: int, port: int, timeout: float) -> None:
-    if world_size < 1 or not 0 <= rank < world_size:
-        raise ValueError(f"rank {rank} of world_size {world_size}: the rank must be from 0 to world_size - 1")
-    if not 0 < port < 65536:
-        raise ValueError(f"port {port} does not exist: choose one from 1024 to 65535")
-    if timeout <= 0:
-        raise ValueError(f"timeout is {timeout}; it must be a positive number of seconds")
-
-
-def _local_rank(rank: int) -> int:
-    for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"):
-        if name in os.environ:
-            return int(os.environ[name])
-    return rank
-
-
-def _device(local_rank: int) -> torch.device:
-    """Return the device of a local rank and make it the current one; ranks share where there are too few."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.accelerator.is_available():
-        return torch.device("cpu")
-    index = local_rank % torch.accelerator.device_count()
-    torch.accelerator.set_device_index(index)
-    return torch.device(accelerator.type, index)
-
-
-def _backend(requested: str, device: torch.device, rank: int) -> str:
-    """Return the back end to use: one that is there, and that also carries tensors in host memory."""
-    if requested != "nccl":
-        return requested
-    if device.type == "cpu" or not dist.is_nccl_available():
-        if rank == 0:
-            get_dist_logger().log_once("no NCCL on this machine: communicating with gloo", level="INFO")
-        return "gloo"
-    return f"cpu:gloo,{device.type}:nccl"
-
-
 def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -> dist.Store:
     """Open the store at rank 0 and wait until every rank has arrived at it.
 
     Raises:
         ConnectionError: The store cannot be opened or reached, or ranks are missing; all within `timeout`.
     """
-    where, limit = f"{host}:{port}", timedelta(seconds=timeout)
-    try:
-        if rank == 0 and not agent_serves(host, port):
-            server = serve_store(host, port, timeout=limit)
-        else:
-            server = dist.TCPStore(host, port, timeout=limit, wait_for_workers=False)
-    except dist.DistError as error:
-        raise ConnectionError(_why_no_store(where, port, rank, timeout, str(error))) from error
+    where, deadline = f"{host}:{port}", time.monotonic() + timeout  # see [Note: one time limit] in _reach
     # A store may outlive a launch, or a restart of the job: what an earlier one left in it must not be read.
-    store = dist.PrefixStore(
-        f"launch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_launches)}", server
-    )
-    store.set(f"arrived/{rank}", network_of_this_process())
+    prefix = f"launch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_launches)}"
     keys = [f"arrived/{other}" for other in range(world_size)]
-    try:
-        store.wait(keys, limit)
-    except dist.DistError as error:
-        missing = [other for other, key in enumerate(keys) if not store.check([key])]
-        raise ConnectionError(
-            f"waited {timeout:g} s at {where}: {world_size - len(missing)} of {world_size} ranks arrived; "
-            f"missing are ranks {missing}; were they started, with the same host, port and world size?"
-        ) from error
-    if keep_gloo_here(store.multi_get(keys)):
-        before_end(let_gloo_choose)
-    return store
+    while True:
+        try:
+            server = _store_at(host, port, rank=rank, deadline=deadline)
+        except TimeoutError:
+            silent = "what listens there says nothing"
+            raise ConnectionError(_why_no_store(where, port, rank, timeout, silent)) from None
+        except (dist.DistError, ConnectionError) as error:
+            raise ConnectionError(_why_no_store(where, port, rank, timeout, str(error))) from error
+        server.set_timeout(timedelta(seconds=timeout))
+        store = dist.PrefixStore(prefix, server)
+        try:
+            store.set(keys[rank], network_of_this_process())
+            store.wait(keys, _until(deadline))
+            if keep_gloo_here(store.multi_get(keys)):
+                before_end(let_gloo_choose)
+            return store
+        except dist.DistNetworkError as error:
+            # It was the store of an earlier launch, which rank 0 has ended now: the next one is to come.
+            if rank == 0 or time.monotonic() >= deadline:
+                raise ConnectionError(_why_no_store(where, port, rank, timeout, str(error))) from error
+        except dist.DistError as error:
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            arrived = f"{world_size - len(missing)} of {world_size} ranks arrived"
+            raise ConnectionError(
+                f"waited {timeout:g} s at {where}: {arrived}; missing are ranks {missing}; were they "
+                "started, with the same host, port and world size?"
+            ) from error
+
+
+def _store_at(host: str, port: int, *, rank: int, deadline: float) -> dist.TCPStore:
+    """Open the store, at rank 0 unless the launcher has, or connect to it.
+
+    Raises:
+        ConnectionError: Nothing listens there by the deadline, or the name is not known.
+        TimeoutError: What listens there does not answer by then.
+        DistError: It cannot be opened, or is no store.
+    """
+    has_agent = agent_serves(host, port)
+    if rank == 0 and not has_agent:
+        wait_for_name(host, port, deadline=deadline)
+        return within(
+            deadline - time.monotonic(), lambda: serve_store(host, port, timeout=_until(deadline))
+        )
+    if not has_agent:
+        wait_for_server(host, port, deadline=deadline)
+    return within(
+        deadline - time.monotonic(),
+        lambda: dist.TCPStore(host, port, timeout=_until(deadline), wait_for_workers=False),
+    )
+
+
+def _until(deadline: float) -> timedelta:
+    return timedelta(seconds=max(_LEAST_WAIT_S, deadline - time.monotonic()))
 
 
 def _why_no_store(where: str, port: int, rank: int, timeout: float, error: str) -> str:
     if rank == 0 and ("EADDRINUSE" in error or "already in use" in error):
         holder = port_holder(port)
-        taker = holder.describe() if holder is not None else "a process that this user cannot see"
-        return f"rank 0 cannot listen at {where}: the port is held by {taker}; choose another port"
+        unseen = f"port {port} is held by a process that this user may not see"
+        taker = unseen if holder is None else holder.describe()
+        return f"rank 0 cannot listen at {where}: {taker}; choose another port"
     reason = error.strip().splitlines()[0]
+    if rank == 0:
+        question = "is that the name of this machine?"
+        return f"rank 0 has no store at {where} within {timeout:g} s: {question} ({reason})"
     return (
         f"rank {rank} got no answer from rank 0 at {where} within {timeout:g} s: is rank 0 running there, is "
         f"the name right, does a firewall stand between? ({reason})"

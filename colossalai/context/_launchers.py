@@ -17,6 +17,11 @@ from colossalai.cluster._hosts import expand_nodelist
 LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _NUM_PORTS = 16384, 16384  # below those that Linux gives away by itself
 _ANSWER_S = 2.0
+_TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # MASTER_ADDR alone may stand in a user's .bashrc
+_OTHERS = (
+    ("srun", "SLURM_STEP_NUM_TASKS", "launch_from_slurm"),
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "launch_from_openmpi"),
+)
 _GIVE = "give host, the machine of rank 0, and port, a free port on it"
 
 
@@ -31,13 +36,22 @@ class Place:
     port: int
 
 
-def torch_place(environment: Mapping[str, str] = os.environ) -> Place:
-    """Return what `colossalai run` or torchrun says.
+def torch_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Return what `colossalai run` or torchrun says; None if no launcher has started this process.
 
     Raises:
-        ValueError: A variable is missing or no number.
+        ValueError: Some variables are missing or no numbers, or another launcher has started this process
+            as one of several.
     """
     starter = "start the script with `colossalai run --nproc_per_node N script.py` or with torchrun"
+    if not any(name in environment for name in _TORCH_NAMES):
+        for launcher, size, function in _OTHERS:
+            if environment.get(size, "1") != "1":
+                raise ValueError(
+                    f"{launcher} has started this process as one of {environment[size]}, and torch's "
+                    f"variables are not set: call colossalai.{function} instead of launch_from_torch"
+                )
+        return None
     return Place(
         rank=_number(environment, "RANK", starter),
         world_size=_number(environment, "WORLD_SIZE", starter),

@@ -79,8 +79,10 @@ def test_a_file_gives_its_public_names(tmp_path):
         ("twice.json", '{"a": 1, "a": 2}', "the key 'a' stands twice"),
         ("deep.json", "[" * 100_000, "nested too deeply"),
         ("absent.py", None, "does not exist"),
-        ("broken.py", "x = 1 / 0", "ZeroDivisionError"),
-        ("syntax.py", "x =", "SyntaxError"),
+        ("broken.py", "x = 1 / 0", "broken.py' fails at line 1: ZeroDivisionError"),
+        ("syntax.py", "y = 1\nx =", "syntax.py' fails at line 2: SyntaxError"),
+        ("name.py", "A = 1\n\nB = BATCH", "name.py' fails at line 3: NameError: name 'BATCH' is not"),
+        ("deep.py", "import json\nX = json.loads('{')", "deep.py' fails at line 2: JSONDecodeError"),
     ],
 )
 def test_a_bad_file_is_named(tmp_path, name, text, message):
