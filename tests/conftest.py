@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -30,6 +31,18 @@ CHANGING_VARIABLES = {
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # results do not depend on the machine, and the ranks have the cores
+    let_children_heed_signals()
+
+
+def let_children_heed_signals() -> None:
+    """Give what tests start the disposition of signals that a terminal gives.
+
+    A script's background job ignores SIGINT and SIGQUIT, `nohup` SIGHUP, and every program inherits that, but
+    not a handler. So this process goes on ignoring them by handlers that do nothing.
+    """
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -147,6 +147,6 @@ for alias, home in ALIASES.items():
 def test_the_aliases_of_the_package() -> None:
     """In a process of its own: in this one others have imported the homes before."""
     run = subprocess.run(
-        [sys.executable, "-c", CHECK_ALL], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", CHECK_ALL], capture_output=True, text=True, timeout=600, check=False
     )
     assert run.returncode == 0, run.stderr

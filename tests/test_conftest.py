@@ -14,6 +14,23 @@ from tests.ranks import ROOT
 
 pytestmark = pytest.mark.unit
 
+
+DISPOSITIONS = """
+import signal, subprocess, sys
+from tests.conftest import let_children_heed_signals
+let_children_heed_signals()
+signal.raise_signal(signal.SIGINT)
+code = "import signal; print(signal.getsignal(signal.SIGINT).__name__, int(signal.getsignal(signal.SIGHUP)))"
+subprocess.run([sys.executable, "-c", code], check=True)
+"""
+
+
+def test_children_of_a_suite_in_the_background_heed_signals() -> None:
+    command = ["sh", "-c", 'trap "" INT HUP; exec "$0" -c "$1"', sys.executable, DISPOSITIONS]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    assert done.stdout == "default_int_handler 0\n"
+
+
 LEAKS = """
 import os, threading, time
 import pytest, torch, torch.distributed as dist

@@ -6,7 +6,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from colossalai.cluster import port_holder, port_is_free
+from colossalai.cluster import port_is_free
+from colossalai.cluster._ports import holder_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +36,7 @@ def check_job(job: Job) -> None:
 
 def port_taken(port: int) -> str:
     """Say who holds the port and what to do."""
-    holder = port_holder(port)
-    sentence = holder.describe() if holder else f"port {port} is held by a process that this user may not see"
-    return f"{sentence}; use another --master_port, or none to have a free one picked"
+    return f"{holder_of(port)}; use another --master_port, or none to have a free one picked"
 
 
 def _check_target(job: Job) -> None:

@@ -14,9 +14,23 @@ _KILL_S = 5.0  # a killed process that lives longer is stuck in the kernel, wher
 
 
 def signals_to_heed() -> list[str]:
-    """Return the signals that end the job; not SIGHUP, which a closed terminal sends, under `nohup`."""
-    is_under_nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return ["SIGTERM", "SIGINT", "SIGQUIT", *([] if is_under_nohup else ["SIGHUP"])]
+    """Return the signals that end the job; not those that whoever started this process has it ignore.
+
+    `nohup` does so with SIGHUP, which a closed terminal sends; a script that starts it in the background with
+    SIGINT and SIGQUIT, since a Ctrl-C there is for the script. The ranks inherit that.
+    """
+    names = ("SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP")
+    return [name for name in names if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
+
+
+def describe_deafness() -> str:
+    """Say that Ctrl-C does not end this job, if it does not; else nothing."""
+    if "SIGINT" in signals_to_heed():
+        return ""
+    return (
+        "SIGINT is ignored here and in the ranks, since this command was started so (by a script in the "
+        f"background?): Ctrl-C does not end the job, `kill {os.getpid()}` does"
+    )
 
 
 def adopt_orphans() -> None:

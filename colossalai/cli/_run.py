@@ -19,6 +19,7 @@ from colossalai.cli._cluster_job import (
     withheld_names,
 )
 from colossalai.cli._job import Job, check_job
+from colossalai.cli._processes import describe_deafness
 from colossalai.cluster import PreflightRequest, preflight
 from colossalai.cluster._hosts import (
     Host,
@@ -83,16 +84,16 @@ def run(options: RunOptions) -> int:
     if options.dry_run:
         print(cluster.describe_commands())
         return 0
+    _say(describe_deafness())
     if names := withheld_names(os.environ, options.env):
         kept = f"{', '.join(names)} {'stays' if len(names) == 1 else 'stay'} on this machine"
-        reason = "a name like a secret's; --env NAME sends it"
-        print(f"colossalai run: {kept} ({reason})", file=sys.stderr)
+        _say(f"{kept} (a name like a secret's; --env NAME sends it)")
     if options.preflight and not all(is_this_machine(host.name) for host in cluster.hosts):
         report = preflight(_request(cluster))
         for finding in (*report.warnings, *report.failures):
             print(finding.describe(), file=sys.stderr)
         if not report.is_fit:
-            print("colossalai run: nothing was started; --no-preflight starts it as it is", file=sys.stderr)
+            _say("nothing was started; --no-preflight starts it as it is")
             return 1
         cluster = replace(cluster, interfaces=report.interfaces, absent=report.absent)
     from colossalai.cli._head import run_on_nodes
@@ -157,10 +158,16 @@ def _run_here(job: Job, options: RunOptions) -> int:
         words = [*(["-m"] if job.is_module else []), job.target, *job.args]
         print(f"# on this machine, {count}\n{shlex.join([sys.executable, *words])}")
         return 0
+    _say(describe_deafness())
     from colossalai.cli._launcher import launch
 
     os.environ.update(given)
     return launch(job)
+
+
+def _say(text: str) -> None:
+    if text:
+        print(f"colossalai run: {text}", file=sys.stderr)
 
 
 def _cluster_job(options: RunOptions, job: Job, hosts: tuple[Host, ...]) -> ClusterJob:

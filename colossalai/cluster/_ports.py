@@ -69,6 +69,12 @@ def port_is_free(port: int, host: str = "") -> bool:
     return True
 
 
+def holder_of(port: int) -> str:
+    """Say in one sentence who holds a port that somebody holds."""
+    holder = port_holder(port)
+    return holder.describe() if holder else f"port {port} is held by a process that this user may not see"
+
+
 def port_holder(port: int) -> PortHolder | None:
     """Return the process that holds `port`, or None where none does or the system does not tell.
 

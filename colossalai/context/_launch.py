@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from colossalai.cluster._patient_store import agent_serves
-from colossalai.cluster._ports import free_port, port_holder
+from colossalai.cluster._ports import free_port, holder_of
 from colossalai.cluster._store_server import (
     keep_gloo_here,
     let_gloo_choose,
@@ -326,10 +326,7 @@ def _until(deadline: float) -> timedelta:
 
 def _why_no_store(where: str, port: int, rank: int, timeout: float, error: str) -> str:
     if rank == 0 and ("EADDRINUSE" in error or "already in use" in error):
-        holder = port_holder(port)
-        unseen = f"port {port} is held by a process that this user may not see"
-        taker = unseen if holder is None else holder.describe()
-        return f"rank 0 cannot listen at {where}: {taker}; choose another port"
+        return f"rank 0 cannot listen at {where}: {holder_of(port)}; choose another port"
     reason = error.strip().splitlines()[0]
     if rank == 0:
         question = "is that the name of this machine?"

@@ -12,7 +12,7 @@ R = TypeVar("R")
 
 # As gloo, the store, the socket module and `colossalai.launch` say it; the exceptions of ranks carry their
 # text.
-_ADDRESS_IN_USE = r"EADDRINUSE|[Aa]ddress already in use|port is held by"
+_ADDRESS_IN_USE = r"EADDRINUSE|[Aa]ddress already in use|port \d+ is held by"
 
 
 def rerun_on_exception(

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from colossalai.cli._processes import exit_code_of, signals_to_heed
+from colossalai.cli._processes import describe_deafness, exit_code_of, signals_to_heed
 
 pytestmark = pytest.mark.unit
 
@@ -28,9 +28,14 @@ def test_a_running_process_has_no_exit_code():
     process.communicate(b"go on")
 
 
-def test_a_job_under_nohup_outlives_its_terminal(monkeypatch: pytest.MonkeyPatch):
+def test_a_job_heeds_no_signal_that_it_was_started_to_ignore(monkeypatch: pytest.MonkeyPatch):
     assert "SIGINT" in signals_to_heed()
-    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)
-    assert "SIGHUP" in signals_to_heed()
-    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_IGN)
-    assert "SIGHUP" not in signals_to_heed()
+    assert describe_deafness() == ""
+    for ignored in ([], ["SIGHUP"], ["SIGINT", "SIGQUIT"]):
+        numbers = [signal.Signals[name] for name in ignored]
+        monkeypatch.setattr(
+            signal, "getsignal", lambda number, n=numbers: signal.SIG_IGN if number in n else signal.SIG_DFL
+        )
+        heeded = [name for name in ("SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP") if name not in ignored]
+        assert signals_to_heed() == heeded
+    assert "Ctrl-C does not end the job, `kill" in describe_deafness()

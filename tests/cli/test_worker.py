@@ -30,7 +30,7 @@ def _python(folder: Path, *args: str, **environment: str) -> subprocess.Complete
         capture_output=True,
         text=True,
         check=False,
-        timeout=30,
+        timeout=300,
     )
 
 

@@ -31,7 +31,7 @@ def run_script(folder: Path, how: str, *before: str) -> subprocess.CompletedProc
     module = str(ROOT / "colossalai/context/_ending.py")
     return subprocess.run(
         [sys.executable, *before, "script.py", module, how],
-        cwd=folder, capture_output=True, text=True, timeout=60, check=False,
+        cwd=folder, capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 

@@ -59,6 +59,9 @@ for line in sys.stdin.read().splitlines():
 """
 
 
+LIMIT_S = 900.0  # for what takes a minute on an idle machine
+
+
 def test_every_row_can_be_the_first_import() -> None:
     lines = "\n".join(f"from {module} import {names}" for module, names in _rows())
     run = subprocess.run(
@@ -66,7 +69,7 @@ def test_every_row_can_be_the_first_import() -> None:
         input=lines,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_S,
         check=False,
     )
     assert run.stderr == ""
