@@ -27,6 +27,7 @@ import colossalai
 from colossalai.cluster._watchdog_progress import Progress
 from colossalai.cluster._watchdog_records import MessageRecord
 from colossalai.cluster._watchdog_sections import section
+from colossalai.cluster._watchdog_signature import SignatureRecord
 from colossalai.communication import _conjugate, ledger
 from colossalai.context import Config
 from colossalai.context._watching import start_watching, stop_watching
@@ -137,12 +138,29 @@ def share_of_pieces(step_s: float, *, num_sections: int, num_backwards: int) -> 
         "section_us": microseconds(enter),
         "module_us": microseconds(lambda: layer(lambda: _conjugate.module_at_work())),
         "without_module_us": microseconds(lambda: layer(lambda: None)),
-        "look_us": microseconds(lambda: progress.overdue(1.0, look_s=1.0), count=300),
+        "look_us": microseconds(lambda: progress.look(1.0), count=300),
+        **signature_pieces(),
     }
     module = pieces["module_us"] - pieces["without_module_us"]
-    in_step = 1e-6 * (num_sections * pieces["section_us"] + num_backwards * module)
+    signature = pieces["noted_us"] - pieces["unnoted_us"]
+    num_calls = 2 * num_backwards  # each backward has a forward
+    in_step = 1e-6 * (num_sections * pieces["section_us"] + num_backwards * module + num_calls * signature)
     looks = 1e-6 * pieces["look_us"] / 0.1  # per second; ten looks for a timeout of a second
     return pieces | {"share_percent": round(100 * (in_step / step_s + looks), 4)}
+
+
+def signature_pieces() -> dict[str, float]:
+    """Return what a collective costs a caller without and with a note of it, and what an all-reduce takes."""
+    values = torch.ones(8, 128)
+    group, options = distributed_c10d._get_default_group(), dist.AllreduceOptions()
+    pieces = {"all_reduce_us": microseconds(lambda: dist.all_reduce(values), count=500)}
+    with mock.patch.object(dist.ProcessGroup, "allreduce", _nothing):
+        pieces["unnoted_us"] = microseconds(lambda: group.allreduce([values], options))
+        record = SignatureRecord()
+        with record.recording():
+            pieces["noted_us"] = microseconds(lambda: group.allreduce([values], options))
+        record.close()
+    return pieces
 
 
 _SECTION = section("nothing")

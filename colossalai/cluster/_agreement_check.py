@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -25,12 +26,13 @@ from torch.distributed import distributed_c10d
 from colossalai.cluster._disagreement import DisagreementError, Said, difference, say, shown
 from colossalai.cluster._message_check import AxisOf, MessageCheck, last_of
 from colossalai.cluster._patient_store import PatientStore
+from colossalai.cluster._watchdog_records import replaced
 
 _STORE_S = 10.0  # an answer of the store that takes longer does not come
 
 
 @dataclass(frozen=True)
-class _Method:
+class Method:
     """A collective, as a method of a process group.
 
     Attributes:
@@ -44,26 +46,26 @@ class _Method:
     same_shapes: bool = True
 
 
-_METHODS = {
-    "allreduce": _Method("all_reduce"),
-    "allreduce_coalesced": _Method("all_reduce_coalesced"),
-    "broadcast": _Method("broadcast"),
-    "reduce": _Method("reduce"),
-    "allgather": _Method("all_gather", 1),
-    "allgather_coalesced": _Method("all_gather_coalesced", 1),
-    "_allgather_base": _Method("all_gather_into_tensor", 1),
-    "all_gather_single": _Method("all_gather_single", 1),
-    "all_gather_single_coalesced": _Method("all_gather_single_coalesced", 1),
-    "reduce_scatter": _Method("reduce_scatter"),
-    "_reduce_scatter_base": _Method("reduce_scatter_tensor"),
-    "reduce_scatter_single": _Method("reduce_scatter_single"),
-    "reduce_scatter_single_coalesced": _Method("reduce_scatter_single_coalesced"),
-    "alltoall": _Method("all_to_all", 1, same_shapes=False),
-    "alltoall_base": _Method("all_to_all_single", 1, same_shapes=False),
-    "all_to_all_single": _Method("all_to_all_single", 1, same_shapes=False),
-    "gather": _Method("gather", 1),
-    "scatter": _Method("scatter"),
-    "barrier": _Method("barrier", None),
+METHODS = {
+    "allreduce": Method("all_reduce"),
+    "allreduce_coalesced": Method("all_reduce_coalesced"),
+    "broadcast": Method("broadcast"),
+    "reduce": Method("reduce"),
+    "allgather": Method("all_gather", 1),
+    "allgather_coalesced": Method("all_gather_coalesced", 1),
+    "_allgather_base": Method("all_gather_into_tensor", 1),
+    "all_gather_single": Method("all_gather_single", 1),
+    "all_gather_single_coalesced": Method("all_gather_single_coalesced", 1),
+    "reduce_scatter": Method("reduce_scatter"),
+    "_reduce_scatter_base": Method("reduce_scatter_tensor"),
+    "reduce_scatter_single": Method("reduce_scatter_single"),
+    "reduce_scatter_single_coalesced": Method("reduce_scatter_single_coalesced"),
+    "alltoall": Method("all_to_all", 1, same_shapes=False),
+    "alltoall_base": Method("all_to_all_single", 1, same_shapes=False),
+    "all_to_all_single": Method("all_to_all_single", 1, same_shapes=False),
+    "gather": Method("gather", 1),
+    "scatter": Method("scatter"),
+    "barrier": Method("barrier", None),
 }
 _OPTIONS = (("reduceOp", "reduction"), ("rootRank", "root"))
 
@@ -89,19 +91,14 @@ class AgreementCheck:
     @contextmanager
     def checking(self) -> Iterator[None]:
         """Within the block, check every collective and every message that Python code issues; once."""
-        kind = dist.ProcessGroup
-        originals = {name: getattr(kind, name) for name in _METHODS if hasattr(kind, name)}
-        for name, original in originals.items():
-            setattr(kind, name, self._checked(_METHODS[name], original))
+        makers = {name: partial(self._checked, method) for name, method in METHODS.items()}
         try:
-            with self._messages.checking():
+            with replaced(dist.ProcessGroup, makers), self._messages.checking():
                 yield
         finally:
-            for name, original in originals.items():
-                setattr(kind, name, original)
             self._store.close()
 
-    def _checked(self, method: _Method, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _checked(self, method: Method, original: Callable[..., Any]) -> Callable[..., Any]:
         def check_and_issue(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             self._compare(group, _description(method, args, kwargs))
             return original(group, *args, **kwargs)
@@ -146,7 +143,7 @@ class AgreementCheck:
         return "\n".join(lines)
 
 
-def _description(method: _Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Said:
+def _description(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Said:
     values = [*args, *kwargs.values()]
     tensors = [] if method.argument is None else values[method.argument]
     said = say(method.op, tensors, has_shapes=method.same_shapes)

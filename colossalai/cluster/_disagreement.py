@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from colossalai.cluster._watchdog_answer import place_of
+from colossalai.cluster._watchdog_sections import place_of
 
 Said = dict[str, Any]
 """What a rank says of an operation: `op`, `where` ("#3 of axis tp"), `place` in the script, properties."""

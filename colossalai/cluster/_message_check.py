@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from colossalai.cluster._disagreement import DisagreementError, Said, difference, say, shown, told
 from colossalai.cluster._patient_store import PatientStore
+from colossalai.cluster._watchdog_records import replaced
 
 AxisOf = Callable[[tuple[int, ...]], str | None]
 _Tensors = list[torch.Tensor]
@@ -78,19 +80,13 @@ class MessageCheck:
     @contextmanager
     def checking(self) -> Iterator[None]:
         """Within the block, check every message that Python code issues."""
-        kind = dist.ProcessGroup
-        originals = {name: getattr(kind, name) for name in ("send", "recv", "recv_anysource")}
-        for op in ("send", "recv"):
-            setattr(kind, op, self._checked(op, originals[op]))
-        kind.recv_anysource = self._checked_from_any(originals["recv_anysource"])  # type: ignore[method-assign]
-        wait = dist.Work.wait
-        dist.Work.wait = self._checked_wait(wait)  # type: ignore[method-assign]
-        try:
+        makers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+            "send": partial(self._checked, "send"),
+            "recv": partial(self._checked, "recv"),
+            "recv_anysource": self._checked_from_any,
+        }
+        with replaced(dist.ProcessGroup, makers), replaced(dist.Work, {"wait": self._checked_wait}):
             yield
-        finally:
-            dist.Work.wait = wait  # type: ignore[method-assign]
-            for name, original in originals.items():
-                setattr(kind, name, original)
 
     def _checked(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def check_and_issue(group: dist.ProcessGroup, tensors: _Tensors, peer: int, tag: int) -> Any:

@@ -35,7 +35,14 @@ from colossalai.cluster._watchdog_process import (
 )
 from colossalai.cluster._watchdog_progress import Progress
 from colossalai.cluster._watchdog_records import MessageRecord, prepare_recorder
-from colossalai.cluster._watchdog_report import flush_output, write_report
+from colossalai.cluster._watchdog_report import flush_output, write_notice, write_report
+from colossalai.cluster._watchdog_signature import (
+    NeighborSignatures,
+    SignatureRecord,
+    disagreements,
+    from_plain,
+    to_plain,
+)
 from colossalai.cluster._watchdog_verdict import Verdict, judge
 
 _NO_VERDICT = {
@@ -48,6 +55,7 @@ AxisOf = Callable[[tuple[int, ...]], str | None]
 _LEAST_STORE_S, _MOST_STORE_S = 3.0, 10.0  # an answer of the store that takes longer does not come
 _STACKS_S = 0.8  # for neighbors to get the stacks of a rank that does not answer
 _LOOK_S = 0.05  # between two looks while answers come in
+_FIRST_LOOK_S = 0.02  # the next ones come ever later
 _TROUBLE_S = 0.5  # for a process that closes its connections to be gone
 _VERDICT_S = 3.0  # beyond the grace, for the verdict of another rank
 _WORDS_S = 3.0  # for a rank to say why it ends
@@ -82,21 +90,26 @@ class Watchdog:
         self._store_s = min(max(options.timeout, _LEAST_STORE_S), _MOST_STORE_S)
         self._store = PatientStore("watchdog", store, timeout=self._store_s)
         self._known: dict[int, RankProcess] = {}  # all processes, from when all have said where they run
+        self._signatures = SignatureRecord()
+        self._of_neighbors = NeighborSignatures()
         self._record = MessageRecord()
         self._since = time.time()
         self.has_spoken = False
         self._alarms = 0  # that are over
+        self._notices = 0  # the same
+        self._told: set[tuple[str, int]] = set()  # waits that a notice of this rank has told of
         self._stop = threading.Event()
         self._open = ExitStack()
         self._thread = threading.Thread(target=self._run, name="colossalai-watchdog", daemon=True)
         prepare_recorder()
         self._progress = Progress(self._record, watches_sections=options.watches_steps)
-        self._process = register_this_process()
+        self._process = register_this_process(self._signatures.descriptor)
 
     def start(self) -> None:
         """Begin to watch."""
         self._store.set(f"process/{self._rank}", self._process.to_json())
         self._open.enter_context(self._record.recording())
+        self._open.enter_context(self._signatures.recording())
         self._thread.start()
 
     def stop(self, reason: str = "") -> None:
@@ -109,6 +122,8 @@ class Watchdog:
         if self._thread is not threading.current_thread():
             self._thread.join(2 * self._store_s)
         self._open.close()
+        self._of_neighbors.close()
+        self._signatures.close()
         unregister_this_process(self._process)
         try:
             self._store.set(f"left/{self._rank}", reason or "has left the job: its script has ended it")
@@ -128,6 +143,26 @@ class Watchdog:
             lines += [f"rank {rank} {how}" for rank, how in absent.items()]
         return lines
 
+    def disagreement_soon(self) -> str:
+        """Say to which collective the ranks have come with what does not fit, as far as one sees in a second.
+
+        The ranks of this machine are asked by their files, which outlive them; the others by the store, if
+        it is still there.
+        """
+        found = {**self._of_neighbors.read(), self._rank: self._signatures.read()}
+        with suppress(dist.DistError):
+            own = {rank: to_plain(items) for rank, items in found.items()}
+            self._store.set(f"signatures/{self._rank}", json.dumps(own))
+            others = [rank for rank in range(self._world_size) if rank not in found]
+            patience = time.monotonic() + _TROUBLE_S
+            while others and time.monotonic() < patience:
+                for text in filter(None, [self._store.text(f"signatures/{rank}") for rank in others]):
+                    told = {int(rank): from_plain(items) for rank, items in json.loads(text).items()}
+                    found = {**told, **found}
+                others = [rank for rank in others if rank not in found]
+                time.sleep(_LOOK_S if others else 0.0)
+        return next((line for _, line in disagreements(found, self._axis_of)), "")
+
     def _troubles(self) -> list[str]:
         lines = []
         for rank, process in self._processes().items():
@@ -140,35 +175,45 @@ class Watchdog:
         return lines
 
     def _run(self) -> None:
-        while not self._stop.wait(self._options.poll_s):
+        pause = _FIRST_LOOK_S
+        while not self._stop.wait(pause):
+            pause = min(self._options.poll_s, 2 * pause)  # where the others run is soon known
             try:
                 self._look()
             except dist.DistError as error:
                 self._go_on_without_store(error)
 
     def _look(self) -> None:
-        overdue = self._progress.overdue(self._options.timeout, look_s=self._options.poll_s)
+        self._progress.look(self._options.poll_s)
+        overdue = self._progress.overdue(self._options.timeout)
         self._store.set(f"alive/{self._rank}", str(time.time()))
         if overdue:
             self._store.set(f"alarm/{self._alarms}", str(self._rank))
+        elif self._options.notice < self._options.timeout and self._progress.slow(self._options.notice):
+            self._store.set(f"notice/{self._notices}", str(self._rank))
         if not self._known and self._store.check(*self._process_keys()):
             self._known = self._processes()
+            for rank, process in self._neighbors().items():
+                self._of_neighbors.open(rank, pid=process.pid, descriptor=process.signature_file)
         if self._store.check(f"alarm/{self._alarms}"):
             self._answer(overdue)
+        elif self._store.check(f"notice/{self._notices}"):
+            self._take_notice()
+
+    def _take_notice(self) -> None:
+        """Say what this rank is doing; one rank tells in a line who waits for whom, and the job goes on."""
+        number = f"notice-{self._notices}"
+        self._notices += 1
+        waits = self._progress.slow(self._options.notice)
+        self._progress.take_notice()
+        self._say(number, waits, deadline=time.monotonic() + self._options.grace_s)
 
     def _answer(self, overdue: str) -> None:
         """Say what this rank is doing, wait for the verdict, and do what the options say."""
-        number = self._alarms
+        number = str(self._alarms)
         self._alarms += 1
         deadline = time.monotonic() + self._options.grace_s
-        answer = self._describe(overdue, self._neighbors())
-        self._store.set(f"answer/{number}/{self._rank}", answer.to_json())
-        if self._rank == 0:
-            concludes = not self._store.check(f"silent/{number}")  # else it was, and another rank is at it
-        else:
-            concludes = not self._comes(f"answer/{number}/0", number, deadline=deadline)
-        if concludes:
-            self._conclude_if_lowest(number, deadline=deadline)
+        self._say(number, overdue, deadline=deadline)
         patience = time.monotonic() + self._options.grace_s + _VERDICT_S
         if not self._comes(f"verdict/{number}", number, deadline=patience):  # who was at it has died
             self._conclude_if_lowest(number, deadline=deadline)
@@ -178,7 +223,20 @@ class Watchdog:
             self._end(number, verdict)
         self._progress.forgive()
 
+    def _say(self, number: str, overdue: str, *, deadline: float) -> None:
+        """Say what this rank is doing, and conclude from what all say, if that is for this rank to do."""
+        answer = self._describe(overdue, self._neighbors())
+        self._store.set(f"answer/{number}/{self._rank}", answer.to_json())
+        if self._rank == 0:
+            concludes = not self._store.check(f"silent/{number}")  # else it was, and another rank is at it
+        else:
+            concludes = not self._comes(f"answer/{number}/0", number, deadline=deadline)
+        if concludes:
+            self._conclude_if_lowest(number, deadline=deadline)
+
     def _describe(self, overdue: str, neighbors: dict[int, RankProcess]) -> Answer:
+        gone = {rank: how for rank, process in neighbors.items() if (how := process.trouble())}
+        seen = {rank: items for rank, items in self._of_neighbors.read().items() if rank in gone}
         return answer_of_this_rank(
             rank=self._rank,
             host=self._process.host,
@@ -187,23 +245,24 @@ class Watchdog:
             axis_of=self._axis_of,
             since=self._since,
             overdue=overdue,
-            gone={rank: how for rank, process in neighbors.items() if (how := process.trouble())},
+            gone=gone,
+            signatures={**seen, self._rank: self._signatures.read()},
         )
 
-    def _comes(self, key: str, number: int, *, deadline: float) -> bool:
+    def _comes(self, key: str, number: str, *, deadline: float) -> bool:
         """Wait for a key, and help those who conclude meanwhile."""
         while not (is_there := self._store.check(key)) and time.monotonic() < deadline:
             self._help_silent(number)
             time.sleep(_LOOK_S)
         return is_there
 
-    def _conclude_if_lowest(self, number: int, *, deadline: float) -> None:
+    def _conclude_if_lowest(self, number: str, *, deadline: float) -> None:
         """Conclude if this is rank 0, or else the lowest of those that answer: rank 0 is silent then."""
         others = (rank for rank in range(1, self._world_size) if self._store.check(f"answer/{number}/{rank}"))
         if self._rank == 0 or self._rank == next(others, None):
             self._conclude(number, deadline=deadline)
 
-    def _conclude(self, number: int, *, deadline: float) -> None:
+    def _conclude(self, number: str, *, deadline: float) -> None:
         """Collect the answers, judge, and write the report, unless another rank has: this one was silent."""
         if self._store.check(f"verdict/{number}"):
             return
@@ -217,14 +276,17 @@ class Watchdog:
             time.sleep(_STACKS_S)
             stacks = {rank: self._store.text(f"stacks/{number}/{rank}") for rank in silent}
         absent = {rank: self._how_is(rank, answers, stacks.get(rank, "")) for rank in silent}
-        verdict = judge(answers, absent)
+        verdict = judge(answers, absent, self._axis_of)
         if self._store.add(f"told/{number}", 1) > 1:
             return
-        self._tell(verdict, answers, stacks)
+        if number.startswith("notice"):
+            self._tell_notice(verdict, answers)
+        else:
+            self._tell(verdict, answers, stacks)
         told = {"lines": verdict.lines, "blamed": verdict.blamed, "speakers": sorted(answers)}
         self._store.set(f"verdict/{number}", json.dumps(told))
 
-    def _collect(self, number: int, *, deadline: float) -> dict[int, Answer]:
+    def _collect(self, number: str, *, deadline: float) -> dict[int, Answer]:
         answers: dict[int, Answer] = {}
         missing = set(range(self._world_size))
         while missing:
@@ -254,13 +316,23 @@ class Watchdog:
             return f"{name} does not answer{ago}: compiled code holds Python's lock{innermost_place(stacks)}"
         return f"{name} does not answer{ago}: its machine is out of reach, or compiled code holds its lock"
 
-    def _help_silent(self, number: int) -> None:
+    def _help_silent(self, number: str) -> None:
         """Have neighbors that do not answer write their stacks, if nobody has yet."""
         silent = json.loads(self._store.text(f"silent/{number}") or "[]")
         for rank, process in self._neighbors().items() if silent else ():
             key = f"stacks/{number}/{rank}"
             if rank in silent and not process.trouble() and self._store.add(f"{key}/taken", 1) == 1:
                 self._store.set(key, process.stacks_from_outside())
+
+    def _tell_notice(self, verdict: Verdict, answers: dict[int, Answer]) -> None:
+        write_notice(
+            verdict,
+            answers,
+            self._told,
+            notice=self._options.notice,
+            timeout=self._options.timeout,
+            ends=self._options.action == "end",
+        )
 
     def _tell(self, verdict: Verdict, answers: dict[int, Answer], stacks: dict[int, str]) -> None:
         write_report(
@@ -272,7 +344,7 @@ class Watchdog:
             ends=self._options.action == "end",
         )
 
-    def _end(self, number: int, verdict: dict[str, Any]) -> None:
+    def _end(self, number: str, verdict: dict[str, Any]) -> None:
         """End this process from here, since its other threads may wait for ever.
 
         What is to blame speaks first, so that a launcher names it first. All have spoken before the first
@@ -289,7 +361,7 @@ class Watchdog:
             self._listen_to(number, speakers)
             os._exit(1)
 
-    def _listen_to(self, number: int, ranks: list[int]) -> None:
+    def _listen_to(self, number: str, ranks: list[int]) -> None:
         """Wait until others have said why they end, or do not seem to come to it."""
         keys = [f"spoken/{number}/{rank}" for rank in ranks]
         patience = time.monotonic() + _WORDS_S
@@ -305,12 +377,13 @@ class Watchdog:
 
     def _go_on_without_store(self, error: Exception) -> None:
         """The store does not answer. That matters if this rank waits for somebody."""
-        overdue = self._progress.overdue(self._options.timeout, look_s=self._options.poll_s)
+        self._progress.look(self._options.poll_s)
+        overdue = self._progress.overdue(self._options.timeout)
         if not overdue or self._stop.is_set():
             return
         absent, lines = self._without_store(error)
         answers = {self._rank: self._describe(overdue, self._neighbors_in(self._known))}
-        verdict = Verdict(lines=(*lines, *judge(answers, absent).lines))
+        verdict = Verdict(lines=(*lines, *judge(answers, absent, self._axis_of).lines))
         self._tell(verdict, answers, {})
         if self._options.action == "end":
             self._speak(verdict.lines)

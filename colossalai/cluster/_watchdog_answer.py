@@ -2,9 +2,7 @@
 
 import dataclasses
 import json
-import linecache
 import sys
-import sysconfig
 import threading
 import time
 import traceback
@@ -14,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-import torch
 from torch import nn
 
 from colossalai.cluster._watchdog_records import (
@@ -24,22 +21,28 @@ from colossalai.cluster._watchdog_records import (
     collectives,
     group_members,
 )
-from colossalai.cluster._watchdog_sections import innermost_sections, meetings_reached, name_of
+from colossalai.cluster._watchdog_sections import (
+    PACKAGE_FOLDER,
+    TORCH_FOLDER,
+    innermost_sections,
+    meetings_reached,
+    name_of,
+    outwards,
+    place_of,
+)
+from colossalai.cluster._watchdog_signature import Signature, from_plain, to_plain
 
-_TORCH = str(Path(torch.__file__).parent)
-_PACKAGE = str(Path(__file__).parents[1])
-_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), _TORCH, _PACKAGE, "<frozen")
 _OUR_THREADS = "colossalai-"  # begins the name of each: they are not what hangs
 _NUM_RECENT = 8  # collectives of each group that a rank tells of
 
 # What code is about, by where it stands; looked at from the inside of a stack to the outside.
 _SUBJECTS = (
-    (f"{_TORCH}/utils/data/", "data loading"),
-    (f"{_PACKAGE}/runtime/_data.py", "data loading"),
-    (f"{_PACKAGE}/checkpoint_io/", "saving or loading a checkpoint"),
-    (f"{_TORCH}/serialization.py", "saving or loading a checkpoint"),
-    (f"{_TORCH}/autograd/", "the backward"),
-    (f"{_TORCH}/optim/", "the optimizer step"),
+    (f"{TORCH_FOLDER}/utils/data/", "data loading"),
+    (f"{PACKAGE_FOLDER}/runtime/_data.py", "data loading"),
+    (f"{PACKAGE_FOLDER}/checkpoint_io/", "saving or loading a checkpoint"),
+    (f"{TORCH_FOLDER}/serialization.py", "saving or loading a checkpoint"),
+    (f"{TORCH_FOLDER}/autograd/", "the backward"),
+    (f"{TORCH_FOLDER}/optim/", "the optimizer step"),
 )
 
 
@@ -97,6 +100,7 @@ class Answer:
         stacks: The Python stacks of its threads.
         overdue: What it has been in for longer than allowed.
         gone: Ranks of the same machine whose processes have ended or are stopped, and how.
+        signatures: By rank, the last collectives of this one and of those that are gone.
     """
 
     rank: int
@@ -111,10 +115,12 @@ class Answer:
     stacks: str = ""
     overdue: str = ""
     gone: dict[int, str] = dataclasses.field(default_factory=dict)
+    signatures: dict[int, list[Signature]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return it as text for the store."""
-        return json.dumps(dataclasses.asdict(self))
+        plain = {rank: to_plain(items) for rank, items in self.signatures.items()}
+        return json.dumps({**dataclasses.asdict(self), "signatures": plain})
 
     @staticmethod
     def from_json(text: str | bytes) -> "Answer":
@@ -134,7 +140,9 @@ class Answer:
             for group, entries in fields["recent"].items()
         }
         gone = {int(rank): how for rank, how in fields["gone"].items()}
-        return Answer(**{**fields, "waiting": waiting, "recent": recent, "gone": gone})
+        signatures = {int(rank): from_plain(items) for rank, items in fields["signatures"].items()}
+        read = {"waiting": waiting, "recent": recent, "gone": gone, "signatures": signatures}
+        return Answer(**{**fields, **read})
 
 
 def answer_of_this_rank(
@@ -147,6 +155,7 @@ def answer_of_this_rank(
     since: float,
     overdue: str,
     gone: dict[int, str],
+    signatures: dict[int, list[Signature]],
 ) -> Answer:
     """Look at this process from a thread of its own.
 
@@ -159,6 +168,7 @@ def answer_of_this_rank(
         since: Seconds since the epoch, when the job began.
         overdue: What it has been in for too long.
         gone: What is known of the processes of other ranks.
+        signatures: The last collectives, of this rank and of those.
     """
     issued = collectives(since=since)
     ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith(_OUR_THREADS)}
@@ -183,18 +193,8 @@ def answer_of_this_rank(
         stacks="\n".join(_stacks(frames)),
         overdue=overdue,
         gone=gone,
+        signatures=signatures,
     )
-
-
-def place_of(frame: FrameType | None) -> str:
-    """Return the innermost line of the user's own code in a stack: 'train.py:41 in step: `loss = ...`'."""
-    for inner in _outwards(frame):
-        code = inner.f_code
-        if not code.co_filename.startswith(_LIBRARIES):
-            line = linecache.getline(code.co_filename, inner.f_lineno).strip()
-            shown = f": `{line}`" if line else ""
-            return f"{Path(code.co_filename).name}:{inner.f_lineno} in {code.co_name}{shown}"
-    return ""
 
 
 def _waiting(
@@ -249,7 +249,7 @@ def _raised_at(error: BaseException) -> str:
 
 
 def _subject(frame: FrameType | None) -> str | None:
-    for inner in _outwards(frame):
+    for inner in outwards(frame):
         for beginning, subject in _SUBJECTS:
             if inner.f_code.co_filename.startswith(beginning):
                 return subject
@@ -258,14 +258,14 @@ def _subject(frame: FrameType | None) -> str | None:
 
 def _is_communicating(frame: FrameType | None) -> bool:
     """Whether a thread is, as far as Python sees, inside of torch or of our collectives."""
-    return frame is not None and frame.f_code.co_filename.startswith((_TORCH, _PACKAGE))
+    return frame is not None and frame.f_code.co_filename.startswith((TORCH_FOLDER, PACKAGE_FOLDER))
 
 
 def _op_on(frame: FrameType | None) -> str | None:
     """Return the collective that a thread is in, by the name that its caller used."""
     found = None
-    for inner in _outwards(frame):
-        if not inner.f_code.co_filename.startswith(f"{_TORCH}/distributed/"):
+    for inner in outwards(frame):
+        if not inner.f_code.co_filename.startswith(f"{TORCH_FOLDER}/distributed/"):
             break
         if inner.f_code.co_filename.endswith("distributed_c10d.py"):
             found = inner.f_code.co_name
@@ -274,7 +274,7 @@ def _op_on(frame: FrameType | None) -> str | None:
 
 def _module_at_work(frame: FrameType | None) -> str | None:
     """Return the name of the innermost module in whose forward or backward a thread is."""
-    modules = [module for inner in _outwards(frame) if (module := _module_of(inner)) is not None]
+    modules = [module for inner in outwards(frame) if (module := _module_of(inner)) is not None]
     return name_of(modules[0], modules[-1]) if modules else None
 
 
@@ -282,8 +282,11 @@ def _module_of(frame: FrameType) -> nn.Module | None:
     names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
     if not names:
         return None
+    is_backward = frame.f_code.co_name == "backward"
+    if names[0] != "self" and not is_backward:
+        return None  # a function that is about a module: it saves one, say
     first = frame.f_locals.get(names[0])
-    if frame.f_code.co_name == "backward":  # of an autograd function that has noted where it was called
+    if is_backward:  # of an autograd function that has noted where it was called
         noted = getattr(first, "module", None)
         first = noted() if isinstance(noted, weakref.ref) else None
     return first if isinstance(first, nn.Module) else None
@@ -295,12 +298,6 @@ def _stacks(frames: dict[int, FrameType]) -> Iterator[str]:
     for thread, frame in sorted(frames.items(), key=lambda item: item[0] != main):
         yield f"thread {names.get(thread, thread)}, the innermost call last:"
         yield "".join(traceback.format_stack(frame)).rstrip()
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _tuples(shapes: list[list[int]]) -> tuple[tuple[int, ...], ...]:

@@ -7,9 +7,10 @@ from typing import Any
 
 TIMEOUT_VARIABLE = "COLOSSALAI_WATCHDOG_TIMEOUT"
 ACTIONS = ("end", "report")
+NOTICE_S = 60.0
 
 _SHARE = 0.9  # of the timeout of the process groups: the report comes before their error
-_POLLS = 10  # looks per timeout
+_POLLS = 10  # looks until the notice, or the report
 _LEAST_POLL_S, _MOST_POLL_S = 0.05, 5.0
 
 
@@ -22,9 +23,11 @@ class WatchdogOptions:
         action: "end" ends the job after the report, "report" lets it go on.
         folder: Where the report is written to.
         watches_steps: Whether a step is watched that waits for nobody.
+        notice: Seconds after which a line says who waits for whom; none where the report comes before it.
     """
 
     timeout: float
+    notice: float = NOTICE_S
     action: str = "end"
     folder: str = "."
     watches_steps: bool = True
@@ -32,13 +35,16 @@ class WatchdogOptions:
     def __post_init__(self) -> None:
         if not 0 < self.timeout < float("inf"):
             raise ValueError(f"watchdog.timeout is {self.timeout!r}; it must be a positive number of seconds")
+        if not 0 < self.notice < float("inf"):
+            raise ValueError(f"watchdog.notice is {self.notice!r}; it must be a positive number of seconds")
         if self.action not in ACTIONS:
             raise ValueError(f"watchdog.action is {self.action!r}; it must be one of {', '.join(ACTIONS)}")
 
     @property
     def poll_s(self) -> float:
         """Seconds between two looks."""
-        return min(max(self.timeout / _POLLS, _LEAST_POLL_S), _MOST_POLL_S)
+        soonest = min(self.timeout, self.notice)
+        return min(max(soonest / _POLLS, _LEAST_POLL_S), _MOST_POLL_S)
 
     @property
     def grace_s(self) -> float:

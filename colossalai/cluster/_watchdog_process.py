@@ -30,6 +30,7 @@ class RankProcess:
         pid: Its number there.
         started: When it started, which tells it from another one with the same number.
         stack_file: The descriptor of the file for its stacks, -1 without one.
+        signature_file: The same of the file with its last collectives.
     """
 
     host: str
@@ -37,6 +38,7 @@ class RankProcess:
     pid: int
     started: float
     stack_file: int
+    signature_file: int
 
     def to_json(self) -> str:
         """Return it as text for the store."""
@@ -89,8 +91,12 @@ def innermost_place(stacks: str) -> str:
     return f", at {Path(found[1]).name}:{found[2]} in {found[3]}" if found else ""
 
 
-def register_this_process() -> RankProcess:
-    """Let neighbors have the stacks of this process; return where it runs."""
+def register_this_process(signature_file: int) -> RankProcess:
+    """Let neighbors have the stacks of this process; return where it runs.
+
+    Args:
+        signature_file: The descriptor of the file with its last collectives.
+    """
     import psutil
 
     descriptor = -1
@@ -103,6 +109,7 @@ def register_this_process() -> RankProcess:
         pid=os.getpid(),
         started=psutil.Process().create_time(),
         stack_file=descriptor,
+        signature_file=signature_file,
     )
 
 

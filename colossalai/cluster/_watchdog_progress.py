@@ -33,12 +33,13 @@ class Progress:
         self._before = progress()  # of an earlier job in this process
         self._waits: dict[str, _Wait] = {}
         self._forgiven: dict[str, object] = {}
+        self._noticed: dict[str, object] = {}
+        self._steps: set[str] = set()  # names of sections that wait for nobody
 
-    def overdue(self, timeout: float, *, look_s: float) -> str:
-        """Say what has not moved for `timeout` seconds; empty if everything has.
+    def look(self, look_s: float) -> None:
+        """Look what has moved.
 
         Args:
-            timeout: Seconds.
             look_s: Seconds that are meant to lie between two looks.
         """
         now = time.monotonic()
@@ -53,17 +54,34 @@ class Progress:
                 wait.seconds += elapsed
             waits[name] = wait
         self._waits = waits
-        late = [
-            name for name, wait in waits.items() if wait.seconds > timeout and not self._is_forgiven(name)
-        ]
+
+    def overdue(self, timeout: float) -> str:
+        """Say what had not moved for `timeout` seconds at the last look; empty if everything had."""
+        late = self._late(timeout, self._forgiven)
         return f"has been in {late[0]} for more than {timeout:g} s" if late else ""
+
+    def slow(self, seconds: float) -> str:
+        """Say what had not moved for so long, and no notice has told of; a long step does not count."""
+        late = [name for name in self._late(seconds, self._noticed) if name not in self._steps]
+        return f"has been in {late[0]} for more than {seconds:g} s" if late else ""
 
     def forgive(self) -> None:
         """Raise no second alarm for what has not moved up to now."""
-        self._forgiven = {name: wait.mark for name, wait in self._waits.items()}
+        self._forgiven = self._pending()
 
-    def _is_forgiven(self, name: str) -> bool:
-        return name in self._forgiven and self._forgiven[name] == self._waits[name].mark
+    def take_notice(self) -> None:
+        """Ask for no second notice of what has not moved up to now."""
+        self._noticed = self._pending()
+
+    def _pending(self) -> dict[str, object]:
+        return {name: wait.mark for name, wait in self._waits.items()}
+
+    def _late(self, seconds: float, known: dict[str, object]) -> list[str]:
+        return [
+            name
+            for name, wait in self._waits.items()
+            if wait.seconds > seconds and not (name in known and known[name] == wait.mark)
+        ]
 
     def _marks(self) -> dict[str, object]:
         """Return what this rank waits for, with something that changes when it moves."""
@@ -73,7 +91,9 @@ class Progress:
                 marks[f"a collective (of group {group})"] = completed
         for message in self._record.messages():
             marks.setdefault(f"a {message.op} ({message.channel})", message.number)
-        for section in innermost_sections():
+        sections = innermost_sections()
+        self._steps = {section.name for section in sections if not section.is_wait}
+        for section in sections:
             if self._watches_sections or section.is_wait:
                 marks[section.name] = (section.thread, section.start)
         for thread, item in meetings().items():

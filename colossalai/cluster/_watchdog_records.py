@@ -16,9 +16,10 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,6 +157,29 @@ def _collective(entry: dict[str, Any], members: tuple[int, ...]) -> Issued:
     )
 
 
+@contextmanager
+def replaced(
+    kind: type, makers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
+) -> Iterator[None]:
+    """Within the block, some methods of a compiled class are others.
+
+    What goes back afterwards is what stands in the class: read off it, a compiled method is a function that
+    would get no `self`.
+
+    Args:
+        kind: The class.
+        makers: By the name of a method, what makes another one of it. A class need not have all of them.
+    """
+    kept = {name: vars(kind)[name] for name in makers if name in vars(kind)}
+    for name in kept:
+        setattr(kind, name, makers[name](getattr(kind, name)))
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(kind, name, method)
+
+
 @dataclass(frozen=True)
 class _Message:
     issued: Issued
@@ -177,18 +201,9 @@ class MessageRecord:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Within the block, note every send and receive, and every wait."""
-        kind = dist.ProcessGroup
-        originals = {name: getattr(kind, name) for name in ("send", "recv")}
-        for name, original in originals.items():
-            setattr(kind, name, self._noting(name, original))
-        wait = dist.Work.wait
-        dist.Work.wait = self._noting_wait(wait)  # type: ignore[method-assign]
-        try:
+        makers = {op: partial(self._noting, op) for op in ("send", "recv")}
+        with replaced(dist.ProcessGroup, makers), replaced(dist.Work, {"wait": self._noting_wait}):
             yield
-        finally:
-            dist.Work.wait = wait  # type: ignore[method-assign]
-            for name, original in originals.items():
-                setattr(kind, name, original)
 
     def messages(self) -> list[Issued]:
         """Return those that a thread waits for, oldest first."""

@@ -10,7 +10,7 @@ from datetime import datetime
 from pathlib import Path
 
 from colossalai.cluster._watchdog_answer import Answer
-from colossalai.cluster._watchdog_verdict import Verdict
+from colossalai.cluster._watchdog_verdict import Verdict, is_same_wait, ranks_in_words
 
 _NUM_RANKS_SHOWN = 16
 _FLUSH_S = 0.5
@@ -53,6 +53,44 @@ def write_report(
     ]
     os.write(2, ("\n" + "\n".join(shown) + "\n").encode())
     return path
+
+
+def write_notice(
+    verdict: Verdict,
+    answers: dict[int, Answer],
+    told: set[tuple[str, int]],
+    *,
+    notice: float,
+    timeout: float,
+    ends: bool,
+) -> None:
+    """Write one line to stderr: who waits where for whom, and what comes of it; nothing if nobody waits.
+
+    Args:
+        verdict: Who is to blame.
+        answers: What the ranks say.
+        told: Waits that are known already; those of now are added.
+        notice: Seconds after which a notice is asked for.
+        timeout: Seconds until the report.
+        ends: Whether the job ends then.
+    """
+    waits = [(rank, wait) for rank, answer in sorted(answers.items()) for wait in answer.waiting]
+    new = [(rank, wait) for rank, wait in waits if (wait.channel, wait.number) not in told]
+    told.update((wait.channel, wait.number) for _, wait in new)
+    if new:
+        _, longest = max(new, key=lambda item: item[1].seconds)
+        ranks = [rank for rank, wait in new if is_same_wait(wait, longest)]
+        verb, seconds = "wait" if len(ranks) > 1 else "waits", longest.seconds
+        where = f"{longest.describe()} ({answers[ranks[0]].activity})"
+        who = f"{ranks_in_words(ranks)} {verb} for {seconds:.0f} s in {where}: "
+    elif not waits and any(answer.overdue for answer in answers.values()):
+        who, seconds = "", notice  # something outside of the job is waited for
+    else:
+        return
+    more = f"; so with {ranks_in_words(verdict.blamed[1:])}" if len(verdict.lines) > 1 else ""
+    then = f"{'the job is ended' if ends else 'a report follows'} in {max(0.0, timeout - seconds):.0f} s"
+    line = f"colossalai watchdog: {who}{verdict.lines[0]}{more}; if nothing moves, {then}\n"
+    os.write(2, line.encode())
 
 
 def flush_output() -> None:

@@ -1,18 +1,27 @@
-"""What a rank is doing, in words: sections of code that say what they are, and the names of modules.
+"""What a rank is doing, in words: sections of code that say what they are, names of modules, lines of code.
 
 Entering a section is two list operations, so the sections stand where training goes by all the time. Names of
 modules are looked up only when somebody asks: a hook on every module would be paid for on every call.
 """
 
+import linecache
 import sys
+import sysconfig
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 
+import torch
 from torch import nn
 
+TORCH_FOLDER = str(Path(torch.__file__).parent)
+PACKAGE_FOLDER = str(Path(__file__).parents[1])
+_STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
+_LIBRARIES = (*_STANDARD, TORCH_FOLDER, PACKAGE_FOLDER)
 _NUM_FRAMES = 12  # between an autograd function and the module that uses it
 
 
@@ -142,6 +151,24 @@ def name_of(module: nn.Module, outermost: nn.Module) -> str:
             if part is module:
                 return name or type(model).__name__
     return type(module).__name__
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Return the innermost line of the user's own code in a stack: 'train.py:41 in step: `loss = ...`'."""
+    for inner in outwards(frame):
+        code = inner.f_code
+        if not code.co_filename.startswith(_LIBRARIES):
+            line = linecache.getline(code.co_filename, inner.f_lineno).strip()
+            shown = f": `{line}`" if line else ""
+            return f"{Path(code.co_filename).name}:{inner.f_lineno} in {code.co_name}{shown}"
+    return ""
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Go from the innermost frame of a stack to the outermost."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 _of_threads: dict[int, list[tuple[str, float, bool]]] = {}

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from colossalai.cluster._watchdog_answer import Answer, Waiting
+from colossalai.cluster._watchdog_signature import AxisOf, disagreements
 
 _NUM_NAMED = 8
 
@@ -30,15 +31,21 @@ class Verdict:
     blamed: tuple[int, ...] = field(default=())
 
 
-def judge(answers: dict[int, Answer], absent: dict[int, str]) -> Verdict:
+def judge(
+    answers: dict[int, Answer], absent: dict[int, str], axis_of: AxisOf = lambda ranks: None
+) -> Verdict:
     """Say which ranks a job waits for.
 
     Args:
         answers: What the ranks say.
         absent: How it is with those that say nothing: "(host2, pid 77) has died".
+        axis_of: What is the mesh axis along some ranks?
     """
     waits = [(rank, wait) for rank, answer in sorted(answers.items()) for wait in answer.waiting]
+    signatures = {rank: items for answer in answers.values() for rank, items in answer.signatures.items()}
     findings = [
+        # A rank may have died of what others have called; of those that live, their answers say more.
+        *(disagreements(signatures, axis_of) if absent else ()),
         *_absent(waits, absent),
         *_gone_another_way(answers, waits),
         *_not_come(answers, waits),
@@ -64,7 +71,9 @@ _Finding = tuple[tuple[int, ...], str]
 def _absent(waits: _Waits, absent: dict[int, str]) -> Iterator[_Finding]:
     for rank, how in sorted(absent.items()):
         wait = next((wait for other, wait in waits if rank in wait.partners), None)
-        awaited = f"; awaited by {_ranks(_waiting_in(waits, wait))} in {wait.describe()}" if wait else ""
+        awaited = (
+            f"; awaited by {ranks_in_words(_waiting_in(waits, wait))} in {wait.describe()}" if wait else ""
+        )
         yield (rank,), f"rank {rank} {how}{awaited}"
 
 
@@ -86,11 +95,19 @@ def _gone_another_way(answers: dict[int, Answer], waits: _Waits) -> Iterator[_Fi
             of_size = {
                 shapes: [rank for rank, (_, mine) in entered.items() if mine == shapes] for shapes in sizes
             }
-            told = "; ".join(f"{_ranks(ranks)} with {list(shapes)}" for shapes, ranks in of_size.items())
-            yield tuple(entered), f"{wait.describe()} was entered with different shapes: {told}"
+            told = "; ".join(
+                f"{ranks_in_words(ranks)} with {list(shapes)}" for shapes, ranks in of_size.items()
+            )
+            usual = max(of_size.values(), key=len)
+            odd = tuple(rank for rank in entered if rank not in usual)
+            blamed = odd if len(odd) < len(usual) else tuple(entered)
+            yield blamed, f"{wait.describe()} was entered with different shapes: {told}"
 
 
-_OF_EQUAL_SHAPES = ("all_reduce", "broadcast", "reduce")
+_OF_EQUAL_SHAPES = (
+    *("all_reduce", "broadcast", "reduce", "gather"),
+    *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
+)
 
 
 def _other_op(
@@ -106,7 +123,7 @@ def _other_op(
     )
     blamed = odd if most > len(odd) else [*odd, *others]
     also = "" if most > len(odd) else f"; {answers[others[0]].activity}"
-    return tuple(blamed), f"{told}; {_ranks(others)} entered {usual}{also}"
+    return tuple(blamed), f"{told}; {ranks_in_words(others)} entered {usual}{also}"
 
 
 def _not_come(answers: dict[int, Answer], waits: _Waits) -> Iterator[_Finding]:
@@ -160,21 +177,26 @@ def _all_there(waits: _Waits) -> Iterator[_Finding]:
         yield (
             (),
             (
-                f"all of {_ranks(wait.partners)} have entered {wait.describe()}, and it does not end: look "
-                "at what lies between them (network, communication library)"
+                f"all of {ranks_in_words(wait.partners)} have entered {wait.describe()}, and it does not "
+                "end: look at what lies between them (network, communication library)"
             ),
         )
 
 
 def _waiting_in(waits: _Waits, wait: Waiting) -> list[int]:
-    return [rank for rank, other in waits if (other.channel, other.number) == (wait.channel, wait.number)]
+    return [rank for rank, other in waits if is_same_wait(other, wait)]
+
+
+def is_same_wait(first: Waiting, second: Waiting) -> bool:
+    """Whether two ranks wait for the same."""
+    return (first.channel, first.number) == (second.channel, second.number)
 
 
 def _name(answer: Answer) -> str:
     return f"rank {answer.rank} ({answer.host})"
 
 
-def _ranks(ranks: list[int] | tuple[int, ...]) -> str:
-    """Return "rank 3", or "ranks 0, 1"."""
+def ranks_in_words(ranks: list[int] | tuple[int, ...]) -> str:
+    """Return "rank 3", or "ranks 0, 1"; of many the first few."""
     shown = ", ".join(map(str, sorted(ranks)[:_NUM_NAMED])) + (", ..." if len(ranks) > _NUM_NAMED else "")
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}"

@@ -298,9 +298,11 @@ def _check_watchdog(value: Any) -> None:
     if value is False:
         return
     check_mapping(value, "watchdog", example="watchdog=dict(timeout=600), or False for none")
-    check_keys(value, ("timeout", "action", "folder"), "watchdog")
+    check_keys(value, ("timeout", "notice", "action", "folder"), "watchdog")
     if value.get("timeout") is not None:
         check_number(value["timeout"], "watchdog.timeout", least=0)
+    if "notice" in value:
+        check_number(value["notice"], "watchdog.notice", least=0, positive=True)
     if value.get("action", "end") not in WATCHDOG_ACTIONS:
         raise ConfigException(
             f"watchdog.action is {value['action']!r}; it must be one of {', '.join(WATCHDOG_ACTIONS)}"

@@ -309,9 +309,7 @@ def _store_at(host: str, port: int, *, rank: int, deadline: float) -> dist.TCPSt
     has_agent = agent_serves(host, port)
     if rank == 0 and not has_agent:
         wait_for_name(host, port, deadline=deadline)
-        return within(
-            deadline - time.monotonic(), lambda: serve_store(host, port, timeout=_until(deadline))
-        )
+        return within(deadline - time.monotonic(), lambda: serve_store(host, port, timeout=_until(deadline)))
     if not has_agent:
         wait_for_server(host, port, deadline=deadline)
     return within(

@@ -58,7 +58,7 @@ def _check_backend(backend: str) -> None:
             why = "torch was built without it" if name in known else "torch knows no such library"
             raise ValueError(
                 f"backend is {backend!r}: {why}; use one of {', '.join(there)}, or one for each kind of "
-                "device: 'cpu:gloo,cuda:nccl'"
+                "device: 'cpu:gloo,DEVICE:NAME'"
             )
 
 

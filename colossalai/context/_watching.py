@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from colossalai.cluster._agreement_check import AgreementCheck
+from colossalai.cluster._disagreement import DisagreementError
 from colossalai.cluster._watchdog import AxisOf, Watchdog
 from colossalai.cluster._watchdog_options import watchdog_options
 from colossalai.context._config import Config
@@ -100,4 +101,7 @@ class _ErrorHook:
         if watchdog is not None and is_communication:
             for line in watchdog.troubles_soon():
                 error.add_note(line)
+            if line := watchdog.disagreement_soon():  # the loss of a connection is what came of it
+                kind, cause, error = DisagreementError, error, DisagreementError(line)
+                error.__cause__ = cause
         self.previous(kind, error, trace)

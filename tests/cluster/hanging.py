@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +24,11 @@ TIMEOUT_S = 0.6
 _MEET_S = _WAIT_S = 30.0
 
 
-def launch(folder: Path, *, action: str = "report", timeout: float = TIMEOUT_S) -> int:
+def launch(folder: Path, *, action: str = "report", timeout: float = TIMEOUT_S, **options: Any) -> int:
     """Launch this rank with a watchdog, let it meet the others once, and return it."""
     config = {
         "parallel": {"tensor": {"size": int(os.environ["WORLD_SIZE"]), "mode": "1d"}},
-        "watchdog": {"timeout": timeout, "action": action, "folder": str(folder)},
+        "watchdog": {"timeout": timeout, "action": action, "folder": str(folder), **options},
     }
     colossalai.launch_from_torch(config, verbose=False)
     meet()
@@ -63,6 +65,25 @@ def report(folder: Path) -> str:
 def wait_for_report(folder: Path) -> None:
     """Wait until there is a report, and fail if there is none."""
     wait_for(lambda: any(folder.glob("hang-*.txt")))
+
+
+@contextmanager
+def notices(folder: Path) -> Iterator[Callable[[], list[str]]]:
+    """Within the block, write what goes to stderr into a file; give the notices in the files of all ranks."""
+    (folder / "stderr").mkdir(exist_ok=True)
+    before = os.dup(2)
+    with (folder / "stderr" / os.environ["RANK"]).open("wb") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lambda: [
+                line
+                for path in (folder / "stderr").iterdir()
+                for line in path.read_text().splitlines()
+                if line.startswith("colossalai watchdog: rank")
+            ]
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:

@@ -5,6 +5,7 @@ Where a job can go on, it does (action "report"): the ranks come from the pool t
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,12 +18,13 @@ import torch.distributed as dist
 from torch import nn
 
 import colossalai
+from colossalai.booster import Booster
 from colossalai.cluster._watchdog_records import MessageRecord
 from colossalai.cluster._watchdog_sections import name_modules, section
 from colossalai.communication import all_reduce, copy_forward_reduce_backward
 from colossalai.core import global_context as gpc
 from tests.cli.command import start
-from tests.cluster.hanging import TIMEOUT_S, TP, launch, report, wait_for, wait_for_report
+from tests.cluster.hanging import TIMEOUT_S, TP, launch, meet, notices, report, wait_for, wait_for_report
 from tests.ranks import ROOT, RanksError, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -93,6 +95,32 @@ def test_the_module_of_a_backward_and_an_error_that_was_caught_are_named(tmp_pat
     assert "rank 1 (" in text.splitlines()[1]
     assert "did not enter all_reduce #2 of axis tp in 1.attn" in text
     assert "it is handling KeyError: 'no key' (raised at test_watchdog.py:" in text
+
+
+def saves_on_rank_0_only(folder):
+    """The most common mistake; the others come when a line has said what is wrong."""
+    with notices(folder) as told:
+        rank = launch(folder, timeout=900.0, action="end", notice=0.5)
+        booster = Booster()
+        model, *_ = booster.boost(torch.nn.Linear(2, 1))
+        if rank != 0:
+            wait_for(told)
+        booster.save(folder / "states", model, step=0)
+        meet()
+        time.sleep(1.0)  # another line would come now
+        return told()
+
+
+def test_after_a_while_one_line_says_who_waits_for_whom_and_until_when(tmp_path):
+    (line,), _, _ = run_ranks(saves_on_rank_0_only, 3, tmp_path)
+    said = (
+        r"colossalai watchdog: rank 0 waits for \d+ s in \w+ #2 of axis tp "
+        r"\(it is in saving or loading a checkpoint: test_watchdog.py:.*`booster.save\(.*\)`\): "
+        r"rank 1 \(.*\) did not enter \w+ #2 of axis tp; it is at hanging.py:[^;]*; so with rank 2; "
+        r"if nothing moves, the job is ended in 8\d\d s"
+    )
+    assert re.fullmatch(said, line), line
+    assert not list(tmp_path.glob("hang-*"))
 
 
 def does_not_send(folder):
@@ -307,6 +335,27 @@ def test_the_launcher_names_the_rank_that_was_waited_for(tmp_path):
         "did not enter barrier #2 of axis dp; it is at job.py:19 in <module>: `time.sleep(100)`" in launcher
     )
     assert report(tmp_path / "reports").count("Python stacks of rank") == 2
+
+
+DIFFERENT_SHAPES = """
+import torch, torch.distributed as dist
+import colossalai
+
+colossalai.launch_from_torch(verbose=False)
+dist.barrier()
+dist.all_reduce(torch.ones(1000 * (2 if dist.get_rank() == 1 else 1)))
+"""
+
+
+def test_a_rank_with_another_shape_is_named_and_not_the_one_that_it_kills(tmp_path):
+    command = start(tmp_path, "run", "--nproc_per_node", "3", "job.py", script=DIFFERENT_SHAPES)
+    try:
+        assert command.wait() != 0
+    finally:
+        command.end()
+    first = command.err[command.err.index("colossalai run: ") :].splitlines()[0]
+    said = "all_reduce #2 of axis dp: shape is (1000,) on ranks [0, 2], (2000,) on rank [1]"
+    assert first.endswith(f"DisagreementError: ranks do not agree on {said}"), command.err
 
 
 def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path):

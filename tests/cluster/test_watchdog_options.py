@@ -19,6 +19,7 @@ def options(written, world_size=2):
 def test_by_default_it_is_earlier_than_the_library():
     found = options(None)
     assert (found.timeout, found.action, found.watches_steps) == (1620.0, "end", False)
+    assert (found.notice, found.poll_s) == (60.0, 5.0)
 
 
 def test_a_rank_alone_is_watched_only_on_demand():
@@ -52,6 +53,7 @@ def test_an_environment_that_is_no_number_is_refused(monkeypatch, text):
     [
         ({"watchdog": True}, "must be a dict"),
         ({"watchdog": {"timeout": -1}}, "watchdog.timeout"),
+        ({"watchdog": {"notice": 0}}, "watchdog.notice"),
         ({"watchdog": {"time": 5}}, "timeout"),
         ({"watchdog": {"action": "explode"}}, "end, report"),
         ({"watchdog": {"folder": 5}}, "watchdog.folder"),

@@ -26,7 +26,8 @@ class World:
         found = []
         for _ in range(count):
             self.now += every
-            found.append(self.watch.overdue(TIMEOUT_S, look_s=LOOK_S))
+            self.watch.look(LOOK_S)
+            found.append(self.watch.overdue(TIMEOUT_S))
         return found
 
 
@@ -60,6 +61,30 @@ def test_a_wait_is_told_of_once(world):
     assert not any(world.looks(5))
     world.status = {"0/0": (7, 6)}
     assert world.looks(5)[-1]
+
+
+def test_a_notice_is_asked_for_once_and_does_not_keep_the_report_back(world):
+    world.status = {"0/0": (6, 5)}
+    world.looks(3)
+    assert not world.watch.slow(2.0)
+    world.looks(1)
+    assert world.watch.slow(2.0)
+    world.watch.take_notice()
+    assert world.looks(1)[-1]
+    assert not world.watch.slow(2.0)
+    world.status = {"0/0": (7, 6)}
+    world.looks(4)
+    assert world.watch.slow(2.0)
+
+
+def test_a_long_step_asks_for_no_notice_and_a_wait_for_a_file_server_does(monkeypatch, world):
+    world.watch = Progress(MessageRecord(), watches_sections=True)
+    with section("the forward"):
+        assert world.looks(5)[-1]
+        assert not world.watch.slow(2.0)
+    with section("a write", is_wait=True):
+        world.looks(5)
+        assert world.watch.slow(2.0) == "has been in a write for more than 2 s"
 
 
 def test_what_an_earlier_job_left_pending_does_not_count(monkeypatch, world):

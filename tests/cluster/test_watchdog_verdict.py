@@ -1,12 +1,14 @@
 """Who is to blame, from what the ranks say; no process is needed for that."""
 
+import dataclasses
 import os
 from pathlib import Path
 
 import pytest
 
 from colossalai.cluster._watchdog_answer import Answer, Waiting
-from colossalai.cluster._watchdog_report import write_report
+from colossalai.cluster._watchdog_report import write_notice, write_report
+from colossalai.cluster._watchdog_signature import Signature
 from colossalai.cluster._watchdog_verdict import judge
 
 pytestmark = pytest.mark.unit
@@ -97,6 +99,33 @@ def test_different_shapes_are_named():
     assert "different shapes: rank 0 with [(8, 128)]; rank 1 with [(8, 64)]" in found.lines[0]
 
 
+def test_of_different_shapes_the_fewer_are_to_blame():
+    odd = answer(3, wait(shapes=((8, 64),)))
+    assert verdict(*(answer(rank, wait()) for rank in range(3)), odd).blamed == (3,)
+
+
+def signature(number, shape, *, op="all_reduce"):
+    said = {"op": op, "dtype": "float32", "shape": [list(shape)]}
+    return Signature(group="tp", ranks=PARTNERS, number=number, said=said)
+
+
+def test_a_rank_that_died_of_another_ones_shape_is_not_to_blame():
+    """Rank 0 has been aborted; its neighbor, rank 1, has read what it had issued."""
+    seen = {0: [signature(117, (4,)), signature(118, (8, 128))], 1: [signature(118, (8, 128))]}
+    answers = {
+        1: dataclasses.replace(answer(1, wait()), signatures=seen),
+        2: dataclasses.replace(answer(2, wait()), signatures={2: [signature(118, (8, 64))]}),
+        3: dataclasses.replace(answer(3, wait()), signatures={3: [signature(118, (8, 128))]}),
+    }
+    found = judge(answers, {0: "(host1, pid 100) has died"}, lambda ranks: "tp")
+    assert found.blamed[0] == 2
+    said = (
+        "ranks do not agree on all_reduce #118 of axis tp: shape is (8, 128) on ranks [0, 1, 3], (8, 64) on"
+    )
+    assert found.lines[0] == f"{said} rank [2]"
+    assert Answer.from_json(answers[1].to_json()) == answers[1]
+
+
 def test_a_sender_that_does_not_send_is_named():
     receive = wait(3, op="recv", group="pp", partners=(0,), channel="pp/send/0>1")
     found = verdict(answer(0, reached={"pp/send/0>1": 2}), answer(1, receive))
@@ -125,6 +154,17 @@ def test_where_all_have_come_no_rank_is_to_blame():
     found = verdict(*(answer(rank, wait()) for rank in PARTNERS))
     assert found.blamed == ()
     assert "all of ranks 0, 1, 2, 3 have entered all_reduce #118" in found.lines[0]
+
+
+def test_a_wait_for_something_outside_of_the_job_has_a_line_too(capfd: pytest.CaptureFixture[str]):
+    said = {0: answer(0), 1: answer(1, overdue="has been in a save for more than 60 s")}
+    write_notice(verdict(*said.values()), said, set(), notice=60.0, timeout=1620.0, ends=True)
+    assert capfd.readouterr().err == (
+        "colossalai watchdog: rank 1 (host1) has been in a save for more than 60 s; it is in data loading; "
+        "if nothing moves, the job is ended in 1560 s\n"
+    )
+    write_notice(verdict(answer(0)), {0: answer(0)}, set(), notice=60.0, timeout=1620.0, ends=True)
+    assert capfd.readouterr().err == ""
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])
