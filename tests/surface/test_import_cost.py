@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.unit
 
-MOST_S = 0.3  # on top of `import torch`
+MOST = 0.18  # of what `import torch` takes in the same process: a slow or busy machine slows both
 NUM_RUNS = 7
 
 # These come with a user's first call that needs them, unless torch itself imports them.
@@ -45,7 +45,9 @@ HEAVY = (
 # are used, times that and lists what came with it.
 MEASURE = """
 import gc, json, os, sys, time
+start = time.process_time()
 import torch
+torch_s = time.process_time() - start
 gc.collect(); gc.freeze()
 before = set(sys.modules)
 runs = []
@@ -57,7 +59,7 @@ for _ in range(int(sys.argv[1])):
         colossalai.launch, colossalai.initialize, colossalai.Booster
         seconds = time.process_time() - start
         with os.fdopen(theirs, "w") as pipe:
-            json.dump([seconds, sorted(set(sys.modules) - before)], pipe)
+            json.dump([seconds / torch_s, sorted(set(sys.modules) - before)], pipe)
         os._exit(0)
     os.close(theirs)
     with os.fdopen(ours) as pipe:
@@ -79,7 +81,7 @@ def runs() -> list[tuple[float, list[str]]]:
 
 def test_import_is_cheap(runs: list[tuple[float, list[str]]]) -> None:
     """Processor time, and the quickest run counts: other work on the machine must not make the test fail."""
-    assert min(seconds for seconds, _ in runs) < MOST_S
+    assert min(share for share, _ in runs) < MOST
 
 
 def test_nothing_heavy_is_imported(runs: list[tuple[float, list[str]]]) -> None:
