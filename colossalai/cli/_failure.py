@@ -3,7 +3,8 @@
 [Note: the first failure]
 When one rank ends, its peers fail soon after with "connection closed" and the like. Who is to blame?
 - A rank that was killed by a signal. We have sent none at this point, so somebody else has: it is the cause.
-- SIGABRT is the exception: compiled code aborts itself, mostly because a peer is gone.
+- SIGABRT is the exception: compiled code aborts itself, mostly because a peer is gone, or sends what nobody
+  expects. It leaves no error, and those of its peers, who can say why, come a moment later: they are awaited.
 - Else the rank whose error is the oldest. A rank writes down the time of its error when it is raised, which
   may be long before the rank ends.
 - A node that is lost takes its ranks along, and those of the others then raise: it is the cause, unless a
@@ -39,6 +40,7 @@ class RankState:
     exit_code: int | None  # -N for death by signal N, None while it runs
     error: RankError | None
     host: str = ""  # empty on one machine
+    ended_at: float | None = None  # when its end was first seen, in seconds since the epoch
 
     @property
     def has_failed(self) -> bool:
@@ -113,14 +115,14 @@ def find_failure(ranks: list[RankState], *, now: float, patience_s: float) -> Jo
     Args:
         ranks: All ranks; none of them has been sent a signal by us.
         now: Seconds since the epoch.
-        patience_s: How long a rank with an error may take to end by itself: to close files, to write logs.
+        patience_s: How long a rank with an error may take to end (to close files, to write logs), and
+            the peers of a rank that aborted to say why.
     """
     failed = sorted((rank for rank in ranks if rank.has_failed), key=_order_of_blame)
-    is_certain = any(
-        rank.exit_code is not None or (rank.error is not None and now - rank.error.time > patience_s)
-        for rank in failed
-    )
-    return JobFailure(first=failed[0], later=tuple(failed[1:])) if is_certain else None
+    have_ended = all(rank.exit_code is not None for rank in ranks)
+    if not failed or not (have_ended or any(_is_certain(rank, now - patience_s) for rank in failed)):
+        return None
+    return JobFailure(first=failed[0], later=tuple(failed[1:]))
 
 
 def blame(ranks: list[RankState], losses: list[NodeLoss]) -> JobFailure:
@@ -149,6 +151,13 @@ def read_error(path: Path) -> RankError | None:
         time=float(extra.get("time", extra["timestamp"])),  # `record` has whole seconds only
         exit_code=extra.get("exit_code", 1),
     )
+
+
+def _is_certain(rank: RankState, long_ago: float) -> bool:
+    """Whether nobody who is still to be heard can have failed before this rank, or knows better why."""
+    if rank.exit_code == -signal.SIGABRT and rank.error is None:
+        return rank.ended_at is None or rank.ended_at < long_ago
+    return rank.exit_code is not None or (rank.error is not None and rank.error.time < long_ago)
 
 
 def _order_of_blame(rank: RankState) -> tuple[bool, float]:

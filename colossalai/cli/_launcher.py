@@ -103,21 +103,28 @@ class LocalAgent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, logs: LogsSpecs) -> None:
         super().__init__(spec, logs)
         self.failure: JobFailure | None = None
+        self._ended_at: dict[int, float] = {}  # by pid
 
     def look_at_ranks(self) -> list[RankState]:
         """Return how the ranks are; there are none before they are started, or once they have succeeded."""
         if self._pcontext is None or self._worker_group.state == WorkerState.SUCCEEDED:
             return []
-        pids = self._pcontext.pids()
-        return [
-            RankState(
-                global_rank=worker.global_rank,
-                pid=pids[worker.local_rank],
-                exit_code=exit_code_of(pids[worker.local_rank]),
-                error=read_error(Path(self._pcontext.error_files[worker.local_rank])),
+        ranks = []
+        for worker in self._worker_group.workers:
+            pid = self._pcontext.pids()[worker.local_rank]
+            exit_code = exit_code_of(pid)
+            ended_at = None if exit_code is None else self._ended_at.setdefault(pid, time.time())
+            error = read_error(Path(self._pcontext.error_files[worker.local_rank]))
+            ranks.append(
+                RankState(
+                    global_rank=worker.global_rank,
+                    pid=pid,
+                    exit_code=exit_code,
+                    error=error,
+                    ended_at=ended_at,
+                )
             )
-            for worker in self._worker_group.workers
-        ]
+        return ranks
 
     def on_failure(self) -> None:
         """Called when a failure is found, before the ranks are ended."""

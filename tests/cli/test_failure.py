@@ -2,6 +2,7 @@
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,16 @@ def _rank(global_rank: int, exit_code: int | None, *, error: str = "", age: floa
 
 def _failure(*ranks: RankState) -> JobFailure | None:
     return find_failure(list(ranks), now=NOW, patience_s=3.0)
+
+
+def test_peers_of_a_rank_that_aborts_may_say_why():
+    aborted = _rank(0, -signal.SIGABRT)
+    just_now, long_ago = (replace(aborted, ended_at=NOW - age) for age in (0.1, 3.1))
+    assert _failure(just_now, _rank(1, None)) is None
+    assert _failure(long_ago, _rank(1, None)).first.global_rank == 0
+    assert _failure(just_now, replace(_rank(1, -signal.SIGABRT), ended_at=NOW)) is not None  # nobody is left
+    said = _failure(just_now, _rank(1, 1, error="shape is (1000,) on rank 0"), _rank(2, None))
+    assert said.first.global_rank == 1
 
 
 @pytest.mark.parametrize(

@@ -354,8 +354,11 @@ def test_a_rank_with_another_shape_is_named_and_not_the_one_that_it_kills(tmp_pa
     finally:
         command.end()
     first = command.err[command.err.index("colossalai run: ") :].splitlines()[0]
-    said = "all_reduce #2 of axis dp: shape is (1000,) on ranks [0, 2], (2000,) on rank [1]"
-    assert first.endswith(f"DisagreementError: ranks do not agree on {said}"), command.err
+    said = "DisagreementError: ranks do not agree on all_reduce #2 of axis dp: shape is "
+    assert said in first, command.err
+    # On a busy machine a rank may die before its neighbors have opened its record: then it is not mentioned.
+    assert "(2000,) on rank [1]" in first
+    assert "(1000,) on rank" in first
 
 
 def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path):
