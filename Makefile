@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test matrix cluster check format gpu clean
+.PHONY: help setup train test test-all long matrix cluster check format gpu clean
 
 PYTHON ?= python3
 NPROC ?= 2
@@ -22,7 +22,9 @@ TRAIN_ARGS = $(if $(DATA),--data "$(DATA)") $(if $(filter-out 0,$(FRESH)),--fres
 help:
 	@echo "make train   train a small GPT on text with NPROC=2 processes; run again to resume."
 	@echo "             FRESH=1 starts over, DATA=PATH takes your .txt/.jsonl files, ARGS= goes to the script"
-	@echo "make test    check, then the whole test suite, but for the next two"
+	@echo "make test    check, then every feature and every rule once"
+	@echo "make test-all  the same, and the next three; what CI runs"
+	@echo "make long    further cells of matrices: pairs of methods, precisions, compiled models"
 	@echo "make matrix  every checkpoint layout saved and loaded in every other"
 	@echo "make cluster jobs on several hosts, made of network namespaces; as root"
 	@echo "make check   format, lint, types, layers, surface"
@@ -54,7 +56,12 @@ check: setup
 
 test: check
 	@$(BIN)/python -m compileall -q colossalai tests
-	$(BIN)/python -m pytest -m "not cluster" --ignore=tests/checkpoint_io/test_matrix.py
+	$(BIN)/python -m pytest -m "not cluster and not long" --ignore=tests/checkpoint_io/test_matrix.py
+
+long: setup
+	$(BIN)/python -m pytest -m long --ignore=tests/checkpoint_io/test_matrix.py
+
+test-all: test long matrix cluster
 
 matrix: setup
 	FULL_MATRIX=1 $(BIN)/python -m pytest tests/checkpoint_io/test_matrix.py

@@ -34,6 +34,7 @@ PLUGINS = {
     "sequence": (2, lambda: HybridParallelPlugin(tp_size=2, sequence_parallel=True)),
     "pipeline": (2, lambda: HybridParallelPlugin(pp_size=2, num_microbatches=2)),
 }
+FURTHER = ("tensor 2d", "tensor 2.5d", "tensor 3d")  # tests of these modes train in some precision, too
 
 
 def train(choice, column):
@@ -81,7 +82,9 @@ def cells_of(column):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("column", PLUGINS)
+@pytest.mark.parametrize(
+    "column", [pytest.param(name, marks=[pytest.mark.long] * (name in FURTHER)) for name in PLUGINS]
+)
 def test_the_cells_of_a_column(column):
     rows = [line.strip("| ").split(" | ") for line in precision_table()]
     place = rows[0].index(column) + 1  # the corner is empty

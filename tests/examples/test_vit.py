@@ -10,7 +10,9 @@ from tests.ranks import run_ranks
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.parametrize(("config", "num_ranks"), [("data", 2), ("pipeline", 2), ("hybrid", 4)])
+@pytest.mark.parametrize(
+    ("config", "num_ranks"), [("data", 2), ("pipeline", 2), pytest.param("hybrid", 4, marks=pytest.mark.long)]
+)
 def test_the_promised_accuracy_is_reached(
     config: str, num_ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

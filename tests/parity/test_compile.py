@@ -82,6 +82,7 @@ def with_tensors():
     return len(pairs), max((one - other).abs().max().item() for one, other in pairs)
 
 
+@pytest.mark.long
 def test_tensor_parallelism_against_itself_without():
     for num_params, difference in run_ranks(with_tensors, 2, timeout=BUSY):
         assert num_params > 20
@@ -111,6 +112,7 @@ def with_kernels():
     return (results[0] - results[1]).abs().max().item()
 
 
+@pytest.mark.long
 def test_generated_kernels_give_the_same(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     (difference,) = run_ranks(with_kernels, 1, timeout=BUSY)

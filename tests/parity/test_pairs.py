@@ -124,11 +124,12 @@ BY_RANKS = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", BY_RANKS)
+@pytest.mark.parametrize("num_ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.long) for n in (4, 8, 16))])
 def test_a_model_of_the_zoo(num_ranks: int) -> None:
     check(BY_RANKS[num_ranks], num_ranks, zoo_gpt, GPTLMLoss)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_model_of_transformers(num_ranks: int) -> None:
     pytest.importorskip("transformers")
