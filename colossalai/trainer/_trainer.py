@@ -156,11 +156,11 @@ class Trainer:
             )
         with self._telling_hooks_of_exceptions():
             self._call_hooks("before_train")
-            while not self._is_complete():
+            # A rank whose own hook asks for the end must not leave the others alone: all decide together.
+            while not self._is_complete() and not self._agree_to_stop():
                 self._train_epoch(train_dataloader, display_progress, return_output_label)
                 if test_dataloader is not None and self.cur_epoch % test_interval == 0:
                     self._test(test_dataloader, display_progress, return_output_label)
-                self._agree_to_stop()
             self._call_hooks("after_train")
 
     @names_arguments
@@ -322,8 +322,8 @@ class Trainer:
                     )
             raise
 
-    def _agree_to_stop(self) -> None:
-        """Hear at the end of every epoch whether a rank asks for the end; one all-reduce of one number."""
+    def _agree_to_stop(self) -> bool:
+        """Hear before every epoch whether a rank asks for the end; one all-reduce of one number."""
         mesh = self.engine.mesh
         asks = self.stop_reason is not None
         if mesh.world_size > 1:
@@ -333,13 +333,12 @@ class Trainer:
             self.stop_reason = "another rank has asked for it"
         if asks:
             self._logger.info(f"Training ends after epoch {self.cur_epoch}: {self.stop_reason}", ranks=[0])
+        return asks
 
     def _is_complete(self) -> bool:
         assert self.max_epochs is not None, "fit has set it"
-        return (
-            self.stop_reason is not None
-            or self.cur_epoch >= self.max_epochs
-            or (self.max_steps is not None and self.cur_step >= self.max_steps)
+        return self.cur_epoch >= self.max_epochs or (
+            self.max_steps is not None and self.cur_step >= self.max_steps
         )
 
     def _progress(

@@ -8,7 +8,7 @@ optimizer.step()
 `LowLevelZeroOptimizer(optimizer, ...)` does it for an optimizer alone.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import signature
 from typing import Any
@@ -164,7 +164,16 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         norm_type: float = 2.0,
         scaler: LossScaler | None = None,
     ) -> None:
-        given = locals()
+        options: dict[str, Any] = {
+            "initial_scale": initial_scale,
+            "min_scale": min_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "hysteresis": hysteresis,
+            "max_scale": max_scale,
+            "verbose": verbose,
+        }
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, OptimizerWrapper):
             raise ValueError(
                 f"the optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer that you "
@@ -180,8 +189,22 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
                 overlap_communication=overlap_communication,
                 cpu_offload=cpu_offload,
             )
-            if isinstance(model.precision, NaiveFP16):
-                scaler = _scaler_of(model, {name: given[name] for name in _scaler_defaults()})
+            scaler = _scaler_of(model, options, _defaults(LowLevelZeroOptimizer.__init__, options))
+        else:
+            options |= {
+                "reduce_bucket_size": reduce_bucket_size,
+                "communication_dtype": communication_dtype,
+                "overlap_communication": overlap_communication,
+                "partition_grad": partition_grad,
+                "cpu_offload": cpu_offload,
+                "forced_dtype": forced_dtype,
+            }
+            defaults = _defaults(LowLevelZeroOptimizer.__init__, options)
+            if taken := [name for name, value in options.items() if value != defaults[name]]:
+                raise ValueError(
+                    f"{', '.join(taken)}: the model comes from zero_model_wrapper, which has the options of "
+                    "the gradients; make the optimizer with zero_optim_wrapper, which has those of the scale"
+                )
         held = {param for group in optimizer.param_groups for param in group["params"]}
         shards = model.data.shard(model.module, optimizer, model.masters)
         model.masters = model.masters.without(held)
@@ -326,32 +349,48 @@ def zero_optim_wrapper(
         ValueError: The model has not been through `zero_model_wrapper`, the optimizer cannot be cut, or an
             option is not what it must be, or differs from that of the model's first optimizer.
     """
-    given = locals()
     if not isinstance(model, ZeroModel):
         raise ValueError(
             f"the model is a {type(model).__name__}: pass what zero_model_wrapper(model, ...) returned"
         )
-    options = {name: given[name] for name in _scaler_defaults()}
-    scaler: LossScaler | None = None
-    if isinstance(model.precision, NaiveFP16):
-        scaler = _scaler_of(model, options)
-    elif useless := [name for name, default in _scaler_defaults().items() if options[name] != default]:
-        get_dist_logger().log_once(
-            f"{', '.join(useless)}: no effect, only precision='fp16' of zero_model_wrapper has a loss scale",
-            ranks=[0],
-        )
+    options = {
+        "initial_scale": initial_scale,
+        "growth_factor": growth_factor,
+        "backoff_factor": backoff_factor,
+        "growth_interval": growth_interval,
+        "hysteresis": hysteresis,
+        "min_scale": min_scale,
+        "max_scale": max_scale,
+        "verbose": verbose,
+    }
+    scaler = _scaler_of(model, options, _defaults(zero_optim_wrapper, options))
     return LowLevelZeroOptimizer(
         optimizer, model=model, scaler=scaler, clip_grad_norm=max_norm, norm_type=norm_type
     )
 
 
-def _scaler_of(model: ZeroModel, options: dict[str, Any]) -> LossScaler | None:
-    """Return the loss scaler of a model's first optimizer, None for the others, which share that one."""
+def _scaler_of(
+    model: ZeroModel, options: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> LossScaler | None:
+    """Return the loss scaler of a model's first optimizer, None for the others, which share that one.
+
+    None, too, where the precision has no scale; options that were given all the same are named in the log.
+
+    Raises:
+        ValueError: Another optimizer of the model has another scale.
+    """
+    if not isinstance(model.precision, NaiveFP16):
+        if useless := [name for name, value in options.items() if value != defaults[name]]:
+            get_dist_logger().log_once(
+                f"{', '.join(useless)}: no effect, only float16 (precision='fp16') has a loss scale",
+                ranks=[0],
+            )
+        return None
     asked = NaiveFP16(**options)
     if model.first_optimizer is None:
         model.precision = asked
         return asked.make_scaler()
-    if asked not in (model.precision, NaiveFP16(**_scaler_defaults())):
+    if asked not in (model.precision, NaiveFP16(**defaults)):
         raise ValueError(
             f"an optimizer asks for the loss scale {options}, but the first optimizer of this model has "
             f"another one, {model.precision}, and a model has one only: give the options with the first"
@@ -359,8 +398,6 @@ def _scaler_of(model: ZeroModel, options: dict[str, Any]) -> LossScaler | None:
     return None
 
 
-def _scaler_defaults() -> dict[str, Any]:
-    """Return the defaults of the options that only a loss scale has."""
-    others = ("model", "optimizer", "max_norm", "norm_type")
-    parameters = signature(zero_optim_wrapper).parameters
-    return {name: each.default for name, each in parameters.items() if name not in others}
+def _defaults(function: Callable[..., Any], names: Iterable[str]) -> dict[str, Any]:
+    parameters = signature(function).parameters
+    return {name: parameters[name].default for name in names}

@@ -160,3 +160,22 @@ def test_ranks_stop_together_and_keep_the_best(tmp_path: Path) -> None:
     assert [trace.rpartition("_step_")[0] for trace in traces] == ["rank_0", "rank_1"]
     assert (tmp_path / "metrics_0.jsonl").read_text().count('"train"') == 3
     assert not (tmp_path / "metrics_1.jsonl").exists()
+
+
+def ask_before_the_first_epoch() -> tuple[int, str | None]:
+    trainer, loader, _ = build()
+
+    class Ask(BaseHook):
+        def before_train(self, trainer: Trainer) -> None:
+            if trainer.engine.mesh.rank == 1:
+                trainer.request_stop("nothing to do, says one rank")
+
+    trainer.fit(loader, 2, hooks=[Ask()])
+    return trainer.cur_step, trainer.stop_reason
+
+
+def test_one_rank_asks_before_the_first_epoch() -> None:
+    """The others would wait in the first step's collectives for one that has left."""
+    (steps, heard), (steps_of_asking, reason) = run_ranks(ask_before_the_first_epoch, 2)
+    assert (steps, steps_of_asking) == (0, 0)
+    assert (heard, reason) == ("another rank has asked for it", "nothing to do, says one rank")

@@ -289,11 +289,19 @@ def without_effect() -> None:
     with patch.object(get_dist_logger(), "log_once") as log:
         zero_optim_wrapper(zero_model_wrapper(model), adamw(model), growth_factor=4.0, verbose=True)
         LowLevelZeroPlugin(verbose=True, max_scale=4.0, norm_type=1.0)
+        LowLevelZeroOptimizer(adamw(Net()), min_scale=2.0, hysteresis=3)
     assert [call.args[0].partition(":")[0] for call in log.call_args_list] == [
         "growth_factor, verbose",
         "norm_type has no effect with max_norm=0",
         "max_scale, verbose",
+        "min_scale, hysteresis",
     ]
+    with pytest.raises(
+        ValueError, match="max_scale, partition_grad: the model comes from zero_model_wrapper"
+    ):
+        LowLevelZeroOptimizer(
+            adamw(model), model=zero_model_wrapper(model), max_scale=4.0, partition_grad=True
+        )
     gpc.destroy()
 
 
