@@ -39,7 +39,7 @@ from colossalai.checkpoint_io import (
     save_training_state,
     wait_for_saves,
 )
-from colossalai.checkpoint_io._manifest import read_manifest, verify_files
+from colossalai.checkpoint_io.storage._manifest import read_manifest, verify_files
 from colossalai.core import global_context as gpc
 
 HIDDEN = 2048

@@ -24,14 +24,14 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 import colossalai
-from colossalai.cluster._watchdog_progress import Progress
-from colossalai.cluster._watchdog_records import MessageRecord
-from colossalai.cluster._watchdog_sections import section
-from colossalai.cluster._watchdog_signature import SignatureRecord
 from colossalai.communication import _conjugate, ledger
 from colossalai.context import Config
 from colossalai.context._watching import start_watching, stop_watching
 from colossalai.model_zoo.gpt import GPT, GPTConfig
+from colossalai.monitor._flight_recorder import MessageRecord
+from colossalai.monitor._last_calls import SignatureRecord
+from colossalai.monitor._progress import Progress
+from colossalai.monitor._sections import section
 
 CONFIG = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}, "watchdog": False}
 VARIANTS: dict[str, dict[str, Any] | None] = {

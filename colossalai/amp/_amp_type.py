@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from colossalai._not_landed import FP8
 from colossalai.amp._apex import ApexPrecision
 from colossalai.amp._low_weights import NaiveFP16, PureBF16
-from colossalai.amp._model import PrecisionModule
 from colossalai.amp._optimizer import OptimizerWrapper
-from colossalai.amp._precision import BF16Autocast, FP16Autocast, Precision
+from colossalai.amp._precision import BF16Autocast, FP16Autocast, Precision, PrecisionModule
 
 
 class AMP_TYPE(Enum):

@@ -21,10 +21,15 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from colossalai.amp._loss_scaling import (
+    MAX_CONSECUTIVE_SKIPS,
+    DynamicLossScaler,
+    LossScaler,
+    StaticLossScaler,
+)
 from colossalai.amp._low_weights import cast_floats, tensors_of_batch_norms
 from colossalai.amp._masters import Masters, cast_parameters
 from colossalai.amp._precision import Precision, to_float32
-from colossalai.amp._scaler import MAX_CONSECUTIVE_SKIPS, DynamicLossScaler, LossScaler, StaticLossScaler
 from colossalai.logging import get_dist_logger
 
 _HALVES = (torch.float16, torch.bfloat16)

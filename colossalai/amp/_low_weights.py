@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from colossalai.amp._loss_scaling import MAX_CONSECUTIVE_SKIPS, DynamicLossScaler, LossScaler
 from colossalai.amp._masters import Masters, cast_parameters
 from colossalai.amp._optimizer import OptimizerWrapper
 from colossalai.amp._precision import Precision, to_float32
-from colossalai.amp._scaler import MAX_CONSECUTIVE_SKIPS, DynamicLossScaler, LossScaler
 from colossalai.logging import get_dist_logger
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

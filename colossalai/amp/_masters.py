@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp._stand_ins import MASTERS_KEY, STATE_KEY, StandIns
+from colossalai.amp._sharded_params import MASTERS_KEY, STATE_KEY, StandIns
 from colossalai.tensor import scale_grads
 
 

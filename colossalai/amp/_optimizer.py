@@ -9,12 +9,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp._decision import Decision, decide
+from colossalai.amp._loss_scaling import LossScaler, Overflow, share_name
+from colossalai.amp._loss_weights import GivenLoss, LossTerm, LossWeights, Silenced, Weight, read_loss
 from colossalai.amp._masters import Masters
-from colossalai.amp._overflow import Overflow, share_name
-from colossalai.amp._scaler import LossScaler
-from colossalai.amp._stand_ins import StandIns
-from colossalai.amp._weights import GivenLoss, LossTerm, LossWeights, Silenced, Weight, read_loss
+from colossalai.amp._sharded_params import StandIns
+from colossalai.amp._step_decision import Decision, decide
 from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
 from colossalai.tensor import count_zero_grads, global_grad_norm, local_grads, scale_grads

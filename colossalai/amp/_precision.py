@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from colossalai.amp._loss_scaling import MAX_CONSECUTIVE_SKIPS, DynamicLossScaler, LossScaler
 from colossalai.amp._masters import Masters
 from colossalai.amp._optimizer import OptimizerWrapper
-from colossalai.amp._scaler import MAX_CONSECUTIVE_SKIPS, DynamicLossScaler, LossScaler
 
 
 class Precision:
@@ -123,3 +123,48 @@ class FP16Autocast(_Autocast):
 def to_float32(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of 16 bits as float32, any other as it is."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def refuse_misfit(precision: Precision, *, shards_parameters: bool) -> None:
+    """Raise if a precision does not go with sharded parameters.
+
+    Args:
+        precision: The precision.
+        shards_parameters: Whether a rank holds slices of the parameters only.
+
+    Raises:
+        ValueError: It does not.
+    """
+    if shards_parameters and precision.has_masters:
+        raise ValueError(
+            "float32 masters of the weights and sharded parameters cannot be combined: each rank's slice is "
+            "its master already; use the precision 'fp16' or 'bf16', or keep the parameters whole"
+        )
+
+
+class PrecisionModule(nn.Module):
+    """A module whose forward runs in the context of a precision, which converts input and output.
+
+    Args:
+        module: The module.
+        precision: The precision.
+        device_type: Type of the device that the module is on.
+    """
+
+    def __init__(self, module: nn.Module, precision: Precision, device_type: str) -> None:
+        super().__init__()
+        self.module = module
+        self.precision = precision
+        self.device_type = device_type
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        with self.precision.forward_context(self.device_type):
+            args, kwargs = self.precision.convert_input((args, kwargs))
+            output = self.module(*args, **kwargs)
+        return self.precision.convert_output(output)
+
+
+def apply_precision(module: nn.Module, precision: Precision, device_type: str) -> nn.Module:
+    """Return a module that computes as `module` does, in a precision; `module` itself in full precision."""
+    return module if isinstance(precision, FullPrecision) else PrecisionModule(module, precision, device_type)

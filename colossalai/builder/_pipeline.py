@@ -7,9 +7,9 @@ from torch import nn
 
 from colossalai.builder._config import build_module
 from colossalai.context import ParallelMode, global_context
-from colossalai.pipeline._partition import partition_balanced as partition_balanced
-from colossalai.pipeline._partition import partition_uniform as partition_uniform
-from colossalai.pipeline._sequential import PartitionMethod, cut_sequential
+from colossalai.pipeline.stages import PartitionMethod, cut_sequential
+from colossalai.pipeline.stages import partition_balanced as partition_balanced
+from colossalai.pipeline.stages import partition_uniform as partition_uniform
 
 
 def build_pipeline_model(layers: nn.Sequential, num_chunks: int = 1, verbose: bool = False) -> nn.Module:

@@ -6,35 +6,37 @@ The reader for torch's distributed checkpoints, which take a second to import, c
 from typing import TYPE_CHECKING, Any
 
 from colossalai._lazy import find_name
-from colossalai.checkpoint_io._atomic import atomic_file as atomic_file
-from colossalai.checkpoint_io._atomic import atomic_folder as atomic_folder
 from colossalai.checkpoint_io._checkpoint_io import CheckpointIO as CheckpointIO
 from colossalai.checkpoint_io._checkpoint_io import GeneralCheckpointIO as GeneralCheckpointIO
-from colossalai.checkpoint_io._legacy import load_checkpoint as load_checkpoint
-from colossalai.checkpoint_io._legacy import save_checkpoint as save_checkpoint
-from colossalai.checkpoint_io._lr_scheduler import Stateful as Stateful
-from colossalai.checkpoint_io._lr_scheduler import load_lr_scheduler as load_lr_scheduler
-from colossalai.checkpoint_io._lr_scheduler import save_lr_scheduler as save_lr_scheduler
+from colossalai.checkpoint_io._global_plan import set_prefix as set_prefix
+from colossalai.checkpoint_io._global_plan import set_tied_names as set_tied_names
+from colossalai.checkpoint_io._load_report import LoadReport as LoadReport
+from colossalai.checkpoint_io._model import MODEL as MODEL
 from colossalai.checkpoint_io._model import load_model as load_model
 from colossalai.checkpoint_io._model import save_model as save_model
-from colossalai.checkpoint_io._names import LoadReport as LoadReport
 from colossalai.checkpoint_io._optimizer import load_optimizer as load_optimizer
 from colossalai.checkpoint_io._optimizer import save_optimizer as save_optimizer
-from colossalai.checkpoint_io._optimizer_store import parameter_names as parameter_names
-from colossalai.checkpoint_io._parts import set_prefix as set_prefix
-from colossalai.checkpoint_io._parts import set_tied_names as set_tied_names
-from colossalai.checkpoint_io._pending import check_saves as check_saves
-from colossalai.checkpoint_io._pending import wait_for_saves as wait_for_saves
+from colossalai.checkpoint_io._optimizer_state import parameter_names as parameter_names
+from colossalai.checkpoint_io._single_file import load_checkpoint as load_checkpoint
+from colossalai.checkpoint_io._single_file import save_checkpoint as save_checkpoint
+from colossalai.checkpoint_io._state import names_by_tensor as names_by_tensor
 from colossalai.checkpoint_io._training_state import TrainingState as TrainingState
 from colossalai.checkpoint_io._training_state import latest_training_state as latest_training_state
 from colossalai.checkpoint_io._training_state import load_training_state as load_training_state
 from colossalai.checkpoint_io._training_state import resume_training_state as resume_training_state
 from colossalai.checkpoint_io._training_state import save_training_state as save_training_state
+from colossalai.checkpoint_io.formats import Stateful as Stateful
+from colossalai.checkpoint_io.formats import load_lr_scheduler as load_lr_scheduler
+from colossalai.checkpoint_io.formats import save_lr_scheduler as save_lr_scheduler
+from colossalai.checkpoint_io.storage import atomic_file as atomic_file
+from colossalai.checkpoint_io.storage import atomic_folder as atomic_folder
+from colossalai.checkpoint_io.storage import check_saves as check_saves
+from colossalai.checkpoint_io.storage import wait_for_saves as wait_for_saves
 
 if TYPE_CHECKING:
-    from colossalai.checkpoint_io._dcp import ChunkStorageReader as ChunkStorageReader
+    from colossalai.checkpoint_io._dcp_storage_reader import ChunkStorageReader as ChunkStorageReader
 
 
 def __getattr__(name: str) -> Any:
     """Import what is not imported yet (PEP 562)."""
-    return find_name(__name__, {"ChunkStorageReader": "colossalai.checkpoint_io._dcp"}, name)
+    return find_name(__name__, {"ChunkStorageReader": "colossalai.checkpoint_io._dcp_storage_reader"}, name)

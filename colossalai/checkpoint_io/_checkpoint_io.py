@@ -8,10 +8,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp import OptimizerWrapper
-from colossalai.checkpoint_io._lr_scheduler import load_lr_scheduler, save_lr_scheduler
 from colossalai.checkpoint_io._model import load_model, save_model
 from colossalai.checkpoint_io._optimizer import load_optimizer, save_optimizer
-from colossalai.checkpoint_io._optimizer_store import ParamNames, parameter_names
+from colossalai.checkpoint_io._optimizer_state import ParamNames, parameter_names
+from colossalai.checkpoint_io.formats import load_lr_scheduler, save_lr_scheduler
 
 
 class CheckpointIO(ABC):

@@ -20,48 +20,86 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.checkpoint_io._agreement import (
+from colossalai.checkpoint_io._collective import (
     COLLECTIVE,
     broadcast_from_writer,
+    gather,
     global_rank,
     num_ranks,
     on_every_rank,
     on_writer,
 )
-from colossalai.checkpoint_io._blocks import DEFAULT_BUFFER_MB, block_size
-from colossalai.checkpoint_io._chunk_writing import share_out
-from colossalai.checkpoint_io._draft import Draft, in_host_memory, write_draft
-from colossalai.checkpoint_io._lr_scheduler import Stateful, read_plain
-from colossalai.checkpoint_io._manifest import MANIFEST, Manifest, read_manifest, verify_files
-from colossalai.checkpoint_io._model_loading import ModelLoading, module_names, plan_model_loading
-from colossalai.checkpoint_io._model_store import MODEL, model_store
-from colossalai.checkpoint_io._names import listed
-from colossalai.checkpoint_io._optimizer_loading import (
+from colossalai.checkpoint_io._global_plan import names_elsewhere
+from colossalai.checkpoint_io._load_report import listed
+from colossalai.checkpoint_io._model import MODEL, ModelLoading, model_store, module_names, plan_model_loading
+from colossalai.checkpoint_io._optimizer import (
     OptimizerLoading,
     optimizer_names_elsewhere,
     plan_optimizer_loading,
 )
-from colossalai.checkpoint_io._optimizer_store import (
+from colossalai.checkpoint_io._optimizer_state import (
     OPTIMIZER,
     ParamNames,
     opened,
     optimizer_store,
     parameter_names,
 )
-from colossalai.checkpoint_io._parts import names_elsewhere
-from colossalai.checkpoint_io._pending import host_copies, locked, start_save, wait_for_saves
-from colossalai.checkpoint_io._random_files import random_files, read_random_state
-from colossalai.checkpoint_io._shelf import (
+from colossalai.checkpoint_io._retention import (
     make_way,
     newest_complete,
     refuse_lost,
     refuse_unlisted,
     step_folder,
 )
-from colossalai.checkpoint_io._store_reading import read_store
-from colossalai.checkpoint_io._tree import plain
-from colossalai.context import set_random_state
+from colossalai.checkpoint_io._save_plan import Draft, in_host_memory, write_draft
+from colossalai.checkpoint_io._streaming import DEFAULT_BUFFER_MB, block_size
+from colossalai.checkpoint_io.formats import Stateful, read_plain, read_store, share_out
+from colossalai.checkpoint_io.resharding import plain
+from colossalai.checkpoint_io.storage import (
+    MANIFEST,
+    Manifest,
+    host_copies,
+    locked,
+    read_manifest,
+    start_save,
+    verify_files,
+    wait_for_saves,
+)
+from colossalai.context import (
+    fitting_random_state,
+    is_of_this_place,
+    random_state,
+    say_other_layout,
+    set_random_state,
+)
 from colossalai.logging import get_dist_logger
+
+
+def random_files() -> dict[str, Any]:
+    """Return the random states of all ranks, by the name of the file that each goes to; collective."""
+    states = gather(plain(random_state(), at="random state"))
+    return {_file_name(rank, len(states)): state for rank, state in enumerate(states)}
+
+
+def read_random_state(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], str]:
+    """Return the random state with which this rank goes on, and what that means if the layout is another one.
+
+    Raises:
+        ValueError: A file is damaged.
+        OSError: It cannot be read.
+    """
+    count = manifest.num_ranks
+    if count == num_ranks():
+        own = read_plain(folder / _file_name(global_rank(), count))
+        if is_of_this_place(own):
+            return fitting_random_state([own], step=manifest.step), ""
+    saved = [read_plain(folder / _file_name(rank, count)) for rank in range(count)]
+    return fitting_random_state(saved, step=manifest.step), say_other_layout(saved, step=manifest.step)
+
+
+def _file_name(rank: int, count: int) -> str:
+    return f"random/{rank:05d}-of-{count:05d}.pt"
+
 
 _PARTS_FILE = "parts.pt"
 

@@ -9,9 +9,9 @@ from colossalai._lazy import find_name
 from colossalai.cli._main import main as main
 
 if TYPE_CHECKING:
-    from colossalai.cli._notebook import notebook_launcher as notebook_launcher
+    from colossalai.launcher import notebook_launcher as notebook_launcher
 
 
 def __getattr__(name: str) -> Any:
     """Import what is not imported yet (PEP 562)."""
-    return find_name(__name__, {"notebook_launcher": "colossalai.cli._notebook"}, name)
+    return find_name(__name__, {"notebook_launcher": "colossalai.launcher._notebook"}, name)

@@ -1,5 +1,5 @@
 """`python -m colossalai.cli` is the command `colossalai`."""
 
-from colossalai.cli import main
+from colossalai.cli._main import main
 
 main(prog_name="colossalai")

@@ -14,13 +14,17 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from colossalai.checkpoint_io._comparing import differences
-from colossalai.checkpoint_io._convert import Conversion, convert_checkpoint, size_of
-from colossalai.checkpoint_io._merging import merge_stores
-from colossalai.checkpoint_io._model_store import MODEL
-from colossalai.checkpoint_io._opened import Opened, open_checkpoint
-from colossalai.checkpoint_io._store import names_by_tensor
-from colossalai.checkpoint_io._verifying import verify_checkpoint
+from colossalai.checkpoint_io import MODEL, names_by_tensor
+from colossalai.checkpoint_io.tools import (
+    Conversion,
+    Opened,
+    convert_checkpoint,
+    differences,
+    merge_stores,
+    open_checkpoint,
+    size_of,
+    verify_checkpoint,
+)
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -10,10 +10,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from colossalai.cli._cluster_job import forwarded_environment
-from colossalai.cli._run import RunOptions, find_hosts
-from colossalai.cluster import Finding, PreflightReport, PreflightRequest, preflight
-from colossalai.cluster._hosts import Host
+from colossalai.cluster import Host
+from colossalai.launcher import RunOptions, find_hosts, forwarded_environment
+from colossalai.launcher.preflight import Finding, PreflightReport, PreflightRequest, preflight
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,8 +117,8 @@ def run(script: str, **options: Any) -> None:
     Other machines are reached with ssh; they need the same Python, script and working directory. Variables
     such as NCCL_*, OMP_* and PYTHONPATH go along.
     """
-    from colossalai.cli._run import RunOptions
-    from colossalai.cli._run import run as run_job
+    from colossalai.launcher import RunOptions
+    from colossalai.launcher import run as run_job
 
     try:
         sys.exit(run_job(RunOptions(target=script, **options)))

@@ -9,15 +9,40 @@ import errno
 import ipaddress
 import os
 import platform
+import select
 import socket
-from collections.abc import Collection
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from colossalai.cluster._socket_interface import GLOO
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+
+def chosen_interfaces(variable: str, value: str, interfaces: Sequence[str]) -> list[str]:
+    """Return the interfaces that a variable with this value chooses, in the order of its preference."""
+    if variable == GLOO:
+        return [name for name in value.split(",") if name in interfaces]
+    is_excluding = value.startswith("^")
+    value = value.removeprefix("^")
+    is_exact = value.startswith("=")
+    wanted = [word for word in value.removeprefix("=").split(",") if word]
+    matching = [
+        name
+        for word in wanted
+        for name in interfaces
+        if name == word or (not is_exact and name.startswith(word))
+    ]
+    if is_excluding:
+        return [name for name in interfaces if name not in matching]
+    return list(dict.fromkeys(matching))
+
 
 LOOPBACK = "127.0.0.1"
 _TIMEOUT = timedelta(seconds=300)
@@ -113,3 +138,88 @@ def _loopback_interface() -> str:
             if flags & _IS_UP and flags & _IS_LOOPBACK:
                 return name
     return ""
+
+
+_T = TypeVar("_T")
+_PAUSE_S = 0.05  # between two tries: rank 0 may come at any moment
+_FIRST_WORD_S = 0.005  # a proxy whose other end is not there yet closes the connection, an sshd greets
+
+
+def wait_for_name(host: str, port: int, *, deadline: float) -> list[Any]:
+    """Wait until a name is known, and return its addresses as `socket.getaddrinfo` does.
+
+    Args:
+        host: A name or an address.
+        port: The port for the addresses.
+        deadline: Until when, by `time.monotonic`.
+
+    Raises:
+        ConnectionError: The name is not known by then; the message says why.
+    """
+    reason = "no time was left to look the name up"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            return within(left, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+        except TimeoutError:
+            reason = f"the name server does not say what {host!r} is"
+        except (OSError, UnicodeError) as error:  # names of pods and services may come later than processes
+            reason = f"the name {host!r} is not known: {getattr(error, 'strerror', None) or error}"
+        _pause(deadline)
+    raise ConnectionError(reason)
+
+
+def wait_for_server(host: str, port: int, *, deadline: float) -> None:
+    """Wait until something listens at an address that waits for its clients to speak, as a store does.
+
+    Args:
+        host: Its name or address.
+        port: Its port.
+        deadline: Until when, by `time.monotonic`.
+
+    Raises:
+        ConnectionError: Nothing does by then; the message says why.
+    """
+    reason = ""
+    while True:
+        for family, kind, protocol, _, address in wait_for_name(host, port, deadline=deadline):
+            try:
+                with socket.socket(family, kind, protocol) as trial:
+                    trial.settimeout(max(_PAUSE_S, deadline - time.monotonic()))
+                    trial.connect(address)
+                    if not select.select([trial], [], [], _FIRST_WORD_S)[0]:
+                        return
+                    closes = not trial.recv(1)
+                    reason = "it closes the connection" if closes else "it is another program that listens"
+            except TimeoutError:
+                reason = "the machine does not answer"
+            except OSError as error:
+                reason = error.strerror or str(error)
+        _pause(deadline)
+        if time.monotonic() >= deadline:
+            raise ConnectionError(reason)
+
+
+def within(seconds: float, call: Callable[[], _T]) -> _T:
+    """Return what a call returns, if it does so in time.
+
+    Args:
+        seconds: How long it may take; its thread is left behind then.
+        call: Takes no lock of Python's while it waits.
+
+    Raises:
+        TimeoutError: It has not returned.
+    """
+    answer: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, daemon=True, name="colossalai-reach").start()
+    return answer.result(max(seconds, 0.0))
+
+
+def _pause(deadline: float) -> None:
+    time.sleep(max(0.0, min(_PAUSE_S, deadline - time.monotonic())))

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from colossalai.cluster._watchdog_sections import module_at_work
 from colossalai.communication._collectives import all_gather, all_reduce, reduce_scatter
 from colossalai.context import Axis
+from colossalai.monitor import module_at_work
 
 
 def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:

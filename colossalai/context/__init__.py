@@ -4,12 +4,14 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from colossalai._not_landed import refuse_name
-from colossalai.context._arguments import UnknownArgumentError as UnknownArgumentError
-from colossalai.context._arguments import names_arguments as names_arguments
+from colossalai.context._check import UnknownArgumentError as UnknownArgumentError
+from colossalai.context._check import names_arguments as names_arguments
 from colossalai.context._config import Config as Config
 from colossalai.context._config import ConfigException as ConfigException
 from colossalai.context._ending import before_end as before_end
 from colossalai.context._ending import fail_at_end as fail_at_end
+from colossalai.context._features import check_compile as check_compile
+from colossalai.context._features import precision_mode as precision_mode
 from colossalai.context._group_initializer import INITIALIZER_MAPPING as INITIALIZER_MAPPING
 from colossalai.context._group_initializer import ProcessGroupInitializer as ProcessGroupInitializer
 from colossalai.context._launch import get_default_parser as get_default_parser
@@ -24,17 +26,21 @@ from colossalai.context._overrides import OVERRIDES_VARIABLE as OVERRIDES_VARIAB
 from colossalai.context._overrides import join_overrides as join_overrides
 from colossalai.context._parallel_context import ParallelContext as ParallelContext
 from colossalai.context._parallel_context import global_context as global_context
+from colossalai.context._parallel_mode import TENSOR_LAYOUTS as TENSOR_LAYOUTS
 from colossalai.context._parallel_mode import ParallelMode as ParallelMode
+from colossalai.context._parallel_mode import TensorLayout as TensorLayout
 from colossalai.context._random import add_seed as add_seed
 from colossalai.context._random import get_current_mode as get_current_mode
 from colossalai.context._random import get_seeds as get_seeds
 from colossalai.context._random import get_states as get_states
 from colossalai.context._random import moe_set_seed as moe_set_seed
+from colossalai.context._random import replay as replay
 from colossalai.context._random import reset_seeds as reset_seeds
 from colossalai.context._random import seed as seed
 from colossalai.context._random import set_mode as set_mode
 from colossalai.context._random import set_seed as set_seed
 from colossalai.context._random import set_seed_states as set_seed_states
+from colossalai.context._random import snapshot as snapshot
 from colossalai.context._random import sync_states as sync_states
 from colossalai.context._random import with_seed as with_seed
 from colossalai.context._random_saved import fitting_random_state as fitting_random_state

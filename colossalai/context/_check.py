@@ -1,9 +1,11 @@
 """Checks of single config values; an error names the key, the value and what is allowed."""
 
 import difflib
+import functools
+import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 from colossalai.context._config import ConfigException
 
@@ -63,3 +65,39 @@ def _shown(value: Any) -> str:
     """Return a value for a message; Python refuses to print integers of thousands of digits."""
     is_huge = isinstance(value, int) and value.bit_length() > 128
     return f"an integer of {value.bit_length()} bits" if is_huge else repr(value)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class UnknownArgumentError(TypeError, ValueError):
+    """A keyword argument that a function does not have.
+
+    A TypeError as Python raises it, and a ValueError as every mistake at a door is one.
+    """
+
+
+def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function say of keyword arguments that it does not have which are meant, and which it has.
+
+    Args:
+        function: A function or method without `**kwargs`.
+    """
+    known = [
+        parameter.name
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is not parameter.POSITIONAL_ONLY and parameter.name != "self"
+    ]
+    allowed = frozenset(known)
+    name = function.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        for given in kwargs.keys() - allowed:
+            match = nearest(given, known)
+            meant = f": did you mean {match!r}?" if match is not None else ";"
+            raise UnknownArgumentError(f"{name} has no argument {given!r}{meant} it has {', '.join(known)}")
+        return function(*args, **kwargs)
+
+    return checked

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from colossalai._not_landed import FP8
-from colossalai.cluster._watchdog_options import ACTIONS as WATCHDOG_ACTIONS
 from colossalai.context._check import (
     check_bool,
     check_keys,
@@ -24,6 +23,7 @@ from colossalai.context._check import (
 from colossalai.context._config import Config, ConfigException
 from colossalai.context._layout import Layout, parse_layout
 from colossalai.logging import get_dist_logger
+from colossalai.monitor import ACTIONS as WATCHDOG_ACTIONS
 
 _SCALER_KEYS = (
     *("init_scale", "growth_factor", "backoff_factor", "growth_interval", "enabled"),

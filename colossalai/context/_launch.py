@@ -14,31 +14,38 @@ from typing import Any
 
 import torch.distributed as dist
 
-from colossalai.cluster._patient_store import agent_serves
-from colossalai.cluster._ports import free_port, holder_of
-from colossalai.cluster._store_server import (
+from colossalai.cluster import (
+    free_port,
+    holder_of,
     keep_gloo_here,
     let_gloo_choose,
     network_of_this_process,
     serve_store,
+    wait_for_name,
+    wait_for_server,
+    within,
 )
-from colossalai.context._arguments import names_arguments
+from colossalai.context._check import names_arguments
 from colossalai.context._config import ConfigException
 from colossalai.context._ending import before_end, fail_at_end, let_gloo_threads_rest, prepare_end
 from colossalai.context._launch_arguments import (
+    LOOPBACK,
+    Place,
     check_arguments,
     chosen_backend,
     device_of,
     local_rank_of,
+    openmpi_place,
+    slurm_place,
+    torch_place,
 )
-from colossalai.context._launchers import LOOPBACK, Place, openmpi_place, slurm_place, torch_place
 from colossalai.context._layout import parse_layout
 from colossalai.context._parallel_context import global_context
 from colossalai.context._parallel_mode import ParallelMode
 from colossalai.context._random import get_seeds, seed_all_modes, seed_layout_modes
-from colossalai.context._reach import wait_for_name, wait_for_server, within
 from colossalai.context._watching import start_watching
 from colossalai.logging import get_dist_logger
+from colossalai.monitor import agent_serves
 
 ConfigLike = str | Path | Mapping[str, Any] | None
 

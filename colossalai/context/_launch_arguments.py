@@ -1,11 +1,16 @@
 """The arguments of a launch: what is refused, and what follows from them: the device, the back end."""
 
 import os
+import socket
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral, Real
 
 import torch
 import torch.distributed as dist
 
+from colossalai.cluster import expand_nodelist
 from colossalai.logging import get_dist_logger
 
 
@@ -89,3 +94,189 @@ def chosen_backend(requested: str, device: torch.device, rank: int) -> str:
             get_dist_logger().log_once("no NCCL on this machine: communicating with gloo", level="INFO")
         return "gloo"
     return f"cpu:gloo,{device.type}:nccl"
+
+
+LOOPBACK = "127.0.0.1"
+_FIRST_PORT, _NUM_PORTS = 16384, 16384  # below those that Linux gives away by itself
+_ANSWER_S = 2.0
+_TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # MASTER_ADDR alone may stand in a user's .bashrc
+_OTHERS = (
+    ("srun", "SLURM_STEP_NUM_TASKS", "launch_from_slurm"),
+    ("mpirun", "OMPI_COMM_WORLD_SIZE", "launch_from_openmpi"),
+)
+_GIVE = "give host, the machine of rank 0, and port, a free port on it"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of a process in its job; the fields are arguments of `launch`."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    port: int
+
+
+def torch_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Return what `colossalai run` or torchrun says; None if no launcher has started this process.
+
+    Raises:
+        ValueError: Some variables are missing or no numbers, or another launcher has started this process
+            as one of several.
+    """
+    starter = "start the script with `colossalai run --nproc_per_node N script.py` or with torchrun"
+    if not any(name in environment for name in _TORCH_NAMES):
+        for launcher, size, function in _OTHERS:
+            if environment.get(size, "1") != "1":
+                raise ValueError(
+                    f"{launcher} has started this process as one of {environment[size]}, and torch's "
+                    f"variables are not set: call colossalai.{function} instead of launch_from_torch"
+                )
+        return None
+    return Place(
+        rank=_number(environment, "RANK", starter),
+        world_size=_number(environment, "WORLD_SIZE", starter),
+        host=_variable(environment, "MASTER_ADDR", starter),
+        port=_number(environment, "MASTER_PORT", starter),
+        local_rank=_number(environment, "LOCAL_RANK", starter),
+    )
+
+
+def slurm_place(host: str | None, port: int | None, *, environment: Mapping[str, str] = os.environ) -> Place:
+    """Return what srun says.
+
+    A host that is not given is MASTER_ADDR, or else the first node of the step, which has task 0; or, if its
+    name means nothing here, the address from which the step was started: with srun in a batch script that is
+    the first node as well. A port that is not given is MASTER_PORT, or follows from the numbers of job and
+    step.
+
+    Raises:
+        ValueError: A variable is missing or no number, or the process was not started by srun.
+    """
+    starter = "start the script with `srun python script.py`"
+    rank = _number(environment, "SLURM_PROCID", starter)
+    world_size = _number(environment, "SLURM_NPROCS", starter)
+    if world_size > 1 and "SLURM_JOB_ID" in environment and "SLURM_STEP_NUM_TASKS" not in environment:
+        raise ValueError(
+            f"this process is the batch script's, not one of {world_size} tasks of a step: {starter}"
+        )
+    host = host or environment.get("MASTER_ADDR") or _slurm_host(environment)
+    job = [environment.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID")]
+    return Place(
+        rank=rank,
+        world_size=world_size,
+        host=host,
+        port=_port(port, environment, job),
+        local_rank=_number(environment, "SLURM_LOCALID", starter),
+    )
+
+
+def openmpi_place(
+    host: str | None, port: int | None, *, environment: Mapping[str, str] = os.environ
+) -> Place:
+    """Return what mpirun says.
+
+    A host that is not given is MASTER_ADDR, or else this one if all ranks are on it, or else the one on which
+    mpirun runs: it tells all ranks its address, but not where rank 0 is, so rank 0 makes sure. A port that is
+    not given is MASTER_PORT, or follows from the number of the job.
+
+    Raises:
+        ValueError: A variable is missing or no number, or host or port are not given and cannot be known.
+    """
+    starter = "start the script with OpenMPI's `mpirun -np N python script.py`"
+    rank = _number(environment, "OMPI_COMM_WORLD_RANK", starter)
+    world_size = _number(environment, "OMPI_COMM_WORLD_SIZE", starter)
+    host = host or environment.get("MASTER_ADDR")
+    if not host:
+        local_size = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", starter)
+        host = LOOPBACK if local_size == world_size else _mpirun_host(environment, rank)
+    return Place(
+        rank=rank,
+        world_size=world_size,
+        host=host,
+        port=_port(port, environment, [environment.get("PMIX_NAMESPACE", "")]),
+        local_rank=_number(environment, "OMPI_COMM_WORLD_LOCAL_RANK", starter),
+    )
+
+
+def _slurm_host(environment: Mapping[str, str]) -> str:
+    if environment.get("SLURM_STEP_NUM_NODES") == "1":
+        return LOOPBACK
+    names = expand_nodelist(environment.get("SLURM_STEP_NODELIST", ""))
+    launcher = environment.get("SLURM_LAUNCH_NODE_IPADDR")
+    if names and (launcher is None or _is_known(names[0])):
+        return names[0]
+    if launcher is None:
+        raise ValueError(
+            f"neither SLURM_STEP_NODELIST nor SLURM_LAUNCH_NODE_IPADDR says where the tasks are: {_GIVE}"
+        )
+    return launcher
+
+
+def _is_known(name: str) -> bool:
+    try:
+        socket.getaddrinfo(name, None)
+    except OSError:
+        return False
+    return True
+
+
+def _mpirun_host(environment: Mapping[str, str], rank: int) -> str:
+    """Return an address of mpirun's host; OMPI_MCA_orte_hnp_uri is "number;tcp://address,address:port"."""
+    _, _, places = environment.get("OMPI_MCA_orte_hnp_uri", "").partition(";tcp://")
+    listed, _, port = places.partition(";")[0].rpartition(":")
+    addresses = listed.split(",") if listed else []
+    if not addresses:
+        raise ValueError(f"this mpirun does not say where it runs (OMPI_MCA_orte_hnp_uri): {_GIVE}")
+    if rank == 0 and not any(_is_own(address) for address in addresses):
+        raise ValueError(
+            f"rank 0 runs on {socket.gethostname()} and mpirun elsewhere, at {listed}, so that the other "
+            f"ranks cannot know where rank 0 is: {_GIVE}"
+        )
+    if rank == 0 or len(addresses) == 1:
+        return addresses[0]
+    # Several networks: one of them leads from here to mpirun, which listens as long as the job runs.
+    return next((address for address in addresses if _answers(address, int(port))), addresses[0])
+
+
+def _is_own(address: str) -> bool:
+    """Whether this machine has an address: to all others no socket can be bound."""
+    with socket.socket() as trial:
+        try:
+            trial.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _answers(address: str, port: int) -> bool:
+    try:
+        socket.create_connection((address, port), timeout=_ANSWER_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _port(given: int | None, environment: Mapping[str, str], job: Sequence[str]) -> int:
+    """Return the port of a job: the same for all ranks, most often another one for another job."""
+    if given is not None:
+        return given
+    if environment.get("MASTER_PORT"):
+        return _number(environment, "MASTER_PORT", "set it to a free port, or use a launcher")
+    return _FIRST_PORT + zlib.crc32("/".join(job).encode()) % _NUM_PORTS
+
+
+def _variable(environment: Mapping[str, str], name: str, starter: str) -> str:
+    if name not in environment:
+        raise ValueError(f"the environment variable {name} is not set: {starter}, which sets it")
+    return environment[name]
+
+
+def _number(environment: Mapping[str, str], name: str, starter: str) -> int:
+    value = _variable(environment, name, starter)
+    if not value.isdecimal():
+        raise ValueError(
+            f"the environment variable {name} is {value!r}, not a number: {starter}, which sets it"
+        )
+    return int(value)

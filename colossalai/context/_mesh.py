@@ -5,15 +5,51 @@ a group which only some ranks use costs the others nothing and cannot make them 
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from colossalai.context._groups import make_group
+from colossalai.monitor import section
+
+
+def make_group(ranks: Sequence[int], *, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
+    """Make the process group of some ranks; its members call this, and nobody else.
+
+    Args:
+        ranks: The members, by global rank. Another order is another group.
+        purpose: Tells groups of the same members apart.
+        backend: The communication library; default: that of the job.
+    """
+    name = f"{purpose}:{'-'.join(map(str, ranks))}"
+    with section(f"making the process group {name}"), _name_for_groups(name):
+        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup), f"this rank is not one of {list(ranks)}"
+    return group
+
+
+@contextmanager
+def _name_for_groups(name: str) -> Iterator[None]:
+    """Let torch call the group that is made within the block by a name; see [Note: names of groups]."""
+    original = getattr(distributed_c10d, "_process_group_name", None)
+    if original is None:  # another torch, which names groups in another way
+        yield
+        return
+    taken = set(distributed_c10d._world.pg_names.values())
+    number = next(number for number in range(len(taken) + 1) if f"{name}#{number}" not in taken)
+    distributed_c10d._process_group_name = lambda *_args, **_kwargs: distributed_c10d.GroupName(
+        f"{name}#{number}"
+    )
+    try:
+        yield
+    finally:
+        distributed_c10d._process_group_name = original
+
 
 Axes = str | Sequence[str]
 

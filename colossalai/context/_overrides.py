@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from colossalai.context._check import nearest
-from colossalai.context._config import Config, ConfigException
-from colossalai.context._config_formats import read_literal
+from colossalai.context._config import Config, ConfigException, read_literal
 
 OVERRIDES_VARIABLE = "COLOSSALAI_CONFIG_SET"
 _HOW = "write KEY=VALUE or KEY.KEY=VALUE, such as fp16.mode=bf16"

@@ -13,9 +13,8 @@ from colossalai.context._config import Config, load_config
 from colossalai.context._ending import prepare_end
 from colossalai.context._features import FEATURE_KEYS, check_config
 from colossalai.context._group_initializer import OwnGroup, own_groups
-from colossalai.context._groups import make_group
 from colossalai.context._layout import Layout
-from colossalai.context._mesh import Axis, Mesh
+from colossalai.context._mesh import Axis, Mesh, make_group
 from colossalai.context._overrides import with_overrides
 from colossalai.context._parallel_mode import ParallelMode, mode_axes
 from colossalai.context._random import reset_seeds

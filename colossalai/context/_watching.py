@@ -10,11 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from colossalai.cluster._agreement_check import AgreementCheck
-from colossalai.cluster._disagreement import DisagreementError
-from colossalai.cluster._watchdog import AxisOf, Watchdog
-from colossalai.cluster._watchdog_options import watchdog_options
 from colossalai.context._config import Config
+from colossalai.monitor import AgreementCheck, AxisOf, DisagreementError, Watchdog, watchdog_options
 
 DEBUG_VARIABLE = "COLOSSALAI_DEBUG"
 

@@ -8,6 +8,7 @@ from colossalai.model_zoo import bert as bert
 from colossalai.model_zoo import gpt as gpt
 from colossalai.model_zoo import resnet as resnet
 from colossalai.model_zoo import vit as vit
+from colossalai.model_zoo._config import TransformerConfig as TransformerConfig
 
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

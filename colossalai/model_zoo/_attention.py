@@ -17,7 +17,7 @@ from colossalai.communication import slice_of
 from colossalai.context import ParallelMode, get_seeds, global_context, seed
 from colossalai.model_zoo._sequence import SEQUENCE, sequence_cut
 from colossalai.nn.layer import Cut, Dropout, Linear, SharesSequence, current_cut, linear_scheme
-from colossalai.nn.layer.parallel_sequence import ring_attention
+from colossalai.nn.layer.sequence_parallel import ring_attention
 
 
 class AttentionCore(Protocol):

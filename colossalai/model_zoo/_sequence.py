@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from colossalai.context import Axis, global_context
-from colossalai.nn.layer.parallel_sequence import Order, own_positions
+from colossalai.nn.layer.sequence_parallel import Order, own_positions
 
 SEQUENCE = "sequence"
 

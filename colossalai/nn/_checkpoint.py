@@ -14,7 +14,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from colossalai.context._random import replay, snapshot
+from colossalai.context import replay, snapshot
 from colossalai.logging import get_dist_logger
 
 _OUR_OWN = ("preserve_rng_state", "context_fn")

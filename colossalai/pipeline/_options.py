@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from colossalai.pipeline._schedule import Schedule
-from colossalai.pipeline._schedule_file import read_schedule
-from colossalai.pipeline._schedules import SCHEDULES, make_schedule
+from colossalai.pipeline.schedules import SCHEDULES, Schedule, make_schedule, read_schedule
 
 PARTITIONS = ("balanced", "uniform")
 _FEWEST_CHUNKS = {"interleaved": 2, "zb-v": 2}

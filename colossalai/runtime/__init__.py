@@ -7,6 +7,9 @@ from colossalai.runtime._assemble import assemble_with_optimizers as assemble_wi
 from colossalai.runtime._assemble import observers_of as observers_of
 from colossalai.runtime._assemble import replicas_of as replicas_of
 from colossalai.runtime._assemble import tensor_axis_of as tensor_axis_of
+from colossalai.runtime._compatibility import REFUSED as REFUSED
+from colossalai.runtime._compatibility import pairs_table as pairs_table
+from colossalai.runtime._compatibility import refuse_pairs as refuse_pairs
 from colossalai.runtime._data import DataParallelLoader as DataParallelLoader
 from colossalai.runtime._data import DataParallelSampler as DataParallelSampler
 from colossalai.runtime._data import make_dataloader as make_dataloader
@@ -16,8 +19,6 @@ from colossalai.runtime._epoch import EpochWatch as EpochWatch
 from colossalai.runtime._epoch import WatchedLoader as WatchedLoader
 from colossalai.runtime._gather import InHand as InHand
 from colossalai.runtime._gather import gather_samples as gather_samples
-from colossalai.runtime._pairs import pairs_table as pairs_table
-from colossalai.runtime._pairs import refuse_pairs as refuse_pairs
 from colossalai.runtime._pipeline import Pipeline as Pipeline
 from colossalai.runtime._plan import Plan as Plan
 from colossalai.runtime._recompute import apply_recompute as apply_recompute

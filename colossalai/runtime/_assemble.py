@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 
 from colossalai.amp import Masters, OptimizerWrapper, StandIns, apply_precision, refuse_misfit
 from colossalai.checkpoint_io import parameter_names
-from colossalai.cluster._watchdog_sections import name_modules
 from colossalai.context import Axis, Mesh, ParallelContext, ParallelMode, get_seeds, set_mode
 from colossalai.lazy import is_lazy, materialize
 from colossalai.logging import get_dist_logger
+from colossalai.monitor import name_modules
 from colossalai.nn.layer import SharesSequence
 from colossalai.nn.parallel import Replicated
 from colossalai.pipeline import is_shared_copy, share_of

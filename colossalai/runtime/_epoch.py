@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
-from colossalai.cluster._watchdog_sections import section
+from colossalai.monitor import section
 
 _NOTHING = object()
 _LOADING = section("data loading")  # what the watchdog calls it

@@ -5,12 +5,11 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from colossalai.amp import FullPrecision, Precision, precision_of
-from colossalai.context import Config, ConfigException
-from colossalai.context._features import check_compile, precision_mode
+from colossalai.context import Config, ConfigException, check_compile, precision_mode
 from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import Bucketed, DataMethod, FullySharded, Replicated, Unsynchronized
 from colossalai.pipeline import PipelineOptions
-from colossalai.runtime._pairs import refuse_pairs
+from colossalai.runtime._compatibility import refuse_pairs
 from colossalai.zero import ZeroReplicas
 
 _PIPELINE_KEYS = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE")

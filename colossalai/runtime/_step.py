@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from colossalai.amp import GivenLoss, OptimizerWrapper, Weight, check_loss, read_loss
-from colossalai.cluster._watchdog_sections import section
+from colossalai.monitor import section
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime._epoch import EpochWatch
 from colossalai.runtime._pipeline import BatchResult, Criterion

@@ -10,11 +10,8 @@ from torch import nn
 
 from colossalai.communication import gather_forward_split_backward
 from colossalai.context import Mesh, ParallelMode, get_seeds, seed
-from colossalai.nn.layer._dropout import random_mode
-from colossalai.nn.layer._product import product
-from colossalai.nn.layer._scheme import Cut, LinearScheme
-from colossalai.nn.layer._spec_keeper import SpecKeeper
-from colossalai.tensor import spec_of
+from colossalai.nn.layer.tensor_parallel import Cut, LinearScheme, product, random_mode
+from colossalai.tensor import SpecKeeper, spec_of
 
 AXIS = "tp"
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from colossalai.context import Mesh
 from colossalai.nn.layer import ParallelEmbedding
-from colossalai.nn.layer._padded import PaddedSpec, pad_to, padded_size
-from colossalai.nn.layer._scheme import COLUMN, ROW, Cut, LinearScheme
+from colossalai.nn.layer.tensor_parallel import COLUMN, ROW, Cut, LinearScheme
 from colossalai.pipeline import ModelStage, is_elsewhere
 from colossalai.shardformer._layers import (
     AXIS,
@@ -26,7 +25,7 @@ from colossalai.shardformer._layers import (
     NotesQuestion,
 )
 from colossalai.shardformer._policy import Rule, rule_of
-from colossalai.tensor import ShardingSpec, set_spec, spec_of
+from colossalai.tensor import PaddedSpec, ShardingSpec, pad_to, padded_size, set_spec, spec_of
 
 
 def shard_model(model: nn.Module, mesh: Mesh) -> int:

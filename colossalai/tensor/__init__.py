@@ -14,6 +14,10 @@ from colossalai.tensor._norm import local_slice as local_slice
 from colossalai.tensor._norm import scale_grads as scale_grads
 from colossalai.tensor._norm import set_fragment as set_fragment
 from colossalai.tensor._norm import sharding_groups as sharding_groups
+from colossalai.tensor._padded import PaddedSpec as PaddedSpec
+from colossalai.tensor._padded import pad_to as pad_to
+from colossalai.tensor._padded import padded_size as padded_size
+from colossalai.tensor._sharded_module import SpecKeeper as SpecKeeper
 from colossalai.tensor._spec import ShardingSpec as ShardingSpec
 from colossalai.tensor._spec import cut_dims as cut_dims
 from colossalai.tensor._spec import set_spec as set_spec

@@ -1,6 +1,6 @@
 """For tests of parallel code, the project's own and its users': ranks, retries, comparisons, parity."""
 
-from colossalai.cluster._ports import free_port as free_port
+from colossalai.cluster import free_port as free_port
 from colossalai.testing._comparison import assert_close as assert_close
 from colossalai.testing._comparison import assert_close_loose as assert_close_loose
 from colossalai.testing._comparison import assert_equal as assert_equal

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-from colossalai.cluster._ports import free_port
+from colossalai.cluster import free_port
 
 
 def spawn(func: Callable[..., Any], nprocs: int = 1, **kwargs: Any) -> None:

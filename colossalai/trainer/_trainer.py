@@ -19,13 +19,13 @@ from colossalai.context import names_arguments
 from colossalai.engine import Engine
 from colossalai.engine.schedule import BaseSchedule
 from colossalai.logging import DistributedLogger, get_dist_logger
+from colossalai.trainer._base_hook import BaseHook
 from colossalai.trainer._batch import num_samples
 from colossalai.trainer._loss_watch import LossWatch
 from colossalai.trainer._metric import MetricTable
 from colossalai.trainer._progress import Advance, show_progress
-from colossalai.trainer._states import resume_state
 from colossalai.trainer._timer import MultiTimer
-from colossalai.trainer.hooks._base import BaseHook
+from colossalai.trainer.hooks import resume_state
 
 
 class Trainer:

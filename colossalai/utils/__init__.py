@@ -4,11 +4,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from colossalai._not_landed import refuse_name
-from colossalai.cluster._ports import free_port as free_port
+from colossalai.cluster import free_port as free_port
 from colossalai.context import set_seed as set_seed
 from colossalai.runtime import checkpoint as checkpoint
-from colossalai.trainer._timer import MultiTimer as MultiTimer
-from colossalai.trainer._timer import Timer as Timer
+from colossalai.trainer import MultiTimer as MultiTimer
+from colossalai.trainer import Timer as Timer
 from colossalai.utils._checkpoint import load_checkpoint as load_checkpoint
 from colossalai.utils._checkpoint import save_checkpoint as save_checkpoint
 from colossalai.utils._dataloader import DataParallelSampler as DataParallelSampler

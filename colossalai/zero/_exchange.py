@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from colossalai.communication._ledger import is_timed, record
+from colossalai.communication import is_timed, record
 from colossalai.context import Axis
 from colossalai.zero._layout import Bucket
 

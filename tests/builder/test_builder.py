@@ -15,8 +15,8 @@ from colossalai.builder import (
 )
 from colossalai.core import global_context as gpc
 from colossalai.engine.gradient_handler import DataParallelGradientHandler
-from colossalai.pipeline import _partition
-from colossalai.pipeline._chunks import ChunkList
+from colossalai.pipeline.stages import _partition
+from colossalai.pipeline.stages._chunks import ChunkList
 from colossalai.registry import LAYERS, LOSSES, MODELS
 from tests.ranks import run_ranks
 

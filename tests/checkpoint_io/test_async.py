@@ -15,12 +15,12 @@ from torch import nn
 
 from colossalai.checkpoint_io import (
     TrainingState,
-    _draft,
+    _save_plan,
     load_training_state,
     save_training_state,
     wait_for_saves,
 )
-from colossalai.checkpoint_io._background import _CommonCount
+from colossalai.checkpoint_io.storage._async_save import _CommonCount
 from tests.checkpoint_io.killed_ranks import state_of
 from tests.ranks import run_ranks
 
@@ -37,13 +37,13 @@ def group() -> Iterator[None]:
 @contextmanager
 def held_back(patch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Let no save write before the event is set, or the block ends."""
-    may_write, write = threading.Event(), _draft._write_own
+    may_write, write = threading.Event(), _save_plan._write_own
 
     def wait_and_write(*args: Any, **options: Any) -> Any:
         assert may_write.wait(WAIT_S)
         return write(*args, **options)
 
-    patch.setattr(_draft, "_write_own", wait_and_write)
+    patch.setattr(_save_plan, "_write_own", wait_and_write)
     yield may_write
     may_write.set()
 
@@ -131,14 +131,14 @@ def step_of_the_error(folder: Path, harm: Callable[[Path], None], rank: int) -> 
     with group(), pytest.MonkeyPatch.context() as patch:
         state = state_of(1)
         save_training_state(folder, state, step=1)
-        write = _draft._write_own
+        write = _save_plan._write_own
 
         def fail(*args: Any, **options: Any) -> Any:
             if dist.get_rank() == rank:
                 harm(folder)
             return write(*args, **options)
 
-        patch.setattr(_draft, "_write_own", fail)
+        patch.setattr(_save_plan, "_write_own", fail)
         save_training_state(folder, state, step=2, save_async=True)
         for step in range(10_000):
             for param in state.model.parameters():

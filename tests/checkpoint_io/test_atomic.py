@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from colossalai.checkpoint_io import _atomic, atomic_file, atomic_folder
+from colossalai.checkpoint_io import atomic_file, atomic_folder
+from colossalai.checkpoint_io.storage import _atomic
 
 pytestmark = pytest.mark.unit
 

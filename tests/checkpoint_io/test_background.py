@@ -16,7 +16,7 @@ from torch import nn
 import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
-from colossalai.checkpoint_io import _draft
+from colossalai.checkpoint_io import _save_plan
 from colossalai.core import global_context as gpc
 from colossalai.engine import Engine
 from tests.ranks import run_ranks
@@ -30,7 +30,7 @@ STEPS = 40
 
 def make_slow(seconds: float, *, only: int | None = None, then: Exception | None = None) -> None:
     """Let a rank take its time to write its part, and fail then."""
-    write = _draft.write_parts
+    write = _save_plan.write_parts
 
     def write_slowly(*args: Any, **options: Any) -> Any:
         if only in (None, gpc.get_global_rank()):
@@ -39,7 +39,7 @@ def make_slow(seconds: float, *, only: int | None = None, then: Exception | None
                 raise then
         return write(*args, **options)
 
-    _draft.write_parts = write_slowly
+    _save_plan.write_parts = write_slowly
 
 
 def until_it_fails(step_once: Any) -> tuple[int, str]:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import colossalai
 from colossalai.checkpoint_io import TrainingState, load_model, load_training_state, save_training_state
-from colossalai.checkpoint_io._model_loading import ModelLoading
+from colossalai.checkpoint_io._model import ModelLoading
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer import next_linear, restart
 from tests.ranks import run_ranks

@@ -13,14 +13,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colossalai.checkpoint_io import _chunk_reading, _chunk_writing
-from colossalai.checkpoint_io._boxes import Box, whole_box
-from colossalai.checkpoint_io._chunk_index import INDEX, index_as_text, read_chunk_index
-from colossalai.checkpoint_io._chunk_reading import read_chunks
-from colossalai.checkpoint_io._chunk_writing import file_of_rank, index_of, share_out, write_parts
-from colossalai.checkpoint_io._entries import Spread
-from colossalai.checkpoint_io._manifest import json_checksum
-from colossalai.checkpoint_io._store import Store
+from colossalai.checkpoint_io._state import Store
+from colossalai.checkpoint_io.formats import _sharded_reader, _sharded_writer
+from colossalai.checkpoint_io.formats._sharded_index import INDEX, index_as_text, read_chunk_index
+from colossalai.checkpoint_io.formats._sharded_reader import read_chunks
+from colossalai.checkpoint_io.formats._sharded_writer import file_of_rank, index_of, share_out, write_parts
+from colossalai.checkpoint_io.resharding._box import Box, whole_box
+from colossalai.checkpoint_io.resharding._entries import Spread
+from colossalai.checkpoint_io.storage._manifest import json_checksum
 from tests.checkpoint_io.cuts import SHAPES, boxes_in, cuts_of
 
 pytestmark = pytest.mark.unit
@@ -34,8 +34,8 @@ FEW_BYTES = 48  # of a block, instead of megabytes: every tensor takes several
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_chunk_writing, "_BLOCK", FEW_BYTES)
-    monkeypatch.setattr(_chunk_reading, "_BLOCK", FEW_BYTES)
+    monkeypatch.setattr(_sharded_writer, "_BLOCK", FEW_BYTES)
+    monkeypatch.setattr(_sharded_reader, "_BLOCK", FEW_BYTES)
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

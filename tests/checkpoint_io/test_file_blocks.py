@@ -9,13 +9,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colossalai.checkpoint_io import _file_blocks
-from colossalai.checkpoint_io._boxes import whole_box
-from colossalai.checkpoint_io._chunk_index import Chunk
-from colossalai.checkpoint_io._chunk_reading import Chunked
-from colossalai.checkpoint_io._chunk_writing import Part, write_parts
-from colossalai.checkpoint_io._entries import Entry
-from colossalai.checkpoint_io._file_blocks import WRITTEN, file_blocks
+from colossalai.checkpoint_io.formats._sharded_index import Chunk
+from colossalai.checkpoint_io.formats._sharded_reader import Chunked
+from colossalai.checkpoint_io.formats._sharded_writer import Part, write_parts
+from colossalai.checkpoint_io.resharding._box import whole_box
+from colossalai.checkpoint_io.resharding._entries import Entry
+from colossalai.checkpoint_io.storage import _checksum
+from colossalai.checkpoint_io.storage._checksum import WRITTEN, file_blocks
 
 pytestmark = pytest.mark.unit
 
@@ -26,15 +26,15 @@ SIZE = 40_000
 def sizes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Small blocks are mapped, too; a list gets the size of each block that was read."""
     sizes: list[int] = []
-    read = _file_blocks._read
+    read = _checksum._read
 
     def counting(*arguments: Any) -> memoryview:
         block = read(*arguments)
         sizes.append(len(block))
         return block
 
-    monkeypatch.setattr(_file_blocks, "_SMALL", 1)
-    monkeypatch.setattr(_file_blocks, "_read", counting)
+    monkeypatch.setattr(_checksum, "_SMALL", 1)
+    monkeypatch.setattr(_checksum, "_read", counting)
     return sizes
 
 
@@ -52,7 +52,7 @@ def test_every_byte_once(
     is_mapped: bool, path: Path, sizes_read: list[int], monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
     if not is_mapped:
-        monkeypatch.setattr(_file_blocks, "_POPULATE_READ", 9999)  # as of a kernel that does not know it
+        monkeypatch.setattr(_checksum, "_POPULATE_READ", 9999)  # as of a kernel that does not know it
     sizes_read.clear()
     begin = data.draw(st.integers(0, SIZE))
     end = data.draw(st.integers(begin, SIZE))

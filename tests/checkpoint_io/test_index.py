@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossalai.checkpoint_io._index import Index, Stems, find_weights, index_text, plan_shards, read_index
-from colossalai.checkpoint_io._names import LoadReport, common_prefix, listed
+from colossalai.checkpoint_io._hugging_face_index import (
+    Index,
+    Stems,
+    find_weights,
+    index_text,
+    plan_shards,
+    read_index,
+)
+from colossalai.checkpoint_io._load_report import LoadReport, common_prefix, listed
 
 pytestmark = pytest.mark.unit
 

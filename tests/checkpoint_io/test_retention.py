@@ -23,9 +23,9 @@ from colossalai.checkpoint_io import (
     save_model,
     save_training_state,
 )
-from colossalai.checkpoint_io._folder_lock import LOCK
-from colossalai.checkpoint_io._manifest import MANIFEST
-from colossalai.checkpoint_io._pending import _pending
+from colossalai.checkpoint_io.storage._async_save import _pending
+from colossalai.checkpoint_io.storage._folder_lock import LOCK
+from colossalai.checkpoint_io.storage._manifest import MANIFEST
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
 

@@ -20,7 +20,7 @@ from colossalai.checkpoint_io import (
     load_training_state,
     save_training_state,
 )
-from colossalai.checkpoint_io._manifest import MANIFEST
+from colossalai.checkpoint_io.storage._manifest import MANIFEST
 from colossalai.context import random_state, set_random_state
 from tests.checkpoint_io.models import assert_same_state, tied, train
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from colossalai.checkpoint_io._tree import pack, plain, unpack
+from colossalai.checkpoint_io.resharding._tree import pack, plain, unpack
 
 pytestmark = pytest.mark.unit
 

@@ -11,10 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colossalai.checkpoint_io import _safetensors
-from colossalai.checkpoint_io._blocks import Flow, stored_blocks
-from colossalai.checkpoint_io._entries import mapped
-from colossalai.checkpoint_io._weight_file import (
+from colossalai.checkpoint_io._streaming import Flow, stored_blocks
+from colossalai.checkpoint_io.formats import _safetensors
+from colossalai.checkpoint_io.formats._single import (
     Format,
     detect_format,
     read_safetensors,
@@ -22,6 +21,7 @@ from colossalai.checkpoint_io._weight_file import (
     verify,
     write_torch,
 )
+from colossalai.checkpoint_io.resharding._entries import mapped
 
 pytestmark = pytest.mark.unit
 

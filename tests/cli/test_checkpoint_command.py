@@ -11,15 +11,14 @@ from click.testing import CliRunner, Result
 from colossalai.checkpoint_io import (
     ChunkStorageReader,
     TrainingState,
-    _comparing,
-    _convert,
     load_model,
     load_training_state,
     save_checkpoint,
     save_model,
     save_training_state,
 )
-from colossalai.checkpoint_io._boxes import Box
+from colossalai.checkpoint_io.resharding._box import Box
+from colossalai.checkpoint_io.tools import _convert, _merge
 from colossalai.cli import main
 from tests.checkpoint_io.models import Tied, assert_same_state, tied, train
 
@@ -187,7 +186,7 @@ def test_diff_sees_states_and_dtypes(
 
 
 def test_diff_looks_at_every_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_comparing, "_BLOCK", 3)
+    monkeypatch.setattr(_merge, "_BLOCK", 3)
     first, second = torch.zeros(5, 4), torch.zeros(5, 4)
     torch.save({"w": first}, tmp_path / "a")
     for place in (0, 7, 19):

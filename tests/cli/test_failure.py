@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from colossalai.cli._failure import (
+from colossalai.launcher._failure import (
     JobFailure,
     NodeLoss,
     RankError,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from colossalai.cli._messages import as_bytes, as_text, decode, encode
-from colossalai.cli._rank_pipes import LineBuffer
+from colossalai.launcher._protocol import as_bytes, as_text, decode, encode
+from colossalai.launcher._worker_pipes import LineBuffer
 
 pytestmark = pytest.mark.unit
 

@@ -11,10 +11,9 @@ from colossalai.cli import main
 from colossalai.cli._pipeline import Settings
 from colossalai.cli._pipeline._chart import draw
 from colossalai.cli._pipeline._command import stage_costs
-from colossalai.pipeline._costs import Costs
-from colossalai.pipeline._schedule_file import write_schedule
-from colossalai.pipeline._schedules import SCHEDULES, make_schedule
-from colossalai.pipeline._simulate import simulate
+from colossalai.pipeline.schedules._csv import write_schedule
+from colossalai.pipeline.schedules._generators import SCHEDULES, make_schedule
+from colossalai.pipeline.schedules._simulate import Costs, simulate
 
 pytestmark = pytest.mark.unit
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from colossalai.cli._messages import decode
-from colossalai.cli._private_folder import PrivateFolder, remove_abandoned_folders
+from colossalai.launcher._cleanup import PrivateFolder, remove_abandoned_folders
+from colossalai.launcher._protocol import decode
 from tests.cli.command import ROOT
 
 pytestmark = pytest.mark.unit
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.unit
 # A process with a folder, and a child that lives on.
 HOLDS = """
 import subprocess, sys, time
-from colossalai.cli._private_folder import PrivateFolder
+from colossalai.launcher._cleanup import PrivateFolder
 folder = PrivateFolder("node")
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.DEVNULL)
 print(child.pid, folder.path, flush=True)
@@ -66,7 +66,7 @@ def test_the_folder_of_a_killed_process_is_removed_though_its_child_lives(tmp: P
 def test_an_agent_that_is_asked_to_end_before_it_has_ranks_leaves_no_folder(tmp: Path) -> None:
     words = ["--run-id", "x", "--timeout", "9", "--", "job.py"]
     with subprocess.Popen(
-        [sys.executable, "-m", "colossalai.cli._node_agent", *words],
+        [sys.executable, "-m", "colossalai.launcher._host_agent", *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     ) as agent:

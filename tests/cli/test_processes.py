@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from colossalai.cli._processes import describe_deafness, exit_code_of, signals_to_heed
+from colossalai.launcher._processes import describe_deafness, exit_code_of, signals_to_heed
 
 pytestmark = pytest.mark.unit
 

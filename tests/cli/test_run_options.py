@@ -13,10 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from colossalai.cli import main
-from colossalai.cli._cluster_job import ClusterJob, forwarded_environment, withheld_names
-from colossalai.cli._job import Job
-from colossalai.cli._run import RunOptions, find_hosts
 from colossalai.cluster._hosts import Host
+from colossalai.launcher._job import ClusterJob, Job, forwarded_environment, withheld_names
+from colossalai.launcher._run import RunOptions, find_hosts
 
 pytestmark = pytest.mark.unit
 
@@ -81,7 +80,7 @@ def test_a_dry_run_has_a_command_for_each_host(tmp_path: Path):
     agent = shlex.split(shlex.split(shlex.split(commands["a"])[-1])[-1])
     assert agent[:3] == ["cd", str(tmp_path), "&&"]
     start = agent.index(sys.executable)
-    assert agent[start : start + 4] == [sys.executable, "-P", "-m", "colossalai.cli._node_agent"]
+    assert agent[start : start + 4] == [sys.executable, "-P", "-m", "colossalai.launcher._host_agent"]
     rest = " ".join(agent[start + 6 :])
     assert rest == "--timeout 30 --attempt 0 --max-restarts 2 --nproc-per-node 3 -- job.py; exit $?"
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from colossalai.cli import _screen
-from colossalai.cli._screen import Screen
+from colossalai.launcher import _output
+from colossalai.launcher._output import Screen
 
 pytestmark = pytest.mark.unit
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.unit
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """A pipe in the place of stdout; its end for reading."""
     reading, writing = os.pipe()
-    monkeypatch.setattr(_screen, "STDOUT", writing)
+    monkeypatch.setattr(_output, "STDOUT", writing)
     yield reading
     os.close(reading)
     os.close(writing)
@@ -58,7 +58,7 @@ def test_a_screen_that_takes_no_more_does_not_stop_the_head(pipe: int):
 
 def test_the_job_goes_on_when_nobody_reads_any_more(monkeypatch: pytest.MonkeyPatch):
     reading, writing = os.pipe()
-    monkeypatch.setattr(_screen, "STDOUT", writing)
+    monkeypatch.setattr(_output, "STDOUT", writing)
     os.close(reading)
 
     async def show() -> None:

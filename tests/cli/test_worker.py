@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from colossalai.cli import _worker
+from colossalai.launcher import _worker
 
 pytestmark = pytest.mark.unit
 

@@ -63,7 +63,8 @@ class Launch:
         return next(
             process
             for process in map(psutil.Process, self.network.pids(host))
-            if "colossalai.cli._node_agent" in process.cmdline() and process.cmdline()[0] == sys.executable
+            if "colossalai.launcher._host_agent" in process.cmdline()
+            and process.cmdline()[0] == sys.executable
         )
 
     def ssh_client(self, host: str) -> psutil.Process:

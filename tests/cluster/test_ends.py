@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from colossalai.cli._sweep import GRACE_S
+from colossalai.launcher._cleanup import GRACE_S
 from tests.cli.command import is_gone, wait_until
 from tests.cluster.launch import Launch, timed, wait_until_empty
 from tests.cluster.side_by_side import Site, side_by_side

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from colossalai.cluster._ssh import ssh_command
+from colossalai.launcher._ssh import ssh_command
 from tests.cluster.network import Network, make_network
 
 pytestmark = pytest.mark.cluster

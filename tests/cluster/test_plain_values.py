@@ -15,10 +15,10 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 import colossalai
 from colossalai.checkpoint_io import TrainingState, save_training_state, wait_for_saves
-from colossalai.checkpoint_io._background import _StoreExchange
+from colossalai.checkpoint_io.storage._async_save import _StoreExchange
 from colossalai.cluster import PlainCodec, broadcast_value, gather_values
 from colossalai.core import global_context as gpc
-from colossalai.pipeline._payload import PayloadSpec
+from colossalai.pipeline.execution._payload import PayloadSpec
 from tests.ranks import ROOT, run_ranks
 
 
@@ -143,8 +143,8 @@ def test_a_payload_makes_containers_only(tmp_path):
 def test_nothing_in_the_package_unpickles_what_others_send():
     """Files that load pickles read them from disk where the caller allows it, or from this very process."""
     allowed = {
-        "checkpoint_io/_dcp_reading.py": "a file, with --allow-pickle",
-        "cluster/_watchdog_records.py": "what torch's recorder in this process has noted",
+        "checkpoint_io/formats/_torch_dcp.py": "a file, with --allow-pickle",
+        "monitor/_flight_recorder.py": "what torch's recorder in this process has noted",
     }
     calls = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
     calls |= {"send_object_list", "recv_object_list"}

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from colossalai.cluster import PreflightRequest, _probe_network, preflight
-from colossalai.cluster import _preflight_host as host_checks
-from colossalai.cluster import _preflight_network as network_checks
-from colossalai.cluster._finding import Answer, Finding, prevailing
 from colossalai.cluster._hosts import Host
-from colossalai.cluster._preflight_network import Place
-from colossalai.cluster._probe import parse_devices
-from colossalai.cluster._socket_interface import chosen_interfaces
-from colossalai.cluster._ssh_failure import explain_ssh
+from colossalai.cluster._store_server import chosen_interfaces
+from colossalai.launcher._ssh import explain_ssh
+from colossalai.launcher.preflight import PreflightRequest, _probe_network, preflight
+from colossalai.launcher.preflight import _host_findings as host_checks
+from colossalai.launcher.preflight import _network_findings as network_checks
+from colossalai.launcher.preflight._findings import Answer, Finding, prevailing
+from colossalai.launcher.preflight._network_findings import Place
+from colossalai.launcher.preflight._probe import parse_devices
 
 pytestmark = pytest.mark.unit
 

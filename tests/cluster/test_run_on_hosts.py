@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from colossalai.cluster._ssh import READ_VARIABLES
+from colossalai.launcher._ssh import READ_VARIABLES
 from tests.cluster.launch import Launch, launch, wait_until_empty
 from tests.cluster.network import Network
 

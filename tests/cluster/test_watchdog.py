@@ -19,10 +19,10 @@ from torch import nn
 
 import colossalai
 from colossalai.booster import Booster
-from colossalai.cluster._watchdog_records import MessageRecord
-from colossalai.cluster._watchdog_sections import name_modules, section
 from colossalai.communication import all_reduce, copy_forward_reduce_backward
 from colossalai.core import global_context as gpc
+from colossalai.monitor._flight_recorder import MessageRecord
+from colossalai.monitor._sections import name_modules, section
 from tests.cli.command import start
 from tests.cluster.hanging import TIMEOUT_S, TP, launch, meet, notices, report, wait_for, wait_for_report
 from tests.ranks import ROOT, RanksError, run_ranks
@@ -304,7 +304,7 @@ JOB = """
 import os, signal, sys, time
 import torch, torch.distributed as dist
 import colossalai
-from colossalai.context._groups import make_group
+from colossalai.context._mesh import make_group
 
 colossalai.launch_from_torch({"watchdog": {"timeout": 2.0, "folder": "reports"}}, verbose=False)
 dist.barrier()

@@ -2,10 +2,10 @@
 
 import pytest
 
-from colossalai.cluster._watchdog_options import watchdog_options
 from colossalai.context import Config, ConfigException
 from colossalai.context._features import check_config
 from colossalai.context._watching import is_debugging
+from colossalai.monitor._options import watchdog_options
 
 pytestmark = pytest.mark.unit
 

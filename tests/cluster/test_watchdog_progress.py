@@ -2,10 +2,10 @@
 
 import pytest
 
-from colossalai.cluster import _watchdog_progress
-from colossalai.cluster._watchdog_progress import Progress
-from colossalai.cluster._watchdog_records import MessageRecord
-from colossalai.cluster._watchdog_sections import innermost_sections, section
+from colossalai.monitor import _progress
+from colossalai.monitor._flight_recorder import MessageRecord
+from colossalai.monitor._progress import Progress
+from colossalai.monitor._sections import innermost_sections, section
 
 pytestmark = pytest.mark.unit
 
@@ -18,8 +18,8 @@ class World:
     def __init__(self, monkeypatch):
         self.now = 0.0
         self.status = {"0/0": (5, 5)}
-        monkeypatch.setattr(_watchdog_progress, "progress", lambda: dict(self.status))
-        monkeypatch.setattr(_watchdog_progress.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(_progress, "progress", lambda: dict(self.status))
+        monkeypatch.setattr(_progress.time, "monotonic", lambda: self.now)
         self.watch = Progress(MessageRecord(), watches_sections=False)
 
     def looks(self, count, *, every=LOOK_S):

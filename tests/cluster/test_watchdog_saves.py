@@ -7,10 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from colossalai.checkpoint_io import TrainingState, _draft, check_saves, save_training_state, wait_for_saves
-from colossalai.cluster import section, still_moving
-from colossalai.cluster._watchdog_sections import innermost_sections
+from colossalai.checkpoint_io import (
+    TrainingState,
+    _save_plan,
+    check_saves,
+    save_training_state,
+    wait_for_saves,
+)
 from colossalai.core import global_context as gpc
+from colossalai.monitor import section, still_moving
+from colossalai.monitor._sections import innermost_sections
 from tests.cluster.hanging import TIMEOUT_S, launch, report, wait_for_report
 from tests.ranks import run_ranks
 
@@ -31,14 +37,14 @@ def test_a_section_that_gets_on_begins_anew():
 
 def save_with_a_dead_server(folder: Path, dead: tuple[int, ...], waits: bool) -> None:
     rank = launch(folder)
-    write = _draft.write_parts
+    write = _save_plan.write_parts
 
     def hang(*args, **options):
         if rank in dead:
             wait_for_report(folder)
         return write(*args, **options)
 
-    _draft.write_parts = hang
+    _save_plan.write_parts = hang
     save_training_state(folder / "states", TrainingState(model=nn.Linear(2, 2)), step=5, save_async=True)
     if not waits:  # training goes on
         while not list(folder.glob("hang-*.txt")):

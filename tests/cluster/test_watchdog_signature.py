@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from colossalai.cluster import _watchdog_signature
-from colossalai.cluster._agreement_check import AgreementCheck
-from colossalai.cluster._watchdog_records import MessageRecord
-from colossalai.cluster._watchdog_signature import (
+from colossalai.monitor import _last_calls
+from colossalai.monitor._collective_check import AgreementCheck
+from colossalai.monitor._flight_recorder import MessageRecord
+from colossalai.monitor._last_calls import (
     NeighborSignatures,
     SignatureRecord,
     disagreements,
@@ -70,7 +70,7 @@ class SignatureRecordOver:
     """Within the block, the wrapper of a record calls something else."""
 
     def __init__(self, record, original):
-        method = _watchdog_signature.METHODS["allreduce"]
+        method = _last_calls.METHODS["allreduce"]
         self.wrapper, self.kept = record._noting(method, original), dist.ProcessGroup.allreduce
 
     def __enter__(self):

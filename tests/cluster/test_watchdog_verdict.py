@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from colossalai.cluster._watchdog_answer import Answer, Waiting
-from colossalai.cluster._watchdog_report import write_notice, write_report
-from colossalai.cluster._watchdog_signature import Signature
-from colossalai.cluster._watchdog_verdict import judge
+from colossalai.monitor._diagnosis import judge
+from colossalai.monitor._hang_report import write_notice, write_report
+from colossalai.monitor._last_calls import Signature
+from colossalai.monitor._rank_report import Answer, Waiting
 
 pytestmark = pytest.mark.unit
 

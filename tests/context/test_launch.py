@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 import colossalai
 from colossalai.booster import Booster
+from colossalai.cluster import _store_server
 from colossalai.communication import all_gather
 from colossalai.context import (
     INITIALIZER_MAPPING,
     ConfigException,
     ParallelMode,
     ProcessGroupInitializer,
-    _reach,
     set_mode,
 )
 from colossalai.core import global_context as gpc
@@ -210,7 +210,7 @@ def test_a_master_that_does_not_answer_is_named_in_time(capfd, monkeypatch, list
     real_lookup = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
     if listens:
-        monkeypatch.setattr(_reach, "_FIRST_WORD_S", 30.0)  # however busy the machine is
+        monkeypatch.setattr(_store_server, "_FIRST_WORD_S", 30.0)  # however busy the machine is
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         if listens:

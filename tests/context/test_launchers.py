@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from colossalai.context._launchers import openmpi_place, slurm_place
+from colossalai.context._launch_arguments import openmpi_place, slurm_place
 
 pytestmark = pytest.mark.unit
 

@@ -12,6 +12,8 @@ FLOORS = {
     "registry": 0,
     # 1: place
     "cluster": 1,
+    "launcher": 1,
+    "monitor": 1,
     "context": 1,
     # 2: tensors
     "communication": 2,

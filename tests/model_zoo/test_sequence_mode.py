@@ -12,7 +12,7 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.core import global_context as gpc
 from colossalai.model_zoo import bert, gpt
-from colossalai.nn.layer.parallel_sequence import own_positions
+from colossalai.nn.layer.sequence_parallel import own_positions
 from colossalai.testing import ParityCase, Subject, check_parity, full_gradients, full_parameters
 from tests.model_zoo.test_hugging_face import Recorded, hugging_face
 from tests.model_zoo.tiny import VOCAB, build, criterion_of

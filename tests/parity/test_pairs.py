@@ -18,7 +18,7 @@ import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.model_zoo.gpt import GPT, GPTConfig, GPTLMLoss
 from colossalai.runtime import pairs_table
-from colossalai.runtime._pairs import METHODS, REFUSED, are_of_one_kind
+from colossalai.runtime._compatibility import METHODS, REFUSED, are_of_one_kind
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

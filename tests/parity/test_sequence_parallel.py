@@ -11,7 +11,7 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.context import ParallelMode, get_current_mode
 from colossalai.core import global_context as gpc
-from colossalai.nn.layer.parallel_sequence import ring_attention, zigzag_positions
+from colossalai.nn.layer.sequence_parallel import ring_attention, zigzag_positions
 from colossalai.testing import ParityCase, Subject, check_parity, full_gradients, full_parameters
 from tests.ranks import run_ranks
 

@@ -2,8 +2,8 @@
 
 from hypothesis import strategies as st
 
-from colossalai.pipeline._schedule import Action, Op, Schedule
-from colossalai.pipeline._schedules import SCHEDULES, make_schedule
+from colossalai.pipeline.schedules._action import Action, Op, Schedule
+from colossalai.pipeline.schedules._generators import SCHEDULES, make_schedule
 
 sizes = st.tuples(st.integers(1, 8), st.integers(1, 16), st.integers(1, 4))
 

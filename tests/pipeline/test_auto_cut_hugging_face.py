@@ -5,9 +5,8 @@ import torch
 from torch import nn
 
 from colossalai.lazy import LazyInitContext
-from colossalai.pipeline._auto_cut import cut_model
-from colossalai.pipeline._stack import dissect
-from colossalai.pipeline._trial import can_try, guess_sample, run_trial
+from colossalai.pipeline.stages._split_model import cut_model
+from colossalai.pipeline.stages._trace import can_try, dissect, guess_sample, run_trial
 from tests.pipeline.chain import check_cut
 from tests.pipeline.models import VOCAB, Case, hugging_face, images, tokens
 

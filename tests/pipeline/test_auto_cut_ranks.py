@@ -11,7 +11,7 @@ import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.lazy import LazyInitContext
 from colossalai.model_zoo.gpt import GPT, GPTConfig
-from colossalai.pipeline._auto_cut import cut_model
+from colossalai.pipeline.stages._split_model import cut_model
 from tests.pipeline.chain import check_cut
 from tests.pipeline.models import TEXT, ZOO
 from tests.ranks import run_ranks

@@ -10,8 +10,8 @@ from torch import nn
 
 import colossalai
 from colossalai.core import global_context as gpc
-from colossalai.pipeline._executor import PipelineExecutor
-from colossalai.pipeline._schedules import make_schedule
+from colossalai.pipeline.execution._executor import PipelineExecutor
+from colossalai.pipeline.schedules._generators import make_schedule
 from tests.ranks import RanksError, run_ranks
 
 pytestmark = pytest.mark.dist

@@ -3,8 +3,8 @@
 import pytest
 from hypothesis import given, settings
 
-from colossalai.pipeline._messages import Message, MessageKind, message_needed_by, messages_between
-from colossalai.pipeline._schedules import forward_only, one_f_one_b, zb_v
+from colossalai.pipeline.schedules._generators import forward_only, one_f_one_b, zb_v
+from colossalai.pipeline.schedules._messages import Message, MessageKind, message_needed_by, messages_between
 from tests.pipeline.schedule_strategies import schedules
 
 pytestmark = pytest.mark.unit

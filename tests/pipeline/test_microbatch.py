@@ -6,8 +6,13 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from colossalai.pipeline._microbatch import merge_outputs, microbatch_weights, num_samples_in, split_batch
-from colossalai.pipeline._payload import shape_digest, take_apart
+from colossalai.pipeline.execution._microbatch import (
+    merge_outputs,
+    microbatch_weights,
+    num_samples_in,
+    split_batch,
+)
+from colossalai.pipeline.execution._payload import shape_digest, take_apart
 
 pytestmark = pytest.mark.unit
 

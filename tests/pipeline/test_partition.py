@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from colossalai.pipeline._partition import (
+from colossalai.pipeline.stages._partition import (
     even_parts,
     measure_weights,
     parameter_weights,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from colossalai.pipeline._pipelinable import PipelinableContext
+from colossalai.pipeline.stages._pipelinable import PipelinableContext
 
 pytestmark = pytest.mark.unit
 

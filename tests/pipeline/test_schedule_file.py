@@ -5,9 +5,9 @@ import re
 import pytest
 from hypothesis import given, settings
 
-from colossalai.pipeline._schedule_file import read_schedule, write_schedule
-from colossalai.pipeline._schedules import make_schedule
-from colossalai.pipeline._validate import ScheduleError, validate
+from colossalai.pipeline.schedules._csv import read_schedule, write_schedule
+from colossalai.pipeline.schedules._generators import make_schedule
+from colossalai.pipeline.schedules._validate import ScheduleError, validate
 from tests.pipeline.schedule_strategies import parsed, schedules
 
 pytestmark = pytest.mark.unit

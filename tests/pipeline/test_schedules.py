@@ -4,10 +4,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossalai.pipeline._schedule import Op
-from colossalai.pipeline._schedules import SCHEDULES, forward_only, gpipe, make_schedule, one_f_one_b
-from colossalai.pipeline._simulate import peak_live_microbatches
-from colossalai.pipeline._validate import validate
+from colossalai.pipeline.schedules._action import Op
+from colossalai.pipeline.schedules._generators import (
+    SCHEDULES,
+    forward_only,
+    gpipe,
+    make_schedule,
+    one_f_one_b,
+)
+from colossalai.pipeline.schedules._simulate import peak_live_microbatches
+from colossalai.pipeline.schedules._validate import validate
 from tests.pipeline.schedule_strategies import schedules, sizes
 
 pytestmark = pytest.mark.unit

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from colossalai.checkpoint_io._model_store import model_store
-from colossalai.checkpoint_io._optimizer_store import parameter_names
-from colossalai.pipeline._chunks import ChunkList
-from colossalai.pipeline._sequential import cut_sequential
+from colossalai.checkpoint_io._model import model_store
+from colossalai.checkpoint_io._optimizer_state import parameter_names
+from colossalai.pipeline.stages._chunks import ChunkList
+from colossalai.pipeline.stages._layer_list import cut_sequential
 
 pytestmark = pytest.mark.unit
 

@@ -4,11 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossalai.pipeline._costs import Costs
-from colossalai.pipeline._dependencies import completed_by, needed_by
-from colossalai.pipeline._schedules import forward_only, make_schedule
-from colossalai.pipeline._simulate import simulate
-from colossalai.pipeline._validate import ScheduleError
+from colossalai.pipeline.schedules._generators import forward_only, make_schedule
+from colossalai.pipeline.schedules._simulate import Costs, simulate
+from colossalai.pipeline.schedules._validate import ScheduleError, completed_by, needed_by
 from tests.pipeline.schedule_strategies import parsed, schedules
 
 pytestmark = pytest.mark.unit

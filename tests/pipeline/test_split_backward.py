@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from colossalai.pipeline._split_backward import input_grads
+from colossalai.pipeline.execution._split_backward import input_grads
 
 pytestmark = pytest.mark.unit
 

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from colossalai.pipeline._dependencies import completed_by, needed_by
-from colossalai.pipeline._schedule import Op, Schedule
-from colossalai.pipeline._schedules import one_f_one_b, zb_v
-from colossalai.pipeline._validate import ScheduleError, validate
+from colossalai.pipeline.schedules._action import Op, Schedule
+from colossalai.pipeline.schedules._generators import one_f_one_b, zb_v
+from colossalai.pipeline.schedules._validate import ScheduleError, completed_by, needed_by, validate
 from tests.pipeline.schedule_strategies import parse, parsed, schedules, with_row
 
 pytestmark = pytest.mark.unit

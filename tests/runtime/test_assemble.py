@@ -11,7 +11,7 @@ from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import Bucketed, FullySharded, Replicated, Unsynchronized
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble, pairs_table, refuse_pairs
-from colossalai.runtime._pairs import REFUSED
+from colossalai.runtime._compatibility import REFUSED
 from colossalai.zero import ZeroReplicas
 from tests.ranks import ROOT, run_ranks
 

@@ -16,8 +16,7 @@ from colossalai.cli._benchmark._configurations import find_configurations, tenso
 from colossalai.cli._benchmark._plot import plot
 from colossalai.cli._benchmark._results import Results, Settings, Skipped
 from colossalai.cli._benchmark._show import show
-from colossalai.cli._job import Job
-from colossalai.cli._launcher import launch
+from colossalai.launcher import Job, launch
 
 _WORKER = "colossalai.cli._benchmark._worker"
 _PICTURES = (".png", ".svg", ".pdf")

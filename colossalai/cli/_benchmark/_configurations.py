@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from colossalai.context._parallel_mode import TENSOR_LAYOUTS, TensorLayout
+from colossalai.context import TENSOR_LAYOUTS, TensorLayout
 from colossalai.nn.layer import LINEAR_SCHEMES
 
 

@@ -18,9 +18,9 @@ from colossalai.cli._memory._formulas import (
     state_rows,
 )
 from colossalai.cli._memory._shape import Count, ModelShape
-from colossalai.nn.layer._current import VOCAB_PARALLEL_LIMIT
+from colossalai.nn.layer import VOCAB_PARALLEL_LIMIT
 from colossalai.pipeline import partition_balanced
-from colossalai.runtime._pairs import REFUSED
+from colossalai.runtime import REFUSED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,17 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossalai.model_zoo._config import TransformerConfig
+from colossalai.model_zoo import TransformerConfig
+from colossalai.model_zoo.bert import Bert, BertConfig
 from colossalai.model_zoo.bert import _sizes as bert
-from colossalai.model_zoo.bert._config import BertConfig
-from colossalai.model_zoo.bert._model import Bert
+from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.model_zoo.gpt import _sizes as gpt
-from colossalai.model_zoo.gpt._config import GPTConfig
-from colossalai.model_zoo.gpt._model import GPT
+from colossalai.model_zoo.vit import ViT, ViTConfig
 from colossalai.model_zoo.vit import _sizes as vit
-from colossalai.model_zoo.vit._config import ViTConfig
-from colossalai.model_zoo.vit._model import ViT
-from colossalai.nn.layer._current import VOCAB_PARALLEL_LIMIT
+from colossalai.nn.layer import VOCAB_PARALLEL_LIMIT
 from colossalai.runtime import find_blocks
 
 _MODELS: Mapping[str, tuple[type[nn.Module], TransformerConfig]] = {

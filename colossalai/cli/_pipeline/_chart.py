@@ -9,7 +9,7 @@ from rich.text import Text
 
 from colossalai.cli._pipeline._outcome import Outcome
 from colossalai.pipeline import Action, Op, Schedule, Timeline
-from colossalai.pipeline._simulate import Span
+from colossalai.pipeline.schedules import Span
 
 _IDLE = "."
 _GOES_ON = "-"

@@ -5,7 +5,7 @@ from typing import Any
 
 from colossalai.cli._pipeline._outcome import Outcome
 from colossalai.pipeline import Op
-from colossalai.pipeline._simulate import Span
+from colossalai.pipeline.schedules import Span
 
 # Told apart also by who sees few colors (Paul Tol's palette).
 _COLORS = {

@@ -1,7 +1,7 @@
 """Sums the gradients of parameters that pipeline stages share, after the backward."""
 
 from colossalai.engine.gradient_handler._base import BaseGradientHandler
-from colossalai.pipeline._shared import sync_shared_grads
+from colossalai.pipeline.stages import sync_shared_grads
 from colossalai.registry import GRADIENT_HANDLER
 
 

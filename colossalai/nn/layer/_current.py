@@ -7,10 +7,7 @@ import torch
 from torch import nn
 
 from colossalai.context import global_context
-from colossalai.nn.layer import _named
-from colossalai.nn.layer._dropout import ParallelDropout
-from colossalai.nn.layer._flow import entry_of
-from colossalai.nn.layer._scheme import Cut
+from colossalai.nn.layer.tensor_parallel import Cut, ParallelDropout, _named, entry_of
 
 VOCAB_PARALLEL_LIMIT = 2048
 """Vocabularies above this size are cut, unless the caller says otherwise."""

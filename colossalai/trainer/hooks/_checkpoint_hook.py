@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from colossalai.checkpoint_io import save_checkpoint, wait_for_saves
 from colossalai.context import names_arguments
 from colossalai.registry import HOOKS
-from colossalai.trainer._states import save_state, schedule_of
-from colossalai.trainer.hooks._base import BaseHook, check_interval
+from colossalai.trainer._base_hook import BaseHook, check_interval
+from colossalai.trainer.hooks._states import save_state, schedule_of
 
 if TYPE_CHECKING:
     from colossalai.trainer._trainer import Trainer

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from colossalai.context import ParallelMode, global_context, names_arguments
 from colossalai.registry import HOOKS
+from colossalai.trainer._base_hook import BaseHook, check_interval
 from colossalai.trainer._loggers import MetricLogger, TensorboardLogger
-from colossalai.trainer.hooks._base import BaseHook, check_interval
 
 if TYPE_CHECKING:
     from colossalai.trainer._trainer import Trainer

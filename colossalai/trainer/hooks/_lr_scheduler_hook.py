@@ -7,7 +7,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from colossalai.context import names_arguments
 from colossalai.registry import HOOKS
-from colossalai.trainer.hooks._base import BaseHook
+from colossalai.trainer._base_hook import BaseHook
 
 if TYPE_CHECKING:
     from colossalai.trainer._trainer import Trainer

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from colossalai.context import names_arguments
 from colossalai.registry import HOOKS
+from colossalai.trainer._base_hook import BaseHook
 from colossalai.trainer._batch import tensors_in
 from colossalai.trainer._metric import MetricTable
 from colossalai.trainer._timer import Timer
-from colossalai.trainer.hooks._base import BaseHook
 
 if TYPE_CHECKING:
     from colossalai.trainer._trainer import Trainer

@@ -9,7 +9,7 @@ from torch import Tensor
 from colossalai.context import names_arguments
 from colossalai.logging import get_dist_logger
 from colossalai.registry import HOOKS
-from colossalai.trainer.hooks._base import BaseHook, check_interval
+from colossalai.trainer._base_hook import BaseHook, check_interval
 
 if TYPE_CHECKING:
     from torch.profiler import profile

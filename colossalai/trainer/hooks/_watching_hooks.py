@@ -11,8 +11,8 @@ from colossalai.checkpoint_io import save_model, wait_for_saves
 from colossalai.communication import broadcast
 from colossalai.context import names_arguments
 from colossalai.registry import HOOKS
-from colossalai.trainer._states import save_state
-from colossalai.trainer.hooks._base import BaseHook
+from colossalai.trainer._base_hook import BaseHook
+from colossalai.trainer.hooks._states import save_state
 
 if TYPE_CHECKING:
     from colossalai.trainer._trainer import Trainer

@@ -6,7 +6,8 @@ import torch
 import colossalai
 from colossalai.communication import ledger
 from colossalai.core import global_context as gpc
-from colossalai.nn.layer import COLUMN, ROW, Linear, ParallelLinear, _overlapped, restart
+from colossalai.nn.layer import COLUMN, ROW, Linear, ParallelLinear, restart
+from colossalai.nn.layer.tensor_parallel import _matmul
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -21,7 +22,7 @@ def order_of_backward() -> list[str]:
     """Note when the sum of the input's gradient begins and ends, and when the weight's is computed."""
     launch("1d", 2)
     events = []
-    start, weight_gradient = _overlapped.start_all_reduce, _overlapped._weight_gradient
+    start, weight_gradient = _matmul.start_all_reduce, _matmul._weight_gradient
 
     def noted_start(*args):
         events.append("start")
@@ -32,7 +33,7 @@ def order_of_backward() -> list[str]:
         events.append("weight")
         return weight_gradient(*args)
 
-    _overlapped.start_all_reduce, _overlapped._weight_gradient = noted_start, noted_gradient
+    _matmul.start_all_reduce, _matmul._weight_gradient = noted_start, noted_gradient
     layer = ParallelLinear(4, 6, scheme=COLUMN, weight_is_transposed=True)
     x = torch.ones(2, 4, requires_grad=True)
     layer(x).sum().backward()

@@ -5,8 +5,8 @@ import torch
 
 import colossalai.nn as col_nn
 from colossalai.context import Mesh
-from colossalai.nn.layer._padded import PaddedSpec, pad_to, padded_size
 from colossalai.tensor import spec_of
+from colossalai.tensor._padded import PaddedSpec, pad_to, padded_size
 from tests.nn.modes import SUFFIXES, launch
 from tests.ranks import run_ranks
 

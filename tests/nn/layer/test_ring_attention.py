@@ -10,13 +10,13 @@ import colossalai
 from colossalai.communication import ledger
 from colossalai.context import Mesh, ParallelMode, get_seeds, seed
 from colossalai.core import global_context as gpc
-from colossalai.nn.layer.parallel_sequence import (
+from colossalai.nn.layer.sequence_parallel import (
     ring_attention,
     zigzag_gather,
     zigzag_positions,
     zigzag_split,
 )
-from colossalai.nn.layer.parallel_sequence._tiles import Rules
+from colossalai.nn.layer.sequence_parallel._tiles import Rules
 from tests.ranks import run_ranks
 
 BATCH, HEADS, SEQ, HEAD = 2, 3, 16, 5

@@ -10,7 +10,7 @@ import colossalai
 from colossalai.communication import ledger
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
-from colossalai.nn.layer.parallel_sequence import RingAV, RingQK, TransformerSelfAttentionRing
+from colossalai.nn.layer.sequence_parallel import RingAV, RingQK, TransformerSelfAttentionRing
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

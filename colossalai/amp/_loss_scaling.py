@@ -1,0 +1,382 @@
+"""Loss scaling: multiply the loss, lest small gradients vanish in float16; divide before the step."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from colossalai.logging import get_dist_logger
+
+MAX_CONSECUTIVE_SKIPS = 50
+"""Skipped steps in a row after which training stops, if nothing else is said."""
+
+_HISTORY_LENGTH = 100
+_REMINDER = 100  # skipped steps in a row after which they are told of, where there is no bound
+_REPORT_LENGTH = 5
+
+
+class RepeatedOverflowError(RuntimeError):
+    """So many steps in a row were skipped that going on makes no sense."""
+
+
+@dataclass(frozen=True)
+class ScaleRecord:
+    """A step that was skipped, or that changed the loss scale.
+
+    Attributes:
+        step: Number of the step, skipped ones included, from 1.
+        scale: The loss scale after it.
+        reason: What happened.
+    """
+
+    step: int
+    scale: float
+    reason: str
+
+
+class LossScaler:
+    """The scaler of precisions that need none: the loss stays as it is and no step is skipped.
+
+    Attributes:
+        scale: The factor of the loss.
+        skips: Whether steps are skipped for an overflow, so that gradients have to be looked at.
+        weight_unit: The unit of the weights of losses, a scalar; None before the first one. See
+            [Note: sums until the step].
+    """
+
+    scale: float = 1.0
+    skips: ClassVar[bool] = False
+    weight_unit: torch.Tensor | None = None
+
+    def update(self, *, stepped: bool, reason: str = "") -> None:
+        """Adapt the scale after a step that was made, or skipped.
+
+        Args:
+            stepped: Whether it was made.
+            reason: Why it was skipped.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has to be saved."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to what `state_dict` returned."""
+
+
+class CheckedLossScaler(LossScaler, ABC):
+    """A scaler that skips steps with an overflow, and keeps account of them; abstract.
+
+    It counts decisions: optimizers of one model, which share it, make one for what they step together.
+
+    Args:
+        init_scale: The first scale.
+        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
+        verbose: Log every change of the scale.
+        quiet: Do not warn of skipped steps.
+    """
+
+    skips: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        *,
+        init_scale: float,
+        max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
+        verbose: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        if max_consecutive_skips < 0:
+            raise ValueError(
+                f"max_consecutive_skips is {max_consecutive_skips}; it must be at least 1, or 0 for no bound"
+            )
+        self.scale = float(init_scale)
+        self.max_consecutive_skips = max_consecutive_skips
+        self.verbose = verbose
+        self.quiet = quiet
+        self.num_steps = 0
+        self.num_skips_in_a_row = 0
+        self._scale_before_skips = self.scale
+        self._history: deque[ScaleRecord] = deque(maxlen=_HISTORY_LENGTH)
+
+    @abstractmethod
+    def _adapt(self, *, stepped: bool) -> str:
+        """Change the scale after a step, if need be; return the reason if it grew."""
+
+    @property
+    def history(self) -> tuple[ScaleRecord, ...]:
+        """The last hundred skipped steps and changes of the scale, the latest one last."""
+        return tuple(self._history)
+
+    def update(self, *, stepped: bool, reason: str = "") -> None:
+        """Adapt the scale, keep a record, and warn of skipped steps.
+
+        Of several in a row, the first is told of at once, and the others in one line when they end.
+
+        Raises:
+            RepeatedOverflowError: `max_consecutive_skips` steps in a row were skipped; on all ranks, since
+                they skip together.
+        """
+        self.num_steps += 1
+        before = self.scale
+        growth = self._adapt(stepped=stepped)
+        if stepped:
+            self._tell_of_skips()
+            self.num_skips_in_a_row = 0
+            if self.scale != before:
+                self._record(growth, before, "info" if self.verbose else "")
+            return
+        self.num_skips_in_a_row += 1
+        is_first = self.num_skips_in_a_row == 1
+        if is_first:
+            self._scale_before_skips = before
+        level = "warning" if (is_first or self.verbose) and not self.quiet else ""
+        self._record(reason or "overflow: the step was skipped", before, level)
+        if self.max_consecutive_skips == 0 and self.num_skips_in_a_row % _REMINDER == 0:
+            self._tell_of_skips(self.num_steps)
+        if self.num_skips_in_a_row == self.max_consecutive_skips:
+            raise RepeatedOverflowError(self._report())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale, the counts and the history."""
+        unit = {} if self.weight_unit is None else {"weight_unit": self.weight_unit.item()}
+        return {
+            "scale": self.scale,
+            "num_steps": self.num_steps,
+            "num_skips_in_a_row": self.num_skips_in_a_row,
+            "history": [astuple(record) for record in self._history],
+            **unit,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to what `state_dict` returned; the state of a precision without a scale changes nothing."""
+        if not state:
+            return
+        self.scale = float(state["scale"])
+        self.num_steps = int(state.get("num_steps", 0))  # older checkpoints have the scale only
+        self.num_skips_in_a_row = int(state.get("num_skips_in_a_row", 0))
+        self._scale_before_skips = self.scale
+        self._history.clear()
+        self._history.extend(ScaleRecord(*record) for record in state.get("history", []))
+        unit = state.get("weight_unit")
+        self.weight_unit = None if unit is None else torch.tensor(unit, dtype=torch.float64)
+
+    def _record(self, reason: str, before: float, level: str) -> None:
+        self._history.append(ScaleRecord(self.num_steps, self.scale, reason))
+        if level:
+            message = f"step {self.num_steps}: {reason}; loss scale {before:g}, now {self.scale:g}"
+            getattr(get_dist_logger(), level)(message, ranks=[0])
+
+    def _tell_of_skips(self, last: int | None = None) -> None:
+        """Warn of the skipped steps in a row up to `last`, by default the one before this step."""
+        if self.num_skips_in_a_row < 2 or self.quiet or self.verbose:
+            return
+        last = self.num_steps - 1 if last is None else last
+        get_dist_logger().warning(
+            f"steps {last - self.num_skips_in_a_row + 1} to {last} were skipped for inf or nan in gradients; "
+            f"loss scale {self._scale_before_skips:g} before, now {self.history[-1].scale:g}",
+            ranks=[0],
+        )
+
+    def _report(self) -> str:
+        latest = "; ".join(
+            f"step {record.step}: {record.reason} (loss scale then {record.scale:g})"
+            for record in self.history[-_REPORT_LENGTH:]
+        )
+        return (
+            f"{self.num_skips_in_a_row} steps in a row were skipped. The latest: {latest}. If the scale is "
+            "small by now, the gradients themselves are inf or nan: look at the loss, the data, the learning "
+            "rate and the named parameter. max_consecutive_skips sets the bound"
+        )
+
+
+class StaticLossScaler(CheckedLossScaler):
+    """A scale that stays as it is; a step with an overflow is skipped all the same.
+
+    Args:
+        scale: The scale, above 0.
+        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
+        quiet: Do not warn of skipped steps.
+
+    Raises:
+        ValueError: The scale is not above 0.
+    """
+
+    def __init__(
+        self, scale: float, *, max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS, quiet: bool = False
+    ) -> None:
+        if not scale > 0:
+            raise ValueError(f"the loss scale is {scale}; it must be above 0")
+        super().__init__(init_scale=scale, max_consecutive_skips=max_consecutive_skips, quiet=quiet)
+
+    def _adapt(self, *, stepped: bool) -> str:
+        return ""
+
+
+class DynamicLossScaler(CheckedLossScaler):
+    """A scale that grows while all is well and shrinks at an overflow (Micikevicius et al., 1710.03740).
+
+    Args:
+        init_scale: The first scale.
+        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor of the scale after an overflow.
+        growth_interval: Number of steps without overflow before the scale grows.
+        hysteresis: Number of overflows since the last growth before the scale shrinks; the steps are skipped
+            all the same.
+        min_scale: The scale does not shrink below it.
+        max_scale: The scale does not grow above it.
+        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
+        verbose: Log every change of the scale.
+        quiet: Do not warn of skipped steps.
+
+    Raises:
+        ValueError: A number is not what it must be.
+    """
+
+    def __init__(
+        self,
+        *,
+        init_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        hysteresis: int = 1,
+        min_scale: float = 0.0,
+        max_scale: float = float("inf"),
+        max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS,
+        verbose: bool = False,
+        quiet: bool = False,
+    ) -> None:
+        if init_scale <= 0 or growth_factor <= 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
+            raise ValueError(
+                f"first scale {init_scale}, growth_factor {growth_factor}, backoff_factor {backoff_factor}, "
+                f"growth_interval {growth_interval}: the scale must be above 0, the growth factor above 1, "
+                "the backoff factor between 0 and 1, the interval at least 1"
+            )
+        if hysteresis < 1 or not min_scale <= init_scale <= max_scale:
+            raise ValueError(
+                f"hysteresis {hysteresis}, min_scale {min_scale}, max_scale {max_scale}, first scale "
+                f"{init_scale}: hysteresis must be at least 1, the first scale between the other two"
+            )
+        super().__init__(
+            init_scale=init_scale, max_consecutive_skips=max_consecutive_skips, verbose=verbose, quiet=quiet
+        )
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self.good_steps = 0
+        self.hysteresis = hysteresis
+        self.min_scale = min_scale
+        self.max_scale = max_scale
+        self._overflows = 0  # since the last growth
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scale, the history, and the counts of good steps and overflows."""
+        return {**super().state_dict(), "good_steps": self.good_steps, "overflows": self._overflows}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go back to what `state_dict` returned."""
+        super().load_state_dict(state)
+        self.good_steps = int(state.get("good_steps", 0))  # a static scale has none
+        self._overflows = int(state.get("overflows", 0))  # nor have older checkpoints
+
+    def _adapt(self, *, stepped: bool) -> str:
+        """Shrink the scale after enough skipped steps, grow it after enough good ones."""
+        if stepped:
+            return self._count_good_step()
+        self._count_overflow()
+        return ""
+
+    def _count_good_step(self) -> str:
+        self.good_steps += 1
+        if self.good_steps < self.growth_interval:
+            return ""
+        self.scale = min(self.scale * self.growth_factor, self.max_scale)
+        self.good_steps = 0
+        self._overflows = 0
+        return f"{self.growth_interval} steps without overflow"
+
+    def _count_overflow(self) -> None:
+        self.good_steps = 0
+        self._overflows += 1
+        if self._overflows >= self.hysteresis:
+            self.scale = max(self.scale * self.backoff_factor, self.min_scale)
+
+
+_RANK_BITS = 20
+_MAX_RANK = 2**_RANK_BITS - 1
+_MAX_PLACE = 2**40
+_NAME_BYTES = 256
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """The first gradient with an inf or nan.
+
+    Attributes:
+        place: Place of its parameter in the model.
+        global_rank: The lowest rank on which it stands.
+    """
+
+    place: int
+    global_rank: int
+
+
+def find_overflow(
+    grads: Sequence[torch.Tensor], group: dist.ProcessGroup | None, places: Sequence[int]
+) -> Overflow | None:
+    """Return the first overflow over all ranks of a group, the same on each; None if all is well.
+
+    One all-reduce of one int64 over `group`. See [Note: one overflow decision].
+
+    Args:
+        grads: This rank's gradients (slices, where they are sharded).
+        group: The ranks that decide together; None for this process alone.
+        places: For each gradient, the place of its parameter in the model.
+    """
+    finding = _finding(grads, places)
+    if group is not None:
+        dist.all_reduce(finding, op=dist.ReduceOp.MAX, group=group)
+    value = int(finding.item())
+    if value == 0:
+        return None
+    return Overflow(_MAX_PLACE - (value >> _RANK_BITS), _MAX_RANK - (value & _MAX_RANK))
+
+
+def share_name(name: str, overflow: Overflow, group: dist.ProcessGroup) -> str:
+    """Return the name that the rank of an overflow has for its parameter; the other ranks may not know it.
+
+    One broadcast of 256 bytes over `group`.
+
+    Args:
+        name: What this rank takes it for.
+        overflow: The overflow.
+        group: The ranks that found it together.
+    """
+    content = torch.zeros(_NAME_BYTES, dtype=torch.uint8)
+    encoded = name.encode()[-_NAME_BYTES:]
+    content[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
+    content = content.to(_default_device())
+    dist.broadcast(content, src=overflow.global_rank, group=group)
+    return bytes(content.tolist()).rstrip(b"\0").decode(errors="replace")
+
+
+def _finding(grads: Sequence[torch.Tensor], places: Sequence[int]) -> torch.Tensor:
+    """Return this rank's finding as an int64 scalar on the gradients' device."""
+    # torch has no infinity norm of nothing
+    held = [(grad, place) for grad, place in zip(grads, places, strict=True) if grad.numel()]
+    if not held:
+        return torch.zeros((), dtype=torch.int64, device=_default_device())
+    global_rank = dist.get_rank() if dist.is_initialized() else 0
+    codes = [((_MAX_PLACE - place) << _RANK_BITS) + _MAX_RANK - global_rank for _, place in held]
+    largest = torch._foreach_norm([grad for grad, _ in held], float("inf"))
+    is_bad = ~torch.stack([norm.isfinite() for norm in largest])
+    return (is_bad * torch.tensor(codes, device=is_bad.device)).amax()
+
+
+def _default_device() -> torch.device | None:
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

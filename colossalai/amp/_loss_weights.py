@@ -1,0 +1,294 @@
+"""Weights of losses: a mean over tokens is the mean over all ranks, microbatches and backwards of a window.
+
+[Note: sums until the step]
+Where the losses l of backwards, microbatches and ranks are means over different numbers w of labels, the loss
+of a window is L = sum(w l) / W with W = sum(w), over the replicas and over all backwards since `zero_grad`. W
+is known after the last of them only. So a backward starts from w / u instead of 1: what adds up are the
+gradients of sums, in units u. The data methods leave their mean over the R replicas. Before anybody looks at
+the gradients (clipping, the step) one all-reduce of two numbers gives W, and they are multiplied by R u / W:
+once, in `OptimizerWrapper._prepare`, together with the division by the loss scale.
+
+The unit is W / R of the window before, rounded up to a power of two; in the first window ever, the largest
+weight that a replica begins with. So sums are as large as means would be, which float16 needs. As u is a
+power of two, gradients have the same digits with any other one, but for overflow and underflow.
+
+Without any label (W = 0) gradients are 0, and the step is made, as in one process.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
+
+from colossalai.amp._loss_scaling import LossScaler
+from colossalai.communication import all_reduce, all_reduce_in_place
+from colossalai.context import Axis
+
+Weight = Tensor | float
+GivenLoss = Tensor | tuple[Tensor, Weight]
+
+
+@dataclass(frozen=True, eq=False)
+class LossTerm:
+    """The loss of a batch as it was given.
+
+    Attributes:
+        value: The mean over the batch; with `is_sum` the sum. One value.
+        weight: What the mean is over, a number of labels or samples, as a scalar in float64 (on MPS in
+            float32); None: nobody has said.
+        is_sum: Whether `value` is a sum.
+    """
+
+    value: Tensor
+    weight: Tensor | None = None
+    is_sum: bool = False
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean, detached; 0 where there is nothing to take it over."""
+        value = self.value.detach()
+        if self.weight is None:
+            return value
+        return self.total.div(self.weight).masked_fill(self.weight == 0, 0.0).to(value.dtype)
+
+    @property
+    def total(self) -> Tensor:
+        """The sum, detached, in the dtype of the weight."""
+        assert self.weight is not None
+        value = self.value.detach().to(self.weight.dtype)
+        return value if self.is_sum else (value * self.weight).masked_fill(self.weight == 0, 0.0)
+
+
+def read_loss(loss: GivenLoss, weight: Weight | None = None) -> LossTerm:
+    """Return what was given as a loss.
+
+    Args:
+        loss: A mean, or a pair (sum, count).
+        weight: What the mean is over; None: it has no weight.
+
+    Raises:
+        ValueError: It is neither, a weight is negative or not one number, or a pair has a second weight.
+    """
+    if isinstance(loss, Tensor):
+        if weight is None:
+            return LossTerm(loss)
+        return LossTerm(_scalar(loss), _weight_on(loss.device, weight))
+    if not (isinstance(loss, tuple | list) and len(loss) == 2 and isinstance(loss[0], Tensor)):
+        raise ValueError(
+            f"the loss is {loss!r:.80}; it must be the tensor that the criterion returned: None, .item() and "
+            "float() have no gradient. It may be a pair of a sum, a tensor, and what it counts, too"
+        )
+    if weight is not None:
+        raise ValueError("a loss (sum, count) has its weight, the count: leave weight=... out")
+    return LossTerm(_scalar(loss[0]), _weight_on(loss[0].device, loss[1]), is_sum=True)
+
+
+def _scalar(loss: Tensor) -> Tensor:
+    if loss.numel() != 1:
+        raise ValueError(
+            f"a loss with a weight has shape {tuple(loss.shape)}; it must have one value: the mean, or the "
+            "sum in a pair (sum, count)"
+        )
+    return loss.reshape(())
+
+
+def _weight_on(device: torch.device, weight: Any) -> Tensor:
+    dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if isinstance(weight, Tensor) and weight.numel() == 1:
+        found = weight.detach().reshape(()).to(device=device, dtype=dtype)
+        is_known = weight.device.type == "cpu"  # elsewhere looking at it would wait for the device
+    elif is_number:
+        found, is_known = torch.tensor(float(weight), device=device, dtype=dtype), True
+    else:
+        raise ValueError(
+            f"the weight of a loss is {weight!r}; it must be one number, such as a count of labels"
+        )
+    if is_known and not 0 <= float(weight) < math.inf:
+        raise ValueError(f"the weight of a loss is {float(weight):g}; it must be at least 0, and finite")
+    return found
+
+
+class _Kind(Enum):
+    """What gradients are made of."""
+
+    NOTHING = auto()
+    MEANS = auto()
+    SUMS = auto()  # of losses with weights, not divided yet
+    SPENT = auto()  # divided, or stepped with, and not forgotten
+
+
+class LossWeights:
+    """The weights of the losses whose gradients an optimizer holds; see [Note: sums until the step].
+
+    Args:
+        scaler: The loss scaler, which keeps the unit: optimizers that share a backward share both.
+        replicas: The ranks over which gradients are averaged; None for this process alone.
+
+    Attributes:
+        replicas: As given.
+        mean_loss: The mean of the losses of the last window over all replicas, a scalar; None if they had no
+            weights.
+        are_used: Whether the losses of the present window have weights, also once the gradients are divided.
+    """
+
+    def __init__(self, scaler: LossScaler, replicas: Axis | None) -> None:
+        self.mean_loss: Tensor | None = None
+        self.are_used = False
+        self.replicas = replicas
+        self._scaler = scaler
+        self._kind = _Kind.NOTHING
+        self._sums: Tensor | None = None  # (2,): the weights and the weighted losses on this rank
+        self._next_unit: Tensor | None = None
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether gradients are sums that wait for their division."""
+        return self._kind is _Kind.SUMS
+
+    @property
+    def are_spent(self) -> bool:
+        """Whether gradients have been divided, or stepped with, and not been forgotten since."""
+        return self._kind is _Kind.SPENT
+
+    def add(self, weight: Tensor | None, total: Tensor | None, *, is_own: bool) -> None:
+        """Hear of a backward.
+
+        Args:
+            weight: The weight of its loss, None if it has none.
+            total: The loss times the weight.
+            is_own: Whether this optimizer runs it, and not another one of the same model.
+
+        Raises:
+            ValueError: Weighted losses would add to others, or to what has been divided.
+        """
+        if self._kind is _Kind.SPENT and not is_own:
+            return  # what it adds to is nobody's
+        if weight is None:
+            if self._kind is _Kind.SUMS:
+                raise ValueError(_MIXED)
+            self._kind, self.are_used = _Kind.MEANS, False
+            return
+        if self._kind is _Kind.MEANS:
+            raise ValueError(_MIXED)
+        if self._kind is _Kind.SPENT:
+            raise ValueError(
+                "the gradients have been divided by the weight of their losses already (by clipping, or by a "
+                "step): clip after the last backward of a window only, and call optimizer.zero_grad() "
+                "before the next one"
+            )
+        assert total is not None
+        self._kind, self.are_used = _Kind.SUMS, True
+        sums = torch.stack([weight, total])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def unit(self, weight: Tensor) -> Tensor:
+        """Return the unit of weights; the first time, all replicas agree on one: one all-reduce of a number.
+
+        Args:
+            weight: The first weight that there is on this rank.
+        """
+        if self._scaler.weight_unit is None:
+            if self.replicas is not None:
+                weight = all_reduce(weight, self.replicas, dist.ReduceOp.MAX)
+            self._scaler.weight_unit = _power_of_two(weight, torch.ones_like(weight))
+        self._scaler.weight_unit = self._scaler.weight_unit.to(weight)  # after loading it is on the host
+        return self._scaler.weight_unit
+
+    def adopt_unit(self, unit: Tensor) -> None:
+        """Take over the unit that other ranks have agreed on, if there is none here."""
+        if self._scaler.weight_unit is None:
+            self._scaler.weight_unit = unit
+
+    def factor(self) -> Tensor | None:
+        """Return what makes means of the gradients, R u / W; None if they are; collective over the replicas.
+
+        One all-reduce of two numbers, from which `mean_loss` follows, too.
+        """
+        self.mean_loss = self._next_unit = None
+        if self._kind is not _Kind.SUMS:
+            return None
+        assert self._sums is not None
+        num_replicas = 1 if self.replicas is None else self.replicas.size
+        sums = self._sums.clone()
+        if self.replicas is not None:
+            all_reduce_in_place(sums, self.replicas)
+        weight, total = sums.unbind()
+        unit = self.unit(weight)
+        self.mean_loss = (total / weight).masked_fill(weight == 0, 0.0)
+        self._next_unit = _power_of_two(weight / num_replicas, unit)
+        return (num_replicas * unit / weight).masked_fill(weight == 0, 0.0)
+
+    def spend(self) -> None:
+        """Note that the gradients have been divided, or stepped with."""
+        self._kind, self._sums = _Kind.SPENT, None
+
+    def forget(self) -> None:
+        """Note that there are no gradients."""
+        self._kind, self._sums, self.are_used = _Kind.NOTHING, None, False
+
+    def renew_unit(self) -> None:
+        """Take the unit of the next window from the one that was; nobody who shares it may wait."""
+        if self._next_unit is not None:
+            self._scaler.weight_unit = self._next_unit
+
+
+_MIXED = (
+    "losses with a weight and losses without one add to the same gradients: pass weight=... (or let the "
+    "criterion return (sum, count)) with every backward between two optimizer.zero_grad(), or with none"
+)
+
+
+def _power_of_two(value: Tensor, otherwise: Tensor) -> Tensor:
+    """Return a power of two from `value` to twice it; `otherwise` where it is 0."""
+    safe = torch.where(value > 0, value, torch.ones_like(value))
+    mantissa, _ = torch.frexp(safe)
+    return torch.where(value > 0, safe / mantissa, otherwise)
+
+
+class Silenced:
+    """Within the block, the backward of a mean that has no weight brings zeros, whatever its value.
+
+    The mean over no labels is 0 / 0, and so is its gradient, which times the weight 0 is still NaN. So the
+    gradient of every single number on the way from the loss is made 0 once more, up to the first tensor that
+    is no single number, included. Where the weight is not 0, nothing changes.
+
+    Args:
+        loss: The mean.
+        weight: Its weight.
+    """
+
+    def __init__(self, loss: Tensor, weight: Tensor) -> None:
+        self._root = loss.grad_fn
+        self._is_nothing = weight == 0  # not asked for its value, which would wait for the device
+        self._handles: list[RemovableHandle] = []
+        self._seen: set[Node] = set()
+
+    def __enter__(self) -> None:
+        if self._root is not None:
+            self._watch(self._root)
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _watch(self, node: Node) -> None:
+        if node in self._seen:
+            return
+        self._seen.add(node)
+
+        def silence(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+            if all(grad is None or grad.numel() == 1 for grad in grads):
+                for child, _ in node.next_functions:
+                    if child is not None:
+                        self._watch(child)
+            return tuple(None if grad is None else grad.masked_fill(self._is_nothing, 0.0) for grad in grads)
+
+        self._handles.append(node.register_prehook(silence))

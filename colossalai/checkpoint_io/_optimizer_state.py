@@ -1,0 +1,221 @@
+"""The state of an optimizer as a store, and back.
+
+The content, which is also what a single torch file holds:
+
+    state         {parameter name: {key: tensor or scalar}}
+    param_groups  [{"params": [parameter names], "lr": ..., ...}]
+    shapes        {parameter name: [extents of the full parameter]}
+    other_state   state that belongs to no parameter, by the optimizer's own keys
+    optimizer     the name of the class
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.amp import OptimizerWrapper
+from colossalai.checkpoint_io._collective import on_every_rank
+from colossalai.checkpoint_io._global_plan import merge_by_name, prefix_of, tied_names, with_other_ranks
+from colossalai.checkpoint_io._hugging_face_index import Stems
+from colossalai.checkpoint_io._load_report import listed
+from colossalai.checkpoint_io._state import Kind, Store
+from colossalai.checkpoint_io.resharding import follows, held_state, is_cut_by_spec, pack, unpack, whole_shape
+from colossalai.checkpoint_io.storage import counts_of, field_of, of_kind
+
+ParamNames = Mapping[nn.Parameter, str]
+
+_PARTS = {"state", "param_groups", "shapes", "other_state", "optimizer"}
+# Not hyper-parameters: these, the second being torch's own, name the parameters at hand.
+_NAMES_IN_GROUP = ("params", "param_names")
+
+
+@contextmanager
+def opened(optimizer: Optimizer | None, *, loads: bool) -> Iterator[Optimizer | None]:
+    """Within the block, give the optimizer that holds the parameters of the model, as they are named.
+
+    What a door returned may keep others in their place: float32 masters, slices.
+
+    Args:
+        optimizer: What a door returned, or any other.
+        loads: Whether the block replaces states.
+    """
+    if isinstance(optimizer, OptimizerWrapper):
+        with optimizer.for_checkpoint(loads=loads) as raw:
+            yield raw
+    else:
+        yield optimizer
+
+
+def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the names of a module's parameters, by the parameter: those that its state dict uses.
+
+    A tied parameter has the first of its names, also where the other names are on other pipeline stages.
+    """
+    # Not named_parameters() alone: under FSDP it may show gathered parameters, which the optimizer does not
+    # know, where state_dict() first puts the slices back.
+    names: dict[nn.Parameter, str] = {}
+    prefix = prefix_of(module)
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter):
+            names.setdefault(value, prefix + name)
+    for name, parameter in module.named_parameters():
+        names.setdefault(parameter, prefix + name)
+    return {param: next(iter(tied_names(param)), name) for param, name in names.items()}
+
+
+def named_parameters(optimizer: Optimizer, param_names: ParamNames) -> dict[str, nn.Parameter]:
+    """Return the parameters of an optimizer by name.
+
+    Raises:
+        ValueError: A parameter has no name, or two have the same.
+    """
+    named: dict[str, nn.Parameter] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            name = param_names.get(parameter)
+            if name is None:
+                raise ValueError(
+                    f"parameter {place} of group {number} (of shape {tuple(parameter.shape)}) has no name in "
+                    f"param_names: give those of every model whose parameters the optimizer holds"
+                )
+            if name in named:
+                raise ValueError(f"two parameters of the optimizer are called {name!r} in param_names")
+            named[name] = parameter
+    return named
+
+
+def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a parameter group holds beside its parameters."""
+    return {key: value for key, value in group.items() if key not in _NAMES_IN_GROUP}
+
+
+def optimizer_store(optimizer: Optimizer, param_names: ParamNames, *, prefix: str = "") -> Store:
+    """Return what is to be saved of an optimizer; collective, under a pipeline it is that of all stages.
+
+    Raises:
+        ValueError: A parameter has no name, or the state holds something that is not plain, or of which it is
+            not known how it is cut.
+    """
+    own = on_every_rank(lambda: _own_content(optimizer, param_names, prefix))
+    return with_other_ranks(own, merge=_merge, as_store=_as_store)
+
+
+def _own_content(optimizer: Optimizer, param_names: ParamNames, prefix: str) -> dict[str, Any]:
+    surplus = optimizer.state_dict().keys() - {"state", "param_groups"}
+    if surplus:
+        raise ValueError(
+            f"{type(optimizer).__name__}.state_dict() holds {listed(map(repr, surplus))} beside 'state' and "
+            f"'param_groups': what belongs to no parameter and no group cannot be saved by parameter name"
+        )
+    named = {prefix + name: param for name, param in named_parameters(optimizer, param_names).items()}
+    names = {parameter: name for name, parameter in named.items()}
+    state = optimizer.state
+    return {
+        "state": {
+            name: state_as_cut(state[param], param, name=name)
+            for name, param in named.items()
+            if param in state
+        },
+        "param_groups": [
+            {"params": [names[parameter] for parameter in group["params"]], **hyper_parameters(group)}
+            for group in optimizer.param_groups
+        ],
+        "shapes": {name: list(whole_shape(parameter)) for name, parameter in named.items()},
+        "other_state": {key: item for key, item in state.items() if not isinstance(key, torch.Tensor)},
+        "optimizer": type(optimizer).__name__,
+    }
+
+
+def state_as_cut(state: Mapping[str, Any], param: nn.Parameter, *, name: str) -> dict[str, Any]:
+    """Return the state of a parameter with what this rank holds of its tensors in their places.
+
+    Raises:
+        ValueError: The parameter is a tensor-parallel slice, and a tensor is of another shape; it is named.
+    """
+    tree, tensors = pack(dict(state))
+    if is_cut_by_spec(param):
+        strange = [
+            f"{key} {tuple(tensor.shape)}"
+            for key, tensor in tensors.items()
+            if tensor.ndim and not follows(tensor, param)
+        ]
+        if strange:
+            raise ValueError(
+                f"the state of {name!r}, a tensor-parallel slice of shape {tuple(param.shape)}, holds "
+                f"{listed(strange)}: only states of the slice's shape, and numbers, can be saved"
+            )
+    found: dict[str, Any] = unpack(tree, {key: held_state(tensor, param) for key, tensor in tensors.items()})
+    return found
+
+
+def stored_content(store: Store) -> dict[str, Any]:
+    """Return the content that a store was made of; an empty one if there is no optimizer in it.
+
+    Raises:
+        ValueError: It has the parts of an optimizer, and one of them is something else.
+    """
+    content = unpack(store.tree, store.tensors)
+    if not _is_ours(content):
+        return {}
+    of_kind(content["optimizer"], str, "optimizer")
+    of_kind(content["other_state"], dict, "other_state")
+    for name, state in of_kind(content["state"], dict, "state").items():
+        of_kind(of_kind(name, str, "name") and state, dict, name)
+    for name, shape in of_kind(content["shapes"], dict, "shapes").items():
+        counts_of(of_kind(name, str, "name") and shape, name)
+    for group in of_kind(content["param_groups"], list, "param_groups"):
+        for name in field_of(of_kind(group, dict, "group"), "params", list):
+            of_kind(name, str, "params")
+    return content
+
+
+def _merge(contents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Put together the contents of ranks that hold different parameters; groups belong together by number."""
+    first = next(content for content in contents if content)
+    groups = [content["param_groups"] for content in contents if content]
+    return {
+        "state": merge_by_name(content.get("state", {}) for content in contents),
+        "param_groups": [
+            {
+                **members[0],
+                "params": list(dict.fromkeys(name for group in members for name in group["params"])),
+            }
+            for members in zip(*groups, strict=True)
+        ],
+        "shapes": merge_by_name(content.get("shapes", {}) for content in contents),
+        "other_state": first["other_state"],
+        "optimizer": first["optimizer"],
+    }
+
+
+def _is_ours(content: Any) -> bool:
+    return isinstance(content, dict) and content.keys() >= _PARTS
+
+
+def _as_store(content: Mapping[str, Any]) -> Store:
+    tree, tensors = pack(content)
+    return Store(tensors, tree)
+
+
+def _split(content: Any) -> Store:
+    if _is_ours(content):
+        return _as_store(content)
+    if isinstance(content, dict) and content.keys() >= {"state", "param_groups"}:
+        raise ValueError(
+            "it is torch's own optimizer.state_dict(), which numbers the parameters: load that one with "
+            "optimizer.load_state_dict, and save with save_optimizer"
+        )
+    raise ValueError("there is no optimizer in it")
+
+
+OPTIMIZER = Kind(
+    "optimizer",
+    Stems(torch="pytorch_optim", safetensors="optim"),
+    join=stored_content,
+    split=_split,
+    needs_tree=True,
+)

@@ -1,0 +1,163 @@
+"""One file for everything: the checkpoint of the Engine door.
+
+A torch file of a dictionary: `epoch`, `model` (a state dict), and if they were given `optimizer` (by
+parameter name) and `lr_scheduler`.
+"""
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.checkpoint_io._collective import on_every_rank
+from colossalai.checkpoint_io._global_plan import names_elsewhere
+from colossalai.checkpoint_io._load_report import listed
+from colossalai.checkpoint_io._model import MODEL, ModelLoading, model_store, module_names, plan_model_loading
+from colossalai.checkpoint_io._optimizer import (
+    OptimizerLoading,
+    optimizer_names_elsewhere,
+    plan_optimizer_loading,
+)
+from colossalai.checkpoint_io._optimizer_state import OPTIMIZER, opened, optimizer_store, parameter_names
+from colossalai.checkpoint_io._streaming import DEFAULT_BUFFER_MB
+from colossalai.checkpoint_io.formats import Stateful, read_plain, store_of, total_bytes, write_torch_store
+from colossalai.checkpoint_io.resharding import plain, with_own_memory
+from colossalai.checkpoint_io.storage import atomic_file, staged
+
+
+def save_checkpoint(
+    file: str | Path,
+    epoch: int,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Stateful | None = None,
+    *,
+    buffer_size: float = DEFAULT_BUFFER_MB,
+) -> None:
+    """Save a model, and what trains it, in one file; collective: every rank calls it, global rank 0 writes.
+
+    Args:
+        file: The file.
+        epoch: The epoch that is finished.
+        model: The model.
+        optimizer: An optimizer of parameters of the model.
+        lr_scheduler: The scheduler of its learning rate.
+        buffer_size: The most memory, in MB (1024 * 1024 bytes), that saving takes on a rank.
+
+    Raises:
+        ValueError: The optimizer holds parameters that are not the model's, or a state is not plain.
+        OSError: The file cannot be written; on all ranks. What was there before is still there.
+    """
+    _check(file, model, optimizer, "save_checkpoint(file, epoch, model, optimizer, lr_scheduler)")
+    if type(epoch) is not int:
+        raise ValueError(f"epoch is {epoch!r}; it must be an integer: save_checkpoint(file, epoch, model)")
+    with opened(optimizer, loads=False) as raw:
+        _save(file, epoch, model, raw, lr_scheduler, buffer_size=buffer_size)
+
+
+def _check(file: Any, model: Any, optimizer: Any, form: str) -> None:
+    """Refuse arguments in another order."""
+    if not isinstance(file, str | PathLike):
+        raise ValueError(f"file is {file!r:.80}; it must be a path: {form}")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is {model!r:.80}; it must be a torch.nn.Module: {form}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ValueError(f"optimizer is {optimizer!r:.80}; it must be a torch.optim.Optimizer: {form}")
+
+
+def _save(
+    file: str | Path,
+    epoch: int,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    lr_scheduler: Stateful | None,
+    *,
+    buffer_size: float,
+) -> None:
+    stores = {"model": (model_store(model), MODEL)}
+    if optimizer is not None:
+        stores["optimizer"] = (optimizer_store(optimizer, parameter_names(model)), OPTIMIZER)
+    content: dict[str, Any] = {"epoch": epoch}
+    if lr_scheduler is not None:
+        content["lr_scheduler"] = plain(lr_scheduler.state_dict(), at="lr_scheduler")
+    num_bytes = sum(total_bytes(store) for store, _ in stores.values())
+    with staged(atomic_file, file, num_bytes=num_bytes) as write:
+        content |= {part: kind.join(store) for part, (store, kind) in stores.items()}
+        write_torch_store(write, content, [store for store, _ in stores.values()], buffer_size=buffer_size)
+
+
+def load_checkpoint(
+    file: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    lr_scheduler: Stateful | None = None,
+    strict: bool = True,
+    *,
+    allow_pickle: bool = False,
+) -> int:
+    """Load what `save_checkpoint` wrote; collective: every rank calls it and copies its own slices.
+
+    Args:
+        file: The file.
+        model: The model to overwrite.
+        optimizer: The optimizer to overwrite, if wanted.
+        lr_scheduler: The scheduler to overwrite, if wanted.
+        strict: Raise if the model and its weights do not fit; else load what fits and warn.
+        allow_pickle: Run the code that the file may hold, if it cannot be restored without: only for a file
+            from somebody whom you trust.
+
+    Returns:
+        The epoch that was saved.
+
+    Raises:
+        ValueError: The file is damaged, lacks something wanted, or does not fit; nothing was overwritten.
+        OSError: It cannot be read.
+    """
+    _check(file, model, optimizer, "load_checkpoint(file, model, optimizer, lr_scheduler)")
+    with opened(optimizer, loads=True) as raw:
+        return _load(Path(file), model, raw, lr_scheduler, strict=strict, allow_pickle=allow_pickle)
+
+
+def _load(
+    path: Path,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    lr_scheduler: Stateful | None,
+    *,
+    strict: bool,
+    allow_pickle: bool,
+) -> int:
+    elsewhere = names_elsewhere(module_names(model))
+    names = parameter_names(model)
+    states_elsewhere: frozenset[str] = frozenset()
+    if optimizer is not None:
+        states_elsewhere = optimizer_names_elsewhere(optimizer, names)
+
+    def plan() -> tuple[dict[str, Any], ModelLoading, OptimizerLoading | None]:
+        content = read_plain(path, mapped=True, allow_pickle=allow_pickle)
+        wanted = {"epoch": True, "model": True, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        missing = [part for part, want in wanted.items() if want is not None and part not in content]
+        if missing:
+            raise ValueError(f"{path} holds no {listed(missing)}; there is {listed(map(str, content))}")
+        weights = plan_model_loading(
+            model, store_of(content["model"], MODEL), source=str(path), strict=strict, elsewhere=elsewhere
+        )
+        if optimizer is None:
+            return content, weights, None
+        store = store_of(content["optimizer"], OPTIMIZER)
+        return (
+            content,
+            weights,
+            plan_optimizer_loading(optimizer, store, names, source=str(path), elsewhere=states_elsewhere),
+        )
+
+    content, weights, updates = on_every_rank(plan)
+    on_every_rank(weights.apply)
+    if updates is not None:
+        on_every_rank(updates.apply)
+    if lr_scheduler is not None:
+        lr_scheduler.load_state_dict(with_own_memory(content["lr_scheduler"]))
+    epoch: int = content["epoch"]
+    return epoch

@@ -1,0 +1,158 @@
+"""Files in the format of safetensors, written in one pass.
+
+A file is the length of its header in 8 bytes, the header in JSON, and the values, one tensor after the other.
+Where everything lies is known before the values are, but the checksums of the tensors, which we put in the
+header, are known behind them: so the header is written twice, the first time with the widest numbers. The
+second one is no longer, and is filled with blanks.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from colossalai.checkpoint_io._streaming import Flow
+from colossalai.checkpoint_io.resharding import Entry
+from colossalai.checkpoint_io.storage import damage_named, json_checksum
+
+CHECKSUMS = "crc32"  # under it the header has the CRC-32 of each tensor, in JSON
+_OF_HEADER = "crc32_of_header"  # and under this one that of the rest of the header
+_ALIGNMENT = 16  # the widest element, complex128: a mapping of any tensor can be viewed as its dtype
+_WIDEST = 0xFFFFFFFF
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_METADATA = "__metadata__"
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A tensor, or a part of one, in a header.
+
+    Attributes:
+        name: What it is called.
+        dtype: Its dtype.
+        shape: Its shape.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def has_name_for(dtype: torch.dtype) -> bool:
+    """Return whether the format has tensors of a dtype."""
+    return dtype in _NAMES
+
+
+def dtype_called(name: str) -> torch.dtype | None:
+    """Return the dtype that the format calls so."""
+    return _DTYPES.get(name)
+
+
+def header_of(
+    listings: Sequence[Listing], sizes: Sequence[int], metadata: Mapping[str, str]
+) -> tuple[bytes, list[int]]:
+    """Return the beginning of a file, and where each tensor begins in it.
+
+    Args:
+        listings: The tensors, in order. One of a dtype that the format does not know is listed as bytes.
+        sizes: The bytes of each.
+        metadata: Text beside them.
+    """
+    texts = dict(metadata)
+    entries: dict[str, Mapping[str, object]] = {_METADATA: texts}
+    offsets, end = [], 0
+    for listing, size in zip(listings, sizes, strict=True):
+        dtype = _NAMES.get(listing.dtype)
+        entries[listing.name] = {
+            "dtype": dtype or "U8",
+            "shape": list(listing.shape) if dtype else [size],
+            "data_offsets": [end, end + size],
+        }
+        offsets.append(end)
+        end += size
+    texts[_OF_HEADER] = f"{json_checksum(entries):010d}"
+    text = json.dumps(entries).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    start = len(text).to_bytes(8, "little") + text
+    return start, [len(start) + offset for offset in offsets]
+
+
+def has_intact_header(path: Path) -> bool:
+    """Return whether the header of a file matches its checksum, or has none: others write none.
+
+    Raises:
+        ValueError: It is no header.
+        OSError: It cannot be read.
+    """
+    with path.open("rb") as file, damage_named(path):
+        entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        checksum = (entries.get(_METADATA) or {}).pop(_OF_HEADER, None)
+        return checksum is None or checksum == f"{json_checksum(entries):010d}"
+
+
+def in_file_order(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Return tensors as they lie in a file: the widest dtype first, so all begin where they should."""
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def write_safetensors(
+    path: Path, tensors: Mapping[str, Entry], *, header: Mapping[str, str], flow: Flow
+) -> None:
+    """Write tensors.
+
+    Args:
+        path: The file.
+        tensors: By name, in the order of `in_file_order`.
+        header: Additional text for the header.
+        flow: Gives their values, in the same order.
+
+    Raises:
+        ValueError: The format has no place for one of the tensors.
+        OSError: The file cannot be written.
+    """
+    strange = [
+        f"{tensor.dtype} ({name})" for name, tensor in tensors.items() if not has_name_for(tensor.dtype)
+    ]
+    if strange:
+        raise ValueError(f"safetensors has no {strange[0]}: use use_safetensors=False")
+    listings = [Listing(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    sizes = [tensor.nbytes for tensor in tensors.values()]
+
+    def start_with(checksums: Mapping[str, int]) -> bytes:
+        metadata = {"format": "pt", CHECKSUMS: json.dumps(checksums), **header}
+        return header_of(listings, sizes, metadata)[0]
+
+    start = start_with(dict.fromkeys(tensors, _WIDEST))
+    checksums: dict[str, int] = {}
+    with path.open("wb") as file:
+        file.write(start)
+        for name, tensor in tensors.items():
+            checksum = 0
+            for block in flow.of(tensor):
+                checksum = zlib.crc32(block, checksum)
+                file.write(block)
+            checksums[name] = checksum
+        text = start_with(checksums)[8:]
+        file.seek(8)
+        file.write(text.ljust(len(start) - 8))

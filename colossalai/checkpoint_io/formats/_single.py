@@ -1,0 +1,185 @@
+"""One file of tensors: torch's zip format or safetensors, told apart by their first bytes.
+
+Both are read memory-mapped: what comes back is a view of the file, and only what is copied out of it costs
+memory. Both carry checksums: torch's zip archive by its nature, our safetensors files as CRC-32 of each
+tensor in the header. Nothing in a file is executed unless the caller says that it may be.
+"""
+
+import enum
+import json
+import pickle
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+import torch
+
+from colossalai.checkpoint_io.formats._safetensors import CHECKSUMS, has_intact_header
+from colossalai.checkpoint_io.formats._torch_file import refuse_broken_frame, refuse_truncated, seal
+from colossalai.checkpoint_io.storage import OF_DAMAGE, damage_named, of_kind, refuse_special
+from colossalai.logging import get_dist_logger
+
+_TORCH_ZIP = b"PK\x03\x04"
+_TORCH_LEGACY = b"\x80\x02"  # a pickle of protocol 2: torch before 1.6
+
+_ALLOWING = (
+    "If you trust whoever made it, load_model and load_checkpoint (and Booster.load_model) read it with "
+    "allow_pickle=True"
+)
+
+
+class Format(enum.Enum):
+    """What a file holds, as seen from its content."""
+
+    TORCH_ZIP = enum.auto()
+    TORCH_LEGACY = enum.auto()
+    SAFETENSORS = enum.auto()
+
+
+def detect_format(path: Path) -> Format:
+    """Tell a file's format by its first bytes.
+
+    Raises:
+        ValueError: It is none of them, or no regular file.
+        OSError: It cannot be read.
+    """
+    refuse_special(path)
+    with path.open("rb") as file:
+        start = file.read(9)
+    # First, as the length of a header may happen to have the bytes of the other marks.
+    if start[8:] == b"{" and int.from_bytes(start[:8], "little") <= path.stat().st_size - 8:
+        return Format.SAFETENSORS
+    if start.startswith(_TORCH_ZIP):
+        return Format.TORCH_ZIP
+    if start.startswith(_TORCH_LEGACY):
+        return Format.TORCH_LEGACY
+    raise ValueError(
+        f"{path} is neither a torch file nor a safetensors file, or is damaged: {path.stat().st_size} bytes "
+        f"that begin with {start!r}"
+    )
+
+
+def write_torch(path: Path, content: Any) -> None:
+    """Write plain values and tensors with `torch.save`."""
+    try:
+        with path.open("wb") as file:
+            torch.save(content, file)
+        seal(path)
+    except RuntimeError as error:
+        # torch's writer notices the short file and hides why it is short.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def read_torch(path: Path, *, mapped: bool = True, allow_pickle: bool = False) -> Any:
+    """Read a torch file of plain values and tensors, memory-mapped or into memory.
+
+    Args:
+        path: The file.
+        mapped: Leave the tensors views of the file.
+        allow_pickle: Run the code that a file may hold, if it cannot be restored without.
+
+    Raises:
+        ValueError: The file is damaged, or holds objects that only code could restore.
+    """
+    is_zip = detect_format(path) is Format.TORCH_ZIP
+    try:
+        if is_zip:
+            with zipfile.ZipFile(path) as archive:
+                refuse_truncated(path, archive)  # it says so better than torch
+        is_mapped = is_zip and mapped
+        try:
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+        except pickle.UnpicklingError:
+            if not allow_pickle:
+                raise
+            get_dist_logger().warning(f"running what {path} holds: allow_pickle=True", ranks=[0])
+            return torch.load(path, map_location="cpu", weights_only=False, mmap=is_mapped)
+    except pickle.UnpicklingError as error:
+        raise ValueError(_refusal(path)) from error
+    except OF_DAMAGE as error:
+        raise ValueError(f"{path} is damaged or incomplete: {error}") from error
+
+
+def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Read a safetensors file, memory-mapped: the tensors by name, and the text in its header.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    refuse_special(path)
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+        return safetensors.torch.load_file(path), header
+    except (safetensors.SafetensorError, *OF_DAMAGE) as error:
+        raise ValueError(f"{path} is damaged or incomplete: {error}") from error
+
+
+def verify(path: Path) -> None:
+    """Read a file from end to end and compare it with the checksums in it, if it has any.
+
+    Raises:
+        ValueError: Something differs; the message names the file and the entry.
+    """
+    match detect_format(path):
+        case Format.TORCH_ZIP:
+            damaged = _first_damaged_record(path)
+        case Format.SAFETENSORS:
+            damaged = _first_damaged_tensor(path)
+        case Format.TORCH_LEGACY:
+            damaged = None
+    if damaged is not None:
+        raise ValueError(f"{path} is damaged: the checksum of {damaged!r} does not match its content")
+
+
+def _first_damaged_record(path: Path) -> str | None:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            refuse_broken_frame(path, archive)
+            return archive.testzip()
+    except OF_DAMAGE as error:
+        raise ValueError(f"{path} is damaged or incomplete: {error}") from error
+
+
+def _first_damaged_tensor(path: Path) -> str | None:
+    tensors, header = read_safetensors(path)
+    if not has_intact_header(path):
+        return "its header"
+    with damage_named(path):
+        checksums = of_kind(json.loads(header.get(CHECKSUMS, "{}")), dict, CHECKSUMS)
+    for name, tensor in tensors.items():
+        if name in checksums and checksums[name] != _checksum(tensor):
+            return name
+    return None
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _refusal(path: Path) -> str:
+    """Say why torch would not unpickle a file: code in it, or damage."""
+    is_zip = detect_format(path) is Format.TORCH_ZIP
+    unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path) if is_zip else []
+    if not unsafe:
+        return f"{path} is damaged, or needs code to be restored, which is refused: {_ALLOWING}"
+    return (
+        f"{path} holds objects that only running code could restore, and is refused: {', '.join(unsafe)}. "
+        f"{_ALLOWING}"
+    )
+
+
+def has_checksums(path: Path) -> bool:
+    """Return whether there is anything in an intact file that `verify` compares it with."""
+    match detect_format(path):
+        case Format.TORCH_ZIP:
+            return True
+        case Format.SAFETENSORS:
+            return CHECKSUMS in read_safetensors(path)[1]
+        case Format.TORCH_LEGACY:
+            return False

@@ -1,0 +1,298 @@
+"""Files and folders that are replaced as a whole or not at all.
+
+New content is written beside its place, in the same directory, synced to disk and then renamed into place.
+Whoever opens the path, at any moment and after any crash, finds the old content or the new one, complete.
+
+What a killed writer left beside the path is removed by the next writer of the same path.
+"""
+
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from colossalai.checkpoint_io._collective import Agreement, is_writer, on_every_rank, on_writer
+from colossalai.logging import get_dist_logger
+from colossalai.monitor import still_moving
+
+_AT_CURRENT_FOLDER = -100
+_RENAME_EXCHANGE = 2
+# A file system (or a libc) that cannot exchange two names, or make hard links, answers with one of these.
+_NOT_ABLE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV, errno.EMLINK)
+
+
+@contextmanager
+def atomic_file(path: str | Path, *, num_bytes: int = 0) -> Iterator[Path]:
+    """Give a path to write a file to; it takes the place of `path` when the block ends without an error.
+
+    Args:
+        path: The file. Missing parent folders are made.
+        num_bytes: About how much will be written, to refuse before a disk is full and to say so in an error.
+
+    Raises:
+        ValueError: `path` is a folder, a device, a FIFO or a socket.
+        OSError: The file cannot be written; the message names the path, the bytes needed and the bytes free.
+    """
+    path = Path(path).resolve()
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder, a file is to be written: give a file name (or shard=True)")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file, and would be replaced by one: give another name")
+    with clear_os_errors(path, num_bytes):
+        temporary = _prepare(path, num_bytes)
+        try:
+            yield temporary
+            sync(temporary)
+            os.replace(temporary, path)
+            sync(path.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(
+    path: str | Path, *, num_bytes: int = 0, keep: Callable[[str], bool] = lambda name: False
+) -> Iterator[Path]:
+    """Give an empty folder to write to; it takes the place of `path` when the block ends without an error.
+
+    An existing folder and the new one exchange their names in one step, where the file system can do that.
+    Where it cannot, there is an instant without a folder called `path`; a crash in it leaves the old one
+    beside, and the next `atomic_folder` puts it back.
+
+    Args:
+        path: The folder. Missing parent folders are made.
+        num_bytes: About how much will be written, to refuse before a disk is full and to say so in an error.
+        keep: Whether an entry of the existing folder, by name, is carried over to the new one.
+
+    Raises:
+        ValueError: `path` is a file, or the current folder or above it.
+        OSError: The folder cannot be written; the message names the path, the bytes needed and the bytes
+            free.
+    """
+    path = Path(path).resolve()
+    if path.is_file():
+        raise ValueError(f"{path} is a file, a folder is to be written: give another name (or shard=False)")
+    if Path.cwd().is_relative_to(path):
+        raise ValueError(
+            f"{path} is the current folder or above it and cannot be replaced: give a sub-folder"
+        )
+    with clear_os_errors(path, num_bytes):
+        _put_back(path)
+        temporary = _prepare(path, num_bytes)
+        try:
+            temporary.mkdir()
+            yield temporary
+            if path.is_dir():
+                _carry_over(path, temporary, keep)
+            sync_tree(temporary)
+            _put_in_place(temporary, path)
+            sync(path.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)  # what stays is removed by the next writer
+
+
+def sync(path: Path) -> None:
+    """Have the operating system put a file's content, or a folder's list of names, on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    still_moving()
+
+
+def sync_tree(folder: Path) -> None:
+    """Put every file and folder below `folder` on disk, and `folder` itself."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(parent, name))
+        sync(Path(parent))
+
+
+def _prepare(path: Path, num_bytes: int) -> Path:
+    """Make room for new content: parent folder there, leftovers gone, disk large enough; return its name."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent)) from error
+    for leftover in _beside(path, "new"):
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
+    if num_bytes > shutil.disk_usage(path.parent).free:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    return path.with_name(f".{path.name}.new-{secrets.token_hex(4)}")
+
+
+def _put_in_place(temporary: Path, path: Path) -> None:
+    """Rename a folder to `path`; a folder that was there takes the temporary name."""
+    if not path.exists():
+        temporary.rename(path)
+        return
+    if _exchange(temporary, path):
+        return
+    get_dist_logger().log_once(
+        f"the file system of {path.parent} cannot exchange two folders in one step: two renames replace one"
+    )
+    aside = path.with_name(f".{path.name}.old-{secrets.token_hex(4)}")
+    path.rename(aside)
+    temporary.rename(path)
+    shutil.rmtree(aside)
+
+
+def _put_back(path: Path) -> None:
+    """Undo the first of two renames if the writer was killed between them; remove what it had moved aside."""
+    for aside in filter(Path.is_dir, _beside(path, "old")):
+        if path.exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(path)
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange the names of two folders in one step; return False where the system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    names = (_AT_CURRENT_FOLDER, os.fsencode(first), _AT_CURRENT_FOLDER, os.fsencode(second))
+    if renameat2(*names, _RENAME_EXCHANGE) == 0:
+        return True
+    if ctypes.get_errno() in _NOT_ABLE:
+        return False
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _carry_over(old: Path, new: Path, keep: Callable[[str], bool]) -> None:
+    for entry in old.iterdir():
+        target = new / entry.name
+        if not keep(entry.name) or target.exists():
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, target, symlinks=True, copy_function=_link)
+        else:
+            _link(entry, target)
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """Give a file a second name, or copy it where the file system has no hard links."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError as error:
+        if error.errno not in _NOT_ABLE:
+            raise
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+@contextmanager
+def clear_os_errors(path: Path, num_bytes: int) -> Iterator[None]:
+    """Let an OSError say what was to be written, how large it is, and how much room there is."""
+    begin = f"cannot write {path}: "
+    try:
+        yield
+    except OSError as error:
+        if begin in str(error):
+            raise
+        number = error.errno or errno.EIO
+        where = f" ({error.filename})" if error.filename else ""
+        raise OSError(
+            number,
+            f"{begin}{error.strerror or error}{where}; "
+            f"{num_bytes} bytes needed, {_free_bytes(path)} bytes free",
+        ) from error
+
+
+def _free_bytes(path: Path) -> int:
+    return shutil.disk_usage(next(parent for parent in path.parents if parent.is_dir())).free
+
+
+def _beside(path: Path, kind: str) -> list[Path]:
+    """Return what writers of `path` have left beside it: real files and folders of a name as they give it."""
+    form = re.compile(rf"\.{re.escape(path.name)}\.{kind}-[0-9a-f]+")
+    entries = path.parent.iterdir() if path.parent.is_dir() else ()
+    return sorted(
+        entry
+        for entry in entries
+        if form.fullmatch(entry.name) and (entry.is_dir() or entry.is_file()) and not entry.is_symlink()
+    )
+
+
+class Write(Protocol):
+    """Has an action done by the writer on the path that is being written; a failure is one on all ranks."""
+
+    def __call__(
+        self, action: Callable[[Path], object], *, elsewhere: Callable[[], object] = lambda: None
+    ) -> None:
+        """Do `action` on the writer, and `elsewhere` on the other ranks meanwhile."""
+        ...
+
+
+@contextmanager
+def staged(
+    open_target: Callable[..., AbstractContextManager[Path]], path: str | Path, *, num_bytes: int = 0
+) -> Iterator[Write]:
+    """Open something to write to on the writer, and close it there at the end.
+
+    The body runs on every rank. It may use collectives, and hands what is to be written to the `write` it is
+    given.
+
+    Args:
+        open_target: `atomic_file` or `atomic_folder`.
+        path: What to give to it.
+        num_bytes: About how much will be written.
+    """
+    path = Path(path).resolve()
+    with ExitStack() as stack:
+        target = on_writer(lambda: stack.enter_context(open_target(path, num_bytes=num_bytes)))
+
+        def write(
+            action: Callable[[Path], object], *, elsewhere: Callable[[], object] = lambda: None
+        ) -> None:
+            def act() -> None:
+                assert target is not None, "only the writer has a path"
+                # Here, and not only in open_target: it is this error that the other ranks are told.
+                with clear_os_errors(path, num_bytes):
+                    action(target)
+
+            on_every_rank(act if is_writer() else elsewhere)
+
+        yield write
+        on_writer(stack.close)
+
+
+@contextmanager
+def shared_folder(
+    path: Path, *, num_bytes: int, agreement: Agreement, keep: Callable[[str], bool] = lambda name: False
+) -> Iterator[Path]:
+    """Give all ranks an empty folder to write to; it takes the place of `path` when the block ends well.
+
+    Args:
+        path: The folder, on a file system that all ranks see.
+        num_bytes: About how much all ranks will write.
+        agreement: How the ranks agree.
+        keep: Whether an entry of the existing folder, by name, is carried over to the new one.
+
+    Raises:
+        OSError: The folder cannot be written, or a rank does not see it.
+    """
+    path = Path(path).resolve()
+    with ExitStack() as stack:
+        own = agreement.on_writer(
+            lambda: stack.enter_context(atomic_folder(path, num_bytes=num_bytes, keep=keep))
+        )
+        target = Path(agreement.gather(str(own))[0])
+        agreement.on_every_rank(lambda: _see(target, path))
+        yield target
+        agreement.on_writer(stack.close)
+
+
+def _see(target: Path, path: Path) -> None:
+    if not target.is_dir():
+        raise OSError(
+            errno.ENOENT,
+            f"{target.parent} as rank 0 sees it is not there: every rank writes its own part of {path}, so "
+            f"give a folder on a file system that all ranks share",
+        )

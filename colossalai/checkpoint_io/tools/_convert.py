@@ -1,0 +1,165 @@
+"""A checkpoint of any form becomes one of another: without the model's code, and block by block."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from colossalai.checkpoint_io._model import MODEL
+from colossalai.checkpoint_io._save_plan import Draft, write_draft_alone
+from colossalai.checkpoint_io._state import Layout, Store, names_by_tensor
+from colossalai.checkpoint_io._streaming import DEFAULT_BUFFER_MB
+from colossalai.checkpoint_io._training_state import random_files
+from colossalai.checkpoint_io.formats import Part, save_store, total_bytes
+from colossalai.checkpoint_io.resharding import Box, Stored, plain, whole_box, with_own_memory
+from colossalai.checkpoint_io.tools._open import KINDS, Opened
+
+TARGETS = ("hf", "safetensors", "pt", "state")
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What a checkpoint is to become.
+
+    Attributes:
+        to: One of `TARGETS`: a folder of Hugging Face, a single file, or a training state.
+        dtype: That of the weights, where they are floating point; as they are if None. States of the
+            optimizer stay as they are.
+        size_per_shard: The most a shard of a folder holds, in MB of 1024 * 1024 bytes.
+        buffer_size: The most memory that it takes, in MB.
+        step: The step of a training state, if the source does not say.
+        progress: Told the bytes that have been read, again and again.
+    """
+
+    to: str
+    dtype: torch.dtype | None = None
+    size_per_shard: float = 1024
+    buffer_size: float = DEFAULT_BUFFER_MB
+    step: int | None = None
+    progress: Progress = field(default=lambda count: None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Passing(Stored):
+    """A tensor in a checkpoint on its way to another: perhaps of another dtype."""
+
+    source: Stored
+    progress: Progress
+
+    def read(self, box: Box, out: torch.Tensor) -> None:
+        """See the base class."""
+        self.source.read(box, out)
+        self.progress(box.numel * self.source.dtype.itemsize)
+
+
+def size_of(opened: Opened) -> int:
+    """Return the bytes of all tensors of a checkpoint."""
+    return sum(total_bytes(store) for store in opened.stores.values())
+
+
+def convert_checkpoint(opened: Opened, target: str | Path, conversion: Conversion) -> list[str]:
+    """Write a checkpoint in another form.
+
+    Args:
+        opened: The checkpoint.
+        target: The file or folder to write.
+        conversion: What it is to become.
+
+    Returns:
+        What the target could not hold, in words.
+
+    Raises:
+        ValueError: There is no model in it, or an option does not fit.
+        OSError: It cannot be read or written.
+    """
+    target = Path(target)
+    if target.resolve() == opened.path.resolve():
+        raise ValueError(f"{target} is the source itself: give another name")
+    stores = {part: _passing(store, part, conversion) for part, store in opened.stores.items()}
+    match conversion.to:
+        case "state":
+            return _to_state(opened, stores, target, conversion)
+        case "hf":
+            return _to_folder(opened, stores, target, conversion)
+        case "safetensors" | "pt":
+            return _to_file(opened, stores, target, conversion)
+    raise ValueError(f"to={conversion.to!r} must be one of {', '.join(TARGETS)}")
+
+
+def _passing(store: Store, part: str, conversion: Conversion) -> Store:
+    tensors: dict[str, Stored] = {}
+    for first, names in names_by_tensor(store.tensors).items():
+        source: Stored = store.tensors[first]
+        is_cast = conversion.dtype is not None and part == MODEL.part and source.dtype in _FLOATS
+        dtype = conversion.dtype if is_cast and conversion.dtype is not None else source.dtype
+        tensors |= dict.fromkeys(names, _Passing(source.shape, dtype, source, conversion.progress))
+    return Store({name: tensors[name] for name in store.tensors}, store.tree)
+
+
+def _to_file(opened: Opened, stores: Mapping[str, Store], target: Path, conversion: Conversion) -> list[str]:
+    part = MODEL.part if MODEL.part in stores else next(iter(stores))
+    use_safetensors = conversion.to == "safetensors"
+    if target.suffix == ".safetensors" and not use_safetensors:
+        raise ValueError(f"{target} would be a torch file: give another ending, or convert to safetensors")
+    layout = Layout(use_safetensors=use_safetensors, buffer_size=conversion.buffer_size)
+    save_store(target, stores[part], KINDS[part], layout)
+    left_out = [f"the {other}" for other in stores if other != part]
+    return left_out + _names_of(opened)
+
+
+def _to_folder(
+    opened: Opened, stores: Mapping[str, Store], target: Path, conversion: Conversion
+) -> list[str]:
+    layout = Layout(
+        shard=True,
+        size_per_shard=conversion.size_per_shard,
+        use_safetensors=True,
+        buffer_size=conversion.buffer_size,
+    )
+    for part, store in stores.items():
+        texts = opened.texts if part == MODEL.part else {}
+        save_store(target, store, KINDS[part], layout, texts=texts)
+    return _names_of(opened)
+
+
+def _to_state(opened: Opened, stores: Mapping[str, Store], target: Path, conversion: Conversion) -> list[str]:
+    if MODEL.part not in stores:
+        raise ValueError(f"{opened.path} holds no model: a training state has one")
+    num_ranks = 1 if opened.manifest is None else opened.manifest.num_ranks
+    epoch = {name: opened.small[name] for name in ("epoch",) if name in opened.small}
+    extra = opened.small.get("extra", epoch)
+    parts = {
+        name: opened.small[name] for name in ("lr_scheduler", "dataloader", "scaler") if name in opened.small
+    }
+    small = plain(with_own_memory({**parts, "extra": extra}), at="training state")
+    step = opened.manifest.step if opened.manifest is not None else conversion.step or 0
+    draft = Draft(
+        buffer_size=conversion.buffer_size,
+        path=target,
+        step=step,
+        keep_last=1,
+        stores=stores,
+        shares={part: _shares(store, num_ranks) for part, store in stores.items()},
+        small_files={"parts.pt": small, **(opened.random or random_files())},
+        config=None if opened.manifest is None else opened.manifest.config,
+    )
+    write_draft_alone(draft)
+    return [name for name in _names_of(opened) if name not in {*parts, "extra", "epoch"}]
+
+
+def _names_of(opened: Opened) -> list[str]:
+    return [name for name, value in opened.small.items() if not isinstance(value, dict) or value]
+
+
+def _shares(store: Store, num_ranks: int) -> Sequence[Sequence[Part]]:
+    shares: list[list[Part]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for name in names_by_tensor(store.tensors):
+        tensor: Stored = store.tensors[name]
+        rank = loads.index(min(loads))
+        loads[rank] += tensor.nbytes
+        shares[rank].append(Part(name, whole_box(tensor.shape), tensor, tensor))
+    return [sorted(parts, key=lambda part: -part.of.dtype.itemsize) for parts in shares]

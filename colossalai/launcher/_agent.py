@@ -1,0 +1,247 @@
+"""The launcher: one agent of torch's elastic launcher, which starts the ranks and watches them.
+
+torch's agent gives the ranks their environment and starts each in a session of its own. `LocalAgent` adds
+what a user at a terminal needs: it knows which rank failed first, and it ends the whole tree of processes
+within seconds. See docs/design/cluster.md.
+"""
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+from colossalai.cluster import serve_store
+from colossalai.launcher import _worker
+from colossalai.launcher._cleanup import PrivateFolder, remove_abandoned_folders
+from colossalai.launcher._failure import JobFailure, RankState, find_failure, read_error
+from colossalai.launcher._job import Job, port_taken
+from colossalai.launcher._processes import adopt_orphans, end_descendants, exit_code_of, signals_to_heed
+from colossalai.launcher._protocol import ControllerLink
+from colossalai.launcher._worker_pipes import RankPipes
+
+GRACE_S = 3.0  # from asking a process to end to killing it
+LOOPBACK = "127.0.0.1"
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """The part of this machine in a job of one machine or several."""
+
+    run_id: str
+    master_addr: str
+    master_port: int
+    node_rank: int = 0
+    num_nodes: int = 1
+    attempt: int = 0  # how often the job was started before
+    max_restarts: int = 0
+    timeout_s: float = 600.0  # for the agents to meet
+
+
+def launch(job: Job) -> int:
+    """Run a job that was checked to its end and return its exit code.
+
+    It is 0 if all ranks ended with 0; else the first failing rank's, where death by signal N is 128 + N; and
+    128 + N also if this process was asked to stop with signal N.
+
+    Raises:
+        ValueError: The port was taken.
+    """
+    num_procs = prepare(job)
+    store = listen(LOOPBACK, job.master_port)
+    place = Place(run_id=uuid.uuid4().hex, master_addr=LOOPBACK, master_port=store.port)
+    remove_abandoned_folders()
+    folder = PrivateFolder("run")
+    try:
+        logs = DefaultLogsSpecs(log_dir=str(folder.path))
+        agent = LocalAgent(worker_spec(job, place, num_procs=num_procs), logs)
+        agent.run()
+    except SignalException as stop:
+        if agent.failure is None:
+            name = signal.Signals(stop.sigval).name
+            sys.stderr.write(f"colossalai run: stopped by {name}; its processes are ended\n")
+            return 128 + stop.sigval
+    finally:
+        folder.remove()
+    if agent.failure is None:
+        return 0
+    sys.stderr.write(f"\ncolossalai run: {agent.failure.describe()}\n")
+    return agent.failure.first.shell_code
+
+
+def prepare(job: Job) -> int:
+    """Make this process fit to be an agent, and return how many ranks it starts."""
+    num_procs = job.num_procs or torch.accelerator.device_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_procs)))
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(signals_to_heed()))
+    adopt_orphans()
+    # torch's agent logs what we say better; to a handler that does nothing, or Python would print it.
+    elastic_logger = logging.getLogger("torch.distributed.elastic")
+    elastic_logger.addHandler(logging.NullHandler())
+    elastic_logger.propagate = False
+    return num_procs
+
+
+class LocalAgent(LocalElasticAgent):
+    """torch's agent, which also finds the first failing rank, and leaves no process behind.
+
+    Args:
+        spec: What to run, as torch's agent takes it.
+        logs: Where the ranks' output and their errors go.
+    """
+
+    def __init__(self, spec: WorkerSpec, logs: LogsSpecs) -> None:
+        super().__init__(spec, logs)
+        self.failure: JobFailure | None = None
+        self._ended_at: dict[int, float] = {}  # by pid
+
+    def look_at_ranks(self) -> list[RankState]:
+        """Return how the ranks are; there are none before they are started, or once they have succeeded."""
+        if self._pcontext is None or self._worker_group.state == WorkerState.SUCCEEDED:
+            return []
+        ranks = []
+        for worker in self._worker_group.workers:
+            pid = self._pcontext.pids()[worker.local_rank]
+            exit_code = exit_code_of(pid)
+            ended_at = None if exit_code is None else self._ended_at.setdefault(pid, time.time())
+            error = read_error(Path(self._pcontext.error_files[worker.local_rank]))
+            ranks.append(
+                RankState(
+                    global_rank=worker.global_rank,
+                    pid=pid,
+                    exit_code=exit_code,
+                    error=error,
+                    ended_at=ended_at,
+                )
+            )
+        return ranks
+
+    def on_failure(self) -> None:
+        """Called when a failure is found, before the ranks are ended."""
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        """Look at the ranks, end them all if one has failed, and leave only the good end to torch.
+
+        torch would name some failed rank, and wait 30 seconds for the others to end.
+        """
+        ranks = self.look_at_ranks()
+        if all(rank.exit_code == 0 for rank in ranks):
+            return super()._monitor_workers(worker_group)
+        self.failure = find_failure(ranks, now=time.time(), patience_s=GRACE_S)
+        if self.failure is None:
+            return RunResult(state=WorkerState.HEALTHY)
+        self.on_failure()
+        self._remaining_restarts = 0  # whoever has started this agent starts the next one
+        end_descendants(signal.SIGTERM, grace_s=GRACE_S)
+        return RunResult(state=WorkerState.FAILED)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """End all processes, unless the job succeeded: then what it left running is meant to run."""
+        if self.get_worker_group().state != WorkerState.SUCCEEDED:
+            end_descendants(death_sig, grace_s=GRACE_S)
+        super()._shutdown(death_sig, timeout)
+
+
+def listen(address: str, port: int) -> TCPStore:
+    """Open the store through which the ranks will find each other.
+
+    Args:
+        address: An address or a name of this machine; the loopback, where all ranks are on it.
+        port: 0 is any free one.
+
+    Raises:
+        ValueError: The port is taken.
+    """
+    try:
+        return serve_store(address, port)
+    except DistNetworkError as error:
+        raise ValueError(f"cannot listen on port {port}: {port_taken(port)}") from error
+
+
+def worker_spec(job: Job, place: Place, *, num_procs: int) -> WorkerSpec:
+    """Say in torch's terms what this machine's agent starts."""
+    kind = "module" if job.is_module else "script"
+    # torch's agent fills "${local_rank}" into arguments; "$$" is its spelling of "$".
+    target, *args = (argument.replace("$", "$$") for argument in (job.target, *job.args))
+    # "static" is what a known list of machines needs: its store is the one of `listen`, which allows several
+    # users of its port within a process, and the ranks get this port as MASTER_PORT.
+    rendezvous = RendezvousParameters(
+        backend="static",
+        endpoint=f"{place.master_addr}:{place.master_port}",
+        run_id=place.run_id,
+        min_nodes=place.num_nodes,
+        max_nodes=place.num_nodes,
+        rank=place.node_rank,
+        timeout=int(place.timeout_s),
+    )
+    return WorkerSpec(
+        role="default",
+        local_world_size=num_procs,
+        entrypoint=sys.executable,
+        args=(_worker.__file__, str(os.getpid()), kind, target, *args),
+        rdzv_handler=get_rendezvous_handler(rendezvous),
+        max_restarts=place.max_restarts,
+        monitor_interval=_POLL_S,
+        master_addr=place.master_addr,
+        master_port=place.master_port,
+        local_addr=place.master_addr if place.node_rank == 0 else None,
+    )
+
+
+class LedAgent(LocalAgent):
+    """Tells the controller how the ranks are, and waits at the end for its word instead of for a store.
+
+    Args:
+        spec: What to run.
+        pipes: Where the ranks' output goes.
+        link: The way to the controller.
+        ending: Held by whoever ends the ranks: they are not looked at then, since their ends say nothing.
+        attempt: How often the job was started before; a script sees it as TORCHELASTIC_RESTART_COUNT.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        pipes: RankPipes,
+        *,
+        link: ControllerLink,
+        ending: threading.Lock,
+        attempt: int,
+    ) -> None:
+        super().__init__(spec, pipes)
+        self._link, self._ending = link, ending
+        self._remaining_restarts = spec.max_restarts - attempt
+
+    def on_failure(self) -> None:
+        """Tell the controller before the ranks are ended: the other nodes are to look at theirs now."""
+        assert self.failure is not None
+        self._link.send("failed")
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with self._ending:
+            pids = super()._start_workers(worker_group)
+        ranks = {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}
+        self._link.send("started", pids=ranks)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        with self._ending:
+            return super()._monitor_workers(worker_group)
+
+    def _exit_barrier(self) -> None:
+        self._link.send("done")
+        self._link.expect("finish")

@@ -1,0 +1,195 @@
+"""The agent of one node in a job on several: started over ssh by `colossalai run`, and led by it.
+
+    python -m colossalai.launcher._host_agent --run-id ID ... -- TARGET ARGS...
+
+[Note: the talk of controller and agent]
+    agent:      hello          it runs, and what it is called
+    agent:      ready          torch is imported
+    controller: listen         to the first node: open the store
+    agent:      listening      with the port
+    controller: go             who is in, and where the store is
+    agent:      started, line  the ranks run, and write
+    agent:      done           its ranks have ended well, those of others may run on
+    controller: finish         all have
+    agent:      failed         a rank has failed; its ranks are being ended
+    controller: stop           end your ranks, whatever they do
+    agent:      ended          nothing is left; with the ranks that had failed
+    agent:      refused        it cannot be done, with the reason
+and beats in both directions (see `_protocol`).
+"""
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING
+
+from colossalai.launcher._cleanup import (
+    GRACE_S,
+    MARK_VARIABLE,
+    PrivateFolder,
+    remove_abandoned_folders,
+    sweep,
+)
+from colossalai.launcher._job import Job
+from colossalai.launcher._processes import end_descendants, signals_to_heed
+from colossalai.launcher._protocol import ControllerLink, Message, as_text
+
+if TYPE_CHECKING:
+    from colossalai.launcher._agent import LocalAgent, Place
+    from colossalai.launcher._failure import NodeLoss, RankState
+
+
+class HostAgent:
+    """This node: what it was asked to do, and how it ends.
+
+    Args:
+        options: The command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.job = Job(
+            target=options.target,
+            args=tuple(options.args),
+            is_module=options.module,
+            num_procs=options.nproc_per_node,
+        )
+        self.options = options
+        self.agent: LocalAgent | None = None
+        self.ending = threading.Lock()  # whoever holds it ends the ranks, and nobody else looks at them
+        remove_abandoned_folders()
+        self.folder = PrivateFolder("node")  # before the link: its threads may end this process at once
+        self.link = ControllerLink(on_stop=self._stop, on_loss=self._lose)
+
+    def run(self) -> None:
+        """Do what the controller says, to the end of the job."""
+        self.link.send("hello", pid=os.getpid(), host=socket.gethostname())
+        if mark := os.environ.get(MARK_VARIABLE):
+            sweep(mark)  # of an earlier start of this job, whose link was lost
+        _agent = _import_launcher()
+        num_procs = _agent.prepare(self.job)
+        self.link.send("ready", num_procs=num_procs)
+        store = None
+        message = self.link.expect("listen", "go")
+        if message["kind"] == "listen":
+            store = _agent.listen(message["address"], message["port"])
+            self.link.send("listening", port=store.port)
+            message = self.link.expect("go")
+        place = _agent.Place(
+            run_id=self.options.run_id,
+            attempt=self.options.attempt,
+            max_restarts=self.options.max_restarts,
+            timeout_s=self.options.timeout,
+            **message["place"],
+        )
+        self._run_ranks(place, num_procs)
+        del store  # it was held for the ranks, to their end
+
+    def _run_ranks(self, place: "Place", num_procs: int) -> None:
+        from torch.distributed.elastic.multiprocessing import SignalException
+
+        from colossalai.launcher._agent import LedAgent, worker_spec
+        from colossalai.launcher._worker_pipes import RankPipes
+
+        pipes = RankPipes(self.folder.path, self._send_line)
+        spec = worker_spec(self.job, place, num_procs=num_procs)
+        self.agent = agent = LedAgent(spec, pipes, link=self.link, ending=self.ending, attempt=place.attempt)
+        try:
+            agent.run()
+        except SignalException as stop:
+            pipes.drain()
+            self.link.send("refused", reason=f"its agent was stopped by {signal.Signals(stop.sigval).name}")
+            return
+        pipes.drain()
+        self._send_end([] if agent.failure is None else [agent.failure.first, *agent.failure.later])
+
+    def _send_end(self, failed: Sequence["RankState | NodeLoss"]) -> None:
+        """Say that nothing is left; `now` lets the controller read times by its own clock."""
+        self.link.send("ended", ranks=[asdict(rank) for rank in failed], now=time.time())
+
+    def _send_line(self, global_rank: int, stream: str, line: bytes) -> None:
+        self.link.send("line", rank=global_rank, stream=stream, text=as_text(line))
+
+    def _stop(self, message: Message) -> None:
+        """End everything, and this process; a second time, without any grace."""
+        if not self.ending.acquire(blocking=message["grace_s"] > 0):
+            end_descendants(signal.SIGKILL, grace_s=0.0)
+            return
+        if self.agent is not None and self.agent.failure is not None:
+            self.ending.release()
+            return  # the main thread has just ended them, and says so
+        ranks = [] if self.agent is None else [rank for rank in self.agent.look_at_ranks() if rank.has_failed]
+        end_descendants(signal.Signals(message["signal"]), grace_s=message["grace_s"])
+        self._send_end(ranks)
+        self._exit(0)
+
+    def _lose(self) -> None:
+        """The controller is gone: end everything, without a word to it, which might never get through."""
+        if self.ending.acquire(timeout=3 * GRACE_S):
+            end_descendants(signal.SIGTERM, grace_s=GRACE_S)
+        self._exit(1)
+
+    def _exit(self, code: int) -> None:
+        """End now, whatever the main thread waits for."""
+        self.folder.remove()
+        os._exit(code)
+
+
+def _import_launcher() -> ModuleType:
+    """Import torch, while the link is already watched.
+
+    Its store warns of each peer that has an address and no name, as on many clusters; where the user has set
+    no level, it is asked for errors only. The level is read at the import; the ranks do not get it.
+    """
+    is_ours = "TORCH_CPP_LOG_LEVEL" not in os.environ
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from colossalai.launcher import _agent
+
+    if is_ours:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
+    return _agent
+
+
+class StopSignal(BaseException):
+    """This process was asked to end before it has started a rank."""
+
+
+def _raise_stop(number: int, frame: FrameType | None) -> None:
+    raise StopSignal(f"its agent was stopped by {signal.Signals(number).name}")
+
+
+def main() -> None:
+    """Be the agent."""
+    parser = argparse.ArgumentParser(prog="colossalai.launcher._host_agent", description=__doc__)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--attempt", type=int, default=0)
+    parser.add_argument("--max-restarts", type=int, default=0)
+    parser.add_argument("--timeout", type=float, required=True)
+    parser.add_argument("--nproc-per-node", type=int)
+    parser.add_argument("--module", action="store_true")
+    parser.add_argument("target")
+    parser.add_argument("args", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    for name in signals_to_heed():  # as long as there is no agent of torch's, which has its own way
+        signal.signal(signal.Signals[name], _raise_stop)
+    host_agent = HostAgent(options)
+    try:
+        host_agent.run()
+    except (ValueError, StopSignal) as reason:
+        host_agent.link.send("refused", reason=str(reason))
+    except Exception:
+        host_agent.link.send("refused", reason=traceback.format_exc())
+    host_agent.folder.remove()
+    sys.stderr.flush()
+    os._exit(0)  # no thread of torch's, and no lock of ours, holds it back
+
+
+if __name__ == "__main__":
+    main()

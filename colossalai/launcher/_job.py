@@ -1,0 +1,243 @@
+"""What `colossalai run` is asked to do, and whether it can be done."""
+
+import importlib.machinery
+import os
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from colossalai.cluster import Host, holder_of, port_is_free
+from colossalai.launcher._cleanup import MARK_VARIABLE
+from colossalai.launcher._ssh import READ_VARIABLES, command_on, is_variable_name, variables_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to run on this machine."""
+
+    target: str  # the path of a script, or the name of a module
+    args: tuple[str, ...] = ()
+    is_module: bool = False
+    num_procs: int | None = None  # one per accelerator, or one
+    master_port: int = 0  # 0: any free one
+
+
+def check_job(job: Job) -> None:
+    """Refuse what cannot be started, before anything is.
+
+    Raises:
+        ValueError: It starts no process, there is no such script or module, or the port cannot be used.
+    """
+    if job.num_procs is not None and job.num_procs < 1:
+        raise ValueError(f"--nproc_per_node {job.num_procs} would start no process; use 1 or more")
+    _check_target(job)
+    if job.master_port != 0:
+        _check_port(job.master_port)
+
+
+def port_taken(port: int) -> str:
+    """Say who holds the port and what to do."""
+    return f"{holder_of(port)}; use another --master_port, or none to have a free one picked"
+
+
+def _check_target(job: Job) -> None:
+    if job.target.startswith("\N{EN DASH}"):
+        raise ValueError(f"{job.target!r} starts with a typographic dash; options start with two hyphens: --")
+    if job.is_module:
+        package = job.target.partition(".")[0]
+        if importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+            raise ValueError(
+                f"there is no module {package!r} in {os.getcwd()} or among the installed packages"
+            )
+    elif not Path(job.target).exists():
+        raise ValueError(f"there is no script {job.target!r} in {os.getcwd()}")
+    elif Path(job.target).is_dir() and not Path(job.target, "__main__.py").exists():
+        raise ValueError(
+            f"{job.target!r} is a folder without a __main__.py; name the script in it, or -m and a module"
+        )
+
+
+def _check_port(port: int) -> None:
+    try:
+        is_free = port_is_free(port)
+    except PermissionError as error:
+        raise ValueError(f"--master_port {port} is for privileged users only; use 1024 or more") from error
+    if not is_free:
+        raise ValueError(port_taken(port))
+
+
+_PREFIXES = (
+    *("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HIP_", "ROCR_", "XLA_", "UCX_", "FI_", "IBV_"),
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "COLOSSALAI_"),
+)
+_NAMES = (
+    "PYTHONPATH",
+    "LD_LIBRARY_PATH",
+    "LD_PRELOAD",
+    "PYTHONHASHSEED",
+    "PYTHONUNBUFFERED",
+    "PYTHONWARNINGS",
+)
+_SECRETS = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "AUTH")  # in names of what stays on this machine
+_NOT_SECRET = ("NCCL_IB_PKEY", "UCX_IB_PKEY")  # a partition of InfiniBand
+_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_LOOPBACK = ("localhost", "127.", "::1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterJob:
+    """What to run, on which machines, and what to do when one is lost."""
+
+    job: Job
+    hosts: tuple[Host, ...]
+    run_id: str
+    min_nodes: int  # so many must be there; a job goes on with fewer than `hosts` after it has lost some
+    master_addr: str | None = None  # the first host's name if not given
+    ssh_port: int | None = None
+    env: dict[str, str] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)  # hosts that the first start leaves out, and why
+    interfaces: Mapping[str, str] = field(default_factory=dict)  # by host: how it reaches the others
+    timeout_s: float = 120.0  # until all nodes have started
+    max_restarts: int = 0
+    log_dir: Path | None = None
+
+    def mark(self, host: Host) -> str:
+        """Return what the environment of every process of this job on this host holds in COLOSSALAI_NODE."""
+        return f"{self.run_id}:{host.name}"
+
+    def agent_command(self, host: Host, *, attempt: int = 0) -> list[str]:
+        """Return the command that starts the agent of a node; `variables` go to its stdin first."""
+        words = ["--run-id", self.run_id, "--timeout", f"{self.timeout_s:g}"]
+        if self.max_restarts:
+            words += ["--attempt", str(attempt), "--max-restarts", str(self.max_restarts)]
+        num_procs = self.job.num_procs or host.slots
+        if num_procs is not None:
+            words += ["--nproc-per-node", str(num_procs)]
+        words += ["--module"] if self.job.is_module else []
+        return self._command(host, "_node_agent", *words, "--", self.job.target, *self.job.args)
+
+    def sweep_command(self, host: Host) -> list[str]:
+        """Return the command that ends what is left of this job on a host; see `agent_command`."""
+        return self._command(host, "_sweep", self.mark(host))
+
+    def variables(self, host: Host, *, is_marked: bool = True) -> bytes:
+        """Return the line for the stdin of a command on a host; see [Note: variables over stdin] in _ssh.
+
+        Args:
+            host: The host.
+            is_marked: Whether the command is an agent, below which every process has the job's mark.
+        """
+        env = dict.fromkeys(_INTERFACE_VARIABLES, self.interfaces.get(host.name, ""))
+        env = {name: value for name, value in env.items() if value} | self.env
+        return variables_line(env | ({MARK_VARIABLE: self.mark(host)} if is_marked else {}))
+
+    def _command(self, host: Host, module: str, *words: str) -> list[str]:
+        """Return the command that runs a module of this package with our interpreter, folder and variables.
+
+        -P keeps the folder of the script from hiding a module that the agent needs. The shell stays, since
+        ssh passes on an exit code, but not by which signal its command was killed.
+        """
+        run = shlex.join([sys.executable, "-P", "-m", f"colossalai.cli.{module}", *words])
+        script = f"cd {shlex.quote(os.getcwd())} && {READ_VARIABLES} && {run}; exit $?"
+        return command_on(host.name, ["sh", "-c", script], port=self.ssh_port)
+
+    def describe_commands(self) -> str:
+        """Return what --dry-run prints: the command of each node, and what goes to its stdin."""
+        words = [f"{name}={'...' if _is_secret(name) else shlex.quote(v)}" for name, v in self.env.items()]
+        commands = [f"# {host.name}\n{shlex.join(self.agent_command(host))}" for host in self.hosts]
+        return "\n".join([f"# over stdin: {' '.join(words) or 'no variable'}", *commands])
+
+
+def check_cluster_job(cluster: ClusterJob) -> None:
+    """Refuse what cannot work.
+
+    Raises:
+        ValueError: The master is localhost, or no host of the job; or a number does not fit.
+    """
+    address, num_hosts = cluster.master_addr, len(cluster.hosts)
+    if num_hosts > 1:
+        names = [address] if address is not None else [cluster.hosts[0].name]
+        names += [host.name for host in cluster.hosts]
+        for name in names:
+            if name.startswith(_LOOPBACK):
+                raise ValueError(
+                    f"{name!r} is another machine on each of the {num_hosts} nodes; give the name or the "
+                    "address by which all of them reach it"
+                )
+    if not 1 <= cluster.min_nodes <= num_hosts:
+        raise ValueError(f"--nnodes: {cluster.min_nodes} to {num_hosts} nodes of {num_hosts} hosts")
+    if cluster.max_restarts < 0:
+        raise ValueError(f"--max-restarts {cluster.max_restarts} is negative; use 0 or more")
+    if cluster.timeout_s <= 0:
+        raise ValueError(f"--timeout {cluster.timeout_s:g} leaves no time to start; use more than 0 seconds")
+    for host in cluster.hosts:
+        if host.slots is not None and (cluster.job.num_procs or 0) > host.slots:
+            raise ValueError(
+                f"--nproc_per_node {cluster.job.num_procs} is more than the {host.slots} slots of {host.name}"
+            )
+
+
+def forwarded_environment(environment: Mapping[str, str], given: Sequence[str] = ()) -> dict[str, str]:
+    """Return the variables that every node gets: those that matter to a job, and the user's --env.
+
+    Args:
+        environment: The caller's.
+        given: See `given_variables`; they win.
+
+    Raises:
+        ValueError: One of `given` is no variable.
+    """
+    names = [name for name in sorted(environment) if _matters(name) and not _is_secret(name)]
+    kept = {name: environment[name] for name in names}
+    return kept | package_path(environment) | given_variables(given, environment)
+
+
+def withheld_names(environment: Mapping[str, str], given: Sequence[str] = ()) -> list[str]:
+    """Return the names of the caller's variables that would go along if they did not look like secrets."""
+    asked = {word.partition("=")[0] for word in given}
+    return [name for name in sorted({*environment} - asked) if _matters(name) and _is_secret(name)]
+
+
+def given_variables(given: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of --env.
+
+    Args:
+        given: "NAME=VALUE" each, or "NAME" for the caller's value, which then stands on no command line.
+        environment: The caller's.
+
+    Raises:
+        ValueError: A word is neither, or the caller has no such variable.
+    """
+    env = {}
+    for word in given:
+        name, sign, value = word.partition("=")
+        if not is_variable_name(name):
+            raise ValueError(
+                f"--env {word!r} is not a variable; write NAME=VALUE, or NAME for your own value"
+            )
+        if not sign and name not in environment:
+            raise ValueError(f"--env {name}: it is not set here; write {name}=VALUE")
+        env[name] = value if sign else environment[name]
+    return env
+
+
+def package_path(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the PYTHONPATH with which this package is found, if only for standing beside the caller."""
+    root = str(Path(__file__).resolve().parents[2])
+    if root != os.getcwd():
+        return {}
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))}
+
+
+def _matters(name: str) -> bool:
+    """Whether a variable of the caller's is for the job."""
+    is_ours = name in _NAMES or name.startswith(_PREFIXES)
+    return is_ours and is_variable_name(name) and name != MARK_VARIABLE
+
+
+def _is_secret(name: str) -> bool:
+    """Whether the name of a variable looks like a secret's; TOKENIZERS_PARALLELISM does not."""
+    rest = name.upper().removeprefix("TOKENIZERS_")
+    return name not in _NOT_SECRET and any(word in rest for word in _SECRETS)

@@ -1,0 +1,165 @@
+"""Commands on other machines, over the system's own ssh client.
+
+So what the user has set up for ssh holds here: aliases, keys, the agent, jump hosts.
+
+[Note: variables over stdin]
+Whoever may list the processes of a machine sees their command lines, there and here. So no variable stands on
+one: a shell reads them from the first line of its stdin and leaves the rest of it to the command. It is a
+shell, since the interpreter itself may need some of them (LD_LIBRARY_PATH), and `read` takes no byte beyond
+the line. A newline in a value is the shell variable `cai_nl`, and none stands in the script: csh, as a login
+shell, takes no newline between quotes.
+"""
+
+import os
+import re
+import shlex
+import socket
+from collections.abc import Mapping, Sequence
+
+CONNECT_S = 10  # until an unreachable host is given up
+ALIVE_S = 5  # between two questions of ssh's own whether the other side is there
+ALIVE_COUNT = 3  # questions without an answer after which ssh ends; without this it hangs when a link dies
+
+READ_VARIABLES = (
+    """cai_nl=$(printf '\\nx') && cai_nl=${cai_nl%x} && IFS= read -r cai_line && eval "$cai_line" """
+    "&& unset cai_nl cai_line"
+)
+"""For a POSIX shell: set the variables of `variables_line`; see [Note: variables over stdin]."""
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def ssh_command(host: str, argv: Sequence[str], *, port: int | None = None, tty: bool = False) -> list[str]:
+    """Return the command that runs `argv` on `host`, word by word as given, whatever the words hold.
+
+    ssh asks no question (BatchMode): a host that wants a password fails at once.
+
+    Args:
+        host: As ssh takes it: a name, an address, "user@name", or an alias of the user's ssh config.
+        argv: The words of the command; the remote shell sees each of them quoted.
+        port: Where sshd listens, if not where the user's ssh config says.
+        tty: Give the command a terminal: it then gets a SIGHUP when the connection ends, and its stderr
+            is mixed with its stdout.
+    """
+    options = {
+        "BatchMode": "yes",
+        "ConnectTimeout": CONNECT_S,
+        "ServerAliveInterval": ALIVE_S,
+        "ServerAliveCountMax": ALIVE_COUNT,
+    }
+    words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    if port is not None:
+        words += ["-p", str(port)]
+    return ["ssh", "-tt" if tty else "-T", *words, "--", host, shlex.join(argv)]
+
+
+def is_this_machine(host: str, *, port: int | None = None) -> bool:
+    """Say whether `host` surely is the machine we are on, so that no ssh is needed.
+
+    It is if it is this machine's own name. "localhost" is, too, unless an ssh port is given: then it may be
+    the near end of a tunnel. Of an alias or an address nothing is sure: ssh asks the user's ssh config.
+    """
+    own = socket.gethostname()
+    return host in (own, own.partition(".")[0]) or (host in _LOOPBACK and port is None)
+
+
+def command_on(host: str, argv: Sequence[str], *, port: int | None = None) -> list[str]:
+    """Return the command that runs `argv` on `host`: over ssh, or as it is where `host` is this machine."""
+    return list(argv) if is_this_machine(host, port=port) else ssh_command(host, argv, port=port)
+
+
+def variables_line(env: Mapping[str, str]) -> bytes:
+    """Return the line from which `READ_VARIABLES` sets these variables.
+
+    Raises:
+        ValueError: A name is none that a shell takes.
+    """
+    for name in env:
+        if not is_variable_name(name):
+            raise ValueError(f"{name!r} is no name of a variable: use letters, digits and underscores")
+    words = [f"{name}={_quoted(value)}" for name, value in env.items()]
+    return os.fsencode(" ".join(["export", *words] if words else [":"])) + b"\n"
+
+
+def is_variable_name(name: str) -> bool:
+    """Whether a shell takes a name as a variable's."""
+    return name.isascii() and name.isidentifier()
+
+
+def _quoted(value: str) -> str:
+    return shlex.quote(value).replace("\n", "'\"$cai_nl\"'")  # what holds a newline is in single quotes
+
+
+# What the client says, what it means, and what to do; the first that fits counts.
+_CLIENT = (
+    (
+        r"Could not resolve hostname",
+        "this machine does not know the name {host}",
+        "mend the name, or add it to /etc/hosts, to the DNS or to ~/.ssh/config",
+    ),
+    (
+        r"REMOTE HOST IDENTIFICATION HAS CHANGED",
+        "its ssh host key is not the one that this machine knows: it is newly installed, or another machine",
+        "if that is expected: ssh-keygen -R {host}, then ssh {host} once by hand",
+    ),
+    (
+        r"Host key verification failed|host key is known for",
+        "its ssh host key is not known here",
+        "log in once by hand, compare the fingerprint and accept it: ssh {host}",
+    ),
+    (
+        r"Too many authentication failures",
+        "it refuses to log in: the ssh agent offered too many keys before the right one",
+        "name the key in ~/.ssh/config: IdentityFile FILE and IdentitiesOnly yes for Host {host}",
+    ),
+    (
+        r"Permission denied",
+        "it refuses to log in without a password",
+        "install your key there: ssh-copy-id {host} (and ssh-add, if the key has a passphrase)",
+    ),
+    (
+        r"Connection refused",
+        "the machine answers, but nothing listens on its ssh port",
+        "start sshd there, or give its port: --ssh-port",
+    ),
+    (
+        r"Name or service not known|No address associated",
+        "this machine does not know the name {host}",
+        "mend the name, or add it to /etc/hosts, to the DNS or to ~/.ssh/config",
+    ),
+    (
+        r"timed out|No route to host|Network is unreachable|Host is down",
+        "it cannot be reached",
+        "see whether it is on and on this network, or leave it out: --exclude {host}",
+    ),
+    (
+        r"kex_exchange_identification|Connection (closed|reset)|banner exchange",
+        "its sshd takes the connection and ends it",
+        "look for MaxStartups, AllowUsers and full disks in the log of sshd on {host}",
+    ),
+)
+
+
+def explain_ssh(host: str, exit_code: int, words: str) -> tuple[str, str, str]:
+    """Explain why the command on a host has ended before it began.
+
+    Args:
+        host: Its name.
+        exit_code: 255 if ssh failed; else the remote shell's.
+        words: What came on stderr.
+
+    Returns:
+        The check that failed ("ssh" or "interpreter"), what is wrong, and what to do.
+    """
+    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    last = lines[-1] if lines else f"exit code {exit_code}, without a word"
+    if exit_code in (126, 127):
+        todo = "start from an interpreter that all hosts have under the same path"
+        return "interpreter", f"cannot run the interpreter of this job: {last}", todo
+    if exit_code == 255:
+        for pattern, what, todo in _CLIENT:
+            if re.search(pattern, words):
+                said = next(line for line in lines if re.search(pattern, line))
+                return "ssh", f"{what.format(host=host)} ({said})", todo.format(host=host)
+        return "ssh", f"ssh has ended: {last}", f"try it by hand: ssh {host} true"
+    return "interpreter", f"the interpreter of this job ends at once: {last}", f"try it by hand: ssh {host}"

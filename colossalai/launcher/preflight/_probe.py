@@ -1,0 +1,227 @@
+"""The part of the pre-flight checks that runs on a node: it answers questions about the machine it is on.
+
+It is sent there as source and run by the interpreter of the job (`_node.py`), so that a node without
+colossalai, or with another one, is examined by the same code as the others. Hence only the standard library
+and `psutil`, which the package needs anyway, and nothing that is newer than Python 3.8.
+
+A line of JSON comes in, `{"id": 3, "question": "clock", "with": {}}`, and a marked line goes out, with
+`"answer"` or `"error"`; whatever else the node prints (a greeting of its shell, say) has no mark.
+"""
+
+# [Note: a thread for each question]
+# A file system that does not answer blocks whoever asks, for ever and beyond the reach of a signal; so may a
+# name server and a driver. Each question therefore has a thread of its own, and one that hangs costs its own
+# answer and no other. Nothing waits for these threads: when the input ends, because the asker has what it
+# wanted or is gone, the process ends on the spot.
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from typing import Any
+
+# By their full names: a module taken from the package would have the node import the package, if it has one.
+from colossalai.cluster._ports import free_port, port_holder, port_is_free
+from colossalai.launcher.preflight._probe_network import (
+    all_reduce,
+    close,
+    exchange,
+    interfaces,
+    listen,
+    lookups,
+)
+
+MARK = "colossalai-probe "
+_VERSION = re.compile(r"^__version__[^=\n]*=\s*['\"]([^'\"]+)", re.MULTILINE)
+_PRIVILEGED = "ports below 1024 are for privileged users"
+
+
+def serve() -> None:
+    """Answer questions until the input ends."""
+    output = threading.Lock()
+    for line in sys.stdin.buffer:
+        threading.Thread(target=_answer, args=(json.loads(line), output), daemon=True).start()
+    os._exit(0)
+
+
+def _answer(asked: dict, output: threading.Lock) -> None:
+    answer: dict = {"id": asked["id"]}
+    try:
+        answer["answer"] = QUESTIONS[asked["question"]](**asked["with"])
+    except BaseException as error:  # whatever it is: the asker shows it
+        answer["error"] = f"{type(error).__name__}: {error}"
+    line = f"{MARK}{json.dumps(answer)}\n".encode()
+    with output:
+        sys.stdout.buffer.write(line)
+        sys.stdout.buffer.flush()
+
+
+def interpreter() -> dict:
+    """Return the version of Python and the name that the machine has for itself."""
+    return {"python": platform.python_version(), "hostname": socket.gethostname()}
+
+
+def packages(*, distributions: list, first_path: str) -> dict:
+    """Return the version of each package, None where it is not found; nothing is imported.
+
+    Args:
+        distributions: The packages.
+        first_path: What the job has as the first entry of `sys.path`.
+    """
+    sys.path[0] = first_path
+    return {name: _package_version(name) for name in distributions}
+
+
+def _package_version(name: str) -> str | None:
+    """Return the version that an import would give: the file beside the code, else the metadata."""
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        return None
+    for file in ("_version.py", "version.py"):
+        path = os.path.join(os.path.dirname(spec.origin), file)
+        if os.path.exists(path):
+            with open(path) as text:
+                found = _VERSION.search(text.read())
+            if found:
+                return found.group(1)
+    return importlib.metadata.version(name)
+
+
+def directory(*, path: str) -> dict:
+    """Say whether there is such a directory, and whether this user may write into it."""
+    return {"exists": os.path.isdir(path), "is_writable": os.access(path, os.W_OK | os.X_OK)}
+
+
+def script(*, path: str) -> dict:
+    """Return the SHA-256 and the age of a file, or what keeps this user from reading it."""
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.sha256(file.read()).hexdigest()
+    except OSError as error:
+        return {"error": error.strerror}
+    return {"sha256": digest, "modified": os.path.getmtime(path)}
+
+
+def module(*, name: str, first_path: str) -> dict:
+    """Say where the top-level package of a module is found; None if nowhere."""
+    sys.path[0] = first_path
+    spec = importlib.util.find_spec(name.partition(".")[0])
+    return {"origin": None if spec is None else spec.origin or "a namespace package"}
+
+
+def resolve(*, name: str) -> dict:
+    """Return the addresses of a name, and the line of /etc/hosts that has it."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except socket.gaierror as error:
+        return {"addresses": [], "error": error.strerror, "hosts_line": None}
+    addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    return {"addresses": addresses, "hosts_line": _hosts_line(name)}
+
+
+def _hosts_line(name: str) -> str | None:
+    try:
+        with open("/etc/hosts") as lines:
+            for number, line in enumerate(lines, start=1):
+                if name in line.partition("#")[0].split()[1:]:
+                    return f"line {number} of /etc/hosts, {' '.join(line.split())!r}"
+    except OSError:
+        pass
+    return None
+
+
+def clock() -> float:
+    """Return the time, in seconds since 1970."""
+    return time.time()
+
+
+def memory() -> dict:
+    """Return the memory that new processes can have, and all, in bytes; a container's limit counts."""
+    import psutil
+
+    now = psutil.virtual_memory()
+    available, total = now.available, now.total
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            limit_bytes, used_bytes = int(limit.read()), int(used.read())
+    except (OSError, ValueError):  # no such limit
+        return {"available": available, "total": total}
+    return {"available": min(available, limit_bytes - used_bytes), "total": min(total, limit_bytes)}
+
+
+def disk(*, path: str) -> dict:
+    """Return free bytes, by folder: where the job runs, where temporary files go, the shared memory."""
+    folders = [path, tempfile.gettempdir(), "/dev/shm"]
+    return {folder: shutil.disk_usage(folder).free for folder in folders if os.path.isdir(folder)}
+
+
+def devices() -> list:
+    """Return name, and free and total bytes, of each accelerator that its vendor's tool lists."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return []
+    query = [tool, "--query-gpu=name,memory.free,memory.total", "--format=csv,noheader,nounits"]
+    listed = subprocess.run(query, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    if listed.returncode != 0:
+        raise OSError(f"nvidia-smi ends with {listed.returncode}: {listed.stdout.strip()}")
+    return parse_devices(listed.stdout)
+
+
+def parse_devices(text: str) -> list:
+    """Read lines of "name, free MiB, total MiB"; memory that a device does not tell is None."""
+    rows = [[cell.strip() for cell in line.rsplit(",", 2)] for line in text.splitlines() if line.strip()]
+    return [
+        {"name": name, "free": _mebibytes(free), "total": _mebibytes(total)} for name, free, total in rows
+    ]
+
+
+def _mebibytes(text: str) -> int | None:
+    return int(text) * 2**20 if text.isdigit() else None
+
+
+def port(*, number: int) -> dict:
+    """Say whether a port can be listened on, and who holds it if not; a free one for number 0."""
+    if number == 0:
+        return {"port": free_port(), "is_free": True}
+    try:
+        if port_is_free(number):
+            return {"port": number, "is_free": True}
+    except PermissionError:
+        return {"port": number, "is_free": False, "why": _PRIVILEGED, "pid": None, "other": free_port()}
+    holder = port_holder(number)
+    why = holder.describe() if holder else f"port {number} is held by a process that this user may not see"
+    pid = holder.pid if holder else None
+    return {"port": number, "is_free": False, "why": why, "pid": pid, "other": free_port()}
+
+
+QUESTIONS: dict[str, Any] = {
+    "interpreter": interpreter,
+    "packages": packages,
+    "directory": directory,
+    "script": script,
+    "module": module,
+    "resolve": resolve,
+    "clock": clock,
+    "memory": memory,
+    "disk": disk,
+    "devices": devices,
+    "port": port,
+    "interfaces": interfaces,
+    "lookups": lookups,
+    "listen": listen,
+    "exchange": exchange,
+    "close": close,
+    "all_reduce": all_reduce,
+}

@@ -1,0 +1,154 @@
+"""Debug mode: before a collective begins, its ranks tell one another what it is, and compare.
+
+[Note: where ranks compare]
+A comparison must not hang where the collective would. So it does not use the group, but the store: each rank
+leaves there what it is about to do, under the group and a number that counts the collectives of the group,
+and waits for what the others leave. All read the same and come to the same conclusion. Whoever is missing
+after a while is named, with the collective that it was in last. Five requests to the store for each
+collective make this a mode for finding an error, not for training. For messages see _message_check.
+
+The collectives pass by here because all of `torch.distributed` goes through the methods of one class, which
+are replaced for as long as the mode lasts. What compiled code issues by itself does not pass: the reducer of
+`DistributedDataParallel`, which compares its parameters once when it is built, and compiled graphs.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from colossalai.monitor._flight_recorder import replaced
+from colossalai.monitor._message_check import AxisOf, MessageCheck, last_of
+from colossalai.monitor._mismatch import DisagreementError, Said, difference, say, shown
+from colossalai.monitor._store import PatientStore
+
+_STORE_S = 10.0  # an answer of the store that takes longer does not come
+
+
+@dataclass(frozen=True)
+class Method:
+    """A collective, as a method of a process group.
+
+    Attributes:
+        op: What `torch.distributed` calls it.
+        argument: The argument that must be alike on all ranks.
+        same_shapes: Whether the shapes must be, not only the dtypes.
+    """
+
+    op: str
+    argument: int | None = 0
+    same_shapes: bool = True
+
+
+METHODS = {
+    "allreduce": Method("all_reduce"),
+    "allreduce_coalesced": Method("all_reduce_coalesced"),
+    "broadcast": Method("broadcast"),
+    "reduce": Method("reduce"),
+    "allgather": Method("all_gather", 1),
+    "allgather_coalesced": Method("all_gather_coalesced", 1),
+    "_allgather_base": Method("all_gather_into_tensor", 1),
+    "all_gather_single": Method("all_gather_single", 1),
+    "all_gather_single_coalesced": Method("all_gather_single_coalesced", 1),
+    "reduce_scatter": Method("reduce_scatter"),
+    "_reduce_scatter_base": Method("reduce_scatter_tensor"),
+    "reduce_scatter_single": Method("reduce_scatter_single"),
+    "reduce_scatter_single_coalesced": Method("reduce_scatter_single_coalesced"),
+    "alltoall": Method("all_to_all", 1, same_shapes=False),
+    "alltoall_base": Method("all_to_all_single", 1, same_shapes=False),
+    "all_to_all_single": Method("all_to_all_single", 1, same_shapes=False),
+    "gather": Method("gather", 1),
+    "scatter": Method("scatter"),
+    "barrier": Method("barrier", None),
+}
+_OPTIONS = (("reduceOp", "reduction"), ("rootRank", "root"))
+
+
+class AgreementCheck:
+    """Compares every collective and every message of this rank with those of the others.
+
+    Args:
+        store: Where the ranks meet; a connection of its own to it is opened.
+        rank: Global rank of this process.
+        timeout: Seconds to wait for the other ranks of a collective.
+        axis_of: What is the mesh axis along some ranks?
+    """
+
+    def __init__(self, store: dist.Store, *, rank: int, timeout: float, axis_of: AxisOf) -> None:
+        self._store = PatientStore("debug", store, timeout=_STORE_S)
+        self._messages = MessageCheck(self._store, rank=rank, timeout=timeout, axis_of=axis_of)
+        self._rank = rank
+        self._timeout = timeout
+        self._axis_of = axis_of
+        self._numbers: Counter[str] = Counter()
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Within the block, check every collective and every message that Python code issues; once."""
+        makers = {name: partial(self._checked, method) for name, method in METHODS.items()}
+        try:
+            with replaced(dist.ProcessGroup, makers), self._messages.checking():
+                yield
+        finally:
+            self._store.close()
+
+    def _checked(self, method: Method, original: Callable[..., Any]) -> Callable[..., Any]:
+        def check_and_issue(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            self._compare(group, _description(method, args, kwargs))
+            return original(group, *args, **kwargs)
+
+        return check_and_issue
+
+    def _compare(self, group: dist.ProcessGroup, own: Said) -> None:
+        """Raise on all ranks of a group if they are not about to do the same.
+
+        Raises:
+            DisagreementError: They are not, or some of them do not come.
+        """
+        ranks = sorted(distributed_c10d._world.pg_group_ranks[group])
+        name = group.group_name
+        self._numbers[name] += 1
+        number = self._numbers[name]
+        axis = self._axis_of(tuple(ranks))
+        where = f"#{number} of {f'axis {axis}' if axis is not None else f'group {name!r}'}"
+        own["where"] = where
+        keys = [f"{name}/{number}/{rank}" for rank in ranks]
+        text = json.dumps(own)
+        self._store.set(f"{name}/{number}/{self._rank}", text)
+        self._store.set(f"now/{self._rank}", text)
+        try:
+            self._store.wait(keys, self._timeout)
+        except dist.DistError:
+            raise DisagreementError(self._missing(own, dict(zip(ranks, keys, strict=True)))) from None
+        told = {rank: json.loads(text) for rank, text in zip(ranks, self._store.texts(keys), strict=True)}
+        if number > 1:  # everybody is here, so everybody has read what stood under the number before
+            self._store.delete(f"{name}/{number - 1}/{self._rank}")
+        message = difference(where, told)
+        if message:
+            raise DisagreementError(message)
+
+    def _missing(self, own: Said, keys: dict[int, str]) -> str:
+        absent = [rank for rank, key in keys.items() if not self._store.check(key)]
+        lines = [
+            f"{shown(own)} {own['where']}: after {self._timeout:g} s ranks {absent} have not come to it",
+            *(last_of(rank, self._store) for rank in absent),
+            f"  rank {self._rank} waits at {own['place']}",
+        ]
+        return "\n".join(lines)
+
+
+def _description(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Said:
+    values = [*args, *kwargs.values()]
+    tensors = [] if method.argument is None else values[method.argument]
+    said = say(method.op, tensors, has_shapes=method.same_shapes)
+    for option, name in _OPTIONS:
+        value = next((getattr(v, option) for v in values if hasattr(v, option)), None)
+        if value is not None:
+            said[name] = str(getattr(value, "op", value)).rpartition(".")[2]
+    return said

@@ -1,0 +1,202 @@
+"""From what every rank says to who is to blame.
+
+[Note: who is to blame]
+A rank that waits names its partners. One of them may have died, or does not answer. One may have gone another
+way: it has issued another collective under the same number of the same group. One may not have come: then it
+is to blame if it is not itself waiting; if it is, it waits for others, and the search goes on with those. If
+all of them wait (each for another one), they have issued their collectives in different orders, and all are
+named. And where everybody has come and nothing happens, it is what lies between them.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from colossalai.monitor._last_calls import AxisOf, disagreements
+from colossalai.monitor._rank_report import Answer, Waiting
+
+_NUM_NAMED = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What a hang comes from.
+
+    Attributes:
+        lines: One for every rank to blame, the most certain first.
+        blamed: Those ranks.
+    """
+
+    lines: tuple[str, ...]
+    blamed: tuple[int, ...] = field(default=())
+
+
+def judge(
+    answers: dict[int, Answer], absent: dict[int, str], axis_of: AxisOf = lambda ranks: None
+) -> Verdict:
+    """Say which ranks a job waits for.
+
+    Args:
+        answers: What the ranks say.
+        absent: How it is with those that say nothing: "(host2, pid 77) has died".
+        axis_of: What is the mesh axis along some ranks?
+    """
+    waits = [(rank, wait) for rank, answer in sorted(answers.items()) for wait in answer.waiting]
+    signatures = {rank: items for answer in answers.values() for rank, items in answer.signatures.items()}
+    findings = [
+        # A rank may have died of what others have called; of those that live, their answers say more.
+        *(disagreements(signatures, axis_of) if absent else ()),
+        *_absent(waits, absent),
+        *_gone_another_way(answers, waits),
+        *_not_come(answers, waits),
+    ]
+    if not findings:
+        findings = [*_waiting_in_a_ring(answers, waits), *_too_long(answers), *_all_there(waits)][:1]
+    lines: list[str] = []
+    blamed: list[int] = []
+    for ranks, line in findings:
+        if line not in lines and not set(ranks) & set(blamed):
+            lines.append(line)
+            blamed.extend(ranks)
+    more = len(lines) - _NUM_NAMED
+    if more > 0:
+        lines[_NUM_NAMED:] = [f"and {more} more ranks"]
+    return Verdict(lines=tuple(lines or ["no rank waits for another one any more"]), blamed=tuple(blamed))
+
+
+_Waits = list[tuple[int, Waiting]]
+_Finding = tuple[tuple[int, ...], str]
+
+
+def _absent(waits: _Waits, absent: dict[int, str]) -> Iterator[_Finding]:
+    for rank, how in sorted(absent.items()):
+        wait = next((wait for other, wait in waits if rank in wait.partners), None)
+        awaited = (
+            f"; awaited by {ranks_in_words(_waiting_in(waits, wait))} in {wait.describe()}" if wait else ""
+        )
+        yield (rank,), f"rank {rank} {how}{awaited}"
+
+
+def _gone_another_way(answers: dict[int, Answer], waits: _Waits) -> Iterator[_Finding]:
+    for _rank, wait in waits:
+        entered = {
+            rank: (op, shapes)
+            for rank in wait.partners
+            if rank in answers
+            for number, op, shapes in answers[rank].recent.get(wait.channel, [])
+            if number == wait.number
+        }
+        counts = Counter(op for op, _ in entered.values())
+        if len(counts) > 1:
+            yield _other_op(answers, wait, {rank: op for rank, (op, _) in entered.items()}, counts)
+            continue
+        sizes = Counter(shapes for _, shapes in entered.values())
+        if len(sizes) > 1 and wait.op in _OF_EQUAL_SHAPES:
+            of_size = {
+                shapes: [rank for rank, (_, mine) in entered.items() if mine == shapes] for shapes in sizes
+            }
+            told = "; ".join(
+                f"{ranks_in_words(ranks)} with {list(shapes)}" for shapes, ranks in of_size.items()
+            )
+            usual = max(of_size.values(), key=len)
+            odd = tuple(rank for rank in entered if rank not in usual)
+            blamed = odd if len(odd) < len(usual) else tuple(entered)
+            yield blamed, f"{wait.describe()} was entered with different shapes: {told}"
+
+
+_OF_EQUAL_SHAPES = (
+    *("all_reduce", "broadcast", "reduce", "gather"),
+    *("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"),
+)
+
+
+def _other_op(
+    answers: dict[int, Answer], wait: Waiting, ops: dict[int, str], counts: Counter[str]
+) -> _Finding:
+    usual, most = counts.most_common(1)[0]
+    odd = [rank for rank, op in ops.items() if op != usual]
+    others = [rank for rank, op in ops.items() if op == usual]
+    where = f"{wait.where}{f' in {wait.module}' if wait.module else ''}"
+    told = "; ".join(
+        f"{_name(answers[rank])} entered {ops[rank]} as #{wait.number} {where}; {answers[rank].activity}"
+        for rank in odd
+    )
+    blamed = odd if most > len(odd) else [*odd, *others]
+    also = "" if most > len(odd) else f"; {answers[others[0]].activity}"
+    return tuple(blamed), f"{told}; {ranks_in_words(others)} entered {usual}{also}"
+
+
+def _not_come(answers: dict[int, Answer], waits: _Waits) -> Iterator[_Finding]:
+    for _, wait in waits:
+        for rank in _missing_in(answers, wait):
+            if not any(_is_held_up(answers, other) for other in answers[rank].waiting):
+                verb, what = _duty(wait, next(waiter for waiter, held in waits if held is wait))
+                yield (rank,), f"{_name(answers[rank])} {verb} {what}; {answers[rank].activity}"
+
+
+def _duty(wait: Waiting, waiter: int) -> tuple[str, str]:
+    """Return what a partner has not done for a wait to end."""
+    if wait.op == "recv":
+        return "did not send", f"message #{wait.number} to rank {waiter} {wait.where}"
+    if wait.op == "send":
+        return "did not receive", f"message #{wait.number} from rank {waiter} {wait.where}"
+    return "did not enter", wait.describe()
+
+
+def _is_held_up(answers: dict[int, Answer], wait: Waiting) -> bool:
+    """Whether somebody else is to blame for a wait."""
+    return bool(_missing_in(answers, wait)) or any(rank not in answers for rank in wait.partners)
+
+
+def _missing_in(answers: dict[int, Answer], wait: Waiting) -> list[int]:
+    """Return the ranks that have not reached what a wait needs, of those that answer."""
+    return [
+        rank
+        for rank in wait.partners
+        if rank in answers and answers[rank].reached.get(wait.channel, 0) < wait.number
+    ]
+
+
+def _waiting_in_a_ring(answers: dict[int, Answer], waits: _Waits) -> Iterator[_Finding]:
+    if any(_missing_in(answers, wait) for _, wait in waits):
+        told = [
+            f"rank {rank} waits in {wait.describe()}" for rank, wait in waits if _missing_in(answers, wait)
+        ]
+        ranks = tuple(dict.fromkeys(rank for rank, wait in waits if _missing_in(answers, wait)))
+        yield ranks, f"ranks wait for one another: {'; '.join(told[:_NUM_NAMED])}"
+
+
+def _too_long(answers: dict[int, Answer]) -> Iterator[_Finding]:
+    for rank, answer in sorted(answers.items()):
+        if answer.overdue:
+            yield (rank,), f"{_name(answer)} {answer.overdue}; {answer.activity}"
+
+
+def _all_there(waits: _Waits) -> Iterator[_Finding]:
+    for _, wait in waits:
+        yield (
+            (),
+            (
+                f"all of {ranks_in_words(wait.partners)} have entered {wait.describe()}, and it does not "
+                "end: look at what lies between them (network, communication library)"
+            ),
+        )
+
+
+def _waiting_in(waits: _Waits, wait: Waiting) -> list[int]:
+    return [rank for rank, other in waits if is_same_wait(other, wait)]
+
+
+def is_same_wait(first: Waiting, second: Waiting) -> bool:
+    """Whether two ranks wait for the same."""
+    return (first.channel, first.number) == (second.channel, second.number)
+
+
+def _name(answer: Answer) -> str:
+    return f"rank {answer.rank} ({answer.host})"
+
+
+def ranks_in_words(ranks: list[int] | tuple[int, ...]) -> str:
+    """Return "rank 3", or "ranks 0, 1"; of many the first few."""
+    shown = ", ".join(map(str, sorted(ranks)[:_NUM_NAMED])) + (", ..." if len(ranks) > _NUM_NAMED else "")
+    return f"rank{'s' if len(ranks) != 1 else ''} {shown}"

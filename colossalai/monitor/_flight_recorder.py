@@ -1,0 +1,258 @@
+"""What this rank has issued: collectives from torch's flight recorder, messages from a ring of our own.
+
+torch's flight recorder notes each collective where it is issued, in compiled code, whoever issues it: our
+layers, DDP, FSDP, a user's script. Gloo notes collectives and not sends and receives, so those pass a light
+wrapper here, which keeps the last few.
+
+[Note: channels]
+A wait ends when the others get somewhere. Where, is a channel and a number: for a collective the group and
+its sequence number; for a receive what its sender has sent to this rank, for a send what its receiver has
+received from this one. All counts start at 1. The others wait for a rank that has not reached the number.
+"""
+
+import os
+import pickle
+import threading
+import time
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from colossalai.monitor._sections import meetings
+
+_NUM_COLLECTIVES = 500  # torch keeps 2000 of them: to write those down takes seconds
+_NUM_MESSAGES = 64
+_SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
+_native: Any = torch._C._distributed_c10d
+
+
+@dataclass(frozen=True, kw_only=True)
+class Issued:
+    """One operation that this rank has issued.
+
+    Attributes:
+        op: What it is, as `torch.distributed` calls it.
+        group: The name of its process group.
+        channel: What its partners have to reach; see [Note: channels].
+        number: How far.
+        partners: The global ranks that have to reach it.
+        shapes: The shapes of its inputs.
+        dtypes: Their types.
+        is_pending: Whether it is not complete.
+        seconds: How long ago it was issued.
+        thread: The thread that issued it.
+        where: Of what it is a part, if not of what its group is.
+    """
+
+    op: str
+    group: str
+    channel: str
+    number: int
+    partners: tuple[int, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    is_pending: bool
+    seconds: float
+    thread: int
+    where: str = ""
+
+
+def prepare_recorder() -> None:
+    """Have the flight recorder keep what can be written down quickly, unless the user has chosen."""
+    if _SIZE_VARIABLE in os.environ or not _dumps():
+        return
+    os.environ[_SIZE_VARIABLE] = str(_NUM_COLLECTIVES)
+    try:
+        progress()  # it reads the variable when it is first asked for anything
+    finally:
+        del os.environ[_SIZE_VARIABLE]
+
+
+def progress() -> dict[str, tuple[int, int]]:
+    """Return for every group, by an internal name, the last collective issued and the last one complete."""
+    found = {}
+    for index, dump in enumerate(_dumps()):
+        for group, status in pickle.loads(dump(False, False, False)).get("pg_status", {}).items():
+            enqueued, completed = (
+                int(status["last_enqueued_collective"]),
+                int(status["last_completed_collective"]),
+            )
+            found[f"{index}/{group}"] = (enqueued, completed)
+    return found
+
+
+def collectives(*, since: float) -> list[Issued]:
+    """Return the collectives on record, oldest first.
+
+    Args:
+        since: Seconds since the epoch; older ones are of an earlier job in this process.
+    """
+    members = group_members()
+    found = []
+    for dump in _dumps():
+        for entry in pickle.loads(dump(True, False, False)).get("entries", []):
+            group = entry["process_group"][0]
+            if entry["is_p2p"] or group not in members or entry["time_created_ns"] < since * 1e9:
+                continue
+            found.append(_collective(entry, members[group]))
+    return found
+
+
+def group_members() -> dict[str, tuple[int, ...]]:
+    """Return the global ranks of every process group of this rank, by its name."""
+    world = distributed_c10d._world
+    return {
+        name: tuple(sorted(world.pg_group_ranks.get(group, {}), key=world.pg_group_ranks[group].__getitem__))
+        for group, name in list(world.pg_names.items())
+        if group in world.pg_group_ranks
+    }
+
+
+def awaited_meetings() -> list[Issued]:
+    """Return the meetings without a collective that this rank waits in."""
+    return [
+        Issued(
+            op="step",
+            group=item.channel,
+            channel=item.channel,
+            number=item.number,
+            partners=item.partners,
+            shapes=(),
+            dtypes=(),
+            is_pending=True,
+            seconds=time.monotonic() - item.start,
+            thread=thread,
+            where=f"of {item.name}",
+        )
+        for thread, item in meetings().items()
+    ]
+
+
+def _dumps() -> list[Callable[[bool, bool, bool], bytes]]:
+    names = ("_dump_fr_trace", "_dump_nccl_trace")
+    return [getattr(_native, name) for name in names if hasattr(_native, name)]
+
+
+def _collective(entry: dict[str, Any], members: tuple[int, ...]) -> Issued:
+    group = entry["process_group"][0]
+    return Issued(
+        op=entry["profiling_name"].rpartition(":")[2],
+        group=group,
+        channel=group,
+        number=entry["collective_seq_id"],
+        partners=members,
+        shapes=tuple(tuple(shape) for shape in entry["input_sizes"]),
+        dtypes=tuple(dtype.lower() for dtype in entry["input_dtypes"]),
+        is_pending=not entry["retired"] and entry["state"] != "completed",
+        seconds=max(0.0, time.time() - entry["time_created_ns"] / 1e9),
+        thread=int(entry["thread_id"]),
+    )
+
+
+@contextmanager
+def replaced(
+    kind: type, makers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
+) -> Iterator[None]:
+    """Within the block, some methods of a compiled class are others.
+
+    What goes back afterwards is what stands in the class: read off it, a compiled method is a function that
+    would get no `self`.
+
+    Args:
+        kind: The class.
+        makers: By the name of a method, what makes another one of it. A class need not have all of them.
+    """
+    kept = {name: vars(kind)[name] for name in makers if name in vars(kind)}
+    for name in kept:
+        setattr(kind, name, makers[name](getattr(kind, name)))
+    try:
+        yield
+    finally:
+        for name, method in kept.items():
+            setattr(kind, name, method)
+
+
+@dataclass(frozen=True)
+class _Message:
+    issued: Issued
+    work: Callable[[], Any]  # a weak reference: our record must not keep the memory of a message
+
+
+class MessageRecord:
+    """The last sends and receives of this rank, how many there were, and which of them a thread waits for.
+
+    Only these are waits: a message counts as complete for gloo when it has been waited for, and a send that
+    nobody waits for may lie there for ever.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._awaited: dict[int, tuple[int, float]] = {}  # operation: thread, since when
+        self._last: deque[_Message] = deque(maxlen=_NUM_MESSAGES)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the block, note every send and receive, and every wait."""
+        makers = {op: partial(self._noting, op) for op in ("send", "recv")}
+        with replaced(dist.ProcessGroup, makers), replaced(dist.Work, {"wait": self._noting_wait}):
+            yield
+
+    def messages(self) -> list[Issued]:
+        """Return those that a thread waits for, oldest first."""
+        now = time.monotonic()
+        found = []
+        for message in list(self._last):
+            thread, start = self._awaited.get(id(message.work()), (0, now))
+            if thread:
+                found.append(replace(message.issued, thread=thread, seconds=now - start))
+        return found
+
+    def _noting_wait(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
+            key = id(work)
+            self._awaited[key] = (threading.get_ident(), time.monotonic())
+            try:
+                return original(work, *args, **kwargs)
+            finally:
+                self._awaited.pop(key, None)
+
+        return wait
+
+    def _noting(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def note(group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+            work = original(group, tensors, peer, tag)
+            if work is not None:
+                self._note(op, group, tensors, peer, work)
+            return work
+
+        return note
+
+    def _note(
+        self, op: str, group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, work: Any
+    ) -> None:
+        own, other = (dist.get_global_rank(group, rank) for rank in (group.rank(), peer))
+        name = group.group_name
+        source, target = (own, other) if op == "send" else (other, own)
+        self.counts[f"{name}/{op}/{source}>{target}"] += 1
+        opposite = "recv" if op == "send" else "send"
+        issued = Issued(
+            op=op,
+            group=name,
+            channel=f"{name}/{opposite}/{source}>{target}",
+            number=self.counts[f"{name}/{op}/{source}>{target}"],
+            partners=(other,),
+            shapes=tuple(tuple(tensor.shape) for tensor in tensors),
+            dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
+            is_pending=True,
+            seconds=0.0,
+            thread=threading.get_ident(),
+        )
+        self._last.append(_Message(issued, weakref.ref(work)))

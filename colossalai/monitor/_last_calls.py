@@ -1,0 +1,245 @@
+"""The last collectives that this rank has issued, where its neighbors can read them when it has died.
+
+[Note: a signature outlives its rank]
+Ranks that give different shapes to one collective do not hang with gloo: it aborts a rank that has done
+nothing wrong, since what that one receives is larger than it expects, and the others fail for the loss of
+their connection. What the dead rank has issued is known only if it was written down, outside of it, before.
+So each rank notes every call in a file in memory, which the ranks of the same machine hold open.
+
+A note is sixteen bytes: the number of the call and where its text stands. The text is written once for each
+combination of operation, shapes and types; the debug mode compares the same, and more ([Note: where ranks
+compare] in _agreement_check). Collectives that compiled code issues (the reducer of
+`DistributedDataParallel`) are noted on no rank.
+"""
+
+import itertools
+import json
+import mmap
+import os
+import struct
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from colossalai.monitor._collective_check import METHODS, Method
+from colossalai.monitor._flight_recorder import replaced
+from colossalai.monitor._mismatch import Said, difference
+
+AxisOf = Callable[[tuple[int, ...]], str | None]
+
+_NOTE = struct.Struct("<QII")  # number of the call in its group, text of the group, text of the signature
+_NUM_NOTES = 16
+_TEXTS = _NOTE.size * _NUM_NOTES  # where the texts begin, a line each
+_SIZE = 1 << 16  # when it is full, it begins anew
+_LONGEST_TEXT = 1 << 13
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """What a rank has said of one collective by calling it.
+
+    Attributes:
+        group: The name of the process group.
+        ranks: Its global ranks.
+        number: Which of its collectives.
+        said: Operation, shapes, types.
+    """
+
+    group: str
+    ranks: tuple[int, ...]
+    number: int
+    said: Said
+
+
+class SignatureRecord:
+    """The file of this rank; neighbors read it by its descriptor, -1 where there is none."""
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+        self._texts: dict[Any, int] = {}
+        self._end = _TEXTS
+        self._numbers: dict[str, int] = {}
+        self._notes = itertools.cycle(range(0, _TEXTS, _NOTE.size))  # where the next one goes
+        if hasattr(os, "memfd_create"):
+            self.descriptor = os.memfd_create("colossalai-signatures")
+            os.ftruncate(self.descriptor, _SIZE)
+        self._memory = mmap.mmap(self.descriptor, _SIZE)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the block, note every collective that Python code issues; once."""
+        makers = {name: partial(self._noting, method) for name, method in METHODS.items()}
+        with replaced(dist.ProcessGroup, makers):
+            yield
+
+    def close(self) -> None:
+        """Let go of the file; neighbors may hold it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def read(self) -> list[Signature]:
+        """Return what this rank has issued last."""
+        return _signatures(self._memory[:])
+
+    def _noting(self, method: Method, original: Callable[..., Any]) -> Callable[..., Any]:
+        # Every collective passes here: no look-up that can be done before.
+        op, argument, has_shapes = method.op, method.argument, method.same_shapes
+        numbers, texts, notes, memory, pack = (
+            self._numbers,
+            self._texts,
+            self._notes,
+            self._memory,
+            _NOTE.pack_into,
+        )
+
+        def note_and_issue(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            name = group.group_name
+            number = numbers[name] = numbers.get(name, 0) + 1
+            signature: tuple[Any, ...] = (op,)
+            if argument is not None:
+                value = args[argument] if argument < len(args) else [*args, *kwargs.values()][argument]
+                count, first = (len(value), value[0]) if type(value) is list and value else (1, value)
+                if type(first) is torch.Tensor:
+                    signature = (op, count, first.dtype, first.shape if has_shapes else None)
+            text, group_text = texts.get(signature), texts.get(name)
+            if text is None or group_text is None:
+                group_text, text = self._write_texts(group, name, signature)
+            pack(memory, next(notes), number, group_text, text)
+            try:
+                return original(group, *args, **kwargs)
+            except BaseException:
+                numbers[name] = number - 1  # it was not issued, and the next one has its number
+                raise
+
+        return note_and_issue
+
+    def _write_texts(
+        self, group: dist.ProcessGroup, name: str, signature: tuple[Any, ...]
+    ) -> tuple[int, int]:
+        texts = self._texts
+        if self._end > _SIZE - 2 * _LONGEST_TEXT:
+            self._begin_anew()
+        if name not in texts:
+            ranks = sorted(distributed_c10d._world.pg_group_ranks[group])
+            self._write(name, {"group": name, "ranks": ranks})
+        if signature not in texts:
+            self._write(signature, _said(*signature))
+        return texts[name], texts[signature]
+
+    def _begin_anew(self) -> None:
+        self._memory[:_TEXTS] = bytes(_TEXTS)  # whoever reads must not find other texts behind the notes
+        self._texts.clear()
+        self._end = _TEXTS
+
+    def _write(self, key: Any, content: dict[str, Any]) -> None:
+        """Write a text, and keep where it stands; nowhere if it is longer than anybody reads."""
+        line = json.dumps(content).encode() + b"\n"
+        if len(line) > _LONGEST_TEXT:
+            self._texts[key] = 0
+            return
+        self._memory[self._end : self._end + len(line)] = line
+        self._texts[key] = self._end
+        self._end += len(line)
+
+
+class NeighborSignatures:
+    """The files of the other ranks of this machine, held open: they outlive the processes."""
+
+    def __init__(self) -> None:
+        self._files: dict[int, int] = {}
+
+    def open(self, rank: int, *, pid: int, descriptor: int) -> None:
+        """Hold the file of a rank, if this process may."""
+        if descriptor >= 0 and rank not in self._files:
+            with suppress(OSError):
+                self._files[rank] = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
+
+    def read(self) -> dict[int, list[Signature]]:
+        """Return what the ranks have issued last."""
+        return {rank: _signatures(os.pread(file, _SIZE, 0)) for rank, file in self._files.items()}
+
+    def close(self) -> None:
+        """Let go of the files."""
+        for file in self._files.values():
+            os.close(file)
+        self._files.clear()
+
+
+def disagreements(
+    signatures: dict[int, list[Signature]], axis_of: AxisOf
+) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Find in every group the first collective to which ranks have come with what does not fit.
+
+    Args:
+        signatures: By rank, what it has issued last.
+        axis_of: What is the mesh axis along some ranks?
+
+    Yields:
+        The ranks that are fewer, or all of them where that cannot be said, and what differs.
+    """
+    calls: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, Said]]] = {}
+    for rank, items in sorted(signatures.items()):
+        for item in items:
+            numbers = calls.setdefault((item.group, item.ranks), {})
+            numbers.setdefault(item.number, {})[rank] = item.said
+    for (group, ranks), numbers in calls.items():
+        axis = axis_of(ranks)
+        where = f"of axis {axis}" if axis is not None else f"of group {group!r}"
+        for number, said in sorted(numbers.items()):
+            told = {rank: {**what, "place": ""} for rank, what in said.items()}
+            if line := difference(f"#{number} {where}", told).partition("\n")[0]:
+                yield _fewer(said), line
+                break
+
+
+def _fewer(said: dict[int, Said]) -> tuple[int, ...]:
+    by_text: dict[str, list[int]] = {}
+    for rank, what in said.items():
+        by_text.setdefault(json.dumps(what, sort_keys=True), []).append(rank)
+    most = max(by_text.values(), key=len)
+    odd = [rank for rank in said if rank not in most]
+    return tuple(odd if len(odd) < len(most) else said)
+
+
+def to_plain(signatures: list[Signature]) -> list[list[Any]]:
+    """Return signatures as JSON can carry them."""
+    return [[item.group, list(item.ranks), item.number, item.said] for item in signatures]
+
+
+def from_plain(items: list[list[Any]]) -> list[Signature]:
+    """Return what `to_plain` has written."""
+    return [Signature(group=g, ranks=tuple(ranks), number=n, said=said) for g, ranks, n, said in items]
+
+
+def _said(op: str, count: int = 0, dtype: torch.dtype | None = None, shape: torch.Size | None = None) -> Said:
+    """Say what a call is, by the first of its tensors."""
+    said: Said = {"op": op}
+    if count > 1:
+        said["number of tensors"] = count
+    if dtype is not None:
+        said["dtype"] = str(dtype).removeprefix("torch.")
+    return said if shape is None else {**said, "shape": [list(shape)]}
+
+
+def _signatures(data: bytes) -> list[Signature]:
+    """Read a file; what a rank was just writing when it died is left out."""
+    found = []
+    for index in range(min(_NUM_NOTES, len(data) // _NOTE.size)):
+        number, *places = _NOTE.unpack_from(data, index * _NOTE.size)
+        if not number or not all(places):
+            continue
+        try:
+            group, said = (json.loads(data[place : data.index(b"\n", place)]) for place in places)
+            found.append(
+                Signature(group=group["group"], ranks=tuple(group["ranks"]), number=number, said=said)
+            )
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found

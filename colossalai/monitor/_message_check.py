@@ -1,0 +1,189 @@
+"""Debug mode for messages: a send and its receive tell one another what they are, and compare.
+
+[Note: who waits for whom]
+A send may be issued long before its receive, and the other way around, so nobody can wait for the partner
+before it issues: two ranks that send first and receive then would wait for each other. Instead, each side
+leaves in the store what its half is, and then looks whether the other half is there. The second one to come
+sees the first, compares, and issues nothing if they differ: no data moves, which gloo would answer with an
+abort. The first one has issued its half; it compares when it waits for it, since what it waits for cannot end
+before the partner has come. Halves are paired as the library pairs them: by group, ranks, tag and order.
+
+A receive from any rank knows its source only when it has the data, and tells and compares then.
+"""
+
+import json
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from colossalai.monitor._flight_recorder import replaced
+from colossalai.monitor._mismatch import DisagreementError, Said, difference, say, shown, told
+from colossalai.monitor._store import PatientStore
+
+AxisOf = Callable[[tuple[int, ...]], str | None]
+_Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Half:
+    """A send or a receive of this rank.
+
+    Attributes:
+        said: What it is.
+        key: What both halves have in common in the store.
+        where: The same for people: "#2 from rank 0 to rank 1 of axis tp".
+        partner: The global rank of the other half.
+    """
+
+    said: Said
+    key: str
+    where: str
+    partner: int
+
+    @property
+    def other_key(self) -> str:
+        """Where the partner leaves what its half is."""
+        return f"{self.key}/{_OTHER[self.said['op']]}"
+
+
+_OTHER = {"send": "recv", "recv": "send"}
+
+
+class MessageCheck:
+    """Compares every send of this rank with its receive, and every receive with its send.
+
+    Args:
+        store: Where the ranks meet.
+        rank: Global rank of this process.
+        timeout: Seconds to wait for the partner of a message that is waited for.
+        axis_of: What is the mesh axis along some ranks?
+    """
+
+    def __init__(self, store: PatientStore, *, rank: int, timeout: float, axis_of: AxisOf) -> None:
+        self._store = store
+        self._rank = rank
+        self._timeout = timeout
+        self._axis_of = axis_of
+        self._numbers: Counter[str] = Counter()
+        self._uncompared: weakref.WeakKeyDictionary[dist.Work, _Half] = weakref.WeakKeyDictionary()
+        self._of_any_source: weakref.WeakKeyDictionary[dist.Work, Callable[[int], _Half]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    @contextmanager
+    def checking(self) -> Iterator[None]:
+        """Within the block, check every message that Python code issues."""
+        makers: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+            "send": partial(self._checked, "send"),
+            "recv": partial(self._checked, "recv"),
+            "recv_anysource": self._checked_from_any,
+        }
+        with replaced(dist.ProcessGroup, makers), replaced(dist.Work, {"wait": self._checked_wait}):
+            yield
+
+    def _checked(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def check_and_issue(group: dist.ProcessGroup, tensors: _Tensors, peer: int, tag: int) -> Any:
+            half = self._tell(say(op, tensors), group, peer, tag)
+            is_first = not self._store.check(half.other_key)
+            if not is_first:
+                self._compare(half)
+            work = original(group, tensors, peer, tag)
+            if is_first and work is not None:
+                self._uncompared[work] = half
+            return work
+
+        return check_and_issue
+
+    def _checked_from_any(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def issue(group: dist.ProcessGroup, tensors: _Tensors, tag: int) -> Any:
+            said = say("recv", tensors)
+            work = original(group, tensors, tag)
+            if work is not None:
+                self._of_any_source[work] = lambda peer: self._tell(said, group, peer, tag)
+            return work
+
+        return issue
+
+    def _checked_wait(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
+            half = self._uncompared.pop(work, None)
+            if half is not None:
+                self._wait_for_partner(half)
+            done = original(work, *args, **kwargs)
+            tell = self._of_any_source.pop(work, None)
+            if tell is not None:
+                self._wait_for_partner(tell(work._source_rank()))
+            return done
+
+        return wait
+
+    def _tell(self, said: Said, group: dist.ProcessGroup, peer: int, tag: int) -> _Half:
+        """Leave in the store what this rank is about to do."""
+        op, name = said["op"], group.group_name
+        own, partner = self._rank, dist.get_global_rank(group, peer)
+        source, target = (own, partner) if op == "send" else (partner, own)
+        channel = f"{name}/{source}>{target}/{tag}"
+        self._numbers[f"{channel}/{op}"] += 1
+        number = self._numbers[f"{channel}/{op}"]
+        axis = self._axis_of(tuple(sorted(dist.get_process_group_ranks(group))))
+        of_group = f"of axis {axis}" if axis is not None else f"of group {name!r}"
+        with_tag = f" with tag {tag}" if tag else ""
+        way = f"to rank {target}" if op == "send" else f"from rank {source}"
+        said["where"] = f"#{number}{with_tag} {way} {of_group}"
+        half = _Half(
+            said=said,
+            key=f"message/{channel}/{number}",
+            where=f"#{number}{with_tag} from rank {source} to rank {target} {of_group}",
+            partner=partner,
+        )
+        text = json.dumps(said)
+        self._store.set(f"{half.key}/{op}", text)
+        self._store.set(f"now/{own}", text)
+        return half
+
+    def _wait_for_partner(self, half: _Half) -> None:
+        """Compare with the other half, which may be still to come.
+
+        Raises:
+            DisagreementError: They do not fit, or it does not come.
+        """
+        try:
+            self._store.wait([half.other_key], self._timeout)
+        except dist.DistError:
+            verb = "sent" if half.said["op"] == "recv" else "received"
+            lines = [
+                f"{shown(half.said)} {half.said['where']}: after {self._timeout:g} s rank {half.partner} "
+                f"has not {verb} it",
+                last_of(half.partner, self._store),
+                f"  rank {self._rank} waits for it, issued at {half.said['place']}",
+            ]
+            raise DisagreementError("\n".join(lines)) from None
+        self._compare(half)
+
+    def _compare(self, half: _Half) -> None:
+        """Raise if the halves do not fit; the second rank to find that they do removes what both have left.
+
+        Raises:
+            DisagreementError: They do not.
+        """
+        other = json.loads(self._store.text(half.other_key))
+        both = {self._rank: half.said, half.partner: other}
+        message = difference(half.where, {rank: {**both[rank], "op": "message"} for rank in sorted(both)})
+        if message:
+            raise DisagreementError(message)
+        if self._store.add(f"{half.key}/read", 1) == 2:
+            self._store.delete(*(f"{half.key}/{end}" for end in ("send", "recv", "read")))
+
+
+def last_of(rank: int, store: PatientStore) -> str:
+    """Return the line that says what a rank has communicated last."""
+    last = store.text(f"now/{rank}")
+    said = f"was last in {told(json.loads(last))}" if last else "has entered no collective yet"
+    return f"  rank {rank} {said}"

@@ -1,0 +1,101 @@
+"""Whether anything moves: what has been pending, or what section lasts, for how long.
+
+[Note: time that does not count]
+A process may be stopped, its machine may sleep or be overloaded. Between two looks at most twice the time
+counts that was meant to lie between them: a rank that was not running has not been waiting.
+"""
+
+import time
+from dataclasses import dataclass
+
+from colossalai.monitor._flight_recorder import MessageRecord, progress
+from colossalai.monitor._sections import innermost_sections, meetings
+
+
+@dataclass
+class _Wait:
+    mark: object  # as long as this is the same, nothing has moved
+    seconds: float = 0.0
+
+
+class Progress:
+    """How long this rank has waited for the same things.
+
+    Args:
+        record: Its messages.
+        watches_sections: Whether a section that waits for nobody counts, too.
+    """
+
+    def __init__(self, record: MessageRecord, *, watches_sections: bool) -> None:
+        self._record = record
+        self._watches_sections = watches_sections
+        self._last_look = time.monotonic()
+        self._before = progress()  # of an earlier job in this process
+        self._waits: dict[str, _Wait] = {}
+        self._forgiven: dict[str, object] = {}
+        self._noticed: dict[str, object] = {}
+        self._steps: set[str] = set()  # names of sections that wait for nobody
+
+    def look(self, look_s: float) -> None:
+        """Look what has moved.
+
+        Args:
+            look_s: Seconds that are meant to lie between two looks.
+        """
+        now = time.monotonic()
+        elapsed = min(now - self._last_look, 2 * look_s)  # see [Note: time that does not count]
+        self._last_look = now
+        waits = {}
+        for name, mark in self._marks().items():
+            wait = self._waits.get(name)
+            if wait is None or wait.mark != mark:
+                wait = _Wait(mark)
+            else:
+                wait.seconds += elapsed
+            waits[name] = wait
+        self._waits = waits
+
+    def overdue(self, timeout: float) -> str:
+        """Say what had not moved for `timeout` seconds at the last look; empty if everything had."""
+        late = self._late(timeout, self._forgiven)
+        return f"has been in {late[0]} for more than {timeout:g} s" if late else ""
+
+    def slow(self, seconds: float) -> str:
+        """Say what had not moved for so long, and no notice has told of; a long step does not count."""
+        late = [name for name in self._late(seconds, self._noticed) if name not in self._steps]
+        return f"has been in {late[0]} for more than {seconds:g} s" if late else ""
+
+    def forgive(self) -> None:
+        """Raise no second alarm for what has not moved up to now."""
+        self._forgiven = self._pending()
+
+    def take_notice(self) -> None:
+        """Ask for no second notice of what has not moved up to now."""
+        self._noticed = self._pending()
+
+    def _pending(self) -> dict[str, object]:
+        return {name: wait.mark for name, wait in self._waits.items()}
+
+    def _late(self, seconds: float, known: dict[str, object]) -> list[str]:
+        return [
+            name
+            for name, wait in self._waits.items()
+            if wait.seconds > seconds and not (name in known and known[name] == wait.mark)
+        ]
+
+    def _marks(self) -> dict[str, object]:
+        """Return what this rank waits for, with something that changes when it moves."""
+        marks: dict[str, object] = {}
+        for group, (issued, completed) in progress().items():
+            if issued > completed and self._before.get(group) != (issued, completed):
+                marks[f"a collective (of group {group})"] = completed
+        for message in self._record.messages():
+            marks.setdefault(f"a {message.op} ({message.channel})", message.number)
+        sections = innermost_sections()
+        self._steps = {section.name for section in sections if not section.is_wait}
+        for section in sections:
+            if self._watches_sections or section.is_wait:
+                marks[section.name] = (section.thread, section.start)
+        for thread, item in meetings().items():
+            marks[f"a step of {item.name}"] = (thread, item.number)
+        return marks

@@ -1,0 +1,304 @@
+"""What one rank says when somebody asks what it is doing: where it waits, what it has issued, its stacks."""
+
+import dataclasses
+import json
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from torch import nn
+
+from colossalai.monitor._flight_recorder import (
+    Issued,
+    MessageRecord,
+    awaited_meetings,
+    collectives,
+    group_members,
+)
+from colossalai.monitor._last_calls import Signature, from_plain, to_plain
+from colossalai.monitor._sections import (
+    PACKAGE_FOLDER,
+    TORCH_FOLDER,
+    innermost_sections,
+    meetings_reached,
+    name_of,
+    outwards,
+    place_of,
+)
+
+_OUR_THREADS = "colossalai-"  # begins the name of each: they are not what hangs
+_NUM_RECENT = 8  # collectives of each group that a rank tells of
+
+# What code is about, by where it stands; looked at from the inside of a stack to the outside.
+_SUBJECTS = (
+    (f"{TORCH_FOLDER}/utils/data/", "data loading"),
+    (f"{PACKAGE_FOLDER}/runtime/_data.py", "data loading"),
+    (f"{PACKAGE_FOLDER}/checkpoint_io/", "saving or loading a checkpoint"),
+    (f"{TORCH_FOLDER}/serialization.py", "saving or loading a checkpoint"),
+    (f"{TORCH_FOLDER}/autograd/", "the backward"),
+    (f"{TORCH_FOLDER}/optim/", "the optimizer step"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Waiting:
+    """An operation that a rank has issued and that is not complete.
+
+    Attributes:
+        op: What it is.
+        channel: What its partners have to reach; see [Note: channels] in _watchdog_records.
+        number: How far.
+        partners: The global ranks that have to.
+        where: "of axis tp", or of which group.
+        shapes: Shapes of its inputs.
+        dtypes: Their types.
+        seconds: How long ago it was issued.
+        module: The name of the innermost module at work, where there is one.
+    """
+
+    op: str
+    channel: str
+    number: int
+    partners: tuple[int, ...]
+    where: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    seconds: float
+    module: str | None
+
+    def describe(self) -> str:
+        """Name it: "all_reduce #118 of axis tp in blocks.2.attn"."""
+        peer = {"send": f"to rank {self.partners[0]} ", "recv": f"from rank {self.partners[0]} "}.get(
+            self.op, ""
+        )
+        return f"{self.op} #{self.number} {peer}{self.where}{f' in {self.module}' if self.module else ''}"
+
+    def tensors(self) -> str:
+        """Name its tensors: "(8, 128) float"."""
+        pairs = zip(self.shapes, self.dtypes, strict=False)
+        return ", ".join(f"{shape} {dtype}" for shape, dtype in pairs)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a rank is doing.
+
+    Attributes:
+        rank: Its global rank.
+        host: The name of its machine.
+        pid: Its process.
+        activity: What follows the words "rank 3"; for a rank that waits, where it is nevertheless.
+        waiting: What it has issued and is not complete, oldest first.
+        reached: How far it has come in every channel.
+        recent: For every group its last collectives: number, name, shapes.
+        stacks: The Python stacks of its threads.
+        overdue: What it has been in for longer than allowed.
+        gone: Ranks of the same machine whose processes have ended or are stopped, and how.
+        signatures: By rank, the last collectives of this one and of those that are gone.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    activity: str
+    waiting: tuple[Waiting, ...] = ()
+    reached: dict[str, int] = dataclasses.field(default_factory=dict)
+    recent: dict[str, list[tuple[int, str, tuple[tuple[int, ...], ...]]]] = dataclasses.field(
+        default_factory=dict
+    )
+    stacks: str = ""
+    overdue: str = ""
+    gone: dict[int, str] = dataclasses.field(default_factory=dict)
+    signatures: dict[int, list[Signature]] = dataclasses.field(default_factory=dict)
+
+    def to_json(self) -> str:
+        """Return it as text for the store."""
+        plain = {rank: to_plain(items) for rank, items in self.signatures.items()}
+        return json.dumps({**dataclasses.asdict(self), "signatures": plain})
+
+    @staticmethod
+    def from_json(text: str | bytes) -> "Answer":
+        """Return what `to_json` has written."""
+        fields = json.loads(text)
+        waiting = tuple(
+            Waiting(
+                partners=tuple(item.pop("partners")),
+                shapes=_tuples(item.pop("shapes")),
+                dtypes=tuple(item.pop("dtypes")),
+                **item,
+            )
+            for item in fields["waiting"]
+        )
+        recent = {
+            group: [(number, op, _tuples(shapes)) for number, op, shapes in entries]
+            for group, entries in fields["recent"].items()
+        }
+        gone = {int(rank): how for rank, how in fields["gone"].items()}
+        signatures = {int(rank): from_plain(items) for rank, items in fields["signatures"].items()}
+        read = {"waiting": waiting, "recent": recent, "gone": gone, "signatures": signatures}
+        return Answer(**{**fields, **read})
+
+
+def answer_of_this_rank(
+    *,
+    rank: int,
+    host: str,
+    pid: int,
+    record: MessageRecord,
+    axis_of: Callable[[tuple[int, ...]], str | None],
+    since: float,
+    overdue: str,
+    gone: dict[int, str],
+    signatures: dict[int, list[Signature]],
+) -> Answer:
+    """Look at this process from a thread of its own.
+
+    Args:
+        rank: The global rank.
+        host: The name of the machine.
+        pid: The process.
+        record: The messages.
+        axis_of: What is the mesh axis along some ranks?
+        since: Seconds since the epoch, when the job began.
+        overdue: What it has been in for too long.
+        gone: What is known of the processes of other ranks.
+        signatures: The last collectives, of this rank and of those.
+    """
+    issued = collectives(since=since)
+    ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith(_OUR_THREADS)}
+    frames = {thread: frame for thread, frame in sys._current_frames().items() if thread not in ours}
+    pending = [item for item in issued if item.is_pending] + record.messages() + awaited_meetings()
+    members = group_members()
+    waiting = tuple(_waiting(item, frames.get(item.thread), axis_of, members) for item in pending)
+    reached = {**record.counts, **meetings_reached()}
+    recent: dict[str, list[tuple[int, str, tuple[tuple[int, ...], ...]]]] = {}
+    for item in issued:
+        reached[item.channel] = max(reached.get(item.channel, 0), item.number)
+        recent.setdefault(item.channel, []).append((item.number, item.op, item.shapes))
+    main = threading.main_thread().ident or 0
+    return Answer(
+        rank=rank,
+        host=host,
+        pid=pid,
+        activity=_activity(main, frames.get(main)) + _waits_of_others(main),
+        waiting=waiting,
+        reached=reached,
+        recent={group: entries[-_NUM_RECENT:] for group, entries in recent.items()},
+        stacks="\n".join(_stacks(frames)),
+        overdue=overdue,
+        gone=gone,
+        signatures=signatures,
+    )
+
+
+def _waiting(
+    item: Issued,
+    frame: FrameType | None,
+    axis_of: Callable[[tuple[int, ...]], str | None],
+    members: dict[str, tuple[int, ...]],
+) -> Waiting:
+    inside = _is_communicating(frame)
+    axis = axis_of(members.get(item.group, item.partners))
+    where = item.where or (f"of axis {axis}" if axis is not None else f"of group {item.group!r}")
+    op = (_op_on(frame) or item.op) if inside and item.op not in ("send", "recv") else item.op
+    return Waiting(
+        op=op,
+        channel=item.channel,
+        number=item.number,
+        partners=item.partners,
+        where=where,
+        shapes=item.shapes,
+        dtypes=item.dtypes,
+        seconds=item.seconds,
+        module=_module_at_work(frame) if inside else None,
+    )
+
+
+def _activity(thread: int, frame: FrameType | None) -> str:
+    """Say what a thread is doing."""
+    names = [section.name for section in innermost_sections() if section.thread == thread]
+    place = place_of(frame)
+    subject = _subject(frame) or next(iter(names), "")
+    text = f"it is in {subject}: {place}" if subject else f"it is at {place or 'a place without Python'}"
+    error = sys._current_exceptions().get(thread)
+    value = error if isinstance(error, BaseException) else (error[1] if error else None)
+    if isinstance(value, BaseException):
+        text += f"; it is handling {type(value).__name__}: {value}{_raised_at(value)}"
+    return text
+
+
+def _waits_of_others(main: int) -> str:
+    """Say what threads beside the main one wait for outside of the job."""
+    now = time.monotonic()
+    return "".join(
+        f"; another thread is in {section.name}, where nothing has moved for {now - section.start:.0f} s"
+        for section in innermost_sections()
+        if section.is_wait and section.thread != main
+    )
+
+
+def _raised_at(error: BaseException) -> str:
+    steps = list(traceback.extract_tb(error.__traceback__))
+    return f" (raised at {Path(steps[-1].filename).name}:{steps[-1].lineno})" if steps else ""
+
+
+def _subject(frame: FrameType | None) -> str | None:
+    for inner in outwards(frame):
+        for beginning, subject in _SUBJECTS:
+            if inner.f_code.co_filename.startswith(beginning):
+                return subject
+    return None
+
+
+def _is_communicating(frame: FrameType | None) -> bool:
+    """Whether a thread is, as far as Python sees, inside of torch or of our collectives."""
+    return frame is not None and frame.f_code.co_filename.startswith((TORCH_FOLDER, PACKAGE_FOLDER))
+
+
+def _op_on(frame: FrameType | None) -> str | None:
+    """Return the collective that a thread is in, by the name that its caller used."""
+    found = None
+    for inner in outwards(frame):
+        if not inner.f_code.co_filename.startswith(f"{TORCH_FOLDER}/distributed/"):
+            break
+        if inner.f_code.co_filename.endswith("distributed_c10d.py"):
+            found = inner.f_code.co_name
+    return found
+
+
+def _module_at_work(frame: FrameType | None) -> str | None:
+    """Return the name of the innermost module in whose forward or backward a thread is."""
+    modules = [module for inner in outwards(frame) if (module := _module_of(inner)) is not None]
+    return name_of(modules[0], modules[-1]) if modules else None
+
+
+def _module_of(frame: FrameType) -> nn.Module | None:
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    if not names:
+        return None
+    is_backward = frame.f_code.co_name == "backward"
+    if names[0] != "self" and not is_backward:
+        return None  # a function that is about a module: it saves one, say
+    first = frame.f_locals.get(names[0])
+    if is_backward:  # of an autograd function that has noted where it was called
+        noted = getattr(first, "module", None)
+        first = noted() if isinstance(noted, weakref.ref) else None
+    return first if isinstance(first, nn.Module) else None
+
+
+def _stacks(frames: dict[int, FrameType]) -> Iterator[str]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    main = threading.main_thread().ident
+    for thread, frame in sorted(frames.items(), key=lambda item: item[0] != main):
+        yield f"thread {names.get(thread, thread)}, the innermost call last:"
+        yield "".join(traceback.format_stack(frame)).rstrip()
+
+
+def _tuples(shapes: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(shape) for shape in shapes)

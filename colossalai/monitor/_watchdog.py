@@ -1,0 +1,438 @@
+"""The watchdog: a thread of each rank that gives a hang a name, and then ends the job.
+
+It looks some ten times per timeout at what this rank has issued and what of it is complete. Where nothing
+has moved for the timeout, it raises the alarm in the store. Every rank's thread sees that, and leaves there
+what its rank is doing; rank 0 makes one report of it all. Nothing here uses the process groups.
+
+[Note: what may fail while a job hangs]
+The store has a connection of its own here, so a thread that waits in the store does not hold ours, and its
+calls give up after seconds. A rank whose thread cannot run (its process has died, is stopped, or computes in
+compiled code without giving up Python's lock) does not answer: its neighbors on the machine look at its
+process from outside. Should rank 0 be such a one, the lowest rank that answers reports. Should the store not
+answer, for it may be in rank 0 ([Note: who serves the store] in _patient_store), each rank can only speak for
+itself, and does; where the others run it has asked before.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch.distributed as dist
+
+from colossalai.monitor._diagnosis import Verdict, judge
+from colossalai.monitor._flight_recorder import MessageRecord, prepare_recorder
+from colossalai.monitor._hang_report import flush_output, write_notice, write_report
+from colossalai.monitor._last_calls import (
+    NeighborSignatures,
+    SignatureRecord,
+    disagreements,
+    from_plain,
+    to_plain,
+)
+from colossalai.monitor._options import WatchdogOptions
+from colossalai.monitor._peer_processes import (
+    RankProcess,
+    innermost_place,
+    register_this_process,
+    unregister_this_process,
+)
+from colossalai.monitor._progress import Progress
+from colossalai.monitor._rank_report import Answer, answer_of_this_rank
+from colossalai.monitor._store import PatientStore
+
+_NO_VERDICT = {
+    "lines": ["ranks wait for one another, and none has said in time for whom"],
+    "blamed": [],
+    "speakers": [],
+}
+AxisOf = Callable[[tuple[int, ...]], str | None]
+
+_LEAST_STORE_S, _MOST_STORE_S = 3.0, 10.0  # an answer of the store that takes longer does not come
+_STACKS_S = 0.8  # for neighbors to get the stacks of a rank that does not answer
+_LOOK_S = 0.05  # between two looks while answers come in
+_FIRST_LOOK_S = 0.02  # the next ones come ever later
+_TROUBLE_S = 0.5  # for a process that closes its connections to be gone
+_VERDICT_S = 3.0  # beyond the grace, for the verdict of another rank
+_WORDS_S = 3.0  # for a rank to say why it ends
+_LATER_S = 0.5  # between what is to blame and the others: clocks of several machines agree no better
+
+
+class HangError(RuntimeError):
+    """A job in which ranks waited for others in vain; the message names those."""
+
+
+class Watchdog:
+    """Watches over one rank of a job.
+
+    Args:
+        options: How long a wait may take, and what then.
+        store: Where the ranks meet; a connection of its own to it is opened.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        axis_of: What is the mesh axis along some ranks?
+
+    Attributes:
+        has_spoken: Whether it has said why this process ends.
+    """
+
+    def __init__(
+        self, options: WatchdogOptions, store: dist.Store, *, rank: int, world_size: int, axis_of: AxisOf
+    ) -> None:
+        self._options = options
+        self._rank = rank
+        self._world_size = world_size
+        self._axis_of = axis_of
+        self._store_s = min(max(options.timeout, _LEAST_STORE_S), _MOST_STORE_S)
+        self._store = PatientStore("watchdog", store, timeout=self._store_s)
+        self._known: dict[int, RankProcess] = {}  # all processes, from when all have said where they run
+        self._signatures = SignatureRecord()
+        self._of_neighbors = NeighborSignatures()
+        self._record = MessageRecord()
+        self._since = time.time()
+        self.has_spoken = False
+        self._alarms = 0  # that are over
+        self._notices = 0  # the same
+        self._told: set[tuple[str, int]] = set()  # waits that a notice of this rank has told of
+        self._stop = threading.Event()
+        self._open = ExitStack()
+        self._thread = threading.Thread(target=self._run, name="colossalai-watchdog", daemon=True)
+        prepare_recorder()
+        self._progress = Progress(self._record, watches_sections=options.watches_steps)
+        self._process = register_this_process(self._signatures.descriptor)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._store.set(f"process/{self._rank}", self._process.to_json())
+        self._open.enter_context(self._record.recording())
+        self._open.enter_context(self._signatures.recording())
+        self._thread.start()
+
+    def stop(self, reason: str = "") -> None:
+        """End to watch, and leave word for the others that this rank waits for nobody any more.
+
+        Args:
+            reason: Why, if it is an error.
+        """
+        self._stop.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(2 * self._store_s)
+        self._open.close()
+        self._of_neighbors.close()
+        self._signatures.close()
+        unregister_this_process(self._process)
+        try:
+            self._store.set(f"left/{self._rank}", reason or "has left the job: its script has ended it")
+        except dist.DistError:
+            return  # the store has ended before, with rank 0
+        finally:
+            self._store.close()
+
+    def troubles_soon(self) -> list[str]:
+        """Name the ranks that have ended or are stopped, as far as this rank can see within a second."""
+        patience = time.monotonic() + _TROUBLE_S
+        try:
+            while not (lines := self._troubles()) and time.monotonic() < patience:
+                time.sleep(_LOOK_S)
+        except dist.DistError as error:
+            absent, lines = self._without_store(error)
+            lines += [f"rank {rank} {how}" for rank, how in absent.items()]
+        return lines
+
+    def disagreement_soon(self) -> str:
+        """Say to which collective the ranks have come with what does not fit, as far as one sees in a second.
+
+        The ranks of this machine are asked by their files, which outlive them; the others by the store, if
+        it is still there.
+        """
+        found = {**self._of_neighbors.read(), self._rank: self._signatures.read()}
+        with suppress(dist.DistError):
+            own = {rank: to_plain(items) for rank, items in found.items()}
+            self._store.set(f"signatures/{self._rank}", json.dumps(own))
+            others = [rank for rank in range(self._world_size) if rank not in found]
+            patience = time.monotonic() + _TROUBLE_S
+            while others and time.monotonic() < patience:
+                for text in filter(None, [self._store.text(f"signatures/{rank}") for rank in others]):
+                    told = {int(rank): from_plain(items) for rank, items in json.loads(text).items()}
+                    found = {**told, **found}
+                others = [rank for rank in others if rank not in found]
+                time.sleep(_LOOK_S if others else 0.0)
+        return next((line for _, line in disagreements(found, self._axis_of)), "")
+
+    def _troubles(self) -> list[str]:
+        lines = []
+        for rank, process in self._processes().items():
+            if rank == self._rank:
+                continue
+            left = self._store.text(f"left/{rank}")
+            trouble = process.trouble() if process.place == self._process.place else None
+            if left or trouble:
+                lines.append(f"rank {rank} {process.name} {left or trouble}")
+        return lines
+
+    def _run(self) -> None:
+        pause = _FIRST_LOOK_S
+        while not self._stop.wait(pause):
+            pause = min(self._options.poll_s, 2 * pause)  # where the others run is soon known
+            try:
+                self._look()
+            except dist.DistError as error:
+                self._go_on_without_store(error)
+
+    def _look(self) -> None:
+        self._progress.look(self._options.poll_s)
+        overdue = self._progress.overdue(self._options.timeout)
+        self._store.set(f"alive/{self._rank}", str(time.time()))
+        if overdue:
+            self._store.set(f"alarm/{self._alarms}", str(self._rank))
+        elif self._options.notice < self._options.timeout and self._progress.slow(self._options.notice):
+            self._store.set(f"notice/{self._notices}", str(self._rank))
+        if not self._known and self._store.check(*self._process_keys()):
+            self._known = self._processes()
+            for rank, process in self._neighbors().items():
+                self._of_neighbors.open(rank, pid=process.pid, descriptor=process.signature_file)
+        if self._store.check(f"alarm/{self._alarms}"):
+            self._answer(overdue)
+        elif self._store.check(f"notice/{self._notices}"):
+            self._take_notice()
+
+    def _take_notice(self) -> None:
+        """Say what this rank is doing; one rank tells in a line who waits for whom, and the job goes on."""
+        number = f"notice-{self._notices}"
+        self._notices += 1
+        waits = self._progress.slow(self._options.notice)
+        self._progress.take_notice()
+        self._say(number, waits, deadline=time.monotonic() + self._options.grace_s)
+
+    def _answer(self, overdue: str) -> None:
+        """Say what this rank is doing, wait for the verdict, and do what the options say."""
+        number = str(self._alarms)
+        self._alarms += 1
+        deadline = time.monotonic() + self._options.grace_s
+        self._say(number, overdue, deadline=deadline)
+        patience = time.monotonic() + self._options.grace_s + _VERDICT_S
+        if not self._comes(f"verdict/{number}", number, deadline=patience):  # who was at it has died
+            self._conclude_if_lowest(number, deadline=deadline)
+        text = self._store.text(f"verdict/{number}")
+        verdict = json.loads(text) if text else _NO_VERDICT
+        if self._options.action == "end":
+            self._end(number, verdict)
+        self._progress.forgive()
+
+    def _say(self, number: str, overdue: str, *, deadline: float) -> None:
+        """Say what this rank is doing, and conclude from what all say, if that is for this rank to do."""
+        answer = self._describe(overdue, self._neighbors())
+        self._store.set(f"answer/{number}/{self._rank}", answer.to_json())
+        if self._rank == 0:
+            concludes = not self._store.check(f"silent/{number}")  # else it was, and another rank is at it
+        else:
+            concludes = not self._comes(f"answer/{number}/0", number, deadline=deadline)
+        if concludes:
+            self._conclude_if_lowest(number, deadline=deadline)
+
+    def _describe(self, overdue: str, neighbors: dict[int, RankProcess]) -> Answer:
+        gone = {rank: how for rank, process in neighbors.items() if (how := process.trouble())}
+        seen = {rank: items for rank, items in self._of_neighbors.read().items() if rank in gone}
+        return answer_of_this_rank(
+            rank=self._rank,
+            host=self._process.host,
+            pid=self._process.pid,
+            record=self._record,
+            axis_of=self._axis_of,
+            since=self._since,
+            overdue=overdue,
+            gone=gone,
+            signatures={**seen, self._rank: self._signatures.read()},
+        )
+
+    def _comes(self, key: str, number: str, *, deadline: float) -> bool:
+        """Wait for a key, and help those who conclude meanwhile."""
+        while not (is_there := self._store.check(key)) and time.monotonic() < deadline:
+            self._help_silent(number)
+            time.sleep(_LOOK_S)
+        return is_there
+
+    def _conclude_if_lowest(self, number: str, *, deadline: float) -> None:
+        """Conclude if this is rank 0, or else the lowest of those that answer: rank 0 is silent then."""
+        others = (rank for rank in range(1, self._world_size) if self._store.check(f"answer/{number}/{rank}"))
+        if self._rank == 0 or self._rank == next(others, None):
+            self._conclude(number, deadline=deadline)
+
+    def _conclude(self, number: str, *, deadline: float) -> None:
+        """Collect the answers, judge, and write the report, unless another rank has: this one was silent."""
+        if self._store.check(f"verdict/{number}"):
+            return
+        answers = self._collect(number, deadline=deadline)
+        silent = [rank for rank in range(self._world_size) if rank not in answers]
+        self._store.set(f"silent/{number}", json.dumps(silent))
+        stacks: dict[int, str] = {}
+        known = {rank for answer in answers.values() for rank in answer.gone}
+        if set(silent) - known:
+            self._help_silent(number)
+            time.sleep(_STACKS_S)
+            stacks = {rank: self._store.text(f"stacks/{number}/{rank}") for rank in silent}
+        absent = {rank: self._how_is(rank, answers, stacks.get(rank, "")) for rank in silent}
+        verdict = judge(answers, absent, self._axis_of)
+        if self._store.add(f"told/{number}", 1) > 1:
+            return
+        if number.startswith("notice"):
+            self._tell_notice(verdict, answers)
+        else:
+            self._tell(verdict, answers, stacks)
+        told = {"lines": verdict.lines, "blamed": verdict.blamed, "speakers": sorted(answers)}
+        self._store.set(f"verdict/{number}", json.dumps(told))
+
+    def _collect(self, number: str, *, deadline: float) -> dict[int, Answer]:
+        answers: dict[int, Answer] = {}
+        missing = set(range(self._world_size))
+        while missing:
+            for rank in sorted(missing):
+                text = self._store.text(f"answer/{number}/{rank}")
+                if text:
+                    answers[rank] = Answer.from_json(text)
+                if text or self._store.text(f"left/{rank}"):
+                    missing.discard(rank)
+            gone = {rank for answer in answers.values() for rank in answer.gone}
+            if missing <= gone or time.monotonic() > deadline:
+                break
+            time.sleep(_LOOK_S)
+        return answers
+
+    def _how_is(self, rank: int, answers: dict[int, Answer], stacks: str) -> str:
+        """Say how it is with a rank that does not answer."""
+        text = self._store.text(f"process/{rank}")
+        name = RankProcess.from_json(text).name if text else "(which has never been heard of)"
+        left = self._store.text(f"left/{rank}")
+        seen = next((answer.gone[rank] for answer in answers.values() if rank in answer.gone), "")
+        if left or seen:
+            return f"{name} {left or seen}"
+        alive = self._store.text(f"alive/{rank}")
+        ago = f", last sign of life {time.time() - float(alive):.0f} s ago" if alive else ""
+        if stacks:
+            return f"{name} does not answer{ago}: compiled code holds Python's lock{innermost_place(stacks)}"
+        return f"{name} does not answer{ago}: its machine is out of reach, or compiled code holds its lock"
+
+    def _help_silent(self, number: str) -> None:
+        """Have neighbors that do not answer write their stacks, if nobody has yet."""
+        silent = json.loads(self._store.text(f"silent/{number}") or "[]")
+        for rank, process in self._neighbors().items() if silent else ():
+            key = f"stacks/{number}/{rank}"
+            if rank in silent and not process.trouble() and self._store.add(f"{key}/taken", 1) == 1:
+                self._store.set(key, process.stacks_from_outside())
+
+    def _tell_notice(self, verdict: Verdict, answers: dict[int, Answer]) -> None:
+        write_notice(
+            verdict,
+            answers,
+            self._told,
+            notice=self._options.notice,
+            timeout=self._options.timeout,
+            ends=self._options.action == "end",
+        )
+
+    def _tell(self, verdict: Verdict, answers: dict[int, Answer], stacks: dict[int, str]) -> None:
+        write_report(
+            verdict,
+            answers,
+            stacks,
+            folder=self._options.folder,
+            timeout=self._options.timeout,
+            ends=self._options.action == "end",
+        )
+
+    def _end(self, number: str, verdict: dict[str, Any]) -> None:
+        """End this process from here, since its other threads may wait for ever.
+
+        What is to blame speaks first, so that a launcher names it first. All have spoken before the first
+        one ends: its partners fail at once, with less to say.
+        """
+        speakers, blamed = verdict["speakers"], verdict["blamed"]
+        if self._rank not in blamed and set(blamed) & set(speakers):
+            self._listen_to(number, [rank for rank in speakers if rank in blamed])
+            time.sleep(_LATER_S)
+        self._speak(verdict["lines"])
+        try:
+            self._store.set(f"spoken/{number}/{self._rank}", "1")
+        finally:
+            self._listen_to(number, speakers)
+            os._exit(1)
+
+    def _listen_to(self, number: str, ranks: list[int]) -> None:
+        """Wait until others have said why they end, or do not seem to come to it."""
+        keys = [f"spoken/{number}/{rank}" for rank in ranks]
+        patience = time.monotonic() + _WORDS_S
+        with suppress(dist.DistError):  # the store has ended, with rank 0
+            while keys and not self._store.check(*keys) and time.monotonic() < patience:
+                time.sleep(_LOOK_S)
+
+    def _speak(self, lines: Sequence[str]) -> None:
+        """Say why this process ends."""
+        sys.excepthook(HangError, HangError("; ".join(lines)), None)
+        self.has_spoken = True
+        flush_output()
+
+    def _go_on_without_store(self, error: Exception) -> None:
+        """The store does not answer. That matters if this rank waits for somebody."""
+        self._progress.look(self._options.poll_s)
+        overdue = self._progress.overdue(self._options.timeout)
+        if not overdue or self._stop.is_set():
+            return
+        absent, lines = self._without_store(error)
+        answers = {self._rank: self._describe(overdue, self._neighbors_in(self._known))}
+        verdict = Verdict(lines=(*lines, *judge(answers, absent, self._axis_of).lines))
+        self._tell(verdict, answers, {})
+        if self._options.action == "end":
+            self._speak(verdict.lines)
+            os._exit(1)
+        self._progress.forgive()
+
+    def _without_store(self, error: Exception) -> tuple[dict[int, str], list[str]]:
+        """Say who serves the store that does not answer, and what is known of the other processes.
+
+        Returns:
+            By rank, how it is with those that are gone; and a line if the store is at none of them.
+        """
+        reason = str(error).strip().splitlines()[0]
+        neighbors = self._neighbors_in(self._known)
+        troubles = {rank: how for rank, process in neighbors.items() if (how := process.trouble())}
+        absent = {rank: f"{self._known[rank].name} {how}" for rank, how in troubles.items()}
+        if self._store.launcher:
+            return absent, [
+                f"the store does not answer any more: the launcher at {self._store.launcher}, which serves "
+                f"it, is gone or stopped, or its machine is out of reach ({reason})"
+            ]
+        if 0 in absent:
+            absent[0] += ", and with it the store"
+        else:
+            name = f"{self._known[0].name} " if self._known else ""
+            absent[0] = (
+                f"{name}serves the store, which does not answer any more: it is gone or stopped, or its "
+                f"machine is out of reach ({reason})"
+            )
+        return absent, []
+
+    def _process_keys(self) -> list[str]:
+        return [f"process/{rank}" for rank in range(self._world_size)]
+
+    def _processes(self) -> dict[int, RankProcess]:
+        """Return where the ranks run, as far as they have said so."""
+        if self._known:
+            return self._known
+        texts = dict(enumerate(map(self._store.text, self._process_keys())))
+        return {rank: RankProcess.from_json(text) for rank, text in texts.items() if text}
+
+    def _neighbors(self) -> dict[int, RankProcess]:
+        """Return the other ranks of this machine."""
+        return self._neighbors_in(self._processes())
+
+    def _neighbors_in(self, processes: dict[int, RankProcess]) -> dict[int, RankProcess]:
+        here = self._process.place
+        return {
+            rank: process
+            for rank, process in processes.items()
+            if process.place == here and rank != self._rank
+        }

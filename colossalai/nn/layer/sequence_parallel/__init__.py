@@ -1,0 +1,14 @@
+"""Sequence parallelism: attention over a sequence that is cut over the ranks of the SEQUENCE axis."""
+
+from colossalai.nn.layer.sequence_parallel._order import Order as Order
+from colossalai.nn.layer.sequence_parallel._order import own_positions as own_positions
+from colossalai.nn.layer.sequence_parallel._order import zigzag_gather as zigzag_gather
+from colossalai.nn.layer.sequence_parallel._order import zigzag_positions as zigzag_positions
+from colossalai.nn.layer.sequence_parallel._order import zigzag_split as zigzag_split
+from colossalai.nn.layer.sequence_parallel._ring_attention import ring_attention as ring_attention
+from colossalai.nn.layer.sequence_parallel._scores import RingAV as RingAV
+from colossalai.nn.layer.sequence_parallel._scores import RingQK as RingQK
+from colossalai.nn.layer.sequence_parallel._self_attention import SharesSequence as SharesSequence
+from colossalai.nn.layer.sequence_parallel._self_attention import (
+    TransformerSelfAttentionRing as TransformerSelfAttentionRing,
+)

@@ -1,0 +1,75 @@
+"""Dropout masks that belong to positions: drawn again at will, whoever asks, in pieces of any size.
+
+Whether the weight of key j for query i is dropped is a hash of (seed, sample, head, i, j). So the backward
+draws what the forward drew without keeping it, and neither the number of ranks, nor the order, nor the size
+of the tiles, nor the device changes the result.
+
+Each row (sample, head, i) and each column j has a 32-bit key out of 64 well mixed bits (the finalizer of
+splitmix64, Steele et al. 2014); an element is the sum of its row's and its column's key, mixed by two rounds
+of multiplication and shift (Wellons' `lowbias32`).
+"""
+
+from contextlib import nullcontext
+
+import torch
+
+from colossalai.context import ParallelMode, get_seeds, seed
+from colossalai.nn.layer.sequence_parallel._order import Span
+
+_GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
+_MIX_64 = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
+_MIX_32 = ((16, 0x7FEB352D), (15, -0x7B935975))
+
+
+def draw_seed() -> int:
+    """Draw a seed from the random state of DATA, which the ranks of a sequence share.
+
+    Without a launched job it comes from torch's generator; the ranks must have seeded it alike.
+    """
+    with seed(ParallelMode.DATA) if ParallelMode.DATA in get_seeds() else nullcontext():
+        return int(torch.randint(2**62, ()))
+
+
+def dropout_factors(
+    like: torch.Tensor, queries: Span, keys: Span, *, dropout_seed: int, dropout_p: float
+) -> torch.Tensor:
+    """Return 0 with probability `dropout_p`, else 1 / (1 - dropout_p), for a tile of weights.
+
+    Args:
+        like: A tile (batch, heads, queries, keys); the result has its shape, type and device.
+        queries: Their positions.
+        keys: Their positions.
+        dropout_seed: What fixes the whole mask.
+        dropout_p: From 0 to below 1.
+    """
+    batch, heads = like.shape[:2]
+    lanes = torch.arange(batch * heads, device=like.device).view(batch, heads, 1, 1)
+    rows = _key((lanes << 32) + queries.positions(like.device)[:, None], dropout_seed)
+    columns = _key(keys.positions(like.device), ~dropout_seed)
+    bits = _mix32(rows + columns)
+    threshold = round(dropout_p * 2**32) - 2**31  # bits are spread evenly over the signed 32-bit numbers
+    return (bits >= threshold).to(like.dtype).mul_(1.0 / (1.0 - dropout_p))
+
+
+def _key(counter: torch.Tensor, salt: int) -> torch.Tensor:
+    """Return 32 mixed bits for each counter."""
+    x = (counter + 1) * _GOLDEN ^ _mix64(torch.tensor(salt, device=counter.device))
+    return _mix64(x).to(torch.int32)
+
+
+def _mix64(x: torch.Tensor) -> torch.Tensor:
+    for shift, factor in _MIX_64:
+        x = (x ^ _shift_right(x, shift, 64)) * factor
+    return x ^ _shift_right(x, 31, 64)
+
+
+def _mix32(x: torch.Tensor) -> torch.Tensor:
+    """Mix in place."""
+    for shift, factor in _MIX_32:
+        x.bitwise_xor_(_shift_right(x, shift, 32)).mul_(factor)
+    return x.bitwise_xor_(_shift_right(x, 16, 32))
+
+
+def _shift_right(x: torch.Tensor, shift: int, width: int) -> torch.Tensor:
+    """Shift as if `x` had no sign."""
+    return (x >> shift).bitwise_and_((1 << (width - shift)) - 1)

@@ -1,0 +1,97 @@
+"""Dropout of an activation that is cut, or held whole, by the ranks of a tensor-parallel group."""
+
+from collections.abc import Hashable
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+
+from colossalai.context import ParallelMode, add_seed, get_seeds, global_context, seed
+from colossalai.nn.layer.tensor_parallel._flow import current_cut
+from colossalai.nn.layer.tensor_parallel._record import recorded_cut
+from colossalai.nn.layer.tensor_parallel._scheme import Cut
+
+
+class ParallelDropout(nn.Dropout):
+    """Draws masks that differ where the ranks hold different slices and agree where they hold the same.
+
+    An activation that has a record of how it is cut is believed, so that one dropout can be applied at
+    several points of a model.
+
+    Args:
+        p: Probability of a zero.
+        inplace: Whether to change the input.
+        cut: How an activation without a record is cut; whole where it is not cut at all.
+    """
+
+    def __init__(self, p: float = 0.5, inplace: bool = False, *, cut: Cut) -> None:
+        super().__init__(p, inplace)
+        self.cut = cut
+        random_mode(cut)  # makes its state, which a checkpoint that is loaded may set before the first draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the input with elements zeroed and the others scaled up."""
+        is_drawing = self.training and self.p > 0.0
+        mode = random_mode(recorded_cut(x) or self.cut) if is_drawing else None
+        with nullcontext() if mode is None else seed(mode):
+            return super().forward(x)
+
+
+def random_mode(cut: Cut) -> Hashable | None:
+    """Return the mode whose random state differs along the axes of a cut alone; None: the one in force.
+
+    The mode is made where nobody has drawn along these axes before.
+    """
+    axes = (*cut.batch, *cut.features)
+    if not axes or ParallelMode.DATA not in get_seeds():  # not launched: this process is alone
+        return None
+    if set(axes) == set(global_context.tensor_axes):
+        return ParallelMode.TENSOR
+    mode = f"slices along {' x '.join(axes)}"
+    if mode not in get_seeds():  # the seed of DATA is a hash: those that follow it are nobody's
+        add_seed(mode, get_seeds()[ParallelMode.DATA] + 1 + global_context.mesh.axis_rank(axes))
+    return mode
+
+
+class DropPath(nn.Module):
+    """Zeroes whole samples of a residual branch and scales the others up (1603.09382).
+
+    Ranks that hold parts of the same sample agree on it.
+
+    Args:
+        p: Probability that a sample is zeroed.
+        cut: How an activation without a record is cut; default: as the layer built before leaves it.
+
+    Shape:
+        Input (batch, ..., features), a slice; output the same.
+
+    Raises:
+        ValueError: `p` is not from 0 to below 1.
+    """
+
+    def __init__(self, p: float, *, cut: Cut | None = None) -> None:
+        super().__init__()
+        if not 0.0 <= p < 1.0:
+            raise ValueError(f"drop_path={p}: a probability from 0 up to, not including, 1 is needed")
+        self.p = p
+        self.cut = Cut(batch=(cut or current_cut(global_context.tensor_mode)).batch)
+        self._mode()  # makes its random state, as dropout does
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows."""
+        return f"p={self.p}"
+
+    def forward(self, branch: torch.Tensor) -> torch.Tensor:
+        """Return the branch with samples zeroed, the branch itself in evaluation."""
+        if not self.training or self.p == 0.0:
+            return branch
+        mode = self._mode(recorded_cut(branch))
+        with nullcontext() if mode is None else seed(mode):
+            kept = branch.new_empty(len(branch), *[1] * (branch.dim() - 1)).bernoulli_(1.0 - self.p)
+        return branch * kept.div_(1.0 - self.p)
+
+    def _mode(self, recorded: Cut | None = None) -> object | None:
+        """Return the mode that draws alike on the ranks that hold parts of the same samples."""
+        shared = ParallelMode.DATA if ParallelMode.DATA in get_seeds() else None
+        cut = self.cut if recorded is None else Cut(batch=recorded.batch)
+        return (random_mode(cut) if cut.batch else None) or shared

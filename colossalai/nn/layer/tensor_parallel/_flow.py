@@ -1,0 +1,140 @@
+"""What a layer that is being built will be applied to: said by its builder, or taken from the order.
+
+A layer's scheme follows from the cut of its input, and its weight is cut when it is built, before any input
+is seen. So it is said what a layer will be applied to: `input_cut=`, or `after=` another layer. Where nothing
+is said, layers that are built one after the other are taken to be applied one after the other: each is built
+for the cut that the one before leaves, and an embedding, or `restart`, begins anew. What was said or taken is
+compared with the activation that comes, see [Note: records of activations].
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import nn
+
+from colossalai.context import global_context
+from colossalai.nn.layer.tensor_parallel._record import REMEDY, Entry
+from colossalai.nn.layer.tensor_parallel._scheme import LINEAR_SCHEMES, Cut, first_cut
+
+
+@runtime_checkable
+class LeavesCut(Protocol):
+    """What can be named as `after=`: a module that knows how it leaves the activation."""
+
+    @property
+    def output_cut(self) -> Cut:
+        """How its output is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """Where a model has got to while it is built."""
+
+    cut: Cut
+    layer: str | None = None
+    features: int | None = None
+
+
+class BuildOrder:
+    """The layer that was built last, for each mode; it lives as long as the layout of the job."""
+
+    def __init__(self) -> None:
+        self.points: dict[str | None, _Point] = {}
+        self.heads: dict[str | None, Cut] = {}
+        self.num_built = 0
+
+    def point(self, mode: str | None) -> _Point:
+        """Return where the model has got to."""
+        return self.points.get(mode) or _Point(first_cut(mode))
+
+
+def entry_of(
+    mode: str | None,
+    layer: str,
+    in_features: int | None = None,
+    *,
+    input_cut: Cut | None = None,
+    after: nn.Module | None = None,
+) -> Entry:
+    """Return how the input of a layer that is being built will be cut.
+
+    Args:
+        mode: The tensor mode.
+        layer: The layer, for messages.
+        in_features: Global size of its input features, None for any.
+        input_cut: What the user says, if anything.
+        after: The layer whose output it takes, if the user says that.
+
+    Raises:
+        ValueError: Both are given, `after` does not know its cut, or the layer does not fit the one before.
+    """
+    if input_cut is not None and after is not None:
+        raise ValueError(f"{layer} got input_cut= and after=: they say the same, so pass one of them")
+    if input_cut is not None:
+        return Entry(cut=input_cut)
+    if after is not None:
+        return Entry(cut=output_cut_of(after, mode, by=layer))
+    point = _order().point(mode)
+    if point.layer is None:
+        return Entry(cut=point.cut, behind="no other layer")
+    may_begin = point.cut == first_cut(mode)  # another model, or branch
+    if not may_begin and in_features and point.features and point.features % in_features:
+        raise ValueError(
+            f"{layer} takes {in_features} features, but {point.layer}, which was built before it, leaves "
+            f"{point.features}, cut as {point.cut}: {REMEDY}"
+        )
+    return Entry(cut=point.cut, behind=point.layer)
+
+
+def output_cut_of(module: nn.Module, mode: str | None, *, by: str) -> Cut:
+    """Return how a module leaves the activation.
+
+    Raises:
+        ValueError: It does not know.
+    """
+    if LINEAR_SCHEMES.get(mode, LINEAR_SCHEMES[None]) == LINEAR_SCHEMES[None]:
+        return Cut()  # nothing is cut, and the module may be one of torch
+    if not isinstance(module, LeavesCut):
+        raise ValueError(
+            f"{by} got after={type(module).__name__}, which does not know how its output is cut: pass a "
+            "layer of colossalai.nn, or input_cut="
+        )
+    return module.output_cut
+
+
+def numbered(kind: str, *sizes: int) -> str:
+    """Return what messages call a layer that is being built: its class, sizes, and place in the order."""
+    order = _order()
+    order.num_built += 1
+    return f"{kind}({', '.join(map(str, sizes))}) [layer {order.num_built}]"
+
+
+def advance(mode: str | None, cut: Cut, *, layer: str | None = None, features: int | None = None) -> None:
+    """Say how the layer that was just built leaves the activation."""
+    _order().points[mode] = _Point(cut, layer, features)
+
+
+def current_cut(mode: str | None) -> Cut:
+    """Return the cut of the activation that the next layer of a mode is taken to see."""
+    return _order().point(mode).cut
+
+
+def restart(mode: str | None) -> Cut:
+    """Begin a model; return the cut of its input."""
+    _order().points.pop(mode, None)
+    return first_cut(mode)
+
+
+def end_with(mode: str | None, cut: Cut) -> None:
+    """Say how the classifier that was just built leaves its output; the next layer begins a model."""
+    _order().heads[mode] = cut
+    _order().points.pop(mode, None)
+
+
+def head_cut(mode: str | None) -> Cut:
+    """Return how the output of the classifier that was built last is cut: by the batch alone, if none was."""
+    return _order().heads.get(mode, Cut(batch=first_cut(mode).batch))
+
+
+def _order() -> BuildOrder:
+    return global_context.of_layout(BuildOrder)

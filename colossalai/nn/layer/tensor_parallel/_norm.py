@@ -1,0 +1,72 @@
+"""Layer normalization, once, over a cut."""
+
+import torch
+from torch import nn
+
+from colossalai.communication import copy_forward_reduce_backward, reduce_forward_copy_backward
+from colossalai.context import Mesh
+from colossalai.nn.layer.tensor_parallel._base import ParallelModule, empty_parameter
+from colossalai.nn.layer.tensor_parallel._scheme import Cut
+
+
+class ParallelLayerNorm(ParallelModule):
+    """Normalizes the last dimension (1607.06450) of an activation that may be cut along it.
+
+    Where it is cut, mean and variance are two all-reduces over the feature axes of one number for each
+    position, and two more in the backward. Statistics are in float32 or better.
+
+    Args:
+        normalized_shape: Global size of the last dimension.
+        eps: Added to the variance.
+        bias: Whether to add a bias.
+        dtype: Type of the parameters.
+        cut: How the activation is cut.
+        mesh: The ranks; default: those of the launched job.
+
+    Shape:
+        Input and output (batch, ..., features): slices as `cut` says.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        dtype: torch.dtype | None = None,
+        *,
+        cut: Cut,
+        mesh: Mesh | None = None,
+    ) -> None:
+        super().__init__(mesh)
+        self.normalized_shape = normalized_shape
+        self.eps = eps
+        self.cut = cut
+        ones = nn.init.ones_(empty_parameter(normalized_shape, dtype=dtype))
+        self.weight = self.cut_parameter("weight", ones, (cut.features,))
+        self.bias: nn.Parameter | None = None
+        if bias:
+            self.bias = self.cut_parameter("bias", torch.zeros_like(ones), (cut.features,))
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows."""
+        return f"{self.normalized_shape}, eps={self.eps}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of the normalized activation."""
+        self.check_share(x, self.normalized_shape, self.cut.features, what="features")
+        weight = self.shared_over(self.cut.batch, self.weight)
+        bias = None if self.bias is None else self.shared_over(self.cut.batch, self.bias)
+        if self.mesh.axis_size(self.cut.features) == 1:
+            return nn.functional.layer_norm(x, (self.normalized_shape,), weight, bias, self.eps)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        centered = wide - self._mean(wide)
+        normal = (centered * torch.rsqrt(self._mean(centered.square()) + self.eps)).to(x.dtype)
+        return normal * weight if bias is None else normal * weight + bias
+
+    def _mean(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean over all features; every rank uses it for its own features."""
+        total = x.sum(-1, keepdim=True)
+        for name in self.cut.features:
+            axis = self.mesh.axis(name)
+            total = copy_forward_reduce_backward(reduce_forward_copy_backward(total, axis), axis)
+        return total / self.normalized_shape

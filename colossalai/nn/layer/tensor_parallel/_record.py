@@ -1,0 +1,240 @@
+"""Records of how activations are cut, which layers leave on their outputs and read from their inputs.
+
+[Note: records of activations]
+A layer records on its output how it leaves it.
+
+- An output with a graph carries the record in the `metadata` of its node, which torch has for such notes.
+  What is computed from it leads back there: a layer walks from its input to the nearest records, a few nodes.
+  A collective ends the walk, and so does `detach`: whoever moves slices himself, or cuts the graph, has to
+  say what comes of it (`mark_cut`).
+- An output without a graph (`no_grad`, frozen layers) carries it as a `RecordedTensor`, a subclass that hands
+  it on to whatever is computed from it, until the next layer takes it off.
+
+The shapes of slices tell a wrong cut in all modes but "3d", where both cuts have slices of one shape. So only
+there records are compared, and subclasses made; elsewhere they tell dropouts which ranks draw alike. An
+activation without a record is, in 3d, taken for the input of a model. Nothing is sent for any of it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from colossalai.context import global_context
+from colossalai.nn.layer.tensor_parallel._scheme import LINEAR_SCHEMES, Cut, first_cut
+
+_KEY = "colossalai.cut"
+_MOVERS = "colossalai.communication"
+_WITHOUT_VALUES = {
+    *(Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones, Tensor.new_full, Tensor.new_tensor),
+    *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
+    *(torch.rand_like, torch.randn_like),
+}
+"""Operations that take nothing of a tensor but its type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """How an activation is cut, and the layer that says so."""
+
+    layer: str
+    cut: Cut
+
+
+def _look_alike(mode: str | None) -> bool:
+    """Whether slices of differently cut activations of a mode can have the same shape."""
+    first = first_cut(mode)
+    others = [scheme.x for scheme in LINEAR_SCHEMES[mode] if scheme.x != first]
+    return any(bool(other.features) == bool(first.features) for other in others)
+
+
+ALIKE = frozenset(mode for mode in LINEAR_SCHEMES if _look_alike(mode))
+"""The modes in which the shape of a slice does not tell how the activation is cut."""
+
+_PLAIN = frozenset(mode for mode, schemes in LINEAR_SCHEMES.items() if schemes == LINEAR_SCHEMES[None])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """How the input of a layer will be cut.
+
+    Attributes:
+        cut: How.
+        behind: What the layer was built behind, where the order of construction says how; None where the user
+            did.
+    """
+
+    cut: Cut
+    behind: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """How the activation is cut before and behind a layer.
+
+    Attributes:
+        mode: The tensor mode.
+        layer: The layer, for messages.
+        entry: How its input is cut, and who says so.
+        output_cut: How its output is cut.
+    """
+
+    mode: str | None
+    layer: str
+    entry: Entry
+    output_cut: Cut
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return an input, a plain tensor again, if it is cut as the layer was built for.
+
+        Raises:
+            ValueError: It is not; the message names the layers.
+        """
+        if self.mode not in ALIKE or torch.compiler.is_compiling():
+            return x
+        wanted, found = self.entry.cut, _records_of(x)
+        for record in found:
+            if not _may_become(record.cut, wanted):
+                self._refuse(f"comes from {record.layer}, cut as {record.cut}")
+        is_by_order = self.entry.behind is not None
+        if not found and is_by_order and wanted != first_cut(self.mode) and _has_values(x):
+            self._refuse("comes from no layer, as the input of a model does (mark_cut says otherwise)")
+        return _plain(x)
+
+    def leave(self, y: Tensor) -> Tensor:
+        """Return an output with a record of how it is cut."""
+        if self.mode in _PLAIN or torch.compiler.is_compiling():
+            return y
+        record = Record(self.layer, self.output_cut)
+        if y.grad_fn is not None:
+            node: Any = y.grad_fn  # whose `metadata` torch's stubs take for a method
+            node.metadata[_KEY] = record
+            return y
+        return _recorded(y, (record,)) if self.mode in ALIKE and _has_values(y) else y
+
+    def hint(self) -> str:
+        """Return what to add to a message about an input of a wrong shape."""
+        return "" if self.entry.behind is None else f"; it was built behind {self.entry.behind}: {REMEDY}"
+
+    def _refuse(self, what: str) -> None:
+        why = "" if self.entry.behind is None else f", as it was built behind {self.entry.behind}"
+        raise ValueError(
+            f"{self.layer} takes an input cut as {self.entry.cut}{why}, but its input {what}: {REMEDY}"
+        )
+
+
+REMEDY = (
+    "a layer is taken to be applied to the one built before it, unless it is told: build it with "
+    "after=that_layer, or with input_cut=other.input_cut if it takes the same input as another one"
+)
+
+
+def mark_cut(y: Tensor, cut: Cut) -> Tensor:
+    """Say how an activation is cut, where slices were moved by other means than layers of `colossalai.nn`.
+
+    Args:
+        y: The activation, a slice.
+        cut: How it is cut.
+
+    Returns:
+        The activation, to be used instead.
+    """
+    own = y.view_as(y)  # the node of `y` belongs to who computed it
+    entry = Entry(cut=cut)
+    marked = Passage(mode=global_context.tensor_mode, layer="mark_cut", entry=entry, output_cut=cut)
+    return marked.leave(_plain(own))
+
+
+def require_cut(x: Tensor, cut: Cut, *, by: str) -> Tensor:
+    """Return an activation, a plain tensor again, if no record says that it is cut otherwise.
+
+    Raises:
+        ValueError: One does; the message names the layer and `by`.
+    """
+    if torch.compiler.is_compiling():
+        return x
+    for record in _records_of(x):
+        if not _may_become(record.cut, cut):
+            raise ValueError(
+                f"{by} takes an input cut as {cut}, and got the output of {record.layer}, cut as "
+                f"{record.cut}: build it right after that layer, or pass cut=layer.output_cut"
+            )
+    return _plain(x)
+
+
+def recorded_cut(x: Tensor) -> Cut | None:
+    """Return how an activation is cut, if there is a record: the finest one of those that it comes from."""
+    if torch.compiler.is_compiling():
+        return None
+    found = [record.cut for record in _records_of(x)]
+    return max(found, key=lambda cut: len((*cut.batch, *cut.features))) if found else None
+
+
+class RecordedTensor(Tensor):
+    """An activation without a graph that carries records; see [Note: records of activations]."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and hand the records on to what it makes."""
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if func in _WITHOUT_VALUES or not isinstance(result, Tensor | tuple | list):
+            return result
+        carriers = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, RecordedTensor)]
+        records = tuple(dict.fromkeys(record for carrier in carriers for record in _records_of(carrier)))
+        return tree_map_only(Tensor, lambda made: _handed_on(made, records), result)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Be saved as a plain tensor."""
+        return _plain(self).__reduce_ex__(protocol)
+
+
+def _handed_on(made: Tensor, records: tuple[Record, ...]) -> Tensor:
+    return _recorded(made, records) if type(made) is Tensor else made
+
+
+def _recorded(y: Tensor, records: tuple[Record, ...]) -> Tensor:
+    carrier = y.as_subclass(RecordedTensor)
+    carrier.__dict__["records"] = records
+    return carrier
+
+
+def _plain(x: Tensor) -> Tensor:
+    if not isinstance(x, RecordedTensor):
+        return x
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.as_subclass(Tensor)
+
+
+def _records_of(x: Tensor) -> tuple[Record, ...]:
+    if isinstance(x, RecordedTensor):
+        records: tuple[Record, ...] = x.__dict__["records"]
+        return records
+    return tuple(_nearest_records(x.grad_fn))
+
+
+def _nearest_records(node: Any) -> Iterator[Record]:
+    """Yield the records that are reached from a node of a graph before any other record."""
+    waiting, seen = [node], {None}
+    for current in waiting:  # it grows: breadth first, as the nearest records are a few nodes away
+        if current in seen:
+            continue
+        seen.add(current)
+        record = current.metadata.get(_KEY)
+        if record is not None:
+            yield record
+        elif not getattr(type(current), "_forward_cls", object).__module__.startswith(_MOVERS):
+            waiting.extend(following for following, _ in current.next_functions)
+
+
+def _may_become(cut: Cut, wanted: Cut) -> bool:
+    """Whether it can be cut as wanted without moving slices: what is whole on every rank can."""
+    return cut.batch in ((), wanted.batch) and cut.features in ((), wanted.features)
+
+
+def _has_values(x: Tensor) -> bool:
+    return type(x) in (Tensor, nn.Parameter) and not x.is_meta

@@ -1,0 +1,8 @@
+"""What runs a schedule: actions in order, messages between ranks, microbatches, split backwards."""
+
+from colossalai.pipeline.execution._executor import PipelineExecutor as PipelineExecutor
+from colossalai.pipeline.execution._executor import PipelineResult as PipelineResult
+from colossalai.pipeline.execution._microbatch import merge_outputs as merge_outputs
+from colossalai.pipeline.execution._microbatch import microbatch_weights as microbatch_weights
+from colossalai.pipeline.execution._microbatch import num_samples_in as num_samples_in
+from colossalai.pipeline.execution._microbatch import split_batch as split_batch

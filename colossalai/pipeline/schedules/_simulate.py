@@ -1,0 +1,203 @@
+"""When each action of a schedule starts and ends, and what follows: step time, bubble, memory, messages.
+
+A rank starts an action when it has ended the one before and everything that it needs has arrived; a message
+takes `p2p` from the end of the action that makes it, and keeps neither rank from computing. With equal stages
+and p2p = 0, p ranks, m microbatches, v chunks, and the costs F, I, W of a rank's share of the model per
+microbatch (B = I + W), the bubbles are those of the papers:
+
+- GPipe (1811.06965) and 1F1B (2006.09503): (p-1) (F+B) of time, (p-1)/m of the ideal time;
+- interleaved 1F1B (2104.04473), m a multiple of p: (p-1)/(v m) of the ideal time;
+- ZB-H1 (2401.10241), m >= p and W no longer than F and I: (p-1) (F+I-W) of time;
+- ZB-V (2405.15362), m >= p and F = I = W: (p-1) F/2 of time, and none of it inside a rank for m >= 2p-1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from colossalai.pipeline.schedules._action import Action, Op, Schedule
+from colossalai.pipeline.schedules._messages import messages_between
+from colossalai.pipeline.schedules._validate import completed_by, needed_by, validate
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What actions and messages take, in any unit of time; one number for all stages, or one for each.
+
+    Attributes:
+        forward: The forward of a microbatch on a stage.
+        backward: The whole backward of a microbatch on a stage.
+        p2p: A message from one rank to another.
+        weight_grad: The part of `backward` that computes the weight gradients; None: a half of it.
+    """
+
+    forward: float | Sequence[float]
+    backward: float | Sequence[float]
+    p2p: float = 0.0
+    weight_grad: float | Sequence[float] | None = None
+
+    def of(self, action: Action) -> float:
+        """Return the cost of an action."""
+        if action.op is Op.FORWARD:
+            return _at(self.forward, action.stage)
+        backward = _at(self.backward, action.stage)
+        if action.op is Op.BACKWARD:
+            return backward
+        weight_grad = backward / 2 if self.weight_grad is None else _at(self.weight_grad, action.stage)
+        return weight_grad if action.op is Op.WEIGHT_GRAD else backward - weight_grad
+
+    def check(self, num_stages: int) -> None:
+        """Check that the costs fit a number of stages.
+
+        Raises:
+            ValueError: A list has another length, or a cost is negative.
+        """
+        for name in ("forward", "backward", "weight_grad"):
+            cost = getattr(self, name)
+            if isinstance(cost, Sequence) and len(cost) != num_stages:
+                raise ValueError(
+                    f"{name} has {len(cost)} costs, but there are {num_stages} stages: give one for each"
+                )
+        if self.p2p < 0:
+            raise ValueError(f"p2p is {self.p2p}; a message cannot take less than no time")
+        for stage in range(num_stages):
+            for op in Op:
+                if (cost := self.of(Action(op, stage, 0))) < 0:
+                    raise ValueError(
+                        f"{op.name.lower()} takes {cost} on stage {stage}: costs cannot be negative, and "
+                        "weight_grad is a part of backward"
+                    )
+
+
+def _at(cost: float | Sequence[float], stage: int) -> float:
+    return cost[stage] if isinstance(cost, Sequence) else cost
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When an action runs."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A schedule in time.
+
+    Attributes:
+        schedule: What was run.
+        spans: For each rank, its actions in order with their times.
+    """
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def step_time(self) -> float:
+        """From the first start to the end of the last rank."""
+        return max(spans[-1].end for spans in self.spans)
+
+    @property
+    def busy_times(self) -> tuple[float, ...]:
+        """For each rank, how long it computes."""
+        return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle time over computing time, both summed over the ranks: the papers' (p-1)/m.
+
+        With equal stages it is (step time - ideal time) / ideal time. It may exceed one.
+        """
+        busy = sum(self.busy_times)
+        return (len(self.spans) * self.step_time - busy) / busy if busy else 0.0
+
+    @property
+    def idle_fraction(self) -> float:
+        """Idle time over all time: bubble_fraction / (1 + bubble_fraction)."""
+        return self.bubble_fraction / (1 + self.bubble_fraction)
+
+    @property
+    def stall_times(self) -> tuple[float, ...]:
+        """For each rank, how long it idles between its own first start and last end.
+
+        It is what remains of the bubble if a rank begins its next step without waiting for the others, as the
+        zero-bubble paper has it.
+        """
+        return tuple(
+            max(0.0, spans[-1].end - spans[0].start - busy)
+            for spans, busy in zip(self.spans, self.busy_times, strict=True)
+        )
+
+    @property
+    def peak_live_microbatches(self) -> tuple[float, ...]:
+        """For each rank, the most microbatches whose activations it keeps at once.
+
+        See `peak_live_microbatches`.
+        """
+        return peak_live_microbatches(self.schedule)
+
+    @property
+    def num_messages(self) -> tuple[int, ...]:
+        """For each rank, the number of messages that it sends."""
+        counts = [0] * self.schedule.num_ranks
+        for (source, _), messages in messages_between(self.schedule).items():
+            counts[source] += len(messages)
+        return tuple(counts)
+
+
+def simulate(schedule: Schedule, costs: Costs) -> Timeline:
+    """Run a schedule in simulated time.
+
+    Raises:
+        ScheduleError: The schedule cannot be run.
+        ValueError: The costs do not fit its stages.
+    """
+    validate(schedule)
+    costs.check(schedule.num_stages)
+    ends: dict[Action, float] = {}
+    spans: list[list[Span]] = [[] for _ in schedule.actions]
+    while any(len(own) < len(actions) for own, actions in zip(spans, schedule.actions, strict=True)):
+        for rank, (own, actions) in enumerate(zip(spans, schedule.actions, strict=True)):
+            while len(own) < len(actions):
+                span = _run(schedule, costs, rank, own[-1].end if own else 0.0, actions[len(own)], ends)
+                if span is None:
+                    break
+                own.append(span)
+                ends.update(dict.fromkeys(completed_by(span.action), span.end))
+    return Timeline(schedule, tuple(tuple(own) for own in spans))
+
+
+def _run(
+    schedule: Schedule, costs: Costs, rank: int, free_at: float, action: Action, ends: dict[Action, float]
+) -> Span | None:
+    """Return when a rank that is free runs an action; None if what it needs is not known yet."""
+    start = free_at
+    for need in needed_by(action, schedule.num_stages):
+        if need not in ends:
+            return None
+        is_here = schedule.rank_of_stage[need.stage] == rank
+        start = max(start, ends[need] + (0.0 if is_here else costs.p2p))
+    return Span(action, start, start + costs.of(action))
+
+
+def peak_live_microbatches(schedule: Schedule) -> tuple[float, ...]:
+    """Return for each rank the most microbatches whose activations it keeps at once.
+
+    A microbatch lives on a stage from its forward to the end of its backward; of a split backward, to the end
+    of the weight gradient (an upper bound: some activations go with the input gradient). The unit is a
+    microbatch on all stages of a rank: of v chunks, one counts 1/v. Without backwards, nothing is kept.
+    """
+    return tuple(
+        _peak(actions, len(schedule.stages_of(rank))) for rank, actions in enumerate(schedule.actions)
+    )
+
+
+def _peak(actions: Sequence[Action], num_chunks: int) -> float:
+    if all(action.op is Op.FORWARD for action in actions):
+        return 0.0
+    live = peak = 0
+    for action in actions:
+        live += (action.op is Op.FORWARD) - (action.op in (Op.BACKWARD, Op.WEIGHT_GRAD))
+        peak = max(peak, live)
+    return peak / num_chunks

@@ -1,0 +1,196 @@
+"""Whether a schedule can be run, found before a process starts: each action once, in its place, no deadlock.
+
+The ranks are run against each other without computing: each goes through its list until it needs what is not
+there. Receivers keep messages that come early, so that only a cycle of needs stops all of them.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from colossalai.pipeline.schedules._action import Action, Op, Schedule
+
+
+def completed_by(action: Action) -> tuple[Action, ...]:
+    """Return what is there after an action: itself, or the two halves of a whole backward."""
+    if action.op is Op.BACKWARD:
+        return (
+            Action(Op.INPUT_GRAD, action.stage, action.microbatch),
+            Action(Op.WEIGHT_GRAD, action.stage, action.microbatch),
+        )
+    return (action,)
+
+
+def needed_by(action: Action, num_stages: int) -> tuple[Action, ...]:
+    """Return what must be there before an action, as `completed_by` names it.
+
+    A forward needs the stage before; an input gradient, alone or in a whole backward, the own forward and the
+    gradient from the stage behind; a weight gradient the own input gradient, which leaves its inputs behind.
+    """
+    stage, microbatch = action.stage, action.microbatch
+    if action.op is Op.FORWARD:
+        return (Action(Op.FORWARD, stage - 1, microbatch),) if stage > 0 else ()
+    if action.op is Op.WEIGHT_GRAD:
+        return (Action(Op.INPUT_GRAD, stage, microbatch),)
+    own = Action(Op.FORWARD, stage, microbatch)
+    if stage + 1 == num_stages:
+        return (own,)
+    return own, Action(Op.INPUT_GRAD, stage + 1, microbatch)
+
+
+class ScheduleError(ValueError):
+    """A schedule that no executor could run."""
+
+
+def validate(schedule: Schedule) -> None:
+    """Check that a schedule computes every microbatch on every stage once, and ends.
+
+    A schedule without any backward is one for evaluation and may be valid.
+
+    Raises:
+        ScheduleError: An action is missing, doubled, unknown, on the wrong rank or before what it needs, or
+            the ranks wait for each other; the message names it.
+    """
+    _check_placement(schedule)
+    for rank in range(schedule.num_ranks):
+        _check_whereabouts(schedule, rank)
+    _check_complete(schedule)
+    for rank in range(schedule.num_ranks):
+        _check_order(schedule, rank)
+    _check_progress(schedule)
+
+
+def _check_placement(schedule: Schedule) -> None:
+    if schedule.num_microbatches < 1:
+        raise ScheduleError(
+            f"{_name(schedule)} has {schedule.num_microbatches} microbatches; it needs at least 1"
+        )
+    holders = set(schedule.rank_of_stage)
+    for rank in sorted(holders - set(range(schedule.num_ranks))):
+        stage = schedule.rank_of_stage.index(rank)
+        raise ScheduleError(
+            f"{_name(schedule)} places stage {stage} on rank {rank}, but has actions for ranks 0 to "
+            f"{schedule.num_ranks - 1}"
+        )
+    for rank in range(schedule.num_ranks):
+        if rank not in holders:
+            raise ScheduleError(
+                f"{_name(schedule)} has no stage on rank {rank}: use fewer ranks or more stages"
+            )
+
+
+def _check_whereabouts(schedule: Schedule, rank: int) -> None:
+    """Check that a rank's actions exist and are its own."""
+    for position, action in enumerate(schedule.actions[rank]):
+        where = f"{_name(schedule)}: {action} (rank {rank}, position {position})"
+        if not 0 <= action.stage < schedule.num_stages:
+            raise ScheduleError(f"{where} names a stage that is not one of 0 to {schedule.num_stages - 1}")
+        if not 0 <= action.microbatch < schedule.num_microbatches:
+            raise ScheduleError(
+                f"{where} names a microbatch that is not one of 0 to {schedule.num_microbatches - 1}"
+            )
+        holder = schedule.rank_of_stage[action.stage]
+        if holder != rank:
+            raise ScheduleError(f"{where} is on the wrong rank: stage {action.stage} is on rank {holder}")
+
+
+def _check_complete(schedule: Schedule) -> None:
+    """Check that every action is there once, and the backward whole or in two halves but not both."""
+    counts = Counter(action for actions in schedule.actions for action in actions)
+    for action, count in counts.items():
+        if count > 1:
+            raise ScheduleError(f"{_name(schedule)}: {action} is there {count} times, not once")
+    has_backward = any(action.op is not Op.FORWARD for action in counts)
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            there = {op for op in Op if Action(op, stage, microbatch) in counts}
+            problem = _what_is_wrong(there, has_backward)
+            if problem:
+                rank = schedule.rank_of_stage[stage]
+                raise ScheduleError(
+                    f"{_name(schedule)}: {problem} for stage {stage}, microbatch {microbatch} (rank {rank})"
+                )
+
+
+def _what_is_wrong(there: set[Op], has_backward: bool) -> str | None:
+    if Op.FORWARD not in there:
+        return "the forward (F) is missing"
+    if not has_backward:
+        return None
+    halves = there & {Op.INPUT_GRAD, Op.WEIGHT_GRAD}
+    if Op.BACKWARD in there:
+        return (
+            f"the backward is there whole (B) and in parts ({', '.join(sorted(halves))})" if halves else None
+        )
+    if not halves:
+        return "the backward (B, or I and W) is missing"
+    if Op.INPUT_GRAD not in halves:
+        return "the input gradient (I) of a weight gradient (W) is missing"
+    if Op.WEIGHT_GRAD not in halves:
+        return "the weight gradient (W) of an input gradient (I) is missing"
+    return None
+
+
+def _check_order(schedule: Schedule, rank: int) -> None:
+    """Check that no action stands before another one of the same rank that it needs."""
+    places = {
+        done: position
+        for position, action in enumerate(schedule.actions[rank])
+        for done in completed_by(action)
+    }
+    for position, action in enumerate(schedule.actions[rank]):
+        for need in needed_by(action, schedule.num_stages):
+            if places.get(need, -1) > position:
+                later = schedule.actions[rank][places[need]]
+                raise ScheduleError(
+                    f"{_name(schedule)}: {action} stands before {later} on rank {rank} (positions "
+                    f"{position} and {places[need]}), but needs it"
+                )
+
+
+def _check_progress(schedule: Schedule) -> None:
+    """Run the ranks as far as they get, and name who waits for whom if that is not the end."""
+    done: set[Action] = set()
+    heads = [0] * schedule.num_ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.actions):
+            start = heads[rank]
+            while heads[rank] < len(actions) and done.issuperset(
+                needed_by(actions[heads[rank]], schedule.num_stages)
+            ):
+                done.update(completed_by(actions[heads[rank]]))
+                heads[rank] += 1
+            moved = moved or heads[rank] > start
+    waiting = {rank: head for rank, head in enumerate(heads) if head < len(schedule.actions[rank])}
+    if waiting:
+        raise ScheduleError(f"{_name(schedule)} deadlocks: {_describe_cycle(schedule, waiting, done)}")
+
+
+def _describe_cycle(schedule: Schedule, waiting: dict[int, int], done: set[Action]) -> str:
+    """Follow who waits for whom until a rank comes again; the ranks from there on wait for each other."""
+    path: list[int] = []
+    sentences: dict[int, str] = {}
+    rank = min(waiting)
+    while rank not in sentences:
+        action = schedule.actions[rank][waiting[rank]]
+        need = _first(need for need in needed_by(action, schedule.num_stages) if need not in done)
+        holder = schedule.rank_of_stage[need.stage]
+        place = next(
+            place for place, other in enumerate(schedule.actions[holder]) if need in completed_by(other)
+        )
+        sentences[rank] = (
+            f"rank {rank} waits at position {waiting[rank]} ({action}) for "
+            f"{schedule.actions[holder][place]}, which stands at position {place} of rank {holder}"
+        )
+        path.append(rank)
+        rank = holder
+    return "; ".join(sentences[member] for member in path[path.index(rank) :])
+
+
+def _first(needs: Iterable[Action]) -> Action:
+    return next(iter(needs))
+
+
+def _name(schedule: Schedule) -> str:
+    return f"schedule {schedule.name!r}"

@@ -1,0 +1,347 @@
+"""Cut a model that was never written for a pipeline, along its stack of blocks.
+
+Embeddings and whatever else runs before the blocks go to the first stage, norm and head to the last one. What
+has no parameters (dropout, rotary tables) is on every stage. How a stage then runs: see
+[Note: a stage runs the forward of the whole model].
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from colossalai.logging import get_dist_logger
+from colossalai.pipeline.stages._chunks import as_model
+from colossalai.pipeline.stages._model_stage import ModelStage, NoteBlocks, PartOfStack, Tie, end_stage
+from colossalai.pipeline.stages._partition import Part, balanced_parts, even_parts, parameter_weights
+from colossalai.pipeline.stages._placeholders import (
+    BehindElsewhere,
+    BlockElsewhere,
+    Flow,
+    FrontElsewhere,
+    on_meta,
+)
+from colossalai.pipeline.stages._trace import Anatomy, Trial, can_try, dissect, guess_sample, run_trial
+
+Balance = Literal["uniform", "parameters"] | Sequence[float]
+Wishes = Mapping[str, Sequence[str]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which stage holds what of a model; the same on every rank.
+
+    Attributes:
+        anatomy: How the model is laid out.
+        blocks: For each stage its blocks (start, end).
+        holders: For each part beside the blocks, the stages that hold it.
+        feeding: The part whose output goes to the first block as it is; empty if it is not known.
+    """
+
+    anatomy: Anatomy
+    blocks: tuple[Part, ...]
+    holders: Mapping[str, frozenset[int]]
+    feeding: str
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages."""
+        return len(self.blocks)
+
+    def stages_of(self, name: str) -> frozenset[int]:
+        """Return the stages that hold a parameter or module of that name."""
+        if name.startswith(f"{self.anatomy.stack}."):
+            block = name.removeprefix(f"{self.anatomy.stack}.").partition(".")[0]
+            number = self.anatomy.block_names.index(block)
+            return frozenset(s for s, (start, end) in enumerate(self.blocks) if start <= number < end)
+        return next(
+            held for part, held in self.holders.items() if name == part or name.startswith(f"{part}.")
+        )
+
+
+def plan_cut(
+    model: nn.Module, num_stages: int, *, balance: Balance, stack: str | None, wishes: Wishes, sample: Any
+) -> Cut:
+    """Decide which stage holds what; the arguments are those of `cut_model`.
+
+    Args:
+        model: The model.
+        num_stages: The number of stages.
+        balance: How to distribute the blocks.
+        stack: The name of the stack, None to look for it.
+        wishes: Names of parts under "first", "last" and "everywhere".
+        sample: Data for the trial run, None to guess some.
+    """
+    anatomy = dissect(model, stack)
+    trial = _try(model, anatomy, sample)
+    holders = _holders(model, anatomy, num_stages, trial)
+    holders |= _wished(wishes, [n for n in anatomy.parts if not is_parameter(model, n)], num_stages)
+    blocks = _split_blocks(model, anatomy, num_stages, balance)
+    return Cut(anatomy, tuple(blocks), holders, trial.feeding if trial else _only_front(model, holders))
+
+
+def ties_of(model: nn.Module, cut: Cut) -> list[Tie]:
+    """Return the parameters that several stages hold, in the order of their names."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(param, []).append(name)
+    ties = []
+    for known_as in names.values():
+        stages = frozenset[int]().union(*(cut.stages_of(name) for name in known_as))
+        if len(stages) > 1:
+            ties.append(Tie(tuple(known_as), tuple(sorted(stages))))
+    return sorted(ties, key=lambda tie: tie.names)
+
+
+def _try(model: nn.Module, anatomy: Anatomy, sample: Any) -> Trial | None:
+    """Make a trial run with the sample given, or with one that is guessed; None if that cannot be."""
+    parts = [name for name in anatomy.parts if not is_parameter(model, name)]
+    if sample is not None:
+        return _checked(run_trial(model, sample, stack=anatomy.stack, parts=parts), anatomy)
+    if not can_try(model):
+        return None
+    argument = next(iter(inspect.signature(model.forward).parameters), "")
+    guessed = guess_sample(model, argument)
+    reason = f"what data it takes ({argument!r}) is not known"
+    if guessed is not None:
+        try:
+            trial = run_trial(model, guessed, stack=anatomy.stack, parts=parts)
+        except Exception as error:  # foreign code on data that we made up: anything may happen
+            reason = f"{type(error).__name__}: {error}"
+        else:
+            return _checked(trial, anatomy)
+    get_dist_logger().log_once(
+        f"cut_model makes no trial run of {type(model).__name__} ({reason}): what runs before and after the "
+        "blocks is taken from the order of registration; give cut_model sample=, or first= and last=",
+        level="INFO",
+        ranks=[0],
+    )
+    return None
+
+
+def _checked(trial: Trial, anatomy: Anatomy) -> Trial:
+    for source, target in trial.skipped_over[:1]:
+        raise ValueError(
+            f"block {target} of {anatomy.stack!r} takes what block {source} has returned, past those "
+            "between: such a model cannot be cut along its blocks"
+        )
+    for name in trial.used_at:
+        if name.startswith(f"{anatomy.stack}."):
+            raise ValueError(f"{name!r} is used outside of its block: such a model cannot be cut")
+    return trial
+
+
+def _holders(
+    model: nn.Module, anatomy: Anatomy, num_stages: int, trial: Trial | None
+) -> dict[str, frozenset[int]]:
+    """Return for each part beside the blocks the stages that need it."""
+    everyone = frozenset(range(num_stages))
+    front, behind = frozenset({0}), frozenset({num_stages - 1})
+    holders = {}
+    for part in anatomy.parts:
+        if is_parameter(model, part) or not _has_params(model.get_submodule(part)):
+            holders[part] = everyone
+            continue
+        times = _times(trial, part)
+        if not times:
+            holders[part] = front if part in anatomy.before else behind
+        elif times <= {0, anatomy.num_blocks}:
+            holders[part] = (front if 0 in times else frozenset()) | (behind if max(times) else frozenset())
+        else:  # between blocks, too
+            holders[part] = everyone
+    return holders
+
+
+def _times(trial: Trial | None, part: str) -> set[int]:
+    used = trial.used_at.items() if trial else ()
+    return {time for name, times in used if name.startswith(f"{part}.") for time in times}
+
+
+def _wished(wishes: Wishes, parts: Sequence[str], num_stages: int) -> dict[str, frozenset[int]]:
+    """Return the stages at which the caller wants parts."""
+    everyone = frozenset(range(num_stages))
+    meant = {"first": frozenset({0}), "last": frozenset({num_stages - 1}), "everywhere": everyone}
+    wished: dict[str, frozenset[int]] = {}
+    for argument, names in wishes.items():
+        for name in names:
+            if name not in parts:
+                raise ValueError(f"{argument} names {name!r}, which is no module beside the blocks: {parts}")
+            wished[name] = wished.get(name, frozenset()) | meant[argument]
+    return wished
+
+
+def _split_blocks(model: nn.Module, anatomy: Anatomy, num_stages: int, balance: Balance) -> list[Part]:
+    if anatomy.num_blocks < num_stages:
+        raise ValueError(
+            f"{anatomy.stack!r} has {anatomy.num_blocks} blocks, fewer than {num_stages} stages: use fewer "
+            "stages (pipeline size x chunks)"
+        )
+    if balance == "uniform":
+        return even_parts(anatomy.num_blocks, num_stages)
+    if balance == "parameters":
+        weights = parameter_weights(model.get_submodule(anatomy.stack).children())
+        parts = {name: _count(model, name) for name in anatomy.parts}
+        weights[0] += sum(parts[name] for name in anatomy.before)
+        weights[-1] += sum(parts[name] for name in anatomy.behind)
+        return balanced_parts(weights, num_stages)
+    if isinstance(balance, str) or len(balance) != anatomy.num_blocks:
+        raise ValueError(
+            f"balance={balance!r}; it must be 'uniform', 'parameters' or a weight for each of "
+            f"{anatomy.num_blocks} blocks"
+        )
+    return balanced_parts(balance, num_stages)
+
+
+def _only_front(model: nn.Module, holders: Mapping[str, frozenset[int]]) -> str:
+    """Return the part before the blocks if it is the only one: its output is taken to go to the blocks."""
+    front = [name for name, held in holders.items() if 0 in held and _has_parameters_of_its_own(model, name)]
+    return front[0] if len(front) == 1 else ""
+
+
+def is_parameter(model: nn.Module, name: str) -> bool:
+    """Say whether the name is that of a parameter rather than of a module."""
+    parent, _, key = name.rpartition(".")
+    return key in model.get_submodule(parent)._parameters
+
+
+def _has_params(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _has_parameters_of_its_own(model: nn.Module, name: str) -> bool:
+    return not is_parameter(model, name) and _has_params(model.get_submodule(name))
+
+
+def _count(model: nn.Module, name: str) -> int:
+    if is_parameter(model, name):
+        return model.get_parameter(name).numel()
+    return sum(param.numel() for param in model.get_submodule(name).parameters())
+
+
+def cut_model(
+    model: nn.Module,
+    num_stages: int,
+    stages: Sequence[int],
+    *,
+    balance: Balance = "uniform",
+    stack: str | None = None,
+    first: Sequence[str] = (),
+    last: Sequence[str] = (),
+    everywhere: Sequence[str] = (),
+    sample: Any = None,
+) -> nn.Module:
+    """Return the stages of a model that this rank holds; the rest of the model loses its memory.
+
+    Every rank calls it with the same model, on the device "meta" or with memory, and the same arguments but
+    `stages`. Which parts run before and which after the blocks is seen in a trial run on fake tensors. Where
+    there can be none (the data is of an unknown kind, or layers are tensor-parallel), it is taken from the
+    order in which they are registered, and a stage that is wrong about it says so when it runs.
+
+    Parameters keep their names. One that a container of the blocks holds itself (a class token) is on every
+    stage. See `tied_parameters` for those on several stages.
+
+    Args:
+        model: A module with a stack of blocks; it is changed and of no use afterwards.
+        num_stages: The number of stages, over all ranks and chunks.
+        stages: The stages of this rank, ascending.
+        balance: "uniform" by the number of blocks; "parameters" by those of the blocks and, in the first and
+            last stage, of the parts before and behind; or a weight for each block.
+        stack: The name of the `nn.ModuleList` or `nn.Sequential` of blocks; by default the longest one.
+        first: Names of parts that the first stage shall hold, whatever the trial says.
+        last: The same for the last stage.
+        everywhere: The same for all stages.
+        sample: Data for the trial run, as the loader gives it; its values do not matter.
+
+    Returns:
+        A `ModelStage`, or several as a `ChunkList`.
+
+    Raises:
+        ValueError: The model has no stack of blocks, fewer blocks than stages, a part that runs between the
+            blocks, or blocks that take more than what the one before returns; or an argument is wrong.
+    """
+    _check(model, num_stages, stages)
+    wishes = {"first": first, "last": last, "everywhere": everywhere}
+    cut = plan_cut(model, num_stages, balance=balance, stack=stack, wishes=wishes, sample=sample)
+    ties = ties_of(model, cut)
+    made: list[nn.Module] = [_stage(model, cut, index, ties) for index in stages]
+    _forget_others(model, cut, set(stages))
+    return as_model(made)
+
+
+def _check(model: nn.Module, num_stages: int, stages: Sequence[int]) -> None:
+    if not stages or list(stages) != sorted(set(stages)) or not 0 <= stages[0] <= stages[-1] < num_stages:
+        raise ValueError(f"stages={list(stages)}: name stages from 0 to {num_stages - 1}, ascending")
+    config = getattr(model, "config", None)
+    for flag in ("output_hidden_states", "output_attentions"):
+        if getattr(config, flag, False):
+            raise ValueError(f"config.{flag} is set, but a stage sees only its own blocks: switch it off")
+
+
+def _stage(model: nn.Module, cut: Cut, index: int, ties: Sequence[Tie]) -> ModelStage:
+    """Make a stage: copies of the containers around the parts themselves, or stand-ins for them."""
+    flow = Flow()
+    anatomy = cut.anatomy
+    own = anatomy.block_names[slice(*cut.blocks[index])]
+    containers = {name: _shallow_copy(model.get_submodule(name)) for name in anatomy.containers}
+    for name in anatomy.parts:
+        if index not in cut.holders[name]:
+            parent, _, key = name.rpartition(".")
+            containers[parent]._modules[key] = _stand_in(model, cut, name, flow)
+    blocks = {
+        key: block if key in own else BlockElsewhere(f"{anatomy.stack}.{key}", block, flow)
+        for key, block in model.get_submodule(anatomy.stack)._modules.items()
+        if block is not None
+    }
+    blocks[own[0]].register_forward_pre_hook(NoteBlocks(flow))
+    if index < cut.num_stages - 1:
+        blocks[own[-1]].register_forward_hook(end_stage)
+    for name, copied in [*containers.items(), (anatomy.stack, PartOfStack(blocks, own))]:
+        if name:
+            parent, _, key = name.rpartition(".")
+            containers[parent]._modules[key] = copied
+    return ModelStage(
+        containers[""],
+        flow,
+        index=index,
+        num_stages=cut.num_stages,
+        last_block=f"{anatomy.stack}.{own[-1]}",
+        ties=tuple(tie for tie in ties if index in tie.stages),
+    )
+
+
+def _stand_in(model: nn.Module, cut: Cut, name: str, flow: Flow) -> nn.Module:
+    part = model.get_submodule(name)
+    if 0 in cut.holders[name]:
+        return FrontElsewhere(name, part, flow, feeds_blocks=name == cut.feeding)
+    return BehindElsewhere(name, part, flow)
+
+
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """Return a module of the same class with the same sub-modules, which can be exchanged in the copy."""
+    copied = module.__class__.__new__(module.__class__)
+    for name, value in vars(module).items():
+        own = value.copy() if isinstance(value, dict | set) else value
+        object.__setattr__(copied, name, own)
+    return copied
+
+
+def _forget_others(model: nn.Module, cut: Cut, stages: set[int]) -> None:
+    """Take the memory of all parts that none of these stages holds."""
+    stack = cut.anatomy.stack
+    parts = [f"{stack}.{key}" for key in cut.anatomy.block_names]
+    parts += [name for name in cut.anatomy.parts if not is_parameter(model, name)]
+    kept = [name for name in parts if not stages.isdisjoint(cut.stages_of(name))]
+    held = {id(module) for name in kept for module in model.get_submodule(name).modules()}
+    for name in set(parts) - set(kept):
+        for module in model.get_submodule(name).modules():
+            if id(module) not in held:  # a module may be a part of two
+                _forget(module)
+
+
+def _forget(module: nn.Module) -> None:
+    for held in (module._parameters, module._buffers):
+        for name, tensor in held.items():
+            if tensor is not None:
+                held[name] = on_meta(tensor)  # type: ignore[assignment]

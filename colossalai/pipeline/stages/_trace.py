@@ -1,0 +1,316 @@
+"""A trial run of a model on fake tensors: which parts does its forward use before its blocks, which after?
+
+Nothing is computed and no memory taken. The order in which modules were registered does not say it: OPT
+registers its last norm before the blocks.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from colossalai.pipeline.stages._placeholders import copy_with, new_like
+from colossalai.tensor import spec_of
+
+_IDS = ("input_ids", "tokens", "ids")
+_IMAGES = ("pixel_values", "images", "image", "x")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial run has shown.
+
+    Attributes:
+        used_at: For each parameter, by each of its names, when it is used outside of its own block: after how
+            many blocks; 0 is before the first one. A parameter of a part that is not used has no entry.
+        feeding: The part that returned the very tensor which the first block takes; empty if none did.
+        skipped_over: Blocks that take what a block before the last one has returned, both by number.
+    """
+
+    used_at: Mapping[str, frozenset[int]]
+    feeding: str
+    skipped_over: tuple[tuple[int, int], ...]
+
+
+def run_trial(model: nn.Module, sample: Any, *, stack: str, parts: Sequence[str]) -> Trial:
+    """Run the forward of a model in evaluation mode on fake tensors.
+
+    Args:
+        model: The model, on any device, the meta device included.
+        sample: Data as the loader gives it: a tensor, a tuple of arguments or a dict of keyword arguments.
+        stack: The name of its stack of blocks.
+        parts: The names of the modules beside the stack whose outputs are watched.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        twin = copy_with(model, lambda tensor: new_like(tensor, "cpu")).eval()
+        _untie(twin)
+        args, kwargs = as_arguments(tree_map(_fake, sample))
+        watch = _Watch(twin, list(twin.get_submodule(stack)._modules.values()), parts)
+        with torch.no_grad(), watch:
+            twin(*args, **kwargs)
+    return watch.result()
+
+
+def can_try(model: nn.Module) -> bool:
+    """Say whether a trial run is possible: one of tensor-parallel layers would communicate."""
+    return all(_is_whole(param) for param in model.parameters())
+
+
+def as_arguments(data: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a model's forward for the data of a loader.
+
+    A dict is keyword arguments, a tuple or list positional ones, and anything else the first argument.
+    """
+    if isinstance(data, Mapping):
+        return (), dict(data)
+    return (tuple(data), {}) if isinstance(data, tuple | list) else ((data,), {})
+
+
+def guess_sample(model: nn.Module, argument: str) -> Any:
+    """Return data for a trial run of a model that takes token ids or images, None if it is of neither kind.
+
+    Args:
+        model: The model; for images, its `config` says their size.
+        argument: The first argument of its forward, or the one its class calls the main input.
+    """
+    name = getattr(model, "main_input_name", argument)
+    if name in _IDS:
+        return {name: torch.zeros(1, 2, dtype=torch.long)}
+    config = getattr(model, "config", None)
+    size, channels = getattr(config, "image_size", None), getattr(config, "num_channels", None)
+    if name in _IMAGES and isinstance(channels, int) and isinstance(size, int | tuple | list):
+        height, width = (size, size) if isinstance(size, int) else size
+        return {name: torch.zeros(1, channels, height, width)}
+    return None
+
+
+@dataclass
+class _Progress:
+    """Where a forward is.
+
+    Attributes:
+        num_done: How many blocks have been called and have returned.
+        running: The number of the block that runs, None between blocks.
+        producers: By the identity of a tensor, the last block that returned it.
+        skipped_over: See `Trial`.
+        outputs: By the identity of a tensor, the watched part that returned it.
+        feeding: See `Trial`.
+        kept: Keeps tensors alive, so that no two have the same identity.
+    """
+
+    num_done: int = 0
+    running: int | None = None
+    producers: dict[int, int] = field(default_factory=dict)
+    skipped_over: list[tuple[int, int]] = field(default_factory=list)
+    outputs: dict[int, str] = field(default_factory=dict)
+    feeding: str = ""
+    kept: list[Any] = field(default_factory=list)
+
+
+class _Watch(TorchDispatchMode):
+    """Sees every operation on parameters, and every call of a block.
+
+    Args:
+        twin: The model on fake tensors.
+        blocks: Its blocks.
+        parts: Names of the modules whose outputs are watched.
+    """
+
+    def __init__(self, twin: nn.Module, blocks: Sequence[Any], parts: Sequence[str]) -> None:
+        super().__init__()
+        own = {id(param): number for number, block in enumerate(blocks) for param in block.parameters()}
+        self._home_of = own
+        self._names = {id(param): name for name, param in twin.named_parameters()}
+        self._used_at: dict[str, set[int]] = {}
+        self._progress = _Progress()
+        for number, block in enumerate(blocks):
+            block.register_forward_pre_hook(self._before(number), with_kwargs=True)
+            block.register_forward_hook(self._after(number))
+        for name in parts:
+            twin.get_submodule(name).register_forward_hook(self._after_part(name))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation; note the parameters that it takes, unless it only asks for a property."""
+        if func.namespace == "c10d":
+            raise RuntimeError(f"the forward communicates ({func}), which a trial run on fake tensors cannot")
+        result = func(*args, **(kwargs or {}))
+        if any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(result)):
+            for leaf in tree_leaves((args, kwargs)):
+                if id(leaf) in self._names:
+                    self._note(leaf)
+        return result
+
+    def result(self) -> Trial:
+        """Return what was seen."""
+        seen = self._progress
+        used_at = {name: frozenset(at) for name, at in self._used_at.items()}
+        return Trial(used_at, seen.feeding, tuple(seen.skipped_over))
+
+    def _note(self, param: torch.Tensor) -> None:
+        progress = self._progress
+        if self._home_of.get(id(param), -1) != progress.running or progress.running is None:
+            at = self._used_at.setdefault(self._names[id(param)], set())
+            # A block uses a parameter that is not its own: as if it were used before and after it.
+            at.add(progress.num_done)
+            if progress.running is not None:
+                at.add(progress.num_done + 1)
+
+    def _before(self, number: int) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            progress = self._progress
+            leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if number == 0:
+                progress.feeding = next((progress.outputs.get(id(leaf), "") for leaf in leaves), "")
+            for leaf in leaves:
+                source = progress.producers.get(id(leaf), number - 1)
+                if source < number - 1:
+                    progress.skipped_over.append((source, number))
+            progress.running = number
+
+        return hook
+
+    def _after(self, number: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._progress.running = None
+            self._progress.num_done = number + 1
+            self._progress.kept.append(output)
+            self._progress.producers.update(
+                {id(leaf): number for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)}
+            )
+
+        return hook
+
+    def _after_part(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            self._progress.kept.append(output)
+            if isinstance(output, torch.Tensor):
+                self._progress.outputs[id(output)] = name
+
+        return hook
+
+
+def _untie(module: nn.Module) -> None:
+    """Give every name a parameter of its own, so that each use says which of the names is used."""
+    for part in module.modules():
+        for name, param in part._parameters.items():
+            if param is not None:
+                part._parameters[name] = nn.Parameter(torch.empty_like(param), param.requires_grad)
+
+
+def _fake(leaf: Any) -> Any:
+    return new_like(leaf, "cpu") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _is_whole(param: nn.Parameter) -> bool:
+    spec = spec_of(param)
+    return spec is None or spec.is_identity
+
+
+_CHAINS = (nn.ModuleList.forward, nn.Sequential.forward)
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """How a model is laid out around its stack of blocks.
+
+    Attributes:
+        stack: The name of the stack.
+        block_names: The names of the blocks in the stack ("0", "1", ...).
+        containers: The names of the modules that contain the stack, the model itself ("") first.
+        before: The names of the parts beside the stack that are registered before it: modules that are
+            children of a container, and parameters that are a container's own.
+        behind: The same of those registered after it.
+    """
+
+    stack: str
+    block_names: tuple[str, ...]
+    containers: tuple[str, ...]
+    before: tuple[str, ...]
+    behind: tuple[str, ...]
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of blocks."""
+        return len(self.block_names)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """All parts beside the stack."""
+        return self.before + self.behind
+
+
+def dissect(model: nn.Module, stack: str | None = None) -> Anatomy:
+    """Find the stack of blocks of a model and what lies beside it.
+
+    Args:
+        model: The model.
+        stack: The name of the stack; by default, of the outermost `nn.ModuleList`s and `nn.Sequential`s of
+            modules of one class with parameters, the longest.
+
+    Raises:
+        ValueError: There is none, or `stack` is none.
+    """
+    stacks = dict(_stacks(model, ""))
+    if stack is None:
+        if not stacks:
+            raise ValueError(
+                f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of blocks of one class along "
+                "which it could be cut: name one with stack=, or cut it with build_pipeline_model (an "
+                "nn.Sequential), with PipelinableContext, or by hand"
+            )
+        stack = max(stacks, key=lambda name: len(stacks[name]._modules))
+    chosen = dict(model.named_modules()).get(stack)
+    if chosen is None or not _is_chain(chosen):
+        raise ValueError(
+            f"{stack!r} is not an nn.ModuleList or nn.Sequential of different modules inside the model; "
+            f"found are {list(stacks)}"
+        )
+    before: list[str] = []
+    behind: list[str] = []
+    containers = [""]
+    container = model
+    for step in stack.split("."):
+        prefix = f"{containers[-1]}." if containers[-1] else ""
+        before += [prefix + name for name, param in container._parameters.items() if param is not None]
+        children = [name for name, child in container._modules.items() if child is not None]
+        place = children.index(step)
+        before += [prefix + name for name in children[:place]]
+        behind += [prefix + name for name in children[place + 1 :]]
+        container = container.get_submodule(step)
+        containers.append(prefix + step)
+    return Anatomy(stack, tuple(chosen._modules), tuple(containers[:-1]), tuple(before), tuple(behind))
+
+
+def _stacks(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost stacks of blocks, by name."""
+    for child_name, child in module.named_children():
+        full_name = f"{name}.{child_name}" if name else child_name
+        if _is_chain(child) and _is_uniform(child):
+            yield full_name, child
+        else:
+            yield from _stacks(child, full_name)
+
+
+def _is_chain(module: nn.Module) -> bool:
+    members = list(module._modules.values())
+    return (
+        isinstance(module, nn.ModuleList | nn.Sequential)
+        and type(module).forward in _CHAINS
+        and len({id(member) for member in members}) == len(members)
+    )
+
+
+def _is_uniform(module: nn.Module) -> bool:
+    members = list(module.children())
+    if len(members) < 2 or len({type(member) for member in members}) > 1:
+        return False
+    return next(members[0].parameters(), None) is not None

@@ -1,0 +1,70 @@
+"""A module whose parameters keep their specs, whatever torch does to the parameters.
+
+A spec is an attribute of its parameter, because optimizers, norms and checkpoints see parameters only. Torch
+makes new parameters now and then, without our attribute. So the module remembers the spec of each of its
+parameters by name, and gives it to the parameter that has the name now.
+
+| what happens | where it is noticed |
+| --- | --- |
+| `layer.weight = ...`, `load_state_dict(assign=True)` | `register_parameter` |
+| `.to(...)`, `.half()`, `to_empty(...)` | `_apply` |
+| `copy.deepcopy(model)` | `__deepcopy__` |
+| `fully_shard`, and whatever else writes to `_parameters` | `_save_to_state_dict`, before it is saved |
+"""
+
+import copy
+from typing import Any, Self
+
+from torch import nn
+
+from colossalai.context import Mesh
+from colossalai.tensor._spec import ShardingSpec, set_spec, spec_of
+
+
+class SpecKeeper(nn.Module):
+    """Base of the modules whose parameters carry specs.
+
+    Args:
+        mesh: The ranks. Copies of the module share it.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self._specs: dict[str, ShardingSpec] = {}
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """See the base class. A parameter without a spec takes over that of the one it replaces.
+
+        Raises:
+            ValueError: It does not have the shape that this spec says.
+        """
+        spec = None if param is None else spec_of(param) or self._specs.get(name)
+        if param is not None and spec is not None:
+            set_spec(param, spec)
+            self._specs[name] = spec
+        super().register_parameter(name, param)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy with parameters of its own, cut over the same mesh."""
+        memo[id(self.mesh)] = self.mesh  # it holds process groups, which are not to be copied
+        copied = self.__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        copied._give_specs()
+        return copied
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        super()._apply(*args, **kwargs)
+        self._give_specs()
+        return self
+
+    def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._give_specs()
+        super()._save_to_state_dict(*args, **kwargs)
+
+    def _give_specs(self) -> None:
+        for name, spec in self._specs.items():
+            param = self._parameters.get(name)
+            if param is not None and spec_of(param) is None:
+                set_spec(param, spec)
