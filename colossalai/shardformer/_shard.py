@@ -6,6 +6,7 @@ names and the shapes that the model has on one process.
 """
 
 from collections.abc import Iterator
+from functools import cache
 
 import torch
 from torch import nn
@@ -24,7 +25,8 @@ from colossalai.shardformer._layers import (
     LinearShard,
     NotesQuestion,
 )
-from colossalai.shardformer._policy import Rule, rule_of
+from colossalai.shardformer._registry import rule_of
+from colossalai.shardformer.policies import Rule
 from colossalai.tensor import PaddedSpec, ShardingSpec, pad_to, padded_size, set_spec, spec_of
 
 
@@ -207,11 +209,7 @@ def _present(module: nn.Module, names: tuple[str, ...]) -> list[str]:
     ]
 
 
+@cache  # a class of its own for every call would be another type for every layer
 def _before(first: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
     """Return a class whose `forward` is that of the first one around that of the second one."""
-    if (first, kind) not in _made:
-        _made[first, kind] = type(kind.__name__, (first, kind), {"__module__": kind.__module__})
-    return _made[first, kind]
-
-
-_made: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+    return type(kind.__name__, (first, kind), {"__module__": kind.__module__})

@@ -11,7 +11,7 @@ from colossalai.communication import ledger
 from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
 from colossalai.shardformer import Rule, can_shard, register_rule, rule_of, shard_model, sharded_classes
-from colossalai.shardformer._policy import _rules
+from colossalai.shardformer._registry import RuleRegistry
 from colossalai.tensor import spec_of
 from tests.ranks import run_ranks
 from tests.shardformer.models import VOCAB, gpt2, llama
@@ -98,16 +98,13 @@ class Wider(Wide):
     """A subclass of it."""
 
 
-@pytest.fixture
-def wide_rule():
-    register_rule("Wide", Rule(columns=("up",), rows=("down",)))
-    yield
-    del _rules["Wide"]
+WIDE = Rule(columns=("up",), rows=("down",))
 
 
 @pytest.mark.unit
-def test_rules_of_ones_own(wide_rule):
-    assert "Wide" in sharded_classes()
+def test_rules_of_ones_own():
+    register_rule(Wide, WIDE)  # stays, and nobody else is called so
+    assert f"{__name__}.Wide" in sharded_classes()
     assert rule_of(Wider()) is rule_of(Wide())
     assert can_shard(nn.Sequential(Wider()))
     model = Wider()
@@ -115,6 +112,33 @@ def test_rules_of_ones_own(wide_rule):
     assert tuple(model.up.weight.shape) == (3, 4)
     assert tuple(model.down.weight.shape) == (4, 3)
     assert "in features cut" in repr(model.down)
+
+
+class GPT2MLP(nn.Module):
+    """A user's class with a name that transformers uses, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.c_fc, self.c_proj = nn.Linear(4, 6), nn.Linear(6, 4)
+
+
+@pytest.mark.unit
+def test_a_rule_belongs_to_one_class():
+    assert rule_of(GPT2MLP()) is None
+    registry = RuleRegistry()
+    registry.register(Wide, WIDE)
+    registry.register(f"{__name__}.Wide", WIDE)  # a cell of a notebook that runs again
+    other = Rule(columns=("up",), rows=())
+    with pytest.raises(ValueError, match=r"test_sharding.Wide has another rule already, .*replace=True"):
+        registry.register(Wide, other)
+    registry.register(Wide, other, replace=True)
+    assert registry.find(Wider()) is other
+    with pytest.raises(ValueError, match="another rule"):
+        RuleRegistry(({"a.B": WIDE}, {"a.B": other}))
+    with pytest.raises(ValueError, match="'Wide' is no class; pass the class itself, or its full name"):
+        register_rule("Wide", WIDE)
+    with pytest.raises(ValueError, match="the rule is a dict"):
+        register_rule(Wide, {"columns": ("up",)})
 
 
 @pytest.mark.unit

@@ -1,0 +1,7 @@
+"""Sharding policies: the rules of families of models, a module for each family."""
+
+from colossalai.shardformer.policies._bert import BERT as BERT
+from colossalai.shardformer.policies._gpt2 import GPT2 as GPT2
+from colossalai.shardformer.policies._llama import LLAMA as LLAMA
+from colossalai.shardformer.policies._rule import Policy as Policy
+from colossalai.shardformer.policies._rule import Rule as Rule

@@ -1,0 +1,46 @@
+"""Sharding rule of a class of modules: which of its layers are cut, and how.
+
+In 1D tensor parallelism (1909.08053) a block is shared out between a column layer, whose output features are
+cut, and a row layer, whose input features are. Between them each rank works on its features alone: its heads
+of an attention, its part of a wide hidden layer. So all that has to be known of a class is the names of such
+layers, and what else in it counts features or heads. A *policy* is the rules of a family of models, by the
+full names of its classes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """How the modules of a class are shared out.
+
+    Attributes:
+        columns: Names of linear layers whose output features are cut.
+        rows: Names of linear layers whose input features are cut; their outputs are summed.
+        embeddings: Names of embeddings that are cut along the vocabulary.
+        heads: Names of linear layers from features to the vocabulary, which is cut; they return all of it.
+        counts: Names of attributes that count heads or features, and of which a rank has its part.
+        part: Name of the attribute that says how many output features of a column layer belong together,
+            where it yields several things one behind the other: query, key and value. None: all do.
+        divisible: Names of attributes of `config` that the ranks must divide.
+        draws: Whether random numbers are drawn between the column and the row layers: each rank draws others.
+        whole_dropouts: Names of dropouts inside of such a module behind the row layer: all draw the same.
+        attentions: Whether its second output are the attention weights (batch, heads, ...) of its heads; they
+            are gathered where the caller asks for them (`output_attentions`).
+    """
+
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+    embeddings: tuple[str, ...] = ()
+    heads: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
+    part: str | None = None
+    divisible: tuple[str, ...] = ()
+    draws: bool = False
+    whole_dropouts: tuple[str, ...] = ()
+    attentions: bool = False
+
+
+Policy = Mapping[str, Rule]
+"""The rules of a family of models: by `module.qualname` of a class, so that nothing needs to be imported."""
