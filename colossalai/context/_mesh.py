@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,12 +69,12 @@ class Axis:
     ranks: tuple[int, ...]
     mesh: "Mesh" = field(repr=False)
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Number of ranks along it."""
         return len(self.ranks)
 
-    @property
+    @cached_property
     def rank(self) -> int:
         """Position of this rank along it."""
         return self.ranks.index(self.mesh.rank)

@@ -10,7 +10,7 @@ from torch import nn
 
 from colossalai.communication import gather_forward_split_backward
 from colossalai.context import Mesh, ParallelMode, get_seeds, seed
-from colossalai.nn.layer.tensor_parallel import Cut, LinearScheme, product, random_mode
+from colossalai.nn.layer.tensor_parallel import Cut, LinearScheme, ParallelMatmul, random_mode
 from colossalai.tensor import SpecKeeper, spec_of
 
 AXIS = "tp"
@@ -41,6 +41,7 @@ class LinearShard(SpecKeeper):
     ) -> None:
         super().__init__(mesh)
         self.scheme = scheme
+        self._matmul = ParallelMatmul(scheme, mesh)
         self.out_first = out_first
         self.weight = weight
         self.bias = bias
@@ -48,7 +49,7 @@ class LinearShard(SpecKeeper):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of the output."""
         weight = self.weight.t() if self.out_first else self.weight
-        return product(x, weight, self.scheme, self.mesh, bias=self.bias)
+        return self._matmul(x, weight, bias=self.bias)
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""

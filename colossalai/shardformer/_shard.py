@@ -74,10 +74,10 @@ def _share_out(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
     for name in rule.counts:
         setattr(module, name, getattr(module, name) // mesh.axis_size(AXIS))
     if rule.draws:
-        module.__class__ = _before(DrawsApart, type(module))
+        module.__class__ = _put_before(DrawsApart, module)
     for name in _present(module, rule.whole_dropouts):
         dropout = getattr(module, name)
-        dropout.__class__ = _before(DrawsTogether, type(dropout))
+        dropout.__class__ = _put_before(DrawsTogether, dropout)
 
 
 def _gather_attentions(model: nn.Module, attentions: list[nn.Module], mesh: Mesh) -> None:
@@ -209,7 +209,11 @@ def _present(module: nn.Module, names: tuple[str, ...]) -> list[str]:
     ]
 
 
-@cache  # a class of its own for every call would be another type for every layer
-def _before(first: type[nn.Module], kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class whose `forward` is that of the first one around that of the second one."""
-    return type(kind.__name__, (first, kind), {"__module__": kind.__module__})
+def _put_before(first: type[nn.Module], module: nn.Module) -> type[nn.Module]:
+    """Return a class whose `forward` is that of the first one around that of the class of a module."""
+    return _class_of((first, type(module)))
+
+
+@cache  # layers of one class stay of one class
+def _class_of(bases: tuple[type, type]) -> type[nn.Module]:
+    return type(bases[-1].__name__, bases, {"__module__": bases[-1].__module__})

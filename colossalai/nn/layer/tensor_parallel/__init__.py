@@ -12,6 +12,7 @@ from colossalai.nn.layer.tensor_parallel._flow import entry_of as entry_of
 from colossalai.nn.layer.tensor_parallel._flow import head_cut as head_cut
 from colossalai.nn.layer.tensor_parallel._flow import restart as restart
 from colossalai.nn.layer.tensor_parallel._linear import ParallelLinear as ParallelLinear
+from colossalai.nn.layer.tensor_parallel._matmul import ParallelMatmul as ParallelMatmul
 from colossalai.nn.layer.tensor_parallel._matmul import product as product
 from colossalai.nn.layer.tensor_parallel._modes import Linear1D_Col as Linear1D_Col
 from colossalai.nn.layer.tensor_parallel._modes import Linear1D_Row as Linear1D_Row

@@ -7,7 +7,7 @@ from torch import nn
 
 from colossalai.context import Mesh
 from colossalai.nn.layer.tensor_parallel._base import Initializer, ParallelModule, empty_parameter
-from colossalai.nn.layer.tensor_parallel._matmul import product
+from colossalai.nn.layer.tensor_parallel._matmul import ParallelMatmul
 from colossalai.nn.layer.tensor_parallel._scheme import LinearScheme
 from colossalai.tensor import cut_dims, padded_size, spec_of
 
@@ -31,7 +31,7 @@ class ParallelLinear(ParallelModule):
         scheme: How it is computed; its weight is stored (out, in) as torch does where `weight_is_transposed`.
         mesh: The ranks; default: those of the launched job.
         weight_is_transposed: Whether the weight is stored (out, in).
-        in_panels: See `product`.
+        in_panels: See `ParallelMatmul`.
         padded: Whether output features that the ranks do not divide are padded, see `PaddedSpec`; what the
             padding would give is minus infinity, which no softmax sees.
         weight_initializer: Fills the whole weight, (out, in); default: as torch.
@@ -67,7 +67,9 @@ class ParallelLinear(ParallelModule):
         self.scheme = scheme
         self.weight_is_transposed = weight_is_transposed
         self.in_panels = in_panels
-        self.num_chunks = 1  # see `product`
+        self.num_chunks = 1  # see `ParallelMatmul`
+        self._matmul = ParallelMatmul(scheme, self.mesh)
+        self._num_inputs = in_features // self.mesh.axis_size(scheme.x.features)  # of this rank
         self.padded_out = out_features
         if padded:
             num_ranks = (self.mesh.axis_size(axes) for axes in (scheme.w_out, scheme.y.features))
@@ -109,20 +111,14 @@ class ParallelLinear(ParallelModule):
         return self._product(x, None), self._own_bias()
 
     def _own_bias(self) -> torch.Tensor | None:
-        return None if self.bias is None else self.shared_over(self.scheme.y.batch, self.bias)
+        axes = self.scheme.y.batch
+        return self.shared_over(axes, self.bias) if axes and self.bias is not None else self.bias
 
     def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        self.check_share(x, self.in_features, self.scheme.x.features, what="features")
+        if x.shape[-1] != self._num_inputs:
+            self.check_share(x, self.in_features, self.scheme.x.features, what="features")  # raises
         weight = self.weight.t() if self.weight_is_transposed else self.weight
-        return product(
-            x,
-            weight,
-            self.scheme,
-            self.mesh,
-            bias=bias,
-            in_panels=self.in_panels,
-            num_chunks=self.num_chunks,
-        )
+        return self._matmul(x, weight, bias=bias, in_panels=self.in_panels, num_chunks=self.num_chunks)
 
     def _without_padding(self, y: torch.Tensor) -> torch.Tensor:
         """Return the output with minus infinity where there is no feature."""

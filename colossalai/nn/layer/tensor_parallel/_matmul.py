@@ -37,33 +37,13 @@ from colossalai.context import Axis, Mesh
 from colossalai.nn.layer.tensor_parallel._scheme import LinearScheme
 
 
-def overlapped_product(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    copy_x: Axis,
-    copy_w: Axis,
-    reduce_y: Axis,
-    num_chunks: int = 1,
-) -> torch.Tensor:
-    """Return this rank's slice of x w + bias.
-
-    Args:
-        x: Slice of the input, (batch, ..., in).
-        w: Slice of the weight, (in, out).
-        bias: Slice of the bias; its gradient is this rank's.
-        copy_x: The axis along which `x` is the same: its gradient is summed over it.
-        copy_w: The same for `w`.
-        reduce_y: The axis along which the product is summed.
-        num_chunks: Parts of the output features: one is summed while the next is computed.
-    """
-    if copy_x.size == copy_w.size == reduce_y.size == 1:
-        return functional.linear(x, w.t(), bias)
-    return outside_graphs(_Product.apply)(x, w, bias, copy_x, copy_w, reduce_y, num_chunks)
-
-
 class _Product(torch.autograd.Function):
+    """x w + bias where nothing is gathered: the sum of dx travels while dw is computed.
+
+    `copy_x` is the axis along which `x` is the same, so its gradient is summed over it; `copy_w` the same for
+    `w`; over `reduce_y` the product is summed.
+    """
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -121,6 +101,80 @@ def _weight_gradient(x: torch.Tensor, dy: torch.Tensor, w: torch.Tensor) -> torc
     return x.t() @ dy if w.is_contiguous() else (dy.t() @ x).t()
 
 
+class ParallelMatmul:
+    """The product of an activation and a weight along a scheme, with the axes of the scheme found once.
+
+    What a rank keeps for the backward: see [Note: what is kept for the backward].
+
+    Args:
+        scheme: How x, w and y are cut, and what moves.
+        mesh: The ranks.
+    """
+
+    def __init__(self, scheme: LinearScheme, mesh: Mesh) -> None:
+        self.scheme = scheme
+        self._moves = bool(scheme.gather_x or scheme.gather_w or scheme.scatter_y)
+        if not self._moves:
+            taken = (scheme.copy_x, scheme.copy_w, scheme.reduce_y)
+            self._copy_x, self._copy_w, self._reduce_y = map(mesh.axis, taken)
+            self._is_local = self._copy_x.size == self._copy_w.size == self._reduce_y.size == 1
+        names = (*scheme.copy_x, *scheme.copy_w, *scheme.gather_x, *scheme.gather_w)
+        if scheme.contracts_in_panels or scheme.yields_in_panels:
+            self._panel_axes = tuple(map(mesh.axis, (scheme.gather_x or scheme.scatter_y, scheme.gather_w)))
+        self._axes = {name: mesh.axis(name) for name in (*names, *scheme.reduce_y, *scheme.scatter_y)}
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        in_panels: bool = True,
+        num_chunks: int = 1,
+    ) -> torch.Tensor:
+        """Return this rank's slice of x w, or of x w + bias.
+
+        Args:
+            x: Slice of the input, (batch, ..., in).
+            w: Slice of the weight, (in, out); a transposed view costs nothing.
+            bias: Slice of the bias, whose gradient is this rank's.
+            in_panels: Where both operands would be gathered along `in`, fetch one panel of each at a time
+                instead (see [Note: panels]): less memory, more messages.
+            num_chunks: Where nothing is gathered, but the product is summed over ranks: compute it in so many
+                parts of the output features, and sum one while the next is computed.
+        """
+        x, w, bias = as_autocast(x), as_autocast(w), None if bias is None else as_autocast(bias)
+        if self._moves:
+            y = self._moving_product(x, w, in_panels=in_panels)
+            return y if bias is None else y + bias
+        if self._is_local:
+            return functional.linear(x, w.t(), bias)
+        axes = (self._copy_x, self._copy_w, self._reduce_y)
+        return outside_graphs(_Product.apply)(x, w, bias, *axes, num_chunks)
+
+    def _moving_product(self, x: torch.Tensor, w: torch.Tensor, *, in_panels: bool) -> torch.Tensor:
+        """Return the product where slices of an operand or of the result move between the ranks."""
+        scheme, axes = self.scheme, self._axes
+        for name in scheme.copy_x:
+            x = copy_forward_reduce_backward(x, axes[name])
+        for name in scheme.copy_w:
+            w = copy_forward_reduce_backward(w, axes[name])
+        if scheme.contracts_in_panels and in_panels:
+            return _Panels.apply(x, w, *self._panel_axes)
+        if scheme.yields_in_panels and in_panels:
+            return _TransposedPanels.apply(x, w.t(), *self._panel_axes)
+        for name in scheme.gather_x:
+            x = gather_forward_scatter_backward(x, axes[name], 0 if name in scheme.x.batch else -1)
+        for name in scheme.gather_w:
+            w = gather_forward_scatter_backward(w, axes[name], 0 if name in scheme.w_in else 1)
+        y = x @ w
+        for name in scheme.reduce_y:
+            y = reduce_forward_copy_backward(y, axes[name])
+        for name in scheme.scatter_y:
+            y = scatter_forward_gather_backward(y, axes[name], 0 if name in scheme.y.batch else -1)
+        return y
+
+
 def product(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -131,31 +185,8 @@ def product(
     in_panels: bool = True,
     num_chunks: int = 1,
 ) -> torch.Tensor:
-    """Return this rank's slice of x w, or of x w + bias.
-
-    Args:
-        x: Slice of the input, (batch, ..., in).
-        w: Slice of the weight, (in, out); a transposed view costs nothing.
-        scheme: How they are cut and moved.
-        mesh: The ranks.
-        bias: Slice of the bias, whose gradient is this rank's.
-        in_panels: Where both operands would be gathered along `in`, fetch one panel of each at a time instead
-            (see [Note: panels]): less memory, more messages.
-        num_chunks: Where nothing is gathered, but the product is summed over ranks: compute it in so many
-            parts of the output features, and sum one while the next is computed.
-
-    What a rank keeps for the backward: see [Note: what is kept for the backward].
-    """
-    x, w, bias = as_autocast(x), as_autocast(w), None if bias is None else as_autocast(bias)
-    if not (scheme.gather_x or scheme.gather_w or scheme.scatter_y):
-        copy_x, copy_w, reduce_y = (
-            mesh.axis(names) for names in (scheme.copy_x, scheme.copy_w, scheme.reduce_y)
-        )
-        return overlapped_product(
-            x, w, bias, copy_x=copy_x, copy_w=copy_w, reduce_y=reduce_y, num_chunks=num_chunks
-        )
-    y = _moving_product(x, w, scheme, mesh, in_panels=in_panels)
-    return y if bias is None else y + bias
+    """Return this rank's slice of a product that is computed once; see `ParallelMatmul`."""
+    return ParallelMatmul(scheme, mesh)(x, w, bias=bias, in_panels=in_panels, num_chunks=num_chunks)
 
 
 def as_autocast(tensor: torch.Tensor) -> torch.Tensor:
@@ -164,30 +195,6 @@ def as_autocast(tensor: torch.Tensor) -> torch.Tensor:
     if not torch.is_autocast_enabled(device_type) or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(device_type))
-
-
-def _moving_product(
-    x: torch.Tensor, w: torch.Tensor, scheme: LinearScheme, mesh: Mesh, *, in_panels: bool
-) -> torch.Tensor:
-    """Return the product where slices of an operand or of the result move between the ranks."""
-    for name in scheme.copy_x:
-        x = copy_forward_reduce_backward(x, mesh.axis(name))
-    for name in scheme.copy_w:
-        w = copy_forward_reduce_backward(w, mesh.axis(name))
-    if scheme.contracts_in_panels and in_panels:
-        return _Panels.apply(x, w, mesh.axis(scheme.gather_x), mesh.axis(scheme.gather_w))
-    if scheme.yields_in_panels and in_panels:
-        return _TransposedPanels.apply(x, w.t(), mesh.axis(scheme.scatter_y), mesh.axis(scheme.gather_w))
-    for name in scheme.gather_x:
-        x = gather_forward_scatter_backward(x, mesh.axis(name), 0 if name in scheme.x.batch else -1)
-    for name in scheme.gather_w:
-        w = gather_forward_scatter_backward(w, mesh.axis(name), 0 if name in scheme.w_in else 1)
-    y = x @ w
-    for name in scheme.reduce_y:
-        y = reduce_forward_copy_backward(y, mesh.axis(name))
-    for name in scheme.scatter_y:
-        y = scatter_forward_gather_backward(y, mesh.axis(name), 0 if name in scheme.y.batch else -1)
-    return y
 
 
 class _Panels(torch.autograd.Function):
