@@ -16,6 +16,8 @@ TORCH_INDEX ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
+# Two tests at a time, each with ranks of its own: one waits while the other computes.
+WORKERS := --numprocesses 2 --dist worksteal
 TORCH_PIN := $(shell grep '^torch==' requirements-dev.txt)
 TRAIN_ARGS = $(if $(DATA),--data "$(DATA)") $(if $(filter-out 0,$(FRESH)),--fresh) $(ARGS)
 
@@ -52,14 +54,15 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest --durations=0 tests/layers tests/surface
+	$(BIN)/python -m pytest -m "not long" tests/layers tests/surface
 
 test: check
 	@$(BIN)/python -m compileall -q colossalai tests
-	$(BIN)/python -m pytest -m "not cluster and not long" --ignore=tests/checkpoint_io/test_matrix.py
+	$(BIN)/python -m pytest $(WORKERS) -m "not cluster and not long" --ignore=tests/checkpoint_io/test_matrix.py \
+		--ignore=tests/layers --ignore=tests/surface
 
 long: setup
-	$(BIN)/python -m pytest -m long --ignore=tests/checkpoint_io/test_matrix.py
+	$(BIN)/python -m pytest $(WORKERS) -m long --ignore=tests/checkpoint_io/test_matrix.py
 
 test-all: test long matrix cluster
 

@@ -238,6 +238,7 @@ def test_nothing_outlives_the_test_process(tmp_path: Path) -> None:
     assert not [pid for pid in set.union(*pids) if _is_running(pid)]
 
 
+@pytest.mark.long  # it imports all that a zygote imports
 def test_a_dead_zygote_is_replaced() -> None:
     zygote = start_zygote()
     zygote.process.kill()

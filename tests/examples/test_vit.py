@@ -6,13 +6,12 @@ import pytest
 
 from tests.examples.scripts import EXAMPLES, run_script
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
 
-@pytest.mark.parametrize(
-    ("config", "num_ranks"), [("data", 2), ("pipeline", 2), pytest.param("hybrid", 4, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize(("config", "num_ranks"), [("data", 2), further("pipeline", 2), further("hybrid", 4)])
 def test_the_promised_accuracy_is_reached(
     config: str, num_ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from colossalai.tensor import spec_of
 from tests.model_zoo.tiny import build
 from tests.parity.tensor import MODES
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -67,7 +68,7 @@ def compare_parameters(found: nn.Module, wanted: nn.Module) -> None:
         assert spec_of(param) == spec_of(other), name
 
 
-@pytest.mark.parametrize("mode", ["1d", "2d"])
+@pytest.mark.parametrize("mode", ["1d", further("2d")])
 def test_slices_are_those_of_an_eager_build(mode: str) -> None:
     counts = run_ranks(compare, MODES[mode]["size"], mode)
     assert min(counts) > 40, counts

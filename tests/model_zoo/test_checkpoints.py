@@ -8,6 +8,7 @@ from colossalai.utils import load_checkpoint, save_checkpoint
 from tests.model_zoo.tiny import BATCH, build, criterion_of, make_batch
 from tests.parity.tensor import MODES
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -44,7 +45,7 @@ def go_on(tensor, seed, source, target):
         (MODES["2d"], SEQUENCE),
         (SEQUENCE, MODES["1d"]),
         (MODES["3d"], MODES["1d-4"]),
-        (MODES["1d"], None),
+        further(MODES["1d"], None),
         (None, MODES["2.5d"]),
     ],
 )

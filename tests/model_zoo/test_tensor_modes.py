@@ -14,6 +14,7 @@ from colossalai.testing import ParityCase, check_parity
 from tests.model_zoo.tiny import BATCH, VOCAB, build, criterion_of, make_batch
 from tests.parity.tensor import MODES, through_engine
 from tests.ranks import run_ranks
+from tests.tiers import after_the_first
 
 pytestmark = pytest.mark.dist
 
@@ -59,8 +60,14 @@ def train(name, mode, data, vocab_parallel_limit, extra=None, vocab=VOCAB, num_l
     )
 
 
-@pytest.mark.parametrize("mode", EVERY_MODE)
-@pytest.mark.parametrize("name", ["gpt", "bert", "vit"])
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *(("gpt", mode) for mode in EVERY_MODE),
+        *after_the_first(("bert", mode) for mode in EVERY_MODE),
+        *after_the_first((("vit", mode) for mode in EVERY_MODE), 2),
+    ],
+)
 def test_three_steps(name, mode):
     num_layers = 2 if name == "gpt" else 1  # all three stack the same block
     losses = run_ranks(train, MODES[mode]["size"], name, mode, 1, 1, None, VOCAB, num_layers)
@@ -73,7 +80,7 @@ def test_three_steps_with_a_whole_vocabulary(mode):
 
 
 @pytest.mark.parametrize("mode", EVERY_MODE)
-@pytest.mark.parametrize("name", ["gpt", "bert"])
+@pytest.mark.parametrize("name", after_the_first(["gpt", "bert"]))
 def test_three_steps_with_a_vocabulary_that_the_ranks_do_not_divide(name, mode):
     run_ranks(train, MODES[mode]["size"], name, mode, 1, 1, None, 13)
 
@@ -133,7 +140,8 @@ def float32_losses():
 
 @pytest.mark.parametrize("mode", EVERY_MODE)
 @pytest.mark.parametrize(
-    ("name", "precision"), [("gpt", AMP_TYPE.BF16), ("vit", AMP_TYPE.BF16), ("gpt", AMP_TYPE.TORCH)]
+    ("name", "precision"),
+    after_the_first([("gpt", AMP_TYPE.BF16), ("vit", AMP_TYPE.BF16), ("gpt", AMP_TYPE.TORCH)]),
 )
 def test_mixed_precision_stays_near_float32(float32_losses, name, precision, mode):
     losses = run_ranks(losses_in, MODES[mode]["size"], precision, name, mode)

@@ -14,6 +14,7 @@ from colossalai.testing import ParityCase, Subject, check_parity
 from tests.model_zoo.tiny import BATCH, build, criterion_of, make_batch
 from tests.parity.pipeline import slice_of_batch, through_engine
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -61,14 +62,14 @@ def train(name: str, mode: str, schedule: str, pipeline: int, data: int) -> list
     [
         ("gpt", "none", "1f1b", 2, 2),
         ("gpt", "1d", "1f1b", 2, 1),
-        ("gpt", "1d", "zb-h1", 2, 2),
+        further("gpt", "1d", "zb-h1", 2, 2),
         ("gpt", "1d", "zb-v", 2, 1),
-        ("gpt", "1d", "gpipe", 4, 1),
+        further("gpt", "1d", "gpipe", 4, 1),
         ("gpt", "1d", "interleaved", 2, 2),
         ("gpt", "2d", "1f1b", 2, 1),
-        ("gpt", "2d", "zb-v", 2, 1),
+        further("gpt", "2d", "zb-v", 2, 1),
         ("bert", "1d", "1f1b", 2, 1),
-        ("vit", "1d", "1f1b", 2, 2),
+        further("vit", "1d", "1f1b", 2, 2),
         ("vit", "2d", "zb-h1", 2, 1),
     ],
 )

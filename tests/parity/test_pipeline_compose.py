@@ -23,6 +23,7 @@ from tests.parity import test_hybrid
 from tests.parity.doors import Block, Net, make_case
 from tests.parity.pipeline import NUM_MICROBATCHES, slice_of_batch, subject_of, through_engine
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -63,7 +64,7 @@ def recompute(size: int, schedule: str, select: bool | list[str]) -> int:
 
 
 @pytest.mark.parametrize("select", [True, ["blocks.0", "blocks.3"]])
-@pytest.mark.parametrize(("size", "schedule"), [(4, "1f1b"), (2, "zb-h1"), (2, "zb-v")])
+@pytest.mark.parametrize(("size", "schedule"), [(4, "1f1b"), further(2, "zb-h1"), (2, "zb-v")])
 def test_recomputation(size: int, schedule: str, select: bool | list[str]) -> None:
     counts = run_ranks(recompute, size, size, schedule, select)
     num_forwards = 2 * NUM_MICROBATCHES * (4 + (4 if select is True else 2))  # in two steps
@@ -260,10 +261,10 @@ def plain_losses() -> list[float]:
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ((2, "1f1b"), (4, "1f1b")),
         ((4, "gpipe"), (2, "zb-v")),
         ((2, "zb-v"), (1, "none")),
-        ((1, "none"), (2, "1f1b")),
+        further((2, "1f1b"), (4, "1f1b")),
+        further((1, "none"), (2, "1f1b")),
     ],
 )
 def test_a_run_goes_on_under_another_plan(

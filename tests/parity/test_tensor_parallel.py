@@ -15,6 +15,7 @@ from colossalai.tensor import spec_of
 from colossalai.testing import ParityCase, check_parity
 from tests.parity.tensor import MODES, through_engine
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -113,7 +114,7 @@ def double(**options):
 
 
 @pytest.mark.parametrize(
-    ("tied", "vocab_parallel"), [(True, True), (True, False), (False, True), (False, False)]
+    ("tied", "vocab_parallel"), [(True, True), (False, False), further(True, False), further(False, True)]
 )
 @pytest.mark.parametrize("name", MODES)
 def test_three_steps(name, tied, vocab_parallel):
@@ -123,13 +124,20 @@ def test_three_steps(name, tied, vocab_parallel):
 
 @pytest.mark.parametrize(
     ("name", "data", "accumulation"),
-    [("1d", 2, 1), ("2d", 2, 1), ("1d", 2, 2), ("2d", 1, 2), ("2.5d", 1, 2), ("3d", 1, 2)],
+    [
+        ("2d", 2, 1),
+        ("1d", 2, 2),
+        ("3d", 1, 2),
+        further("1d", 2, 1),
+        further("2d", 1, 2),
+        further("2.5d", 1, 2),
+    ],
 )
 def test_with_data_parallelism_and_accumulation(name, data, accumulation):
     run_ranks(train, MODES[name]["size"] * data, MODES[name], data, True, True, accumulation)
 
 
-@pytest.mark.parametrize("name", ["1d", "2d"])
+@pytest.mark.parametrize("name", ["1d", further("2d")])
 def test_under_fully_sharded_data_parallelism(name):
     sharded = {"zero": {"stage": 3}}
     run_ranks(train, MODES[name]["size"] * 2, MODES[name], 2, True, True, 1, sharded)

@@ -16,6 +16,7 @@ from tests.parity.pipeline import slice_of_batch
 from tests.parity.test_sequence_parallel import criterion, cut, make_case, with_ring
 from tests.parity.zero import subject_of, through_engine, through_pipeline
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -63,13 +64,14 @@ def train(mode: str, stage: int, pipeline: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "stage", "pipeline"), [("1d", 1, 1), ("1d", 2, 1), ("2d", 1, 1), ("2d", 2, 1), ("1d", 1, 2)]
+    ("mode", "stage", "pipeline"),
+    [("1d", 2, 1), ("2d", 1, 1), ("1d", 1, 2), further("1d", 1, 1), further("2d", 2, 1)],
 )
 def test_three_steps(mode: str, stage: int, pipeline: int) -> None:
     run_ranks(train, TENSOR[mode]["size"] * 2 * pipeline, mode, stage, pipeline)
 
 
-@pytest.mark.parametrize(("mode", "stage"), [("2.5d", 1), ("3d", 2)])
+@pytest.mark.parametrize(("mode", "stage"), [further("2.5d", 1), ("3d", 2)])
 def test_three_steps_in_the_other_modes(mode: str, stage: int) -> None:
     """On eight ranks: two replicas of four in 2.5d, one of eight in 3d, which has nothing to cut."""
     run_ranks(train, 8, mode, stage, 1)

@@ -25,6 +25,7 @@ from tests.shardformer.models import (
     mistral,
     qwen2,
 )
+from tests.tiers import further
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.dist
@@ -67,13 +68,13 @@ def train(build: Callable[[], nn.Module], config: dict[str, Any], uncut: tuple[s
     [
         (gpt2, 2, {}, ("wpe",)),
         (llama, 2, {}, ()),
-        (mistral, 2, {}, ()),
+        further(mistral, 2, {}, ()),
         (qwen2, 2, {}, ()),
         (bert, 2, {}, ("embeddings", "predictions")),
         (gpt2, 2, {"recompute": True}, ("wpe",)),
         (gpt2, 4, {"zero": {"stage": 2}}, ("wpe",)),
         (gpt2, 4, {"zero": {"stage": 3}}, ("wpe",)),
-        (llama, 4, {"zero": {"stage": 3}}, ()),
+        further(llama, 4, {"zero": {"stage": 3}}, ()),
     ],
 )
 def test_three_steps(
@@ -84,7 +85,8 @@ def test_three_steps(
 
 
 @pytest.mark.parametrize(
-    ("build", "schedule"), [(gpt2, "1f1b"), (gpt2_of_four_blocks, "zb-v"), (llama, "zb-h1"), (bert, "1f1b")]
+    ("build", "schedule"),
+    [(gpt2, "1f1b"), further(gpt2_of_four_blocks, "zb-v"), (llama, "zb-h1"), further(bert, "1f1b")],
 )
 def test_three_steps_in_a_pipeline(build: Callable[[], nn.Module], schedule: str) -> None:
     config = {

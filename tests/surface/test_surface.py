@@ -62,6 +62,7 @@ for line in sys.stdin.read().splitlines():
 LIMIT_S = 900.0  # for what takes a minute on an idle machine
 
 
+@pytest.mark.long  # a fork for every row; the other tests here import them all in one process
 def test_every_row_can_be_the_first_import() -> None:
     lines = "\n".join(f"from {module} import {names}" for module, names in _rows())
     run = subprocess.run(

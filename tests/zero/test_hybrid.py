@@ -14,6 +14,7 @@ from colossalai.core import global_context as gpc
 from tests.model_zoo.tiny import build, criterion_of, make_batch
 from tests.parity.tensor import whole
 from tests.ranks import run_ranks
+from tests.tiers import after_the_first
 from tests.zero.training import adamw
 
 pytestmark = pytest.mark.dist
@@ -99,7 +100,7 @@ def low(options: Options) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("precision", ["fp16_naive", "bf16_master", "fp16", "bf16"])
+@pytest.mark.parametrize("precision", after_the_first(["bf16_master", "fp16", "fp16_naive", "bf16"], 2))
 def test_stage_1_in_a_pipeline_in_every_precision(precision: str) -> None:
     """As without ZeRO; gradients have 16 bits with 16-bit weights, and float32 there: 2^-9 of an update."""
     options = {"pp_size": 2, "num_microbatches": 2, "precision": precision}
