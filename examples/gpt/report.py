@@ -10,11 +10,12 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from progress import Bar, Lines
+
 METRICS_FILE = "metrics.jsonl"
 PICTURE_FILE = "loss.png"
 TENSORBOARD_FOLDER = "tensorboard"
 SPEED_STEPS = 20  # the speed shown is an average over so many steps
-NUM_PLAIN_LINES = 20  # lines of progress over a whole run where the output is not a terminal
 
 
 class Report:
@@ -66,7 +67,7 @@ class FileReport(Report):
         self._unigram_entropy = unigram_entropy
         self._records = keep_metrics(folder / METRICS_FILE, last_step=first_step)
         self._file = (folder / METRICS_FILE).open("a", buffering=1)
-        on_screen = _Bar if sys.stdout.isatty() else _Lines
+        on_screen = Bar if sys.stdout.isatty() else Lines
         self._progress = on_screen(first_step, total_steps)
         self._times: deque[float] = deque([time.perf_counter()], maxlen=SPEED_STEPS + 1)
 
@@ -119,54 +120,3 @@ def keep_metrics(path: Path, *, last_step: int) -> list[dict[str, Any]]:
     draft.write_text("".join(json.dumps(record) + "\n" for record in records))
     draft.replace(path)
     return records
-
-
-class _Lines:
-    """Progress as plain lines, for logs."""
-
-    def __init__(self, first_step: int, total_steps: int) -> None:
-        self.total_steps = total_steps
-        self.every = max(1, total_steps // NUM_PLAIN_LINES)
-
-    def say(self, message: str) -> None:
-        print(message, flush=True)
-
-    def advance(self, step: int, *, loss: float, speed: float) -> None:
-        if step % self.every == 0:
-            self.say(f"step {step}/{self.total_steps}  loss {loss:.3f}  {speed:,.0f} tokens/s")
-
-    def validated(self, step: int, *, loss: float) -> None:
-        self.say(f"step {step}/{self.total_steps}  validation loss {loss:.3f}")
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-class _Bar:
-    """Progress as a bar, for people."""
-
-    def __init__(self, first_step: int, total_steps: int) -> None:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        figures = (
-            "loss {task.fields[loss]}  validation {task.fields[validation]}  {task.fields[speed]} tokens/s"
-        )
-        self._progress = Progress(
-            BarColumn(), MofNCompleteColumn(), TextColumn(figures), TimeRemainingColumn()
-        )
-        self._task = self._progress.add_task(
-            "training", total=total_steps, completed=first_step, loss="-", validation="-", speed="-"
-        )
-        self._progress.start()
-
-    def say(self, message: str) -> None:
-        self._progress.console.print(message, markup=False, highlight=False)
-
-    def advance(self, step: int, *, loss: float, speed: float) -> None:
-        self._progress.update(self._task, completed=step, loss=f"{loss:.3f}", speed=f"{speed:,.0f}")
-
-    def validated(self, step: int, *, loss: float) -> None:
-        self._progress.update(self._task, validation=f"{loss:.3f}")
-
-    def close(self) -> None:
-        self._progress.stop()

@@ -18,13 +18,25 @@ def run_script(script: str, *args: str) -> None:
 
 
 def example_module(file: str) -> ModuleType:
-    """Import a module of examples/ under a name of its own: several have a data.py."""
+    """Import a module of examples/, and what it imports of its folder, under a name of its own.
+
+    Several examples have a data.py: what lies beside a module is forgotten under its plain name.
+    """
     path = EXAMPLES / file
     name = f"example_{path.parent.name}_{path.stem}"
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
+        before = set(sys.modules)
         sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
+        sys.path.insert(0, str(path.parent))
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        finally:
+            sys.path.remove(str(path.parent))
+        for sibling in set(sys.modules) - before - {name}:
+            origin = getattr(sys.modules[sibling], "__file__", None)
+            if origin is not None and Path(origin).parent == path.parent:
+                del sys.modules[sibling]
     return sys.modules[name]
