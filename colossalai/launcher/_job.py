@@ -116,11 +116,11 @@ class ClusterJob:
         if num_procs is not None:
             words += ["--nproc-per-node", str(num_procs)]
         words += ["--module"] if self.job.is_module else []
-        return self._command(host, "_node_agent", *words, "--", self.job.target, *self.job.args)
+        return self._command(host, "_host_agent", *words, "--", self.job.target, *self.job.args)
 
     def sweep_command(self, host: Host) -> list[str]:
         """Return the command that ends what is left of this job on a host; see `agent_command`."""
-        return self._command(host, "_sweep", self.mark(host))
+        return self._command(host, "_cleanup", self.mark(host))
 
     def variables(self, host: Host, *, is_marked: bool = True) -> bytes:
         """Return the line for the stdin of a command on a host; see [Note: variables over stdin] in _ssh.
@@ -139,7 +139,7 @@ class ClusterJob:
         -P keeps the folder of the script from hiding a module that the agent needs. The shell stays, since
         ssh passes on an exit code, but not by which signal its command was killed.
         """
-        run = shlex.join([sys.executable, "-P", "-m", f"colossalai.cli.{module}", *words])
+        run = shlex.join([sys.executable, "-P", "-m", f"colossalai.launcher.{module}", *words])
         script = f"cd {shlex.quote(os.getcwd())} && {READ_VARIABLES} && {run}; exit $?"
         return command_on(host.name, ["sh", "-c", script], port=self.ssh_port)
 
