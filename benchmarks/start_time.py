@@ -2,9 +2,9 @@
 
     python benchmarks/start_time.py --json benchmarks/results/start_time.json
 
-All run the same script, as root, on the hosts of tests/cluster/network.py: network namespaces with a real
-sshd each. torchrun is started on both hosts over ssh at the same moment. The first step is an all-reduce over
-gloo. Each round starts each way once, in an order that rotates; the medians count.
+All run the same script, as root, on the hosts of tests/launcher/hosts/network.py: network namespaces with a
+real sshd each. torchrun is started on both hosts over ssh at the same moment. The first step is an all-reduce
+over gloo. Each round starts each way once, in an order that rotates; the medians count.
 
 It starts its jobs by itself, so it is no job: as a rank of `colossalai run`, and where there can be no
 hosts, it says so and ends.
@@ -24,7 +24,7 @@ from typing import Any
 from harness.rounds import report
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from tests.cluster.network import ROOT, Network, reason_to_skip
+from tests.launcher.hosts.network import ROOT, Network, reason_to_skip
 
 SCRIPT = """
 import time, torch, torch.distributed as dist

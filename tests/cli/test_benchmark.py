@@ -17,7 +17,7 @@ from colossalai.cli._benchmark._measure import measure
 from colossalai.cli._benchmark._models import MODELS
 from colossalai.cli._benchmark._plot import plot
 from colossalai.cli._benchmark._show import show
-from tests.cli.command import start
+from tests.launcher.command import start
 from tests.ranks import run_ranks
 
 FLOAT = 4

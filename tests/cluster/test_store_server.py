@@ -13,7 +13,7 @@ from colossalai.cluster._store_server import GLOO, is_loopback, keep_gloo_here, 
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.launcher._agent import listen
-from tests.cli.command import start
+from tests.launcher.command import start
 from tests.ranks import run_ranks
 
 _LISTENS = "0A"

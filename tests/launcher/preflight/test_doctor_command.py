@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from colossalai.cli import main
-from tests.cluster.network import ROOT, Network
+from tests.launcher.hosts.network import ROOT, Network
 
 
 def doctor(network: Network, folder: Path, *args: str, **variables: str) -> tuple[int, str]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from colossalai.communication import all_reduce
-from tests.cluster.hanging import (
+from tests.monitor.hanging import (
     TIMEOUT_S,
     TP,
     launch,

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster.network import Network, make_network
-from tests.cluster.side_by_side import Running, run_chosen
-from tests.cluster.slurm import Slurm
-from tests.cluster.slurm import reason_to_skip as reason_against_slurm
+from tests.launcher.hosts.network import Network, make_network
+from tests.launcher.hosts.side_by_side import Running, run_chosen
+from tests.launcher.hosts.slurm import Slurm
+from tests.launcher.hosts.slurm import reason_to_skip as reason_against_slurm
 
 
 @pytest.fixture(scope="module")

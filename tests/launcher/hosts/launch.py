@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.cluster.network import ROOT, Network
+from tests.launcher.hosts.network import ROOT, Network
 
 START_S = 120.0  # for importing torch on a busy machine
 SETTINGS = ("GLOO_", "NCCL_", "OMP_", "SLURM_", "PBS_", "COLOSSALAI_")

@@ -9,9 +9,9 @@ import psutil
 import pytest
 
 from colossalai.launcher._cleanup import GRACE_S
-from tests.cli.command import is_gone, wait_until
-from tests.cluster.launch import Launch, timed, wait_until_empty
-from tests.cluster.side_by_side import Site, side_by_side
+from tests.launcher.command import is_gone, wait_until
+from tests.launcher.hosts.launch import Launch, timed, wait_until_empty
+from tests.launcher.hosts.side_by_side import Site, side_by_side
 
 pytestmark = pytest.mark.cluster
 

@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SUBNET = "10.77.0"  # inside the namespaces only: every session has its own
 PREFIX = "caitest"
 _START_S = 20.0

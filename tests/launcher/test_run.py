@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from colossalai.cluster import free_port
-from tests.cli.command import Command, is_gone, start, wait_until
+from tests.launcher.command import Command, is_gone, start, wait_until
 
 pytestmark = pytest.mark.dist
 

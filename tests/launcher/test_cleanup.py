@@ -12,7 +12,7 @@ import pytest
 
 from colossalai.launcher._cleanup import PrivateFolder, remove_abandoned_folders
 from colossalai.launcher._protocol import decode
-from tests.cli.command import ROOT
+from tests.launcher.command import ROOT
 
 pytestmark = pytest.mark.unit
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from colossalai.launcher._ssh import ssh_command
-from tests.cluster.network import Network, make_network
+from tests.launcher.hosts.network import Network, make_network
 
 pytestmark = pytest.mark.cluster
 

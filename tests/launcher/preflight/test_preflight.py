@@ -16,14 +16,14 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.network import ROOT, Network
+from tests.launcher.hosts.network import ROOT, Network
 
 pytestmark = pytest.mark.cluster
 
 PORT = 29500
 DRIVER = """
 import dataclasses, json, sys
-from colossalai.cluster import PreflightRequest, preflight
+from colossalai.launcher.preflight import PreflightRequest, preflight
 from colossalai.cluster._hosts import Host
 options = json.loads(sys.argv[1])
 hosts = [Host(name) for name in options.pop("names")]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.launch import Launch, launch
-from tests.cluster.network import Network, skip_without_hosts
+from tests.launcher.hosts.launch import Launch, launch
+from tests.launcher.hosts.network import Network, skip_without_hosts
 
 _AT_ONCE = 4
 

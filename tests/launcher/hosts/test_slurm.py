@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.network import ROOT
-from tests.cluster.slurm import Slurm
+from tests.launcher.hosts.network import ROOT
+from tests.launcher.hosts.slurm import Slurm
 
 pytestmark = pytest.mark.cluster
 

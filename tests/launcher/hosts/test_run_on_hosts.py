@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from colossalai.launcher._ssh import READ_VARIABLES
-from tests.cluster.launch import Launch, launch, wait_until_empty
-from tests.cluster.network import Network
+from tests.launcher.hosts.launch import Launch, launch, wait_until_empty
+from tests.launcher.hosts.network import Network
 
 pytestmark = pytest.mark.cluster
 

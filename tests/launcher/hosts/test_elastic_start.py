@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.cli.command import wait_until
-from tests.cluster.launch import Launch, launch, wait_until_empty
-from tests.cluster.side_by_side import Site, side_by_side
-from tests.cluster.test_heals import WAITS
+from tests.launcher.command import wait_until
+from tests.launcher.hosts.launch import Launch, launch, wait_until_empty
+from tests.launcher.hosts.side_by_side import Site, side_by_side
+from tests.launcher.hosts.test_heals import WAITS
 
 pytestmark = pytest.mark.cluster
 

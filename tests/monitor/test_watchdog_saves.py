@@ -17,7 +17,7 @@ from colossalai.checkpoint_io import (
 from colossalai.core import global_context as gpc
 from colossalai.monitor import section, still_moving
 from colossalai.monitor._sections import innermost_sections
-from tests.cluster.hanging import TIMEOUT_S, launch, report, wait_for_report
+from tests.monitor.hanging import TIMEOUT_S, launch, report, wait_for_report
 from tests.ranks import run_ranks
 
 

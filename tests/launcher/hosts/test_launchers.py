@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import openmpi
-from tests.cluster.network import ROOT, Network
-from tests.cluster.slurm import Slurm
+from tests.launcher.hosts import openmpi
+from tests.launcher.hosts.network import ROOT, Network
+from tests.launcher.hosts.slurm import Slurm
 
 pytestmark = pytest.mark.cluster
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import colossalai
-from tests.cli.command import ROOT, START_S, is_gone, wait_until
+from tests.launcher.command import ROOT, START_S, is_gone, wait_until
 
 CELLS = """
 import os, signal, sys, time

@@ -1,6 +1,6 @@
 """A job on two hosts whose ranks are killed at random moments, again and again; it has to come through.
 
-python -m tests.cluster.kills --kills 20 --seed 1
+python -m tests.launcher.hosts.kills --kills 20 --seed 1
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.cluster.launch import START_S, launch, wait_until_empty
-from tests.cluster.network import Network
+from tests.launcher.hosts.launch import START_S, launch, wait_until_empty
+from tests.launcher.hosts.network import Network
 
 # Each step is a collective; the number of steps that are done is the checkpoint.
 TRAINS = """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import is_gone, start
+from tests.launcher.command import is_gone, start
 
 pytestmark = pytest.mark.dist
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cli.command import wait_until
-from tests.cluster import openmpi
-from tests.cluster.network import ROOT, Network
-from tests.cluster.slurm import Slurm
-from tests.cluster.test_preflight import hidden
+from tests.launcher.command import wait_until
+from tests.launcher.hosts import openmpi
+from tests.launcher.hosts.network import ROOT, Network
+from tests.launcher.hosts.slurm import Slurm
+from tests.launcher.preflight.test_preflight import hidden
 
 PAGE = (ROOT / "docs" / "multi_node.md").read_text()
 CONSOLE = re.compile(r"(?:<!-- break: (\w+) -->\n)?^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -13,8 +13,8 @@ import psutil
 import pytest
 import torch
 
-from tests.cluster.launch import Launch, wait_until_empty
-from tests.cluster.side_by_side import Site, side_by_side
+from tests.launcher.hosts.launch import Launch, wait_until_empty
+from tests.launcher.hosts.side_by_side import Site, side_by_side
 
 pytestmark = pytest.mark.cluster
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import colossalai
 from colossalai.core import global_context as gpc
-from tests.cluster.hanging import meet
+from tests.monitor.hanging import meet
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from tests.cli.command import wait_until
-from tests.cluster.kills import kill_again_and_again
-from tests.cluster.launch import wait_until_empty
-from tests.cluster.side_by_side import Site, side_by_side
+from tests.launcher.command import wait_until
+from tests.launcher.hosts.kills import kill_again_and_again
+from tests.launcher.hosts.launch import wait_until_empty
+from tests.launcher.hosts.side_by_side import Site, side_by_side
 
 pytestmark = pytest.mark.cluster
 

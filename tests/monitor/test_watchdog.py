@@ -23,8 +23,8 @@ from colossalai.communication import all_reduce, copy_forward_reduce_backward
 from colossalai.core import global_context as gpc
 from colossalai.monitor._flight_recorder import MessageRecord
 from colossalai.monitor._sections import name_modules, section
-from tests.cli.command import start
-from tests.cluster.hanging import TIMEOUT_S, TP, launch, meet, notices, report, wait_for, wait_for_report
+from tests.launcher.command import start
+from tests.monitor.hanging import TIMEOUT_S, TP, launch, meet, notices, report, wait_for, wait_for_report
 from tests.ranks import ROOT, RanksError, run_ranks
 
 pytestmark = pytest.mark.dist

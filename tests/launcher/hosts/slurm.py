@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from tests.cluster.network import Network
+from tests.launcher.hosts.network import Network
 
 _START_S = 20.0
 _CONFIG = """\
