@@ -14,13 +14,13 @@ from colossalai._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from colossalai.booster import Booster as Booster
-    from colossalai.cli import notebook_launcher as notebook_launcher
     from colossalai.context import get_default_parser as get_default_parser
     from colossalai.context import launch as launch
     from colossalai.context import launch_from_openmpi as launch_from_openmpi
     from colossalai.context import launch_from_slurm as launch_from_slurm
     from colossalai.context import launch_from_torch as launch_from_torch
     from colossalai.initialize import initialize as initialize
+    from colossalai.launcher import notebook_launcher as notebook_launcher
 
 _HOMES = {
     "Booster": "colossalai.booster",
@@ -29,7 +29,7 @@ _HOMES = {
     "launch_from_openmpi": "colossalai.context",
     "launch_from_slurm": "colossalai.context",
     "launch_from_torch": "colossalai.context",
-    "notebook_launcher": "colossalai.cli",
+    "notebook_launcher": "colossalai.launcher",
 }
 
 

@@ -1,4 +1,4 @@
-"""TCP ports of this machine: a free one, whether a given one is free, and which process holds it.
+"""TCP ports and network interfaces: a free port, who holds a port, which interfaces a variable chooses.
 
 A port that is free now may be taken a moment later. So the answers here are for choosing and for explaining;
 who needs certainty binds the port and handles the refusal.
@@ -12,7 +12,10 @@ from __future__ import annotations
 import datetime
 import errno
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # how a user chooses interfaces
 
 
 @dataclass(frozen=True)
@@ -103,3 +106,22 @@ def port_holder(port: int) -> PortHolder | None:
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue  # it ended in this moment, or is not ours to look at
     return None
+
+
+def chosen_interfaces(variable: str, value: str, interfaces: Sequence[str]) -> list[str]:
+    """Return the interfaces that a variable with this value chooses, in the order of its preference."""
+    if variable == GLOO:
+        return [name for name in value.split(",") if name in interfaces]
+    is_excluding = value.startswith("^")
+    value = value.removeprefix("^")
+    is_exact = value.startswith("=")
+    wanted = [word for word in value.removeprefix("=").split(",") if word]
+    matching = [
+        name
+        for word in wanted
+        for name in interfaces
+        if name == word or (not is_exact and name.startswith(word))
+    ]
+    if is_excluding:
+        return [name for name in interfaces if name not in matching]
+    return list(dict.fromkeys(matching))

@@ -1,4 +1,4 @@
-"""Where a job on one machine listens: on its loopback, for its store and for gloo.
+"""Store server: the TCPStore at which ranks meet, and where it and gloo listen on a machine.
 
 torch's store and gloo listen on every interface, or on the one that the host's name leads to, and ask nobody
 who connects for a password. Where all ranks are on one machine nobody else has to reach them: the store gets
@@ -13,7 +13,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
@@ -22,27 +22,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-
-
-def chosen_interfaces(variable: str, value: str, interfaces: Sequence[str]) -> list[str]:
-    """Return the interfaces that a variable with this value chooses, in the order of its preference."""
-    if variable == GLOO:
-        return [name for name in value.split(",") if name in interfaces]
-    is_excluding = value.startswith("^")
-    value = value.removeprefix("^")
-    is_exact = value.startswith("=")
-    wanted = [word for word in value.removeprefix("=").split(",") if word]
-    matching = [
-        name
-        for word in wanted
-        for name in interfaces
-        if name == word or (not is_exact and name.startswith(word))
-    ]
-    if is_excluding:
-        return [name for name in interfaces if name not in matching]
-    return list(dict.fromkeys(matching))
-
+from colossalai.cluster._ports import GLOO
 
 LOOPBACK = "127.0.0.1"
 _TIMEOUT = timedelta(seconds=300)

@@ -1,32 +1,36 @@
-"""Starts and ends jobs: ranks on this machine, and agents over ssh on others.
+"""Launcher: starts the ranks of a job, here or over ssh on other hosts, and ends them all when one fails.
 
-Names are imported when they are first asked for: an agent listens to its controller before it imports torch.
+For users: `notebook_launcher`. For the package: all else; `colossalai run` is its command line.
+
+| word | what it is |
+| --- | --- |
+| controller | the process of `colossalai run` in a job on several hosts: it decides (`_controller.py`) |
+| agent | the process that starts and watches the ranks of one host: torch's elastic agent (`_agent.py`) |
+| host agent | the program around an agent that the controller starts over ssh (`_host_agent.py`) |
+| worker | the process of one rank, and what it does before the script (`_worker.py`) |
+| rendezvous | the store at which the ranks meet, and this host's part in it |
+| heartbeat | what controller and agent send each other, so that a dead link is seen (`_protocol.py`) |
+| mark | the variable that all processes of a job on a host have in their environment (`_cleanup.py`) |
+| sweep | the search for what an agent that is gone has left on its host, by the mark |
+| probe | the program that answers the questions of the pre-flight checks on a host (`preflight/`) |
+
+`launch` imports torch, so it is imported when it is first asked for: an agent talks to its controller before.
 """
 
 from typing import TYPE_CHECKING, Any
 
 from colossalai._lazy import find_name
+from colossalai.launcher._environment import forwarded_environment as forwarded_environment
+from colossalai.launcher._job import Job as Job
+from colossalai.launcher._notebook import notebook_launcher as notebook_launcher
+from colossalai.launcher._run import RunOptions as RunOptions
+from colossalai.launcher._run import find_hosts as find_hosts
+from colossalai.launcher._run import run as run
 
 if TYPE_CHECKING:
     from colossalai.launcher._agent import launch as launch
-    from colossalai.launcher._job import Job as Job
-    from colossalai.launcher._job import forwarded_environment as forwarded_environment
-    from colossalai.launcher._notebook import notebook_launcher as notebook_launcher
-    from colossalai.launcher._run import RunOptions as RunOptions
-    from colossalai.launcher._run import find_hosts as find_hosts
-    from colossalai.launcher._run import run as run
-
-_HOMES = {
-    "launch": "colossalai.launcher._agent",
-    "Job": "colossalai.launcher._job",
-    "forwarded_environment": "colossalai.launcher._job",
-    "notebook_launcher": "colossalai.launcher._notebook",
-    "find_hosts": "colossalai.launcher._run",
-    "RunOptions": "colossalai.launcher._run",
-    "run": "colossalai.launcher._run",
-}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, or a sub-module, when it is first asked for (PEP 562)."""
-    return find_name(__name__, _HOMES, name)
+    """Import `launch`, or a sub-module, when it is first asked for (PEP 562)."""
+    return find_name(__name__, {"launch": "colossalai.launcher._agent"}, name)

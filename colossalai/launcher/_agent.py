@@ -31,7 +31,7 @@ from colossalai.launcher._failure import JobFailure, RankState, find_failure, re
 from colossalai.launcher._job import Job, port_taken
 from colossalai.launcher._processes import adopt_orphans, end_descendants, exit_code_of, signals_to_heed
 from colossalai.launcher._protocol import ControllerLink
-from colossalai.launcher._worker_pipes import RankPipes
+from colossalai.launcher._worker_pipes import WorkerPipes
 
 GRACE_S = 3.0  # from asking a process to end to killing it
 LOOPBACK = "127.0.0.1"
@@ -39,7 +39,7 @@ _POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class Rendezvous:
     """The part of this machine in a job of one machine or several."""
 
     run_id: str
@@ -63,12 +63,12 @@ def launch(job: Job) -> int:
     """
     num_procs = prepare(job)
     store = listen(LOOPBACK, job.master_port)
-    place = Place(run_id=uuid.uuid4().hex, master_addr=LOOPBACK, master_port=store.port)
+    rendezvous = Rendezvous(run_id=uuid.uuid4().hex, master_addr=LOOPBACK, master_port=store.port)
     remove_abandoned_folders()
     folder = PrivateFolder("run")
     try:
         logs = DefaultLogsSpecs(log_dir=str(folder.path))
-        agent = LocalAgent(worker_spec(job, place, num_procs=num_procs), logs)
+        agent = LocalAgent(worker_spec(job, rendezvous, num_procs=num_procs), logs)
         agent.run()
     except SignalException as stop:
         if agent.failure is None:
@@ -172,37 +172,37 @@ def listen(address: str, port: int) -> TCPStore:
         raise ValueError(f"cannot listen on port {port}: {port_taken(port)}") from error
 
 
-def worker_spec(job: Job, place: Place, *, num_procs: int) -> WorkerSpec:
+def worker_spec(job: Job, rendezvous: Rendezvous, *, num_procs: int) -> WorkerSpec:
     """Say in torch's terms what this machine's agent starts."""
     kind = "module" if job.is_module else "script"
     # torch's agent fills "${local_rank}" into arguments; "$$" is its spelling of "$".
     target, *args = (argument.replace("$", "$$") for argument in (job.target, *job.args))
     # "static" is what a known list of machines needs: its store is the one of `listen`, which allows several
     # users of its port within a process, and the ranks get this port as MASTER_PORT.
-    rendezvous = RendezvousParameters(
+    parameters = RendezvousParameters(
         backend="static",
-        endpoint=f"{place.master_addr}:{place.master_port}",
-        run_id=place.run_id,
-        min_nodes=place.num_nodes,
-        max_nodes=place.num_nodes,
-        rank=place.node_rank,
-        timeout=int(place.timeout_s),
+        endpoint=f"{rendezvous.master_addr}:{rendezvous.master_port}",
+        run_id=rendezvous.run_id,
+        min_nodes=rendezvous.num_nodes,
+        max_nodes=rendezvous.num_nodes,
+        rank=rendezvous.node_rank,
+        timeout=int(rendezvous.timeout_s),
     )
     return WorkerSpec(
         role="default",
         local_world_size=num_procs,
         entrypoint=sys.executable,
         args=(_worker.__file__, str(os.getpid()), kind, target, *args),
-        rdzv_handler=get_rendezvous_handler(rendezvous),
-        max_restarts=place.max_restarts,
+        rdzv_handler=get_rendezvous_handler(parameters),
+        max_restarts=rendezvous.max_restarts,
         monitor_interval=_POLL_S,
-        master_addr=place.master_addr,
-        master_port=place.master_port,
-        local_addr=place.master_addr if place.node_rank == 0 else None,
+        master_addr=rendezvous.master_addr,
+        master_port=rendezvous.master_port,
+        local_addr=rendezvous.master_addr if rendezvous.node_rank == 0 else None,
     )
 
 
-class LedAgent(LocalAgent):
+class ControlledAgent(LocalAgent):
     """Tells the controller how the ranks are, and waits at the end for its word instead of for a store.
 
     Args:
@@ -216,7 +216,7 @@ class LedAgent(LocalAgent):
     def __init__(
         self,
         spec: WorkerSpec,
-        pipes: RankPipes,
+        pipes: WorkerPipes,
         *,
         link: ControllerLink,
         ending: threading.Lock,

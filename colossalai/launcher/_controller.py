@@ -1,9 +1,20 @@
-"""The controller of a job on several nodes: starts an agent on each, and ends or restarts them all together.
+"""Controller of a job on several hosts: starts an agent on each, and ends or restarts them all together.
+
+The controller alone decides: agents report and obey, and no two of them wait for one another (who says what
+when: [Note: the talk of controller and agent] in `_host_agent.py`).
 
 [Note: a restart is a new start]
 Nothing of a start outlives it: no agent, no store, no port, no rank. So a rank cannot meet anything that an
 earlier one has left behind, which is what makes restarts inside one rendezvous flaky. The script finds its
 way back by itself, from its last complete checkpoint.
+
+[Note: who ends whom, and by when]
+A rank that fails is found by its agent, which ends the ranks beside it (`GRACE_S`, then SIGKILL) and says so.
+The controller then has every other agent end its ranks, with the same grace. An agent that is not gone
+`_KILL_S` after that is killed with its ssh client; what it leaves, like what a lost agent leaves, is found by
+the mark in its environment and ended by a sweep over a new connection, for at most `_SWEEP_S`. An agent whose
+controller is gone ends its ranks by itself ([Note: heartbeats] in `_protocol.py`). So when the command
+returns, nothing of the job runs on any host that can be reached.
 """
 
 import asyncio
@@ -11,52 +22,157 @@ import itertools
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any
 
 from colossalai.cluster import Host
-from colossalai.launcher._agent_handle import AgentHandle, Stage
 from colossalai.launcher._cleanup import GRACE_S
-from colossalai.launcher._failure import JobFailure, blame
+from colossalai.launcher._failure import JobFailure, NodeLoss, RankError, RankState, blame
 from colossalai.launcher._job import ClusterJob
 from colossalai.launcher._output import Screen
 from colossalai.launcher._processes import signals_to_heed
+from colossalai.launcher._protocol import SILENCE_S, RemoteProcess, as_bytes
 
 LOOPBACK = "127.0.0.1"
 _KILL_S = 6.0  # beyond the grace, until an agent that does not end is killed
-_SWEEP_S = 10.0
-_RETRY_S = 1.0  # between two tries to reach a node that may come back
-_LATECOMER_S = 8.0  # how long a job that can do with fewer nodes waits for one that is lost
+_SWEEP_S = 10.0  # to reach a host again and end what is left there
+_RETRY_S = 1.0  # between two tries to reach a host that may come back
+_LATECOMER_S = 8.0  # how long a job that can do with fewer hosts waits for one that is lost
+_ERROR_LINES = 20  # of ssh's and the agent's stderr in a report
 
 
 @dataclass(frozen=True)
-class Refusal(Exception):
+class LaunchRefusedError(Exception):
     """The job cannot be started, and would not be the next time."""
 
     reason: str
 
 
-def run_on_nodes(cluster: ClusterJob) -> int:
+class Stage(IntEnum):
+    """How far an agent has come; it only goes forward."""
+
+    STARTING = 0
+    HELLO = 1
+    READY = 2
+    LISTENING = 3
+    STARTED = 4
+    DONE = 5
+    GONE = 6  # ended, refused or lost
+
+
+_STAGE_OF = {
+    "hello": Stage.HELLO,
+    "ready": Stage.READY,
+    "listening": Stage.LISTENING,
+    "started": Stage.STARTED,
+    "done": Stage.DONE,
+}
+
+
+class AgentHandle(RemoteProcess):
+    """An agent as the controller sees it: how far it has come, and what it has said.
+
+    Args:
+        host: The machine.
+        command: Starts the agent there, with messages on stdin and stdout.
+        variables: The first line for its stdin.
+        screen: Where its ranks' lines go.
+        on_change: Called when there is news.
+    """
+
+    def __init__(
+        self, host: Host, command: list[str], variables: bytes, screen: Screen, on_change: Callable[[], None]
+    ) -> None:
+        super().__init__(command, variables)
+        self.host, self._screen, self._on_change = host, screen, on_change
+        self.stage = Stage.STARTING
+        self.port = 0
+        self.ranks: list[RankState] = []  # those that had failed when it ended
+        self.loss: NodeLoss | None = None
+        self.refusal: str | None = None
+        self.is_in_trouble = False  # the job cannot go on with it: a rank has failed, it is lost or refuses
+        self._has_ended = False
+
+    def lose(self, what: str) -> None:
+        """Note that it is gone without a word; what was noted first counts."""
+        self.loss = self.loss or NodeLoss(host=self.host.name, what=what, time=self.heard_at)
+        self.is_in_trouble = True
+        self._on_change()
+
+    async def _take(self, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "line":
+            line = as_bytes(message["text"])
+            await self._screen.rank_line(self.host.name, message["rank"], message["stream"], line)
+            return
+        if kind == "listening":
+            self.port = message["port"]
+        elif kind == "refused":
+            self.refusal = message["reason"]
+        elif kind == "ended":
+            # Times are by the host's clock, which may differ from ours.
+            shift = time.time() - message["now"]
+            self.ranks = [_read_rank(rank, self.host.name, shift) for rank in message["ranks"]]
+        self.is_in_trouble |= kind in ("failed", "refused")  # which rank has failed comes with "ended"
+        self._has_ended |= kind in ("ended", "refused")
+        self.stage = max(self.stage, _STAGE_OF.get(kind, self.stage))
+        self._on_change()
+
+    async def _take_noise(self, line: bytes) -> None:
+        await self._screen.node_line(self.host.name, line)
+
+    def _on_silence(self) -> None:
+        self.lose(f"nothing was heard of it for {SILENCE_S:g} s: its link or the machine is down")
+
+    def _on_end(self, exit_code: int) -> None:
+        if not self._has_ended and self.loss is None:
+            self.lose(self._describe_end(exit_code))
+        self.stage = Stage.GONE
+        self._on_change()
+
+    def _describe_end(self, code: int) -> str:
+        """Say how a process ended that should not have; ssh itself ends with 255."""
+        told = "; ".join(line.decode(errors="replace") for line in [*self.errors][-_ERROR_LINES:])
+        if self.stage == Stage.STARTING:
+            return told or f"its agent could not be started (exit code {code})"
+        if code < 0:
+            return f"{self._command[0]}, which leads to it, was killed by {signal.Signals(-code).name}"
+        if code == 255:
+            return told or "its connection has ended"
+        if code > 128:
+            return f"its agent was killed by {signal.Signals(code - 128).name}"
+        return f"its agent has ended with exit code {code}{': ' if told else ''}{told}"
+
+
+def _read_rank(fields: dict[str, Any], host: str, shift: float) -> RankState:
+    error = RankError(**fields["error"]) if fields["error"] else None
+    if error is not None:
+        error = replace(error, time=error.time + shift)
+    return RankState(**{**fields, "host": host, "error": error})
+
+
+def run_on_hosts(cluster: ClusterJob) -> int:
     """Run a job that was checked to its end and return its exit code, as `launch` does for one machine."""
-    return asyncio.run(_Head(cluster).run())
+    return asyncio.run(_Controller(cluster).run())
 
 
-class _Head:
+class _Controller:
     def __init__(self, cluster: ClusterJob) -> None:
         self._cluster = cluster
         self._screen = Screen(cluster.log_dir)
-        self._news = asyncio.Event()
-        self._nodes: list[AgentHandle] = []
+        self._news = asyncio.Event()  # set by every agent that says something, and by signals
+        self._agents: list[AgentHandle] = []
         self._stopped_by: signal.Signals | None = None
-        self._has_started = False  # once: from then on a node that does not answer may be one that returns
+        self._has_started = False  # once: from then on a host that does not answer may be one that returns
 
     async def run(self) -> int:
         """Start the job, again after a failure as long as it may be; return the exit code."""
         loop = asyncio.get_running_loop()
         for name in signals_to_heed():
             loop.add_signal_handler(signal.Signals[name], self._on_signal, signal.Signals[name])
-        loop.add_signal_handler(
-            signal.SIGTSTP, lambda: None
-        )  # a stopped controller does not beat: the job would end
+        # Ctrl-Z is not heeded: a stopped controller sends no heartbeats, and the agents would end the job.
+        loop.add_signal_handler(signal.SIGTSTP, lambda: None)
         try:
             for attempt in itertools.count():
                 failure = await self._attempt(attempt)
@@ -71,7 +187,7 @@ class _Head:
                 number = f"restart {attempt + 1} of {self._cluster.max_restarts}"
                 await self._screen.say(f"{failure.first.describe()}; {number}")
             raise AssertionError("the count has no end")
-        except Refusal as refusal:
+        except LaunchRefusedError as refusal:
             await self._screen.say(refusal.reason)
             return 1
         finally:
@@ -79,26 +195,29 @@ class _Head:
 
     async def _attempt(self, attempt: int) -> JobFailure | None:
         """Run the job once; return how it failed, or None if it did not, or was stopped."""
-        self._nodes = []
+        self._agents = []
         try:
             await self._gather(attempt)
             if not self._is_over():
-                await self._go(attempt)
+                await self._go()
                 self._has_started = True
-                await self._until(lambda: all(node.stage == Stage.DONE for node in self._nodes))
+                # The ranks run. An agent whose own have ended waits for "finish": it may hold the store that
+                # those of others still use.
+                await self._until(lambda: all(agent.stage == Stage.DONE for agent in self._agents))
             if not self._is_over():
-                for node in self._nodes:
-                    node.send("finish")
-                await self._until(lambda: all(node.stage == Stage.GONE for node in self._nodes), GRACE_S)
+                for agent in self._agents:
+                    agent.send("finish")
+                await self._until(lambda: all(agent.stage == Stage.GONE for agent in self._agents), GRACE_S)
             return await self._end()
         finally:
-            await asyncio.gather(*(node.close() for node in self._nodes))
+            await asyncio.gather(*(agent.close() for agent in self._agents))
 
     async def _gather(self, attempt: int) -> None:
         """Start the agents, until there are enough that are ready.
 
         Raises:
-            Refusal: There are not, within the time that they have.
+            LaunchRefusedError: Fewer than `min_nodes` are ready when the time that they have is over, or one
+                refuses.
         """
         deadline = time.monotonic() + self._cluster.timeout_s
         patience = time.monotonic() + (_LATECOMER_S if self._has_started else 0.0)
@@ -106,69 +225,77 @@ class _Head:
         missing = [host for host in self._cluster.hosts if host.name not in absent]
         reasons = dict(absent)
         while missing and self._stopped_by is None:
-            tried = [self._new_node(host, attempt) for host in missing]
-            await asyncio.gather(*(node.start() for node in tried))
-            self._nodes += tried
+            tried = [self._new_agent(host, attempt) for host in missing]
+            await asyncio.gather(*(agent.start() for agent in tried))
+            self._agents += tried
+            # "ready" comes when torch is imported, which no agent waits for at another one; until then an
+            # agent that is gone is no trouble, if the job can do without its host.
             await self._until(
                 lambda: (
-                    all(node.stage in (Stage.READY, Stage.GONE) for node in self._nodes)
+                    all(agent.stage in (Stage.READY, Stage.GONE) for agent in self._agents)
                     or self._is_hopeless()
                 ),
                 deadline - time.monotonic(),
                 heeds_trouble=False,
             )
             too_late = Stage.STARTING if self._is_hopeless() else Stage.READY
-            lost = [node for node in self._nodes if node.stage < too_late or node.stage == Stage.GONE]
-            reasons = {**absent, **{node.host.name: _reason(node) for node in lost}}
-            if any(node.refusal is not None for node in lost):
+            lost = [agent for agent in self._agents if agent.stage < too_late or agent.stage == Stage.GONE]
+            reasons = {**absent, **{agent.host.name: _reason(agent) for agent in lost}}
+            if any(agent.refusal is not None for agent in lost):
                 break
-            missing = [node.host for node in lost]
-            self._nodes = [node for node in self._nodes if node not in lost]
-            await asyncio.gather(*(node.close() for node in lost))
+            missing = [agent.host for agent in lost]
+            self._agents = [agent for agent in self._agents if agent not in lost]
+            await asyncio.gather(*(agent.close() for agent in lost))
             now = time.monotonic()
-            is_enough = len(self._nodes) >= self._cluster.min_nodes and now >= patience
+            is_enough = len(self._agents) >= self._cluster.min_nodes and now >= patience
             if is_enough or now >= deadline or not self._has_started:
                 break
-            await self._pause(_RETRY_S)
-        self._nodes.sort(key=lambda node: self._cluster.hosts.index(node.host))
+            await self._until(lambda: False, _RETRY_S)
+        self._agents.sort(key=lambda agent: self._cluster.hosts.index(agent.host))
         if self._stopped_by is not None:
             return
         story = "; ".join(f"{host}: {reason}" for host, reason in reasons.items())
-        if len(self._nodes) < self._cluster.min_nodes or any(node.refusal for node in self._nodes):
+        if len(self._agents) < self._cluster.min_nodes or any(agent.refusal for agent in self._agents):
             await self._end(gives_up=True)
-            raise Refusal(f"not all nodes could be started: {story}")
+            raise LaunchRefusedError(f"not all nodes could be started: {story}")
         if reasons:
             verb = "goes on" if self._has_started else "starts"
-            count = f"{len(self._nodes)} of {len(self._cluster.hosts)} nodes"
+            count = f"{len(self._agents)} of {len(self._cluster.hosts)} nodes"
             await self._screen.say(f"{verb} with {count}; {story}")
 
-    async def _go(self, attempt: int) -> None:
-        """Open the store on the first node, and start the ranks on all."""
-        first = self._nodes[0]
+    async def _go(self) -> None:
+        """Open the store on the first host, and start the ranks on all.
+
+        Raises:
+            LaunchRefusedError: A host did not reach the store within `timeout_s`.
+        """
+        first = self._agents[0]
         given = self._cluster.master_addr
         if given is not None and first.host == self._cluster.hosts[0]:
             address = given
         else:
-            address = first.host.name.rpartition("@")[2] if len(self._nodes) > 1 else LOOPBACK
+            address = first.host.name.rpartition("@")[2] if len(self._agents) > 1 else LOOPBACK
+        # The port is chosen where it is held: only when the first agent listens do the others learn of it, so
+        # none of them can join a store of an earlier start.
         first.send("listen", address=address, port=self._cluster.job.master_port)
         await self._until(lambda: first.stage >= Stage.LISTENING, self._cluster.timeout_s)
         if self._is_over():
             return
-        for node_rank, node in enumerate(self._nodes):
-            place = {
+        for node_rank, agent in enumerate(self._agents):
+            rendezvous = {
                 "master_addr": address,
                 "master_port": first.port,
                 "node_rank": node_rank,
-                "num_nodes": len(self._nodes),
+                "num_nodes": len(self._agents),
             }
-            node.send("go", place=place)
+            agent.send("go", rendezvous=rendezvous)
         await self._until(
-            lambda: all(node.stage >= Stage.STARTED for node in self._nodes), self._cluster.timeout_s
+            lambda: all(agent.stage >= Stage.STARTED for agent in self._agents), self._cluster.timeout_s
         )
-        late = [node.host.name for node in self._nodes if node.stage < Stage.STARTED]
+        late = [agent.host.name for agent in self._agents if agent.stage < Stage.STARTED]
         if late and not self._is_over():
             await self._end(gives_up=True)
-            raise Refusal(
+            raise LaunchRefusedError(
                 f"{', '.join(late)} did not reach {address}:{first.port} within "
                 f"{self._cluster.timeout_s:g} s; is it the address of the first node, on a network that all "
                 "nodes share?"
@@ -177,36 +304,39 @@ class _Head:
     async def _end(self, *, gives_up: bool = False) -> JobFailure | None:
         """End what still runs, everywhere; return how the job failed, unless it did not or was stopped.
 
+        See [Note: who ends whom, and by when].
+
         Args:
-            gives_up: End the nodes though nothing is wrong with any of them.
+            gives_up: End the agents though nothing is wrong with any of them.
 
         Raises:
-            Refusal: A node has refused.
+            LaunchRefusedError: An agent has refused.
         """
         if gives_up or self._is_over():
             signal_to_send = self._stopped_by or signal.SIGTERM
-            for node in self._nodes:
-                node.send("stop", signal=int(signal_to_send), grace_s=GRACE_S)
-        lost = [node for node in self._nodes if node.loss is not None]
+            for agent in self._agents:
+                agent.send("stop", signal=int(signal_to_send), grace_s=GRACE_S)
+        lost = [agent for agent in self._agents if agent.loss is not None]
+        # Lost hosts are swept while the others end: it may take `_SWEEP_S` to find that one is out of reach.
         await asyncio.gather(
             self._until(
-                lambda: all(node.stage == Stage.GONE for node in self._nodes),
+                lambda: all(agent.stage == Stage.GONE for agent in self._agents),
                 GRACE_S + _KILL_S,
                 heeds_trouble=False,
             ),
-            *(self._sweep(node.host) for node in lost),
+            *(self._sweep(agent.host) for agent in lost),
         )
-        stuck = [node for node in self._nodes if node not in lost and node.stage < Stage.GONE]
-        for node in stuck:
-            node.give_up()
-        await asyncio.gather(*(self._sweep(node.host) for node in stuck))
+        stuck = [agent for agent in self._agents if agent not in lost and agent.stage < Stage.GONE]
+        for agent in stuck:
+            agent.lose("its agent did not end when asked to, and was killed")
+        await asyncio.gather(*(self._sweep(agent.host) for agent in stuck))
         if self._stopped_by is not None:
             return None
-        for node in self._nodes:
-            if node.refusal is not None:
-                raise Refusal(f"{node.host.name}: {node.refusal}")
-        ranks = [rank for node in self._nodes for rank in node.ranks]
-        losses = [node.loss for node in self._nodes if node.loss is not None]
+        for agent in self._agents:
+            if agent.refusal is not None:
+                raise LaunchRefusedError(f"{agent.host.name}: {agent.refusal}")
+        ranks = [rank for agent in self._agents for rank in agent.ranks]
+        losses = [agent.loss for agent in self._agents if agent.loss is not None]
         return blame(ranks, losses) if ranks or losses else None
 
     async def _sweep(self, host: Host) -> None:
@@ -241,30 +371,27 @@ class _Head:
             return  # the caller looks at what has become of it
 
     def _is_over(self) -> bool:
-        return self._stopped_by is not None or any(node.is_in_trouble for node in self._nodes)
+        return self._stopped_by is not None or any(agent.is_in_trouble for agent in self._agents)
 
     def _is_hopeless(self) -> bool:
         """Say whether the first start cannot succeed: later, a host that is gone may come back."""
-        num_gone = len(self._cluster.absent) + sum(node.stage == Stage.GONE for node in self._nodes)
+        num_gone = len(self._cluster.absent) + sum(agent.stage == Stage.GONE for agent in self._agents)
         return not self._has_started and num_gone > len(self._cluster.hosts) - self._cluster.min_nodes
 
-    def _new_node(self, host: Host, attempt: int) -> AgentHandle:
+    def _new_agent(self, host: Host, attempt: int) -> AgentHandle:
         command = self._cluster.agent_command(host, attempt=attempt)
         return AgentHandle(host, command, self._cluster.variables(host), self._screen, self._news.set)
-
-    async def _pause(self, seconds: float) -> None:
-        await self._until(lambda: False, seconds)
 
     def _on_signal(self, number: signal.Signals) -> None:
         """The first signal ends the job with grace; a second one kills it."""
         if self._stopped_by is not None:
-            for node in self._nodes:
-                node.send("stop", signal=int(signal.SIGKILL), grace_s=0.0)
+            for agent in self._agents:
+                agent.send("stop", signal=int(signal.SIGKILL), grace_s=0.0)
         self._stopped_by = self._stopped_by or number
         self._news.set()
 
 
-def _reason(node: AgentHandle) -> str:
-    if node.refusal is not None:
-        return node.refusal
-    return node.loss.what if node.loss is not None else "it does not answer"
+def _reason(agent: AgentHandle) -> str:
+    if agent.refusal is not None:
+        return agent.refusal
+    return agent.loss.what if agent.loss is not None else "it does not answer"

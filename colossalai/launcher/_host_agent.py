@@ -15,7 +15,7 @@
     controller: stop           end your ranks, whatever they do
     agent:      ended          nothing is left; with the ranks that had failed
     agent:      refused        it cannot be done, with the reason
-and beats in both directions (see `_protocol`).
+and heartbeats in both directions (see [Note: heartbeats] in `_protocol.py`).
 """
 
 import argparse
@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from types import FrameType, ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from colossalai.launcher._cleanup import (
     GRACE_S,
@@ -40,10 +40,10 @@ from colossalai.launcher._cleanup import (
 )
 from colossalai.launcher._job import Job
 from colossalai.launcher._processes import end_descendants, signals_to_heed
-from colossalai.launcher._protocol import ControllerLink, Message, as_text
+from colossalai.launcher._protocol import ControllerLink, as_text
 
 if TYPE_CHECKING:
-    from colossalai.launcher._agent import LocalAgent, Place
+    from colossalai.launcher._agent import LocalAgent, Rendezvous
     from colossalai.launcher._failure import NodeLoss, RankState
 
 
@@ -66,10 +66,11 @@ class HostAgent:
         self.ending = threading.Lock()  # whoever holds it ends the ranks, and nobody else looks at them
         remove_abandoned_folders()
         self.folder = PrivateFolder("node")  # before the link: its threads may end this process at once
-        self.link = ControllerLink(on_stop=self._stop, on_loss=self._lose)
+        self.link = ControllerLink({"stop": self._stop}, on_loss=self._lose)
 
     def run(self) -> None:
         """Do what the controller says, to the end of the job."""
+        self.link.start()
         self.link.send("hello", pid=os.getpid(), host=socket.gethostname())
         if mark := os.environ.get(MARK_VARIABLE):
             sweep(mark)  # of an earlier start of this job, whose link was lost
@@ -82,25 +83,27 @@ class HostAgent:
             store = _agent.listen(message["address"], message["port"])
             self.link.send("listening", port=store.port)
             message = self.link.expect("go")
-        place = _agent.Place(
+        rendezvous = _agent.Rendezvous(
             run_id=self.options.run_id,
             attempt=self.options.attempt,
             max_restarts=self.options.max_restarts,
             timeout_s=self.options.timeout,
-            **message["place"],
+            **message["rendezvous"],
         )
-        self._run_ranks(place, num_procs)
+        self._run_ranks(rendezvous, num_procs)
         del store  # it was held for the ranks, to their end
 
-    def _run_ranks(self, place: "Place", num_procs: int) -> None:
+    def _run_ranks(self, rendezvous: "Rendezvous", num_procs: int) -> None:
         from torch.distributed.elastic.multiprocessing import SignalException
 
-        from colossalai.launcher._agent import LedAgent, worker_spec
-        from colossalai.launcher._worker_pipes import RankPipes
+        from colossalai.launcher._agent import ControlledAgent, worker_spec
+        from colossalai.launcher._worker_pipes import WorkerPipes
 
-        pipes = RankPipes(self.folder.path, self._send_line)
-        spec = worker_spec(self.job, place, num_procs=num_procs)
-        self.agent = agent = LedAgent(spec, pipes, link=self.link, ending=self.ending, attempt=place.attempt)
+        pipes = WorkerPipes(self.folder.path, self._send_line)
+        spec = worker_spec(self.job, rendezvous, num_procs=num_procs)
+        self.agent = agent = ControlledAgent(
+            spec, pipes, link=self.link, ending=self.ending, attempt=rendezvous.attempt
+        )
         try:
             agent.run()
         except SignalException as stop:
@@ -117,7 +120,7 @@ class HostAgent:
     def _send_line(self, global_rank: int, stream: str, line: bytes) -> None:
         self.link.send("line", rank=global_rank, stream=stream, text=as_text(line))
 
-    def _stop(self, message: Message) -> None:
+    def _stop(self, message: dict[str, Any]) -> None:
         """End everything, and this process; a second time, without any grace."""
         if not self.ending.acquire(blocking=message["grace_s"] > 0):
             end_descendants(signal.SIGKILL, grace_s=0.0)

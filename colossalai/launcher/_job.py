@@ -1,16 +1,17 @@
-"""What `colossalai run` is asked to do, and whether it can be done."""
+"""Job descriptions: what `colossalai run` starts on one host or several, and whether it can be started."""
 
 import importlib.machinery
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from colossalai.cluster import Host, holder_of, port_is_free
+from colossalai.cluster import GLOO, NCCL, Host, holder_of, port_is_free
 from colossalai.launcher._cleanup import MARK_VARIABLE
-from colossalai.launcher._ssh import READ_VARIABLES, command_on, is_variable_name, variables_line
+from colossalai.launcher._environment import READ_VARIABLES, is_secret, variables_line
+from colossalai.launcher._ssh import command_on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,21 +69,6 @@ def _check_port(port: int) -> None:
         raise ValueError(port_taken(port))
 
 
-_PREFIXES = (
-    *("NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_", "HIP_", "ROCR_", "XLA_", "UCX_", "FI_", "IBV_"),
-    *("OMP_", "MKL_", "KMP_", "GOMP_", "TRITON_", "HF_", "TRANSFORMERS_", "TOKENIZERS_", "COLOSSALAI_"),
-)
-_NAMES = (
-    "PYTHONPATH",
-    "LD_LIBRARY_PATH",
-    "LD_PRELOAD",
-    "PYTHONHASHSEED",
-    "PYTHONUNBUFFERED",
-    "PYTHONWARNINGS",
-)
-_SECRETS = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "AUTH")  # in names of what stays on this machine
-_NOT_SECRET = ("NCCL_IB_PKEY", "UCX_IB_PKEY")  # a partition of InfiniBand
-_INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LOOPBACK = ("localhost", "127.", "::1")
 
 
@@ -123,13 +109,15 @@ class ClusterJob:
         return self._command(host, "_cleanup", self.mark(host))
 
     def variables(self, host: Host, *, is_marked: bool = True) -> bytes:
-        """Return the line for the stdin of a command on a host; see [Note: variables over stdin] in _ssh.
+        """Return the line for the stdin of a command on a host.
+
+        See [Note: variables over stdin] in `_environment.py`.
 
         Args:
             host: The host.
             is_marked: Whether the command is an agent, below which every process has the job's mark.
         """
-        env = dict.fromkeys(_INTERFACE_VARIABLES, self.interfaces.get(host.name, ""))
+        env = dict.fromkeys((GLOO, NCCL), self.interfaces.get(host.name, ""))
         env = {name: value for name, value in env.items() if value} | self.env
         return variables_line(env | ({MARK_VARIABLE: self.mark(host)} if is_marked else {}))
 
@@ -145,7 +133,7 @@ class ClusterJob:
 
     def describe_commands(self) -> str:
         """Return what --dry-run prints: the command of each node, and what goes to its stdin."""
-        words = [f"{name}={'...' if _is_secret(name) else shlex.quote(v)}" for name, v in self.env.items()]
+        words = [f"{name}={'...' if is_secret(name) else shlex.quote(v)}" for name, v in self.env.items()]
         commands = [f"# {host.name}\n{shlex.join(self.agent_command(host))}" for host in self.hosts]
         return "\n".join([f"# over stdin: {' '.join(words) or 'no variable'}", *commands])
 
@@ -177,67 +165,3 @@ def check_cluster_job(cluster: ClusterJob) -> None:
             raise ValueError(
                 f"--nproc_per_node {cluster.job.num_procs} is more than the {host.slots} slots of {host.name}"
             )
-
-
-def forwarded_environment(environment: Mapping[str, str], given: Sequence[str] = ()) -> dict[str, str]:
-    """Return the variables that every node gets: those that matter to a job, and the user's --env.
-
-    Args:
-        environment: The caller's.
-        given: See `given_variables`; they win.
-
-    Raises:
-        ValueError: One of `given` is no variable.
-    """
-    names = [name for name in sorted(environment) if _matters(name) and not _is_secret(name)]
-    kept = {name: environment[name] for name in names}
-    return kept | package_path(environment) | given_variables(given, environment)
-
-
-def withheld_names(environment: Mapping[str, str], given: Sequence[str] = ()) -> list[str]:
-    """Return the names of the caller's variables that would go along if they did not look like secrets."""
-    asked = {word.partition("=")[0] for word in given}
-    return [name for name in sorted({*environment} - asked) if _matters(name) and _is_secret(name)]
-
-
-def given_variables(given: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of --env.
-
-    Args:
-        given: "NAME=VALUE" each, or "NAME" for the caller's value, which then stands on no command line.
-        environment: The caller's.
-
-    Raises:
-        ValueError: A word is neither, or the caller has no such variable.
-    """
-    env = {}
-    for word in given:
-        name, sign, value = word.partition("=")
-        if not is_variable_name(name):
-            raise ValueError(
-                f"--env {word!r} is not a variable; write NAME=VALUE, or NAME for your own value"
-            )
-        if not sign and name not in environment:
-            raise ValueError(f"--env {name}: it is not set here; write {name}=VALUE")
-        env[name] = value if sign else environment[name]
-    return env
-
-
-def package_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the PYTHONPATH with which this package is found, if only for standing beside the caller."""
-    root = str(Path(__file__).resolve().parents[2])
-    if root != os.getcwd():
-        return {}
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))}
-
-
-def _matters(name: str) -> bool:
-    """Whether a variable of the caller's is for the job."""
-    is_ours = name in _NAMES or name.startswith(_PREFIXES)
-    return is_ours and is_variable_name(name) and name != MARK_VARIABLE
-
-
-def _is_secret(name: str) -> bool:
-    """Whether the name of a variable looks like a secret's; TOKENIZERS_PARALLELISM does not."""
-    rest = name.upper().removeprefix("TOKENIZERS_")
-    return name not in _NOT_SECRET and any(word in rest for word in _SECRETS)

@@ -1,25 +1,44 @@
-"""The lines in which `colossalai run` and its node agents talk, over the two pipes of an ssh connection.
+"""Line protocol over ssh: JSON messages and heartbeats between the controller and a process on a host.
 
-A message is one line of JSON behind a mark that no shell prints: what a login script writes in between is
-told apart. Both sides send a beat every `BEAT_S`, and whoever has heard nothing for `SILENCE_S` knows that
-the other side is gone: an open connection alone says nothing when a link is dead.
+Two kinds of processes speak it: a host's agent, as long as a job runs (`_host_agent.py`), and the probe of
+the pre-flight checks (`preflight/_probe.py`). `RemoteProcess` is the controller's end, an asyncio task for
+each of the three streams of the ssh client; `ControllerLink` is the other end, with threads, since the rest
+of that process blocks. A message is one line of JSON behind a mark that no shell prints: so what a login
+script writes in between is told apart.
+
+The file is sent to the hosts as source, like the probe: only the standard library, nothing newer than
+Python 3.8.
+
+[Note: heartbeats]
+An open connection says nothing when a link is dead. So both ends send a heartbeat every `HEARTBEAT_S`, and
+one that has heard nothing for `SILENCE_S` takes the other for gone. Three things must not look like silence:
+- ssh that logs in, and an interpreter that starts: the controller counts from the first message on, and who
+  waits for that message has a deadline of its own (`--timeout`, the contact time of the checks);
+- a terminal that takes no more, behind which the controller does not read on: `_is_busy`;
+- an import or a computation of the other end's main thread: its heartbeats come from a thread.
 """
 
+from __future__ import annotations
+
+import asyncio
 import json
 import os
 import queue
 import select
 import threading
 import time
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-BEAT_S = 2.0
+HEARTBEAT_S = 2.0
 SILENCE_S = 12.0  # long enough for a machine that swaps; with the grace of ending, well below 30 s
 
-Message = dict[str, Any]
-
 _MARK = b"\x1e"
+_LONGEST_LINE = 1 << 22
+_ERROR_LINES = 100  # of stderr: ssh's complaints, or a traceback
+_CHUNK = 1 << 16
 
 
 def encode(kind: str, **fields: Any) -> bytes:
@@ -27,7 +46,7 @@ def encode(kind: str, **fields: Any) -> bytes:
     return _MARK + json.dumps({"kind": kind, **fields}).encode("ascii") + b"\n"
 
 
-def decode(line: bytes) -> Message | None:
+def decode(line: bytes) -> dict[str, Any] | None:
     """Return the message of a line, or None if it is something else."""
     if not line.startswith(_MARK):
         return None
@@ -35,6 +54,9 @@ def decode(line: bytes) -> Message | None:
         return json.loads(line[len(_MARK) :])
     except json.JSONDecodeError:
         return None  # cut off in the middle, by an end
+
+
+_HEARTBEAT = encode("heartbeat")
 
 
 def as_text(data: bytes) -> str:
@@ -47,32 +69,186 @@ def as_bytes(text: str) -> bytes:
     return text.encode("utf-8", errors="surrogateescape")
 
 
-_CHUNK = 1 << 16
+class RemoteProcess(ABC):
+    """The controller's end: a process on a host, at the other end of an ssh client.
+
+    Args:
+        command: Starts it, with messages on its stdin and stdout.
+        preamble: What it reads from stdin before the first message; see [Note: variables over stdin] in
+            `_environment.py`.
+
+    Attributes:
+        heard_at: When it was last heard of, in seconds since the epoch.
+        errors: The last lines of its stderr.
+    """
+
+    def __init__(self, command: Sequence[str], preamble: bytes) -> None:
+        self.heard_at = time.time()
+        self.errors: deque[bytes] = deque(maxlen=_ERROR_LINES)
+        self._command, self._preamble = list(command), preamble
+        self._process: asyncio.subprocess.Process | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._heard = time.monotonic()
+        self._has_greeted = False  # a message has come: from now on silence counts
+        self._is_busy = False  # we are taking what it has said: it is not the other end that is silent
+
+    @abstractmethod
+    async def _take(self, message: dict[str, Any]) -> None:
+        """Take a message."""
+
+    @abstractmethod
+    async def _take_noise(self, line: bytes) -> None:
+        """Take a line that is no message, of its stdout or its stderr."""
+
+    @abstractmethod
+    def _on_silence(self) -> None:
+        """Called when nothing has come for `SILENCE_S`, before the connection is ended."""
+
+    @abstractmethod
+    def _on_end(self, exit_code: int) -> None:
+        """Called when the process has ended and all that it has said has been taken."""
+
+    async def start(self) -> None:
+        """Start the process. It is in a session of its own: the terminal's Ctrl-C is for the controller.
+
+        Raises:
+            FileNotFoundError: The first word of the command is no program of this machine.
+        """
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            limit=_LONGEST_LINE,
+        )
+        assert self._process.stdin is not None
+        self._process.stdin.write(self._preamble)  # before the first heartbeat
+        self._tasks = [asyncio.create_task(part) for part in (self._listen(self._process), self._beat())]
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message; one to a process that is gone is lost, and its end tells us."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        if not self._process.stdin.is_closing():
+            self._process.stdin.write(encode(kind, **fields))
+
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """End the process, and return when it has ended; the other end sees the end of its stdin.
+
+        Args:
+            grace_s: How long it may take to end by itself, before the ssh client is killed.
+        """
+        process = self._process
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), grace_s)
+        except TimeoutError:
+            if process.returncode is None:
+                process.kill()
+        listening, _ = self._tasks
+        await asyncio.wait([listening], timeout=HEARTBEAT_S)  # the rest of what it has said
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await process.wait()
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        """Read both streams to their ends, then say that the process is gone."""
+        assert process.stdout is not None
+        assert process.stderr is not None
+        errors = asyncio.create_task(self._read_errors(process.stderr))
+        while line := await _read_line(process.stdout):
+            self._hear()
+            if line == _HEARTBEAT:
+                continue
+            message = decode(line)
+            self._is_busy = True
+            if message is None:
+                await self._take_noise(line.rstrip(b"\r\n"))
+            else:
+                self._has_greeted = True
+                await self._take(message)
+            self._is_busy = False
+            self._hear()
+        exit_code = await process.wait()
+        await asyncio.wait([errors], timeout=HEARTBEAT_S)  # a child of ssh (a ControlMaster) may hold it open
+        errors.cancel()
+        self._on_end(exit_code)
+
+    async def _read_errors(self, stream: asyncio.StreamReader) -> None:
+        while line := await _read_line(stream):
+            self.errors.append(line.rstrip(b"\r\n"))
+            if self._has_greeted:  # before, it is ssh that speaks, and whoever explains the end has it
+                await self._take_noise(line.rstrip(b"\r\n"))
+
+    async def _beat(self) -> None:
+        """Send heartbeats, and watch for the other end's; see [Note: heartbeats]."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        while self._process.returncode is None and not self._process.stdin.is_closing():
+            self._process.stdin.write(_HEARTBEAT)
+            is_silent = self._has_greeted and time.monotonic() - self._heard > SILENCE_S
+            if is_silent and not self._is_busy:
+                self._on_silence()
+                self._process.kill()
+                return
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def _hear(self) -> None:
+        self._heard, self.heard_at = time.monotonic(), time.time()
+
+
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    """Read a line, or the rest; empty at the end of the stream."""
+    try:
+        return await stream.readline()
+    except ValueError:  # longer than any message: it is noise
+        return b"(a line that is too long)\n"
 
 
 class ControllerLink:
-    """Messages to and from the controller, and the news that it is gone.
+    """The other end: messages to and from the controller over stdin and stdout, and the news that it is gone.
+
+    Once it is made, the process's own stdin is empty, and what it prints goes to stderr.
 
     Args:
-        on_stop: Called in a thread of its own with a message "stop"; called at most once with each.
+        handlers: By kind of message, what is called with each, in a thread of its own; all other messages
+            wait for `expect`.
         on_loss: Called in a thread of its own when the connection ends or nothing comes for `SILENCE_S`.
     """
 
-    def __init__(self, *, on_stop: Callable[[Message], None], on_loss: Callable[[], None]) -> None:
+    def __init__(
+        self, handlers: Mapping[str, Callable[[dict[str, Any]], None]], *, on_loss: Callable[[], None]
+    ) -> None:
         self._in, self._out = os.dup(0), os.dup(1)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
         os.dup2(2, 1)
-        self._on_stop, self._on_loss = on_stop, on_loss
+        self._handlers, self._on_loss = handlers, on_loss
         self._send_lock = threading.Lock()
-        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def start(self) -> None:
+        """Begin to listen, and to send heartbeats."""
         for loop in (self._listen, self._beat):
             threading.Thread(target=loop, daemon=True, name=f"controller-link{loop.__name__}").start()
 
     def send(self, kind: str, **fields: object) -> None:
         """Send a message; if the controller is gone, the listening thread deals with that."""
-        data = encode(kind, **fields)
+        self._write(encode(kind, **fields))
+
+    def expect(self, *kinds: str) -> dict[str, Any]:
+        """Wait for the next message, which is one of `kinds`."""
+        message = self._inbox.get()
+        assert message["kind"] in kinds, f"{message['kind']} came instead of {kinds}"
+        return message
+
+    def _write(self, data: bytes) -> None:
         with self._send_lock:
             while data:
                 try:
@@ -80,14 +256,8 @@ class ControllerLink:
                 except OSError:
                     return
 
-    def expect(self, *kinds: str) -> Message:
-        """Wait for the next message, which is one of `kinds`."""
-        message = self._inbox.get()
-        assert message["kind"] in kinds, f"{message['kind']} came instead of {kinds}"
-        return message
-
     def _listen(self) -> None:
-        """Read, and never write: a write blocks when the link is dead."""
+        """Read, and never write: a write blocks when the link is dead, and this thread notices that."""
         rest, heard = b"", time.monotonic()
         while time.monotonic() - heard < SILENCE_S:
             if not select.select([self._in], [], [], 1.0)[0]:
@@ -98,13 +268,14 @@ class ControllerLink:
             heard = time.monotonic()
             *lines, rest = (rest + chunk).split(b"\n")
             for message in filter(None, map(decode, lines)):
-                if message["kind"] == "stop":
-                    threading.Thread(target=self._on_stop, args=(message,), daemon=True).start()
-                elif message["kind"] != "beat":
+                handler = self._handlers.get(message["kind"])
+                if handler is not None:
+                    threading.Thread(target=handler, args=(message,), daemon=True).start()
+                elif message["kind"] != "heartbeat":
                     self._inbox.put(message)
         self._on_loss()  # without a word: stdout and stderr led to the controller, too
 
     def _beat(self) -> None:
         while True:
-            self.send("beat")
-            time.sleep(BEAT_S)
+            self._write(_HEARTBEAT)
+            time.sleep(HEARTBEAT_S)

@@ -18,16 +18,13 @@ from colossalai.cluster import (
     read_hostfile,
     select_hosts,
 )
-from colossalai.launcher._job import (
-    ClusterJob,
-    Job,
-    check_cluster_job,
-    check_job,
+from colossalai.launcher._environment import (
     forwarded_environment,
     given_variables,
     package_path,
     withheld_names,
 )
+from colossalai.launcher._job import ClusterJob, Job, check_cluster_job, check_job
 from colossalai.launcher._processes import describe_deafness
 from colossalai.launcher._ssh import is_this_machine
 from colossalai.launcher.preflight import PreflightRequest, preflight
@@ -97,9 +94,9 @@ def run(options: RunOptions) -> int:
             _say("nothing was started; --no-preflight starts it as it is")
             return 1
         cluster = replace(cluster, interfaces=report.interfaces, absent=report.absent)
-    from colossalai.launcher._controller import run_on_nodes
+    from colossalai.launcher._controller import run_on_hosts
 
-    return run_on_nodes(cluster)
+    return run_on_hosts(cluster)
 
 
 def find_hosts(options: RunOptions, environment: Mapping[str, str]) -> tuple[Host, ...]:

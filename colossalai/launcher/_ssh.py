@@ -1,30 +1,17 @@
-"""Commands on other machines, over the system's own ssh client.
+"""ssh command lines for other hosts, and what the messages of the ssh client mean.
 
-So what the user has set up for ssh holds here: aliases, keys, the agent, jump hosts.
-
-[Note: variables over stdin]
-Whoever may list the processes of a machine sees their command lines, there and here. So no variable stands on
-one: a shell reads them from the first line of its stdin and leaves the rest of it to the command. It is a
-shell, since the interpreter itself may need some of them (LD_LIBRARY_PATH), and `read` takes no byte beyond
-the line. A newline in a value is the shell variable `cai_nl`, and none stands in the script: csh, as a login
-shell, takes no newline between quotes.
+It is the system's own client: what the user has set up for ssh holds here (aliases, keys, agents, jump
+hosts).
 """
 
-import os
 import re
 import shlex
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 CONNECT_S = 10  # until an unreachable host is given up
 ALIVE_S = 5  # between two questions of ssh's own whether the other side is there
 ALIVE_COUNT = 3  # questions without an answer after which ssh ends; without this it hangs when a link dies
-
-READ_VARIABLES = (
-    """cai_nl=$(printf '\\nx') && cai_nl=${cai_nl%x} && IFS= read -r cai_line && eval "$cai_line" """
-    "&& unset cai_nl cai_line"
-)
-"""For a POSIX shell: set the variables of `variables_line`; see [Note: variables over stdin]."""
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
@@ -66,28 +53,6 @@ def is_this_machine(host: str, *, port: int | None = None) -> bool:
 def command_on(host: str, argv: Sequence[str], *, port: int | None = None) -> list[str]:
     """Return the command that runs `argv` on `host`: over ssh, or as it is where `host` is this machine."""
     return list(argv) if is_this_machine(host, port=port) else ssh_command(host, argv, port=port)
-
-
-def variables_line(env: Mapping[str, str]) -> bytes:
-    """Return the line from which `READ_VARIABLES` sets these variables.
-
-    Raises:
-        ValueError: A name is none that a shell takes.
-    """
-    for name in env:
-        if not is_variable_name(name):
-            raise ValueError(f"{name!r} is no name of a variable: use letters, digits and underscores")
-    words = [f"{name}={_quoted(value)}" for name, value in env.items()]
-    return os.fsencode(" ".join(["export", *words] if words else [":"])) + b"\n"
-
-
-def is_variable_name(name: str) -> bool:
-    """Whether a shell takes a name as a variable's."""
-    return name.isascii() and name.isidentifier()
-
-
-def _quoted(value: str) -> str:
-    return shlex.quote(value).replace("\n", "'\"$cai_nl\"'")  # what holds a newline is in single quotes
 
 
 # What the client says, what it means, and what to do; the first that fits counts.
@@ -153,6 +118,8 @@ def explain_ssh(host: str, exit_code: int, words: str) -> tuple[str, str, str]:
     """
     lines = [line.strip() for line in words.splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit code {exit_code}, without a word"
+    if exit_code < 0:  # we have killed the client
+        return "ssh", last, f"see whether its network is well: ssh {host} true"
     if exit_code in (126, 127):
         todo = "start from an interpreter that all hosts have under the same path"
         return "interpreter", f"cannot run the interpreter of this job: {last}", todo

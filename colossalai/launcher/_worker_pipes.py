@@ -44,7 +44,7 @@ class LineBuffer:
         return [rest] if rest else []
 
 
-class RankPipes(LogsSpecs):
+class WorkerPipes(LogsSpecs):
     """Tells torch's agent where the ranks' output goes, and reads it in a thread.
 
     Args:

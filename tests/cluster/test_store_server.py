@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import colossalai
-from colossalai.cluster._store_server import GLOO, is_loopback, keep_gloo_here, let_gloo_choose, serve_store
+from colossalai.cluster import GLOO
+from colossalai.cluster._store_server import is_loopback, keep_gloo_here, let_gloo_choose, serve_store
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.launcher._agent import listen

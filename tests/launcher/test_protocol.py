@@ -1,8 +1,15 @@
-"""What head and agents say to one another, and the ranks' lines on their way."""
+"""What controller, agents and probes say to one another, and the ranks' lines on their way."""
+
+import asyncio
+import subprocess
+import sys
+import time
+from typing import Any
 
 import pytest
 
-from colossalai.launcher._protocol import as_bytes, as_text, decode, encode
+from colossalai.launcher import _protocol
+from colossalai.launcher._protocol import RemoteProcess, as_bytes, as_text, decode, encode
 from colossalai.launcher._worker_pipes import LineBuffer
 
 pytestmark = pytest.mark.unit
@@ -45,3 +52,101 @@ def test_a_line_without_end_does_not_fill_the_memory():
     assert sum(map(len, found + buffer.flush())) == 200_000
     assert all(len(line) == 65_536 for line in found)
     assert len(found) == 3
+
+
+class Peer(RemoteProcess):
+    """A process that runs a program of this test."""
+
+    def __init__(self, program: str) -> None:
+        super().__init__([sys.executable, "-c", program], b"")
+        self.messages: list[dict[str, Any]] = []
+        self.noise: list[bytes] = []
+        self.is_silent = False
+        self.exit_code: int | None = None
+        self.ended = asyncio.Event()
+
+    async def _take(self, message: dict[str, Any]) -> None:
+        self.messages.append(message)
+        self.send("bye")
+
+    async def _take_noise(self, line: bytes) -> None:
+        self.noise.append(line)
+
+    def _on_silence(self) -> None:
+        self.is_silent = True
+
+    def _on_end(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+        self.ended.set()
+
+
+async def talk(program: str, *, seconds: float = 60.0) -> Peer:
+    """Run a program to its end; it says one message, and hears one."""
+    peer = Peer(program)
+    await peer.start()
+    try:
+        await asyncio.wait_for(peer.ended.wait(), seconds)
+    finally:
+        await peer.close()
+    return peer
+
+
+LINK = """
+import os, sys, time
+from colossalai.launcher import _protocol
+from colossalai.launcher._protocol import ControllerLink
+link = ControllerLink({}, on_loss=lambda: os._exit(4))
+link.start()
+"""
+
+
+def test_two_ends_talk_and_what_is_printed_is_no_message():
+    program = f"print('Welcome to node1', flush=True){LINK}print('printed', flush=True)\n"
+    program += "link.send('hello', n=1); link.expect('bye'); os._exit(3)"
+    peer = asyncio.run(talk(program))
+    assert (peer.messages, peer.exit_code) == ([{"kind": "hello", "n": 1}], 3)
+    assert peer.noise[0] == b"Welcome to node1"
+    assert list(peer.errors) == [b"printed"]
+    assert not peer.is_silent
+
+
+def test_a_silent_process_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_protocol, "SILENCE_S", 0.3)
+    monkeypatch.setattr(_protocol, "HEARTBEAT_S", 0.1)
+    hello = encode("hello")
+    peer = asyncio.run(talk(f"import os, time; os.write(1, {hello!r}); time.sleep(60)"))
+    assert peer.is_silent
+    assert peer.exit_code == -9
+
+
+def test_a_process_whose_controller_is_silent_ends_by_itself():
+    """The connection stays open, as it does when the link to a machine is dead."""
+    program = f"{LINK}_protocol.SILENCE_S = 0.3\nlink.send('hello')\ntime.sleep(60)"
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as peer:
+        assert peer.wait(60) == 4
+
+
+def test_close_waits_for_a_process_that_ends_by_itself():
+    async def run() -> tuple[Peer, float]:
+        peer = Peer(f"{LINK}link.send('hello')\ntime.sleep(60)")
+        await peer.start()
+        while not peer.messages:
+            await asyncio.sleep(0.01)
+        began = time.monotonic()
+        await peer.close(grace_s=30.0)  # its stdin ends, and so does it
+        return peer, time.monotonic() - began
+
+    peer, seconds = asyncio.run(run())
+    assert peer.exit_code == 4
+    assert seconds < 25.0
+
+
+def test_a_job_on_several_hosts_is_controlled_without_torch():
+    names = "RunOptions, find_hosts, run, _controller, preflight"
+    program = f"import sys; from colossalai.launcher import {names}; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "False\n"

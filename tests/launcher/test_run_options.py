@@ -13,8 +13,9 @@ import pytest
 from click.testing import CliRunner, Result
 
 from colossalai.cli import main
-from colossalai.cluster._hosts import Host
-from colossalai.launcher._job import ClusterJob, Job, forwarded_environment, withheld_names
+from colossalai.cluster import Host
+from colossalai.launcher._environment import forwarded_environment, withheld_names
+from colossalai.launcher._job import ClusterJob, Job
 from colossalai.launcher._run import RunOptions, find_hosts
 
 pytestmark = pytest.mark.unit

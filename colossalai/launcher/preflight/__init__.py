@@ -1,26 +1,10 @@
-"""Whether all machines can run a job, found before anything of it starts.
+"""Pre-flight checks: whether all hosts can run a job, found before anything of it starts.
 
-Names are imported when they are first asked for: the command line shows its help without them.
+For the package: `preflight` and its request, report and findings, which `colossalai run` and
+`colossalai check --doctor` show.
 """
 
-from typing import TYPE_CHECKING, Any
-
-from colossalai._lazy import find_name
-
-if TYPE_CHECKING:
-    from colossalai.launcher.preflight._checks import PreflightReport as PreflightReport
-    from colossalai.launcher.preflight._checks import PreflightRequest as PreflightRequest
-    from colossalai.launcher.preflight._checks import preflight as preflight
-    from colossalai.launcher.preflight._findings import Finding as Finding
-
-_HOMES = {
-    "Finding": "colossalai.launcher.preflight._findings",
-    "PreflightReport": "colossalai.launcher.preflight._checks",
-    "PreflightRequest": "colossalai.launcher.preflight._checks",
-    "preflight": "colossalai.launcher.preflight._checks",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a public name, or a sub-module, when it is first asked for (PEP 562)."""
-    return find_name(__name__, _HOMES, name)
+from colossalai.launcher.preflight._findings import Finding as Finding
+from colossalai.launcher.preflight._preflight import PreflightReport as PreflightReport
+from colossalai.launcher.preflight._preflight import PreflightRequest as PreflightRequest
+from colossalai.launcher.preflight._preflight import preflight as preflight

@@ -1,25 +1,23 @@
-"""The part of the pre-flight checks that runs on a node: it answers questions about the machine it is on.
+"""Probe of the pre-flight checks: the program that answers questions about the host that it runs on.
 
-It is sent there as source and run by the interpreter of the job (`_node.py`), so that a node without
+It is sent there as source and run by the interpreter of the job (`_probe_client.py`), so that a host without
 colossalai, or with another one, is examined by the same code as the others. Hence only the standard library
-and `psutil`, which the package needs anyway, and nothing that is newer than Python 3.8.
-
-A line of JSON comes in, `{"id": 3, "question": "clock", "with": {}}`, and a marked line goes out, with
-`"answer"` or `"error"`; whatever else the node prints (a greeting of its shell, say) has no mark.
+and `psutil`, which the package needs anyway, and nothing that is newer than Python 3.8. A question is a
+message `ask` of the protocol that agents speak, too (`_protocol.py`), with a number, a name and arguments;
+the answer is a message `answer`.
 """
 
 # [Note: a thread for each question]
 # A file system that does not answer blocks whoever asks, for ever and beyond the reach of a signal; so may a
 # name server and a driver. Each question therefore has a thread of its own, and one that hangs costs its own
-# answer and no other. Nothing waits for these threads: when the input ends, because the asker has what it
-# wanted or is gone, the process ends on the spot.
+# answer and no other. Nothing waits for these threads: when the connection ends, because the asker has what
+# it wanted or is gone, the process ends on the spot.
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import re
@@ -34,6 +32,7 @@ from typing import Any
 
 # By their full names: a module taken from the package would have the node import the package, if it has one.
 from colossalai.cluster._ports import free_port, port_holder, port_is_free
+from colossalai.launcher._protocol import ControllerLink
 from colossalai.launcher.preflight._probe_network import (
     all_reduce,
     close,
@@ -43,29 +42,26 @@ from colossalai.launcher.preflight._probe_network import (
     lookups,
 )
 
-MARK = "colossalai-probe "
 _VERSION = re.compile(r"^__version__[^=\n]*=\s*['\"]([^'\"]+)", re.MULTILINE)
 _PRIVILEGED = "ports below 1024 are for privileged users"
 
 
 def serve() -> None:
-    """Answer questions until the input ends."""
-    output = threading.Lock()
-    for line in sys.stdin.buffer:
-        threading.Thread(target=_answer, args=(json.loads(line), output), daemon=True).start()
-    os._exit(0)
+    """Answer questions until the controller has ended the connection, or is gone."""
+    # See [Note: a thread for each question]: the link calls `answer` in one for each.
+    link = ControllerLink({"ask": lambda asked: answer(asked, link)}, on_loss=lambda: os._exit(0))
+    link.start()
+    threading.Event().wait()
 
 
-def _answer(asked: dict, output: threading.Lock) -> None:
-    answer: dict = {"id": asked["id"]}
+def answer(asked: dict, link: ControllerLink) -> None:
+    """Send the answer to one question."""
+    said: dict = {"id": asked["id"]}
     try:
-        answer["answer"] = QUESTIONS[asked["question"]](**asked["with"])
+        said["answer"] = QUESTIONS[asked["question"]](**asked["arguments"])
     except BaseException as error:  # whatever it is: the asker shows it
-        answer["error"] = f"{type(error).__name__}: {error}"
-    line = f"{MARK}{json.dumps(answer)}\n".encode()
-    with output:
-        sys.stdout.buffer.write(line)
-        sys.stdout.buffer.flush()
+        said["error"] = f"{type(error).__name__}: {error}"
+    link.send("answer", **said)
 
 
 def interpreter() -> dict:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from colossalai.launcher._ssh import READ_VARIABLES
+from colossalai.launcher._environment import READ_VARIABLES
 from tests.launcher.hosts.launch import Launch, launch, wait_until_empty
 from tests.launcher.hosts.network import Network
 

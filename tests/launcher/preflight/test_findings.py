@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from colossalai.cluster._hosts import Host
-from colossalai.cluster._store_server import chosen_interfaces
+from colossalai.cluster import Host, chosen_interfaces
 from colossalai.launcher._ssh import explain_ssh
 from colossalai.launcher.preflight import PreflightRequest, _probe_network, preflight
 from colossalai.launcher.preflight import _host_findings as host_checks

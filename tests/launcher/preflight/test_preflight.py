@@ -24,7 +24,7 @@ PORT = 29500
 DRIVER = """
 import dataclasses, json, sys
 from colossalai.launcher.preflight import PreflightRequest, preflight
-from colossalai.cluster._hosts import Host
+from colossalai.cluster import Host
 options = json.loads(sys.argv[1])
 hosts = [Host(name) for name in options.pop("names")]
 report = preflight(PreflightRequest(hosts=hosts, **options))

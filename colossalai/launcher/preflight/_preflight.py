@@ -21,7 +21,6 @@ from colossalai.cluster import Host
 from colossalai.launcher._ssh import explain_ssh
 from colossalai.launcher.preflight import _host_findings as host_checks
 from colossalai.launcher.preflight import _network_findings as network_checks
-from colossalai.launcher.preflight._conversation import HostGoneError, ProbedHost
 from colossalai.launcher.preflight._findings import (
     Answer,
     Answers,
@@ -33,6 +32,7 @@ from colossalai.launcher.preflight._findings import (
     values_of,
 )
 from colossalai.launcher.preflight._network_findings import Place
+from colossalai.launcher.preflight._probe_client import HostGoneError, ProbeClient
 
 _PACKAGES = ("torch", "colossalai")
 _ALL_REDUCE_S = 60.0  # it imports torch
@@ -98,10 +98,10 @@ def preflight(request: PreflightRequest) -> PreflightReport:
         raise ValueError(
             f"--master_port {request.master_port} is not a TCP port; use 1 to 65535, or 0 for a free one"
         )
-    return asyncio.run(_Flight(request).report())
+    return asyncio.run(_PreflightRun(request).report())
 
 
-class _Flight:
+class _PreflightRun:
     """One run of the checks."""
 
     def __init__(self, request: PreflightRequest) -> None:
@@ -114,7 +114,7 @@ class _Flight:
         self.num_procs = {host.name: request.num_procs or host.slots or 1 for host in request.hosts}
         self.findings: list[Finding] = []
         self.nodes = {
-            name: ProbedHost(name, python=request.python, env=request.env, ssh_port=request.ssh_port)
+            name: ProbeClient(name, python=request.python, env=request.env, ssh_port=request.ssh_port)
             for name in self.names
         }
 
@@ -160,7 +160,7 @@ class _Flight:
             self.first = present[0]
             self.master_addr = self.first.rpartition("@")[2]
 
-    async def _reach(self, node: ProbedHost) -> Answer | None:
+    async def _reach(self, node: ProbeClient) -> Answer | None:
         try:
             await node.start()
             answer = await node.ask("interpreter", timeout_s=self.request.contact_s)
