@@ -30,8 +30,8 @@ from colossalai.context._watching import start_watching, stop_watching
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.monitor._flight_recorder import MessageRecord
 from colossalai.monitor._last_calls import SignatureRecord
-from colossalai.monitor._progress import Progress
 from colossalai.monitor._sections import section
+from colossalai.monitor._wait_timer import WaitTimer
 
 CONFIG = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}, "watchdog": False}
 VARIANTS: dict[str, dict[str, Any] | None] = {
@@ -94,7 +94,7 @@ def watched(options: dict[str, Any] | None, number: int) -> Iterator[None]:
         with (
             mock.patch.object(section, "__enter__", _nothing),
             mock.patch.object(section, "__exit__", _nothing),
-            mock.patch.object(_conjugate, "module_at_work", _nothing),
+            mock.patch.object(_conjugate, "current_module", _nothing),
         ):
             yield
         return
@@ -132,11 +132,11 @@ def share_of_pieces(step_s: float, *, num_sections: int, num_backwards: int) -> 
             pass
 
     record = MessageRecord()
-    progress = Progress(record, watches_sections=True)
+    progress = WaitTimer(record, watches_sections=True)
     layer = _Layer()
     pieces = {
         "section_us": microseconds(enter),
-        "module_us": microseconds(lambda: layer(lambda: _conjugate.module_at_work())),
+        "module_us": microseconds(lambda: layer(lambda: _conjugate.current_module())),
         "without_module_us": microseconds(lambda: layer(lambda: None)),
         "look_us": microseconds(lambda: progress.look(1.0), count=300),
         **signature_pieces(),

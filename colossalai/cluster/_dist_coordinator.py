@@ -1,4 +1,4 @@
-"""Who is this process among the ranks, and who goes first.
+"""Coordination of ranks: which one this process is, and who goes first.
 
 Everything here is read from `torch.distributed` at the moment of the call; nothing is kept.
 """

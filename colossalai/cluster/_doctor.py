@@ -1,4 +1,4 @@
-"""What is installed on this machine, and does it fit together: the facts behind `colossalai check -i`.
+"""Installation report: versions, devices and libraries, and whether they fit (`colossalai check -i`).
 
 Nothing here fails: what cannot be found out, or does not import, is a line of the report. Of torch, abilities
 are asked for, not versions.

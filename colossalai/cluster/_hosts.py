@@ -1,4 +1,4 @@
-"""The machines of a job: host lists, host files, and what a batch system says about its allocation.
+"""Host lists: those of the command line, of host files, and of the allocation of a batch system.
 
 A host is written `name`, `name:4` or, in a file, also `name slots=4`; everywhere a name may be a bracket
 expression of SLURM, `node[1-3,7]`. A file that names bare hosts several times, as $PBS_NODEFILE does, has
@@ -39,7 +39,7 @@ def parse_hosts(text: str, *, what: str = "--host") -> tuple[Host, ...]:
         what: Where it comes from, for the error.
 
     Raises:
-        ValueError: It is empty, or a part of it is no host, or a host is in it twice.
+        ValueError: `text` is empty, a part of it is no host, or a host is in it twice.
     """
     words = [word.strip() for word in _OUTER_COMMA.split(text)]
     try:
@@ -90,7 +90,7 @@ def select_hosts(
     """Return the hosts that are in `include`, or all but those in `exclude`, in their order.
 
     Raises:
-        ValueError: Both are given, a name is not among the hosts, or no host is left.
+        ValueError: `include` and `exclude` are both given, a name is not among `hosts`, or none is left.
     """
     if include and exclude:
         raise ValueError("--include and --exclude are two ways to say the same; use one of them")

@@ -48,7 +48,7 @@ class PlainCodec:
         """Return a value as bytes; the same for equal values, if dicts have one order.
 
         Raises:
-            ValueError: There is something in it that is not plain.
+            ValueError: `value` holds something that is not plain.
         """
         table: list[Any] = []
         tree = self._tree(value, table, {})
@@ -58,7 +58,7 @@ class PlainCodec:
         """Return the value that `encode` made bytes of.
 
         Raises:
-            ValueError: The bytes are something else.
+            ValueError: `data` is not what `encode` writes.
         """
         try:
             tree, table = json.loads(data)
@@ -139,7 +139,7 @@ def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[An
     """Return the plain values of all ranks of a group, in its order; collective.
 
     Raises:
-        ValueError: That of some rank is not plain; on all of them.
+        ValueError: The value of some rank is not plain; on all ranks.
     """
     try:
         told = PLAIN.encode({"value": value})

@@ -49,7 +49,7 @@ def serve_store(host: str, port: int, *, timeout: timedelta = _TIMEOUT) -> dist.
         timeout: That of the client.
 
     Raises:
-        DistNetworkError: The port is taken.
+        DistNetworkError: `port` is taken.
     """
     listener = _listener(host, port) if is_loopback(host) else None
     if listener is not None:
@@ -134,7 +134,7 @@ def wait_for_name(host: str, port: int, *, deadline: float) -> list[Any]:
         deadline: Until when, by `time.monotonic`.
 
     Raises:
-        ConnectionError: The name is not known by then; the message says why.
+        ConnectionError: `host` is not known by then; the message says why.
     """
     reason = "no time was left to look the name up"
     while (left := deadline - time.monotonic()) > 0:
@@ -157,7 +157,7 @@ def wait_for_server(host: str, port: int, *, deadline: float) -> None:
         deadline: Until when, by `time.monotonic`.
 
     Raises:
-        ConnectionError: Nothing does by then; the message says why.
+        ConnectionError: Nothing listens by `deadline`; the message says why.
     """
     reason = ""
     while True:
@@ -187,7 +187,7 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
         call: Takes no lock of Python's while it waits.
 
     Raises:
-        TimeoutError: It has not returned.
+        TimeoutError: `call` has not returned by then.
     """
     answer: Future[_T] = Future()
 

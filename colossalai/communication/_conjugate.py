@@ -19,7 +19,7 @@ import torch
 
 from colossalai.communication._collectives import all_gather, all_reduce, reduce_scatter
 from colossalai.context import Axis
-from colossalai.monitor import module_at_work
+from colossalai.monitor import current_module
 
 
 def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,7 +66,7 @@ class _GatherScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
-        ctx.module = module_at_work()
+        ctx.module = current_module()
         return all_gather(tensor, dim, axis)
 
     @staticmethod
@@ -78,7 +78,7 @@ class _GatherSplit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
-        ctx.module = module_at_work()
+        ctx.module = current_module()
         return all_gather(tensor, dim, axis)
 
     @staticmethod
@@ -90,7 +90,7 @@ class _SplitGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
-        ctx.module = module_at_work()
+        ctx.module = current_module()
         return slice_of(tensor, axis, dim)
 
     @staticmethod
@@ -102,7 +102,7 @@ class _ScatterGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
-        ctx.module = module_at_work()
+        ctx.module = current_module()
         return reduce_scatter(tensor, dim, axis)
 
     @staticmethod
@@ -124,7 +124,7 @@ class _CopyReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
-        ctx.module = module_at_work()
+        ctx.module = current_module()
         return tensor.view_as(tensor)
 
     @staticmethod

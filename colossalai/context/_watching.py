@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from colossalai.context._config import Config
-from colossalai.monitor import AgreementCheck, AxisOf, DisagreementError, Watchdog, watchdog_options
+from colossalai.monitor import AxisOf, CollectiveCheck, DisagreementError, Watchdog, watchdog_options
 
 DEBUG_VARIABLE = "COLOSSALAI_DEBUG"
 
@@ -36,7 +36,7 @@ def start_watching(config: Config, store: dist.Store, *, rank: int, world_size: 
     with ExitStack() as stack:
         if is_debugging(config) and world_size > 1:
             timeout = _DEBUG_SHARE * (limit if options is None else options.timeout)
-            check = AgreementCheck(store, rank=rank, timeout=timeout, axis_of=axis_of)
+            check = CollectiveCheck(store, rank=rank, timeout=timeout, axis_of=axis_of)
             stack.enter_context(check.checking())
         watchdog = None
         if options is not None:

@@ -1,8 +1,8 @@
-"""The launcher: one agent of torch's elastic launcher, which starts the ranks and watches them.
+"""Agent of one host: torch's elastic agent, which starts the ranks, watches them and ends them.
 
 torch's agent gives the ranks their environment and starts each in a session of its own. `LocalAgent` adds
 what a user at a terminal needs: it knows which rank failed first, and it ends the whole tree of processes
-within seconds. See docs/design/cluster.md.
+within seconds. See docs/design/launcher.md.
 """
 
 import logging
@@ -26,7 +26,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from colossalai.cluster import serve_store
 from colossalai.launcher import _worker
-from colossalai.launcher._cleanup import PrivateFolder, remove_abandoned_folders
+from colossalai.launcher._cleanup import JobFolder, remove_abandoned_folders
 from colossalai.launcher._failure import JobFailure, RankState, find_failure, read_error
 from colossalai.launcher._job import Job, port_taken
 from colossalai.launcher._processes import adopt_orphans, end_descendants, exit_code_of, signals_to_heed
@@ -40,7 +40,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """The part of this machine in a job of one machine or several."""
+    """Where the ranks of a job meet, and which of its hosts this one is."""
 
     run_id: str
     master_addr: str
@@ -59,13 +59,13 @@ def launch(job: Job) -> int:
     128 + N also if this process was asked to stop with signal N.
 
     Raises:
-        ValueError: The port was taken.
+        ValueError: The port of the job has been taken since it was checked.
     """
     num_procs = prepare(job)
     store = listen(LOOPBACK, job.master_port)
     rendezvous = Rendezvous(run_id=uuid.uuid4().hex, master_addr=LOOPBACK, master_port=store.port)
     remove_abandoned_folders()
-    folder = PrivateFolder("run")
+    folder = JobFolder("run")
     try:
         logs = DefaultLogsSpecs(log_dir=str(folder.path))
         agent = LocalAgent(worker_spec(job, rendezvous, num_procs=num_procs), logs)
@@ -164,7 +164,7 @@ def listen(address: str, port: int) -> TCPStore:
         port: 0 is any free one.
 
     Raises:
-        ValueError: The port is taken.
+        ValueError: `port` is taken.
     """
     try:
         return serve_store(address, port)

@@ -1,4 +1,4 @@
-"""End what an agent that is gone or stuck has left on its node.
+"""Cleanup of a host: the processes and folders that an agent left which is gone or stuck.
 
     python -m colossalai.launcher._cleanup MARK
 
@@ -23,7 +23,7 @@ _PREFIX = "colossalai_"
 _LOCK = ".colossalai-lock"
 
 
-class PrivateFolder:
+class JobFolder:
     """A new folder that only this user may enter.
 
     Args:

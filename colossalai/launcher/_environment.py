@@ -38,14 +38,14 @@ READ_VARIABLES = (
 
 
 def forwarded_environment(environment: Mapping[str, str], given: Sequence[str] = ()) -> dict[str, str]:
-    """Return the variables that every node gets: those that matter to a job, and the user's --env.
+    """Return the variables that every host gets: those that matter to a job, and the user's --env.
 
     Args:
         environment: The caller's.
         given: See `given_variables`; they win.
 
     Raises:
-        ValueError: One of `given` is no variable.
+        ValueError: A word of `given` is no variable.
     """
     names = [name for name in sorted(environment) if _matters(name) and not is_secret(name)]
     kept = {name: environment[name] for name in names}
@@ -66,7 +66,7 @@ def given_variables(given: Sequence[str], environment: Mapping[str, str]) -> dic
         environment: The caller's.
 
     Raises:
-        ValueError: A word is neither, or the caller has no such variable.
+        ValueError: A word of `given` is neither, or the caller has no such variable.
     """
     env = {}
     for word in given:
@@ -105,7 +105,7 @@ def variables_line(env: Mapping[str, str]) -> bytes:
     """Return the line from which `READ_VARIABLES` sets these variables.
 
     Raises:
-        ValueError: A name is none that a shell takes.
+        ValueError: A name of `env` is none that a shell takes.
     """
     for name in env:
         if not is_variable_name(name):

@@ -1,4 +1,4 @@
-"""Which rank failed first, and how to say it.
+"""Failure of a job: which rank failed first, and how it is told.
 
 [Note: the first failure]
 When one rank ends, its peers fail soon after with "connection closed" and the like. Who is to blame?
@@ -23,7 +23,7 @@ _MESSAGE_S = 1.0  # what the news of a lost node may take; the errors of its pee
 
 @dataclass(frozen=True, kw_only=True)
 class RankError:
-    """The error that a rank wrote down when nobody caught it (see `_worker.ErrorHook`)."""
+    """The error that a rank wrote down when nobody caught it (see `_worker.WorkerErrorHook`)."""
 
     message: str  # one line: "ValueError: ..."
     traceback: str  # empty for a sys.exit

@@ -1,4 +1,4 @@
-"""The agent of one node in a job on several: started over ssh by `colossalai run`, and led by it.
+"""Host agent: the program that the controller starts over ssh on each host of a job.
 
     python -m colossalai.launcher._host_agent --run-id ID ... -- TARGET ARGS...
 
@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from colossalai.launcher._cleanup import (
     GRACE_S,
     MARK_VARIABLE,
-    PrivateFolder,
+    JobFolder,
     remove_abandoned_folders,
     sweep,
 )
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class HostAgent:
-    """This node: what it was asked to do, and how it ends.
+    """What this host was asked to do, and how that ends.
 
     Args:
         options: The command line.
@@ -65,7 +65,7 @@ class HostAgent:
         self.agent: LocalAgent | None = None
         self.ending = threading.Lock()  # whoever holds it ends the ranks, and nobody else looks at them
         remove_abandoned_folders()
-        self.folder = PrivateFolder("node")  # before the link: its threads may end this process at once
+        self.folder = JobFolder("node")  # before the link: its threads may end this process at once
         self.link = ControllerLink({"stop": self._stop}, on_loss=self._lose)
 
     def run(self) -> None:

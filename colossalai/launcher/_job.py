@@ -29,7 +29,7 @@ def check_job(job: Job) -> None:
     """Refuse what cannot be started, before anything is.
 
     Raises:
-        ValueError: It starts no process, there is no such script or module, or the port cannot be used.
+        ValueError: `num_procs` is below 1, there is no such script or module, or the port cannot be used.
     """
     if job.num_procs is not None and job.num_procs < 1:
         raise ValueError(f"--nproc_per_node {job.num_procs} would start no process; use 1 or more")
@@ -142,7 +142,7 @@ def check_cluster_job(cluster: ClusterJob) -> None:
     """Refuse what cannot work.
 
     Raises:
-        ValueError: The master is localhost, or no host of the job; or a number does not fit.
+        ValueError: The master or a host of several is a loopback, or a number is out of its range.
     """
     address, num_hosts = cluster.master_addr, len(cluster.hosts)
     if num_hosts > 1:

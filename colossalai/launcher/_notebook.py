@@ -1,4 +1,4 @@
-"""`notebook_launcher`: ranks that are started from a cell of a notebook, or from a running Python.
+"""Notebook launcher: ranks that are started from a cell of a notebook, or from a running Python.
 
 [Note: fork or spawn]
 What a cell defines can be found in a copy of this process only, so ranks are forked where that is safe. It is
@@ -54,8 +54,8 @@ def notebook_launcher(
             module, or of a script that calls this under `if __name__ == "__main__":`.
 
     Raises:
-        ValueError: An argument is not what it must be, this process is part of a job already, or the ranks
-            cannot be forked and cannot import the function.
+        ValueError: An argument has a wrong type or value, this process is part of a job already, or the ranks
+            cannot be forked and cannot import `fn`.
         torch.multiprocessing.ProcessRaisedException: A rank raised (the message has its traceback); the
             others have been ended.
         torch.multiprocessing.ProcessExitedException: A rank was killed, or left with an exit code.

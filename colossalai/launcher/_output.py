@@ -1,4 +1,4 @@
-"""Where the ranks' lines go: to the screen with "[host:rank]" before them, and into a file per rank.
+"""Output of the ranks: lines on the screen with "[host:rank]" before them, and a log file per rank.
 
 A line is one write, so lines never mix. A screen that does not take any more (a pager, a paused terminal)
 must not keep the controller from beating: a write that would block waits in a thread.

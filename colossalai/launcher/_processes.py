@@ -1,4 +1,4 @@
-"""The tree of processes below the launcher: see how one ended, and end them all."""
+"""Process tree below an agent: exit codes without reaping, and the end of all descendants."""
 
 import ctypes
 import os

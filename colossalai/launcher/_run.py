@@ -1,4 +1,4 @@
-"""`colossalai run`: from its options to a job on this machine, or on several."""
+"""Run options: from the words of `colossalai run` to a job on this machine, or on several."""
 
 import os
 import shlex
@@ -62,7 +62,7 @@ def run(options: RunOptions) -> int:
     """Do what the options say and return the exit code.
 
     Raises:
-        ValueError: They are wrong, or do not fit one another.
+        ValueError: An option is wrong, or two do not fit one another.
     """
     options = _with_overrides(_with_extra_args(options))
     hosts = find_hosts(options, os.environ)
@@ -103,7 +103,9 @@ def find_hosts(options: RunOptions, environment: Mapping[str, str]) -> tuple[Hos
     """Return the hosts of the job; none where it is just this machine.
 
     Raises:
-        ValueError: The options are wrong, or a batch system has started this very command several times.
+        ValueError: The host options contradict one another or name no host, or a batch system has started
+        this
+            very command several times.
     """
     if options.host_list is not None and options.hostfile is not None:
         raise ValueError("--host and --hostfile are two ways to say the same; use one of them")

@@ -1,4 +1,4 @@
-"""What a rank of `colossalai run` does before the user's script starts.
+"""Worker: the process of one rank, and what it does before the user's script starts.
 
     python _worker.py LAUNCHER_PID (script | module) TARGET ARGS...
 
@@ -33,7 +33,7 @@ def main() -> None:
     launcher_pid, kind, target, *args = sys.argv[1:]
     die_with(int(launcher_pid))
     faulthandler.enable()  # a crash in compiled code shows where Python was
-    hook = sys.excepthook = ErrorHook(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    hook = sys.excepthook = WorkerErrorHook(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Whole lines, at once: the ranks' lines do not mix in a pipe, and a killed rank's output is complete.
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
@@ -53,7 +53,7 @@ def main() -> None:
         raise
 
 
-class ErrorHook:
+class WorkerErrorHook:
     """A `sys.excepthook` that writes the error to a file, in the format of torch's elastic launcher.
 
     Args:

@@ -1,4 +1,4 @@
-"""What the ranks of a node write, line by line: each of them writes into named pipes of its own."""
+"""Worker pipes: the output of a host's ranks, line by line, each from named pipes of its own."""
 
 import contextlib
 import os

@@ -1,11 +1,25 @@
-"""What watches a job while it runs: sections, the flight recorder, hangs and mismatches by name."""
+"""Monitor: watches a job while it runs, and names the ranks to blame for a hang or a mismatch.
 
-from colossalai.monitor._collective_check import AgreementCheck as AgreementCheck
+For users: `section`, `name_modules` and `current_module`, by which their own code says what it is doing. For
+the package: the rest; `context` switches the watchdog and the debug mode on and off.
+
+| word | what it is |
+| --- | --- |
+| section | a part of a step that says what it is: "the forward", "data loading" |
+| meeting | a section in which a thread waits for other ranks without a collective |
+| channel | a process group's collectives, or the messages from one rank to another; each is counted |
+| alarm, notice | set in the store by a rank that has waited too long: for a report, or for one line |
+| rank report | what a rank says at an alarm: where it waits, what it has issued, its stacks |
+| diagnosis | which ranks are to blame, from the reports of all |
+| signature | operation, shapes and dtypes of a collective, noted where neighbors can read it |
+"""
+
+from colossalai.monitor._collective_check import CollectiveCheck as CollectiveCheck
 from colossalai.monitor._mismatch import DisagreementError as DisagreementError
 from colossalai.monitor._options import ACTIONS as ACTIONS
 from colossalai.monitor._options import watchdog_options as watchdog_options
+from colossalai.monitor._sections import current_module as current_module
 from colossalai.monitor._sections import meeting as meeting
-from colossalai.monitor._sections import module_at_work as module_at_work
 from colossalai.monitor._sections import name_modules as name_modules
 from colossalai.monitor._sections import section as section
 from colossalai.monitor._sections import still_moving as still_moving

@@ -1,4 +1,4 @@
-"""Debug mode: before a collective begins, its ranks tell one another what it is, and compare.
+"""Debug mode for collectives: their ranks compare operation, shapes and dtypes before one is issued.
 
 [Note: where ranks compare]
 A comparison must not hang where the collective would. So it does not use the group, but the store: each rank
@@ -26,7 +26,7 @@ from torch.distributed import distributed_c10d
 from colossalai.monitor._flight_recorder import replaced
 from colossalai.monitor._message_check import AxisOf, MessageCheck, last_of
 from colossalai.monitor._mismatch import DisagreementError, Said, difference, say, shown
-from colossalai.monitor._store import PatientStore
+from colossalai.monitor._store import DeadlineStore
 
 _STORE_S = 10.0  # an answer of the store that takes longer does not come
 
@@ -70,7 +70,7 @@ METHODS = {
 _OPTIONS = (("reduceOp", "reduction"), ("rootRank", "root"))
 
 
-class AgreementCheck:
+class CollectiveCheck:
     """Compares every collective and every message of this rank with those of the others.
 
     Args:
@@ -81,7 +81,7 @@ class AgreementCheck:
     """
 
     def __init__(self, store: dist.Store, *, rank: int, timeout: float, axis_of: AxisOf) -> None:
-        self._store = PatientStore("debug", store, timeout=_STORE_S)
+        self._store = DeadlineStore("debug", store, timeout=_STORE_S)
         self._messages = MessageCheck(self._store, rank=rank, timeout=timeout, axis_of=axis_of)
         self._rank = rank
         self._timeout = timeout
@@ -109,7 +109,7 @@ class AgreementCheck:
         """Raise on all ranks of a group if they are not about to do the same.
 
         Raises:
-            DisagreementError: They are not, or some of them do not come.
+            DisagreementError: The ranks are about to issue different operations, or some do not come in time.
         """
         ranks = sorted(distributed_c10d._world.pg_group_ranks[group])
         name = group.group_name

@@ -1,4 +1,4 @@
-"""From what every rank says to who is to blame.
+"""Diagnosis of a hang: from the reports of all ranks to those that are to blame.
 
 [Note: who is to blame]
 A rank that waits names its partners. One of them may have died, or does not answer. One may have gone another
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from colossalai.monitor._last_calls import AxisOf, disagreements
-from colossalai.monitor._rank_report import Answer, Waiting
+from colossalai.monitor._rank_report import RankReport, Waiting
 
 _NUM_NAMED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class Diagnosis:
     """What a hang comes from.
 
     Attributes:
@@ -31,27 +31,27 @@ class Verdict:
     blamed: tuple[int, ...] = field(default=())
 
 
-def judge(
-    answers: dict[int, Answer], absent: dict[int, str], axis_of: AxisOf = lambda ranks: None
-) -> Verdict:
+def diagnose(
+    reports: dict[int, RankReport], absent: dict[int, str], axis_of: AxisOf = lambda ranks: None
+) -> Diagnosis:
     """Say which ranks a job waits for.
 
     Args:
-        answers: What the ranks say.
+        reports: What the ranks say.
         absent: How it is with those that say nothing: "(host2, pid 77) has died".
         axis_of: What is the mesh axis along some ranks?
     """
-    waits = [(rank, wait) for rank, answer in sorted(answers.items()) for wait in answer.waiting]
-    signatures = {rank: items for answer in answers.values() for rank, items in answer.signatures.items()}
+    waits = [(rank, wait) for rank, answer in sorted(reports.items()) for wait in answer.waiting]
+    signatures = {rank: items for answer in reports.values() for rank, items in answer.signatures.items()}
     findings = [
-        # A rank may have died of what others have called; of those that live, their answers say more.
+        # A rank may have died of what others have called; of those that live, their reports say more.
         *(disagreements(signatures, axis_of) if absent else ()),
         *_absent(waits, absent),
-        *_gone_another_way(answers, waits),
-        *_not_come(answers, waits),
+        *_gone_another_way(reports, waits),
+        *_not_come(reports, waits),
     ]
     if not findings:
-        findings = [*_waiting_in_a_ring(answers, waits), *_too_long(answers), *_all_there(waits)][:1]
+        findings = [*_waiting_in_a_ring(reports, waits), *_too_long(reports), *_all_there(waits)][:1]
     lines: list[str] = []
     blamed: list[int] = []
     for ranks, line in findings:
@@ -61,7 +61,7 @@ def judge(
     more = len(lines) - _NUM_NAMED
     if more > 0:
         lines[_NUM_NAMED:] = [f"and {more} more ranks"]
-    return Verdict(lines=tuple(lines or ["no rank waits for another one any more"]), blamed=tuple(blamed))
+    return Diagnosis(lines=tuple(lines or ["no rank waits for another one any more"]), blamed=tuple(blamed))
 
 
 _Waits = list[tuple[int, Waiting]]
@@ -77,18 +77,18 @@ def _absent(waits: _Waits, absent: dict[int, str]) -> Iterator[_Finding]:
         yield (rank,), f"rank {rank} {how}{awaited}"
 
 
-def _gone_another_way(answers: dict[int, Answer], waits: _Waits) -> Iterator[_Finding]:
+def _gone_another_way(reports: dict[int, RankReport], waits: _Waits) -> Iterator[_Finding]:
     for _rank, wait in waits:
         entered = {
             rank: (op, shapes)
             for rank in wait.partners
-            if rank in answers
-            for number, op, shapes in answers[rank].recent.get(wait.channel, [])
+            if rank in reports
+            for number, op, shapes in reports[rank].recent.get(wait.channel, [])
             if number == wait.number
         }
         counts = Counter(op for op, _ in entered.values())
         if len(counts) > 1:
-            yield _other_op(answers, wait, {rank: op for rank, (op, _) in entered.items()}, counts)
+            yield _other_op(reports, wait, {rank: op for rank, (op, _) in entered.items()}, counts)
             continue
         sizes = Counter(shapes for _, shapes in entered.values())
         if len(sizes) > 1 and wait.op in _OF_EQUAL_SHAPES:
@@ -111,27 +111,27 @@ _OF_EQUAL_SHAPES = (
 
 
 def _other_op(
-    answers: dict[int, Answer], wait: Waiting, ops: dict[int, str], counts: Counter[str]
+    reports: dict[int, RankReport], wait: Waiting, ops: dict[int, str], counts: Counter[str]
 ) -> _Finding:
     usual, most = counts.most_common(1)[0]
     odd = [rank for rank, op in ops.items() if op != usual]
     others = [rank for rank, op in ops.items() if op == usual]
     where = f"{wait.where}{f' in {wait.module}' if wait.module else ''}"
     told = "; ".join(
-        f"{_name(answers[rank])} entered {ops[rank]} as #{wait.number} {where}; {answers[rank].activity}"
+        f"{_name(reports[rank])} entered {ops[rank]} as #{wait.number} {where}; {reports[rank].activity}"
         for rank in odd
     )
     blamed = odd if most > len(odd) else [*odd, *others]
-    also = "" if most > len(odd) else f"; {answers[others[0]].activity}"
+    also = "" if most > len(odd) else f"; {reports[others[0]].activity}"
     return tuple(blamed), f"{told}; {ranks_in_words(others)} entered {usual}{also}"
 
 
-def _not_come(answers: dict[int, Answer], waits: _Waits) -> Iterator[_Finding]:
+def _not_come(reports: dict[int, RankReport], waits: _Waits) -> Iterator[_Finding]:
     for _, wait in waits:
-        for rank in _missing_in(answers, wait):
-            if not any(_is_held_up(answers, other) for other in answers[rank].waiting):
+        for rank in _missing_in(reports, wait):
+            if not any(_is_held_up(reports, other) for other in reports[rank].waiting):
                 verb, what = _duty(wait, next(waiter for waiter, held in waits if held is wait))
-                yield (rank,), f"{_name(answers[rank])} {verb} {what}; {answers[rank].activity}"
+                yield (rank,), f"{_name(reports[rank])} {verb} {what}; {reports[rank].activity}"
 
 
 def _duty(wait: Waiting, waiter: int) -> tuple[str, str]:
@@ -143,31 +143,31 @@ def _duty(wait: Waiting, waiter: int) -> tuple[str, str]:
     return "did not enter", wait.describe()
 
 
-def _is_held_up(answers: dict[int, Answer], wait: Waiting) -> bool:
+def _is_held_up(reports: dict[int, RankReport], wait: Waiting) -> bool:
     """Whether somebody else is to blame for a wait."""
-    return bool(_missing_in(answers, wait)) or any(rank not in answers for rank in wait.partners)
+    return bool(_missing_in(reports, wait)) or any(rank not in reports for rank in wait.partners)
 
 
-def _missing_in(answers: dict[int, Answer], wait: Waiting) -> list[int]:
+def _missing_in(reports: dict[int, RankReport], wait: Waiting) -> list[int]:
     """Return the ranks that have not reached what a wait needs, of those that answer."""
     return [
         rank
         for rank in wait.partners
-        if rank in answers and answers[rank].reached.get(wait.channel, 0) < wait.number
+        if rank in reports and reports[rank].reached.get(wait.channel, 0) < wait.number
     ]
 
 
-def _waiting_in_a_ring(answers: dict[int, Answer], waits: _Waits) -> Iterator[_Finding]:
-    if any(_missing_in(answers, wait) for _, wait in waits):
+def _waiting_in_a_ring(reports: dict[int, RankReport], waits: _Waits) -> Iterator[_Finding]:
+    if any(_missing_in(reports, wait) for _, wait in waits):
         told = [
-            f"rank {rank} waits in {wait.describe()}" for rank, wait in waits if _missing_in(answers, wait)
+            f"rank {rank} waits in {wait.describe()}" for rank, wait in waits if _missing_in(reports, wait)
         ]
-        ranks = tuple(dict.fromkeys(rank for rank, wait in waits if _missing_in(answers, wait)))
+        ranks = tuple(dict.fromkeys(rank for rank, wait in waits if _missing_in(reports, wait)))
         yield ranks, f"ranks wait for one another: {'; '.join(told[:_NUM_NAMED])}"
 
 
-def _too_long(answers: dict[int, Answer]) -> Iterator[_Finding]:
-    for rank, answer in sorted(answers.items()):
+def _too_long(reports: dict[int, RankReport]) -> Iterator[_Finding]:
+    for rank, answer in sorted(reports.items()):
         if answer.overdue:
             yield (rank,), f"{_name(answer)} {answer.overdue}; {answer.activity}"
 
@@ -192,7 +192,7 @@ def is_same_wait(first: Waiting, second: Waiting) -> bool:
     return (first.channel, first.number) == (second.channel, second.number)
 
 
-def _name(answer: Answer) -> str:
+def _name(answer: RankReport) -> str:
     return f"rank {answer.rank} ({answer.host})"
 
 

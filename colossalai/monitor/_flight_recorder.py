@@ -1,4 +1,4 @@
-"""What this rank has issued: collectives from torch's flight recorder, messages from a ring of our own.
+"""Flight recorder: the collectives that this rank has issued, from torch's, and its sends and receives.
 
 torch's flight recorder notes each collective where it is issued, in compiled code, whoever issues it: our
 layers, DDP, FSDP, a user's script. Gloo notes collectives and not sends and receives, so those pass a light
@@ -181,7 +181,7 @@ def replaced(
 
 
 @dataclass(frozen=True)
-class _Message:
+class _NotedMessage:
     issued: Issued
     work: Callable[[], Any]  # a weak reference: our record must not keep the memory of a message
 
@@ -196,7 +196,7 @@ class MessageRecord:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._awaited: dict[int, tuple[int, float]] = {}  # operation: thread, since when
-        self._last: deque[_Message] = deque(maxlen=_NUM_MESSAGES)
+        self._last: deque[_NotedMessage] = deque(maxlen=_NUM_MESSAGES)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -255,4 +255,4 @@ class MessageRecord:
             seconds=0.0,
             thread=threading.get_ident(),
         )
-        self._last.append(_Message(issued, weakref.ref(work)))
+        self._last.append(_NotedMessage(issued, weakref.ref(work)))

@@ -1,4 +1,4 @@
-"""The report of a hang: the verdict and what every rank does on stderr, all stacks in a file as well."""
+"""Hang report: the diagnosis and what every rank does on stderr, and with all stacks in a file."""
 
 import contextlib
 import os
@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from colossalai.monitor._diagnosis import Verdict, is_same_wait, ranks_in_words
-from colossalai.monitor._rank_report import Answer
+from colossalai.monitor._diagnosis import Diagnosis, is_same_wait, ranks_in_words
+from colossalai.monitor._rank_report import RankReport
 
 _NUM_RANKS_SHOWN = 16
 _FLUSH_S = 0.5
 
 
 def write_report(
-    verdict: Verdict,
-    answers: dict[int, Answer],
+    diagnosis: Diagnosis,
+    reports: dict[int, RankReport],
     stacks: dict[int, str],
     *,
     folder: str,
@@ -28,25 +28,25 @@ def write_report(
     """Write a report to stderr and to a file; return the file.
 
     Args:
-        verdict: Who is to blame.
-        answers: What the ranks say.
+        diagnosis: Who is to blame.
+        reports: What the ranks say.
         stacks: Stacks of ranks that say nothing, as their neighbors got them.
         folder: For the file; it is made if there is none.
         timeout: What was waited for.
         ends: Whether the job ends now.
     """
-    head = [f"colossalai watchdog: ranks have waited for more than {timeout:g} s", *verdict.lines, ""]
-    told = list(_ranks(answers))
-    text = "\n".join([*head, *told, "", *_stacks(answers, stacks, sorted({*answers, *stacks})), ""])
+    head = [f"colossalai watchdog: ranks have waited for more than {timeout:g} s", *diagnosis.lines, ""]
+    told = list(_ranks(reports))
+    text = "\n".join([*head, *told, "", *_stacks(reports, stacks, sorted({*reports, *stacks})), ""])
     path = _write(text, folder)
-    blamed = [rank for rank in verdict.blamed if rank in answers or rank in stacks][:4]
+    blamed = [rank for rank in diagnosis.blamed if rank in reports or rank in stacks][:4]
     end = "the job ends" if ends else "the job goes on (action='report')"
     shown = [
         *head,
         *told[:_NUM_RANKS_SHOWN],
         *(["..."] if len(told) > _NUM_RANKS_SHOWN else []),
         "",
-        *_stacks(answers, stacks, blamed),
+        *_stacks(reports, stacks, blamed),
         f"{end}; all stacks are in {path}"
         if path
         else f"{end}; the stacks could not be written to {folder!r}",
@@ -56,8 +56,8 @@ def write_report(
 
 
 def write_notice(
-    verdict: Verdict,
-    answers: dict[int, Answer],
+    diagnosis: Diagnosis,
+    reports: dict[int, RankReport],
     told: set[tuple[str, int]],
     *,
     notice: float,
@@ -67,29 +67,29 @@ def write_notice(
     """Write one line to stderr: who waits where for whom, and what comes of it; nothing if nobody waits.
 
     Args:
-        verdict: Who is to blame.
-        answers: What the ranks say.
+        diagnosis: Who is to blame.
+        reports: What the ranks say.
         told: Waits that are known already; those of now are added.
         notice: Seconds after which a notice is asked for.
         timeout: Seconds until the report.
         ends: Whether the job ends then.
     """
-    waits = [(rank, wait) for rank, answer in sorted(answers.items()) for wait in answer.waiting]
+    waits = [(rank, wait) for rank, answer in sorted(reports.items()) for wait in answer.waiting]
     new = [(rank, wait) for rank, wait in waits if (wait.channel, wait.number) not in told]
     told.update((wait.channel, wait.number) for _, wait in new)
     if new:
         _, longest = max(new, key=lambda item: item[1].seconds)
         ranks = [rank for rank, wait in new if is_same_wait(wait, longest)]
         verb, seconds = "wait" if len(ranks) > 1 else "waits", longest.seconds
-        where = f"{longest.describe()} ({answers[ranks[0]].activity})"
+        where = f"{longest.describe()} ({reports[ranks[0]].activity})"
         who = f"{ranks_in_words(ranks)} {verb} for {seconds:.0f} s in {where}: "
-    elif not waits and any(answer.overdue for answer in answers.values()):
+    elif not waits and any(answer.overdue for answer in reports.values()):
         who, seconds = "", notice  # something outside of the job is waited for
     else:
         return
-    more = f"; so with {ranks_in_words(verdict.blamed[1:])}" if len(verdict.lines) > 1 else ""
+    more = f"; so with {ranks_in_words(diagnosis.blamed[1:])}" if len(diagnosis.lines) > 1 else ""
     then = f"{'the job is ended' if ends else 'a report follows'} in {max(0.0, timeout - seconds):.0f} s"
-    line = f"colossalai watchdog: {who}{verdict.lines[0]}{more}; if nothing moves, {then}\n"
+    line = f"colossalai watchdog: {who}{diagnosis.lines[0]}{more}; if nothing moves, {then}\n"
     os.write(2, line.encode())
 
 
@@ -106,9 +106,9 @@ def flush_output() -> None:
     thread.join(_FLUSH_S)
 
 
-def _ranks(answers: dict[int, Answer]) -> Iterator[str]:
+def _ranks(reports: dict[int, RankReport]) -> Iterator[str]:
     """Say in a line for each rank what it does."""
-    for rank, answer in sorted(answers.items()):
+    for rank, answer in sorted(reports.items()):
         waits = "; ".join(
             f"waits in {wait.describe()} with {wait.tensors() or 'no tensor'} for {wait.seconds:.1f} s"
             for wait in answer.waiting
@@ -117,9 +117,9 @@ def _ranks(answers: dict[int, Answer]) -> Iterator[str]:
         yield f"rank {rank} ({answer.host}, pid {answer.pid}): {does}"
 
 
-def _stacks(answers: dict[int, Answer], stacks: dict[int, str], ranks: list[int]) -> Iterator[str]:
+def _stacks(reports: dict[int, RankReport], stacks: dict[int, str], ranks: list[int]) -> Iterator[str]:
     for rank in ranks:
-        text = answers[rank].stacks if rank in answers else stacks[rank]
+        text = reports[rank].stacks if rank in reports else stacks[rank]
         if text:
             yield f"Python stacks of rank {rank}:\n{text.rstrip()}\n"
 

@@ -1,4 +1,4 @@
-"""The last collectives that this rank has issued, where its neighbors can read them when it has died.
+"""Last collectives of a rank, in shared memory: its neighbors read them when it has died.
 
 [Note: a signature outlives its rank]
 Ranks that give different shapes to one collective do not hang with gloo: it aborts a rank that has done
@@ -8,7 +8,7 @@ So each rank notes every call in a file in memory, which the ranks of the same m
 
 A note is sixteen bytes: the number of the call and where its text stands. The text is written once for each
 combination of operation, shapes and types; the debug mode compares the same, and more ([Note: where ranks
-compare] in _agreement_check). Collectives that compiled code issues (the reducer of
+compare] in `_collective_check.py`). Collectives that compiled code issues (the reducer of
 `DistributedDataParallel`) are noted on no rank.
 """
 

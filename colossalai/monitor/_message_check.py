@@ -1,4 +1,4 @@
-"""Debug mode for messages: a send and its receive tell one another what they are, and compare.
+"""Debug mode for sends and receives: both ends compare shapes and dtypes of a message.
 
 [Note: who waits for whom]
 A send may be issued long before its receive, and the other way around, so nobody can wait for the partner
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from colossalai.monitor._flight_recorder import replaced
 from colossalai.monitor._mismatch import DisagreementError, Said, difference, say, shown, told
-from colossalai.monitor._store import PatientStore
+from colossalai.monitor._store import DeadlineStore
 
 AxisOf = Callable[[tuple[int, ...]], str | None]
 _Tensors = list[torch.Tensor]
@@ -66,7 +66,7 @@ class MessageCheck:
         axis_of: What is the mesh axis along some ranks?
     """
 
-    def __init__(self, store: PatientStore, *, rank: int, timeout: float, axis_of: AxisOf) -> None:
+    def __init__(self, store: DeadlineStore, *, rank: int, timeout: float, axis_of: AxisOf) -> None:
         self._store = store
         self._rank = rank
         self._timeout = timeout
@@ -152,7 +152,7 @@ class MessageCheck:
         """Compare with the other half, which may be still to come.
 
         Raises:
-            DisagreementError: They do not fit, or it does not come.
+            DisagreementError: The halves do not fit, or the other one does not come in time.
         """
         try:
             self._store.wait([half.other_key], self._timeout)
@@ -171,7 +171,7 @@ class MessageCheck:
         """Raise if the halves do not fit; the second rank to find that they do removes what both have left.
 
         Raises:
-            DisagreementError: They do not.
+            DisagreementError: The halves do not fit.
         """
         other = json.loads(self._store.text(half.other_key))
         both = {self._rank: half.said, half.partner: other}
@@ -182,7 +182,7 @@ class MessageCheck:
             self._store.delete(*(f"{half.key}/{end}" for end in ("send", "recv", "read")))
 
 
-def last_of(rank: int, store: PatientStore) -> str:
+def last_of(rank: int, store: DeadlineStore) -> str:
     """Return the line that says what a rank has communicated last."""
     last = store.text(f"now/{rank}")
     said = f"was last in {told(json.loads(last))}" if last else "has entered no collective yet"

@@ -1,4 +1,4 @@
-"""What a rank is about to communicate, in a form that ranks can compare, and what differs, in words."""
+"""Mismatches in debug mode: descriptions of operations that ranks can compare, and what differs."""
 
 import sys
 from collections.abc import Iterable, Iterator

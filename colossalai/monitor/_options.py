@@ -1,4 +1,4 @@
-"""The options of the watchdog: from a config, from the environment, or the default."""
+"""Watchdog options: from a config, from the environment, or the default."""
 
 import os
 from collections.abc import Mapping
@@ -65,7 +65,8 @@ def watchdog_options(
         world_size: Number of ranks; one rank alone is watched only where somebody has asked for it.
 
     Raises:
-        ValueError: The environment variable is not a number, or an option is not what it must be.
+        ValueError: The environment variable or an option is no positive number of seconds, or `action` is
+            unknown.
     """
     options = dict(written) if isinstance(written, Mapping) else {}
     asked = environment_timeout()
@@ -85,7 +86,7 @@ def environment_timeout() -> float | None:
     """Return what the environment says, None if nothing.
 
     Raises:
-        ValueError: It is not a number of seconds.
+        ValueError: The environment variable is not a number of seconds.
     """
     text = os.environ.get(TIMEOUT_VARIABLE, "")
     if not text:

@@ -1,4 +1,4 @@
-"""Processes of a job as their neighbors on the same machine see them: dead, stopped, or stuck.
+"""Peer processes on the same machine: dead, stopped or stuck, as a rank sees them from outside.
 
 A process whose compiled code never gives up Python's lock can say nothing itself. Each rank has therefore a
 signal at which `faulthandler`, in compiled code and without the lock, writes the stacks into a file in

@@ -1,4 +1,4 @@
-"""What one rank says when somebody asks what it is doing: where it waits, what it has issued, its stacks."""
+"""Rank report: where a rank waits, what it has issued, and its stacks; made when a watchdog asks for it."""
 
 import dataclasses
 import json
@@ -52,7 +52,7 @@ class Waiting:
 
     Attributes:
         op: What it is.
-        channel: What its partners have to reach; see [Note: channels] in _watchdog_records.
+        channel: What its partners have to reach; see [Note: channels] in `_flight_recorder.py`.
         number: How far.
         partners: The global ranks that have to.
         where: "of axis tp", or of which group.
@@ -86,7 +86,7 @@ class Waiting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class RankReport:
     """What a rank is doing.
 
     Attributes:
@@ -123,7 +123,7 @@ class Answer:
         return json.dumps({**dataclasses.asdict(self), "signatures": plain})
 
     @staticmethod
-    def from_json(text: str | bytes) -> "Answer":
+    def from_json(text: str | bytes) -> "RankReport":
         """Return what `to_json` has written."""
         fields = json.loads(text)
         waiting = tuple(
@@ -142,10 +142,10 @@ class Answer:
         gone = {int(rank): how for rank, how in fields["gone"].items()}
         signatures = {int(rank): from_plain(items) for rank, items in fields["signatures"].items()}
         read = {"waiting": waiting, "recent": recent, "gone": gone, "signatures": signatures}
-        return Answer(**{**fields, **read})
+        return RankReport(**{**fields, **read})
 
 
-def answer_of_this_rank(
+def report_of_this_rank(
     *,
     rank: int,
     host: str,
@@ -156,7 +156,7 @@ def answer_of_this_rank(
     overdue: str,
     gone: dict[int, str],
     signatures: dict[int, list[Signature]],
-) -> Answer:
+) -> RankReport:
     """Look at this process from a thread of its own.
 
     Args:
@@ -182,7 +182,7 @@ def answer_of_this_rank(
         reached[item.channel] = max(reached.get(item.channel, 0), item.number)
         recent.setdefault(item.channel, []).append((item.number, item.op, item.shapes))
     main = threading.main_thread().ident or 0
-    return Answer(
+    return RankReport(
         rank=rank,
         host=host,
         pid=pid,
@@ -216,7 +216,7 @@ def _waiting(
         shapes=item.shapes,
         dtypes=item.dtypes,
         seconds=item.seconds,
-        module=_module_at_work(frame) if inside else None,
+        module=_current_module(frame) if inside else None,
     )
 
 
@@ -272,7 +272,7 @@ def _op_on(frame: FrameType | None) -> str | None:
     return found
 
 
-def _module_at_work(frame: FrameType | None) -> str | None:
+def _current_module(frame: FrameType | None) -> str | None:
     """Return the name of the innermost module in whose forward or backward a thread is."""
     modules = [module for inner in outwards(frame) if (module := _module_of(inner)) is not None]
     return name_of(modules[0], modules[-1]) if modules else None

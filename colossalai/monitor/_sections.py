@@ -1,4 +1,4 @@
-"""What a rank is doing, in words: sections of code that say what they are, names of modules, lines of code.
+"""Sections of a training script, module names and code lines: what a rank is doing, in words.
 
 Entering a section is two list operations, so the sections stand where training goes by all the time. Names of
 modules are looked up only when somebody asks: a hook on every module would be paid for on every call.
@@ -93,7 +93,7 @@ def meetings_reached() -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Section:
+class OpenSection:
     """A section that some thread is in.
 
     Attributes:
@@ -109,15 +109,15 @@ class Section:
     is_wait: bool = False
 
 
-def innermost_sections() -> list[Section]:
+def innermost_sections() -> list[OpenSection]:
     """Return the innermost section of every thread that is in one."""
-    found: list[Section] = []
+    found: list[OpenSection] = []
     for thread, sections in list(_of_threads.items()):
-        found.extend(Section(name, thread, start, is_wait) for name, start, is_wait in sections[-1:])
+        found.extend(OpenSection(name, thread, start, is_wait) for name, start, is_wait in sections[-1:])
     return found
 
 
-def module_at_work() -> weakref.ref[nn.Module] | None:
+def current_module() -> weakref.ref[nn.Module] | None:
     """Return the innermost module in whose forward the caller is.
 
     For autograd functions: in their backward no module is on the stack any more. A few frames up, no more.

@@ -1,4 +1,4 @@
-"""The store of a job with calls that give up: torch's own wait for ever for a server that is stopped.
+"""Store with deadlines: calls that give up, where torch's wait for ever for a server that is stopped.
 
 [Note: who serves the store]
 A launcher that is an agent of torch's (`colossalai run`, torchrun) serves it itself, and the ranks are its
@@ -26,7 +26,7 @@ class SilentStoreError(dist.DistError):
     """The server of the store did not answer in time."""
 
 
-class PatientStore:
+class DeadlineStore:
     """A part of the job's store, over a connection of its own; for several threads, one call at a time.
 
     Args:
@@ -77,7 +77,7 @@ class PatientStore:
         """Wait until some keys are there.
 
         Raises:
-            DistError: They are not, after so many seconds.
+            DistError: A key is not there after so many seconds.
         """
         self._ask(lambda: self._store.wait(keys, timedelta(seconds=seconds)), extra=seconds)
 
@@ -96,7 +96,7 @@ class PatientStore:
         """Make a call, and wait for it.
 
         Raises:
-            SilentStoreError: The server does not answer.
+            SilentStoreError: The server does not answer within the time limit.
         """
         with self._lock:
             if self._last is not None and not self._last.done():

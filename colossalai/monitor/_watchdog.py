@@ -1,4 +1,4 @@
-"""The watchdog: a thread of each rank that gives a hang a name, and then ends the job.
+"""Watchdog: a thread of each rank that names the ranks to blame for a hang, and then ends the job.
 
 It looks some ten times per timeout at what this rank has issued and what of it is complete. Where nothing
 has moved for the timeout, it raises the alarm in the store. Every rank's thread sees that, and leaves there
@@ -8,9 +8,21 @@ what its rank is doing; rank 0 makes one report of it all. Nothing here uses the
 The store has a connection of its own here, so a thread that waits in the store does not hold ours, and its
 calls give up after seconds. A rank whose thread cannot run (its process has died, is stopped, or computes in
 compiled code without giving up Python's lock) does not answer: its neighbors on the machine look at its
-process from outside. Should rank 0 be such a one, the lowest rank that answers reports. Should the store not
-answer, for it may be in rank 0 ([Note: who serves the store] in _patient_store), each rank can only speak for
+process from outside. Should rank 0 be such a one, the lowest rank that answers makes the
+diagnosis. Should the store not
+answer, for it may be in rank 0 ([Note: who serves the store] in `_store.py`), each rank can only speak for
 itself, and does; where the others run it has asked before.
+
+[Note: who waits for whom, and by when]
+A rank that has waited for `timeout` sets the alarm. Each rank sees it at its next look, at most `poll_s`
+later, and leaves its report. Rank 0 then collects the reports for at most `grace_s` (two looks and 1.5 s),
+less if all that are missing are known to be gone, and writes the diagnosis. The others wait for rank 0's
+report for `grace_s`, and for the diagnosis for `_DIAGNOSIS_S` more; if one of these does not come, the lowest
+of those that have reported does what rank 0 would have. All store calls give up after 3 to 10 s, so every
+rank gets to the end of this, whatever happens to the others. At the end each rank says why it ends and notes
+that it has; those that are to blame first, the others `_LATER_S` after them. Nobody ends before all have
+spoken, but waits no longer than `_WORDS_S` for that: the first process that ends takes the connections of the
+others along.
 """
 
 import json
@@ -24,7 +36,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from colossalai.monitor._diagnosis import Verdict, judge
+from colossalai.monitor._diagnosis import Diagnosis, diagnose
 from colossalai.monitor._flight_recorder import MessageRecord, prepare_recorder
 from colossalai.monitor._hang_report import flush_output, write_notice, write_report
 from colossalai.monitor._last_calls import (
@@ -41,11 +53,11 @@ from colossalai.monitor._peer_processes import (
     register_this_process,
     unregister_this_process,
 )
-from colossalai.monitor._progress import Progress
-from colossalai.monitor._rank_report import Answer, answer_of_this_rank
-from colossalai.monitor._store import PatientStore
+from colossalai.monitor._rank_report import RankReport, report_of_this_rank
+from colossalai.monitor._store import DeadlineStore
+from colossalai.monitor._wait_timer import WaitTimer
 
-_NO_VERDICT = {
+_NO_DIAGNOSIS = {
     "lines": ["ranks wait for one another, and none has said in time for whom"],
     "blamed": [],
     "speakers": [],
@@ -54,10 +66,10 @@ AxisOf = Callable[[tuple[int, ...]], str | None]
 
 _LEAST_STORE_S, _MOST_STORE_S = 3.0, 10.0  # an answer of the store that takes longer does not come
 _STACKS_S = 0.8  # for neighbors to get the stacks of a rank that does not answer
-_LOOK_S = 0.05  # between two looks while answers come in
+_LOOK_S = 0.05  # between two looks while reports come in
 _FIRST_LOOK_S = 0.02  # the next ones come ever later
 _TROUBLE_S = 0.5  # for a process that closes its connections to be gone
-_VERDICT_S = 3.0  # beyond the grace, for the verdict of another rank
+_DIAGNOSIS_S = 3.0  # beyond the grace, for the diagnosis of another rank
 _WORDS_S = 3.0  # for a rank to say why it ends
 _LATER_S = 0.5  # between what is to blame and the others: clocks of several machines agree no better
 
@@ -88,7 +100,7 @@ class Watchdog:
         self._world_size = world_size
         self._axis_of = axis_of
         self._store_s = min(max(options.timeout, _LEAST_STORE_S), _MOST_STORE_S)
-        self._store = PatientStore("watchdog", store, timeout=self._store_s)
+        self._store = DeadlineStore("watchdog", store, timeout=self._store_s)
         self._known: dict[int, RankProcess] = {}  # all processes, from when all have said where they run
         self._signatures = SignatureRecord()
         self._of_neighbors = NeighborSignatures()
@@ -102,7 +114,7 @@ class Watchdog:
         self._open = ExitStack()
         self._thread = threading.Thread(target=self._run, name="colossalai-watchdog", daemon=True)
         prepare_recorder()
-        self._progress = Progress(self._record, watches_sections=options.watches_steps)
+        self._timer = WaitTimer(self._record, watches_sections=options.watches_steps)
         self._process = register_this_process(self._signatures.descriptor)
 
     def start(self) -> None:
@@ -184,12 +196,12 @@ class Watchdog:
                 self._go_on_without_store(error)
 
     def _look(self) -> None:
-        self._progress.look(self._options.poll_s)
-        overdue = self._progress.overdue(self._options.timeout)
+        self._timer.look(self._options.poll_s)
+        overdue = self._timer.overdue(self._options.timeout)
         self._store.set(f"alive/{self._rank}", str(time.time()))
         if overdue:
             self._store.set(f"alarm/{self._alarms}", str(self._rank))
-        elif self._options.notice < self._options.timeout and self._progress.slow(self._options.notice):
+        elif self._options.notice < self._options.timeout and self._timer.slow(self._options.notice):
             self._store.set(f"notice/{self._notices}", str(self._rank))
         if not self._known and self._store.check(*self._process_keys()):
             self._known = self._processes()
@@ -204,40 +216,43 @@ class Watchdog:
         """Say what this rank is doing; one rank tells in a line who waits for whom, and the job goes on."""
         number = f"notice-{self._notices}"
         self._notices += 1
-        waits = self._progress.slow(self._options.notice)
-        self._progress.take_notice()
+        waits = self._timer.slow(self._options.notice)
+        self._timer.take_notice()
         self._say(number, waits, deadline=time.monotonic() + self._options.grace_s)
 
     def _answer(self, overdue: str) -> None:
-        """Say what this rank is doing, wait for the verdict, and do what the options say."""
+        """Say what this rank is doing, wait for the diagnosis, and do what the options say.
+
+        See [Note: who waits for whom, and by when].
+        """
         number = str(self._alarms)
         self._alarms += 1
         deadline = time.monotonic() + self._options.grace_s
         self._say(number, overdue, deadline=deadline)
-        patience = time.monotonic() + self._options.grace_s + _VERDICT_S
-        if not self._comes(f"verdict/{number}", number, deadline=patience):  # who was at it has died
+        patience = time.monotonic() + self._options.grace_s + _DIAGNOSIS_S
+        if not self._comes(f"diagnosis/{number}", number, deadline=patience):  # who was at it has died
             self._conclude_if_lowest(number, deadline=deadline)
-        text = self._store.text(f"verdict/{number}")
-        verdict = json.loads(text) if text else _NO_VERDICT
+        text = self._store.text(f"diagnosis/{number}")
+        diagnosis = json.loads(text) if text else _NO_DIAGNOSIS
         if self._options.action == "end":
-            self._end(number, verdict)
-        self._progress.forgive()
+            self._end(number, diagnosis)
+        self._timer.forgive()
 
     def _say(self, number: str, overdue: str, *, deadline: float) -> None:
         """Say what this rank is doing, and conclude from what all say, if that is for this rank to do."""
-        answer = self._describe(overdue, self._neighbors())
-        self._store.set(f"answer/{number}/{self._rank}", answer.to_json())
+        report = self._describe(overdue, self._neighbors())
+        self._store.set(f"report/{number}/{self._rank}", report.to_json())
         if self._rank == 0:
             concludes = not self._store.check(f"silent/{number}")  # else it was, and another rank is at it
         else:
-            concludes = not self._comes(f"answer/{number}/0", number, deadline=deadline)
+            concludes = not self._comes(f"report/{number}/0", number, deadline=deadline)
         if concludes:
             self._conclude_if_lowest(number, deadline=deadline)
 
-    def _describe(self, overdue: str, neighbors: dict[int, RankProcess]) -> Answer:
+    def _describe(self, overdue: str, neighbors: dict[int, RankProcess]) -> RankReport:
         gone = {rank: how for rank, process in neighbors.items() if (how := process.trouble())}
         seen = {rank: items for rank, items in self._of_neighbors.read().items() if rank in gone}
-        return answer_of_this_rank(
+        return report_of_this_rank(
             rank=self._rank,
             host=self._process.host,
             pid=self._process.pid,
@@ -258,56 +273,56 @@ class Watchdog:
 
     def _conclude_if_lowest(self, number: str, *, deadline: float) -> None:
         """Conclude if this is rank 0, or else the lowest of those that answer: rank 0 is silent then."""
-        others = (rank for rank in range(1, self._world_size) if self._store.check(f"answer/{number}/{rank}"))
+        others = (rank for rank in range(1, self._world_size) if self._store.check(f"report/{number}/{rank}"))
         if self._rank == 0 or self._rank == next(others, None):
             self._conclude(number, deadline=deadline)
 
     def _conclude(self, number: str, *, deadline: float) -> None:
-        """Collect the answers, judge, and write the report, unless another rank has: this one was silent."""
-        if self._store.check(f"verdict/{number}"):
+        """Collect the reports and write the diagnosis, unless another rank has: then this one was silent."""
+        if self._store.check(f"diagnosis/{number}"):
             return
-        answers = self._collect(number, deadline=deadline)
-        silent = [rank for rank in range(self._world_size) if rank not in answers]
-        self._store.set(f"silent/{number}", json.dumps(silent))
+        reports = self._collect(number, deadline=deadline)
+        silent = [rank for rank in range(self._world_size) if rank not in reports]
+        self._store.set(f"silent/{number}", json.dumps(silent))  # neighbors see it in `_comes`, and help
         stacks: dict[int, str] = {}
-        known = {rank for answer in answers.values() for rank in answer.gone}
+        known = {rank for report in reports.values() for rank in report.gone}
         if set(silent) - known:
             self._help_silent(number)
             time.sleep(_STACKS_S)
             stacks = {rank: self._store.text(f"stacks/{number}/{rank}") for rank in silent}
-        absent = {rank: self._how_is(rank, answers, stacks.get(rank, "")) for rank in silent}
-        verdict = judge(answers, absent, self._axis_of)
+        absent = {rank: self._how_is(rank, reports, stacks.get(rank, "")) for rank in silent}
+        diagnosis = diagnose(reports, absent, self._axis_of)
         if self._store.add(f"told/{number}", 1) > 1:
-            return
+            return  # another rank was quicker: its diagnosis is the one that all end by
         if number.startswith("notice"):
-            self._tell_notice(verdict, answers)
+            self._tell_notice(diagnosis, reports)
         else:
-            self._tell(verdict, answers, stacks)
-        told = {"lines": verdict.lines, "blamed": verdict.blamed, "speakers": sorted(answers)}
-        self._store.set(f"verdict/{number}", json.dumps(told))
+            self._tell(diagnosis, reports, stacks)
+        told = {"lines": diagnosis.lines, "blamed": diagnosis.blamed, "speakers": sorted(reports)}
+        self._store.set(f"diagnosis/{number}", json.dumps(told))
 
-    def _collect(self, number: str, *, deadline: float) -> dict[int, Answer]:
-        answers: dict[int, Answer] = {}
+    def _collect(self, number: str, *, deadline: float) -> dict[int, RankReport]:
+        reports: dict[int, RankReport] = {}
         missing = set(range(self._world_size))
         while missing:
             for rank in sorted(missing):
-                text = self._store.text(f"answer/{number}/{rank}")
+                text = self._store.text(f"report/{number}/{rank}")
                 if text:
-                    answers[rank] = Answer.from_json(text)
+                    reports[rank] = RankReport.from_json(text)
                 if text or self._store.text(f"left/{rank}"):
                     missing.discard(rank)
-            gone = {rank for answer in answers.values() for rank in answer.gone}
+            gone = {rank for report in reports.values() for rank in report.gone}
             if missing <= gone or time.monotonic() > deadline:
                 break
             time.sleep(_LOOK_S)
-        return answers
+        return reports
 
-    def _how_is(self, rank: int, answers: dict[int, Answer], stacks: str) -> str:
+    def _how_is(self, rank: int, reports: dict[int, RankReport], stacks: str) -> str:
         """Say how it is with a rank that does not answer."""
         text = self._store.text(f"process/{rank}")
         name = RankProcess.from_json(text).name if text else "(which has never been heard of)"
         left = self._store.text(f"left/{rank}")
-        seen = next((answer.gone[rank] for answer in answers.values() if rank in answer.gone), "")
+        seen = next((report.gone[rank] for report in reports.values() if rank in report.gone), "")
         if left or seen:
             return f"{name} {left or seen}"
         alive = self._store.text(f"alive/{rank}")
@@ -324,37 +339,37 @@ class Watchdog:
             if rank in silent and not process.trouble() and self._store.add(f"{key}/taken", 1) == 1:
                 self._store.set(key, process.stacks_from_outside())
 
-    def _tell_notice(self, verdict: Verdict, answers: dict[int, Answer]) -> None:
+    def _tell_notice(self, diagnosis: Diagnosis, reports: dict[int, RankReport]) -> None:
         write_notice(
-            verdict,
-            answers,
+            diagnosis,
+            reports,
             self._told,
             notice=self._options.notice,
             timeout=self._options.timeout,
             ends=self._options.action == "end",
         )
 
-    def _tell(self, verdict: Verdict, answers: dict[int, Answer], stacks: dict[int, str]) -> None:
+    def _tell(self, diagnosis: Diagnosis, reports: dict[int, RankReport], stacks: dict[int, str]) -> None:
         write_report(
-            verdict,
-            answers,
+            diagnosis,
+            reports,
             stacks,
             folder=self._options.folder,
             timeout=self._options.timeout,
             ends=self._options.action == "end",
         )
 
-    def _end(self, number: str, verdict: dict[str, Any]) -> None:
+    def _end(self, number: str, diagnosis: dict[str, Any]) -> None:
         """End this process from here, since its other threads may wait for ever.
 
         What is to blame speaks first, so that a launcher names it first. All have spoken before the first
         one ends: its partners fail at once, with less to say.
         """
-        speakers, blamed = verdict["speakers"], verdict["blamed"]
+        speakers, blamed = diagnosis["speakers"], diagnosis["blamed"]
         if self._rank not in blamed and set(blamed) & set(speakers):
             self._listen_to(number, [rank for rank in speakers if rank in blamed])
             time.sleep(_LATER_S)
-        self._speak(verdict["lines"])
+        self._speak(diagnosis["lines"])
         try:
             self._store.set(f"spoken/{number}/{self._rank}", "1")
         finally:
@@ -377,18 +392,18 @@ class Watchdog:
 
     def _go_on_without_store(self, error: Exception) -> None:
         """The store does not answer. That matters if this rank waits for somebody."""
-        self._progress.look(self._options.poll_s)
-        overdue = self._progress.overdue(self._options.timeout)
+        self._timer.look(self._options.poll_s)
+        overdue = self._timer.overdue(self._options.timeout)
         if not overdue or self._stop.is_set():
             return
         absent, lines = self._without_store(error)
-        answers = {self._rank: self._describe(overdue, self._neighbors_in(self._known))}
-        verdict = Verdict(lines=(*lines, *judge(answers, absent, self._axis_of).lines))
-        self._tell(verdict, answers, {})
+        reports = {self._rank: self._describe(overdue, self._neighbors_in(self._known))}
+        diagnosis = Diagnosis(lines=(*lines, *diagnose(reports, absent, self._axis_of).lines))
+        self._tell(diagnosis, reports, {})
         if self._options.action == "end":
-            self._speak(verdict.lines)
+            self._speak(diagnosis.lines)
             os._exit(1)
-        self._progress.forgive()
+        self._timer.forgive()
 
     def _without_store(self, error: Exception) -> tuple[dict[int, str], list[str]]:
         """Say who serves the store that does not answer, and what is known of the other processes.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from colossalai.launcher._cleanup import PrivateFolder, remove_abandoned_folders
+from colossalai.launcher._cleanup import JobFolder, remove_abandoned_folders
 from colossalai.launcher._protocol import decode
 from tests.launcher.command import ROOT
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.unit
 # A process with a folder, and a child that lives on.
 HOLDS = """
 import subprocess, sys, time
-from colossalai.launcher._cleanup import PrivateFolder
-folder = PrivateFolder("node")
+from colossalai.launcher._cleanup import JobFolder
+folder = JobFolder("node")
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.DEVNULL)
 print(child.pid, folder.path, flush=True)
 time.sleep(60)
@@ -38,7 +38,7 @@ def tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_a_folder_is_removed_by_its_process(tmp: Path) -> None:
-    folder = PrivateFolder("node")
+    folder = JobFolder("node")
     (folder.path / "0.out").touch()
     assert folder.path.stat().st_mode & 0o77 == 0
     remove_abandoned_folders()

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from colossalai.monitor._diagnosis import judge
+from colossalai.monitor._diagnosis import diagnose
 from colossalai.monitor._hang_report import write_notice, write_report
 from colossalai.monitor._last_calls import Signature
-from colossalai.monitor._rank_report import Answer, Waiting
+from colossalai.monitor._rank_report import RankReport, Waiting
 
 pytestmark = pytest.mark.unit
 
@@ -34,7 +34,7 @@ def answer(rank, *waits, reached=None, does="it is in data loading", overdue="")
     """Return what a rank says that has issued what it waits for, and `reached`."""
     own = {item.channel: item.number for item in waits if item.op not in ("send", "recv")}
     recent = {item.channel: [(item.number, item.op, item.shapes)] for item in waits}
-    return Answer(
+    return RankReport(
         rank=rank,
         host=f"host{rank // 2 + 1}",
         pid=100 + rank,
@@ -46,12 +46,12 @@ def answer(rank, *waits, reached=None, does="it is in data loading", overdue="")
     )
 
 
-def verdict(*answers, absent=None):
-    return judge({item.rank: item for item in answers}, absent or {})
+def diagnosis(*answers, absent=None):
+    return diagnose({item.rank: item for item in answers}, absent or {})
 
 
 def test_a_rank_that_does_not_come_is_named_with_what_it_does():
-    found = verdict(*(answer(rank, wait()) for rank in range(3)), answer(3, reached={"tp": 117}))
+    found = diagnosis(*(answer(rank, wait()) for rank in range(3)), answer(3, reached={"tp": 117}))
     assert found.lines == (
         "rank 3 (host2) did not enter all_reduce #118 of axis tp in blocks.2.attn; it is in data loading",
     )
@@ -60,7 +60,7 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does():
 
 def test_the_rank_at_the_end_of_a_chain_is_to_blame():
     """0 waits for 1 along tp, 1 for 3 along dp; 3 sleeps."""
-    found = verdict(
+    found = diagnosis(
         answer(0, wait(partners=(0, 1))),
         answer(1, wait(5, group="dp", partners=(1, 3)), reached={"tp": 117}),
         answer(3, reached={"dp": 4}),
@@ -70,7 +70,7 @@ def test_the_rank_at_the_end_of_a_chain_is_to_blame():
 
 
 def test_a_dead_rank_is_to_blame_and_not_those_that_wait_for_it():
-    found = verdict(
+    found = diagnosis(
         answer(0, wait(partners=(0, 1))),
         answer(1, wait(5, group="dp", partners=(1, 3)), reached={"tp": 117}),
         absent={3: "(host2, pid 103) has died"},
@@ -81,7 +81,7 @@ def test_a_dead_rank_is_to_blame_and_not_those_that_wait_for_it():
 
 def test_the_rank_in_another_collective_is_to_blame():
     odd = answer(2, wait(op="broadcast"), does="it is at train.py:7 in step")
-    found = verdict(*(answer(rank, wait()) for rank in (0, 1, 3)), odd)
+    found = diagnosis(*(answer(rank, wait()) for rank in (0, 1, 3)), odd)
     assert found.blamed == (2,)
     assert "rank 2 (host2) entered broadcast as #118 of axis tp" in found.lines[0]
     assert "train.py:7" in found.lines[0]
@@ -90,18 +90,18 @@ def test_the_rank_in_another_collective_is_to_blame():
 def test_a_rank_whose_other_collective_has_ended_is_found_in_what_it_has_issued():
     odd = answer(1, wait(119, partners=(0, 1)))
     odd.recent["tp"].insert(0, (118, "broadcast", ((4,),)))
-    found = verdict(answer(0, wait(partners=(0, 1))), odd)
+    found = diagnosis(answer(0, wait(partners=(0, 1))), odd)
     assert "entered broadcast as #118" in found.lines[0]
 
 
 def test_different_shapes_are_named():
-    found = verdict(answer(0, wait(partners=(0, 1))), answer(1, wait(partners=(0, 1), shapes=((8, 64),))))
+    found = diagnosis(answer(0, wait(partners=(0, 1))), answer(1, wait(partners=(0, 1), shapes=((8, 64),))))
     assert "different shapes: rank 0 with [(8, 128)]; rank 1 with [(8, 64)]" in found.lines[0]
 
 
 def test_of_different_shapes_the_fewer_are_to_blame():
     odd = answer(3, wait(shapes=((8, 64),)))
-    assert verdict(*(answer(rank, wait()) for rank in range(3)), odd).blamed == (3,)
+    assert diagnosis(*(answer(rank, wait()) for rank in range(3)), odd).blamed == (3,)
 
 
 def signature(number, shape, *, op="all_reduce"):
@@ -117,25 +117,25 @@ def test_a_rank_that_died_of_another_ones_shape_is_not_to_blame():
         2: dataclasses.replace(answer(2, wait()), signatures={2: [signature(118, (8, 64))]}),
         3: dataclasses.replace(answer(3, wait()), signatures={3: [signature(118, (8, 128))]}),
     }
-    found = judge(answers, {0: "(host1, pid 100) has died"}, lambda ranks: "tp")
+    found = diagnose(answers, {0: "(host1, pid 100) has died"}, lambda ranks: "tp")
     assert found.blamed[0] == 2
     said = (
         "ranks do not agree on all_reduce #118 of axis tp: shape is (8, 128) on ranks [0, 1, 3], (8, 64) on"
     )
     assert found.lines[0] == f"{said} rank [2]"
-    assert Answer.from_json(answers[1].to_json()) == answers[1]
+    assert RankReport.from_json(answers[1].to_json()) == answers[1]
 
 
 def test_a_sender_that_does_not_send_is_named():
     receive = wait(3, op="recv", group="pp", partners=(0,), channel="pp/send/0>1")
-    found = verdict(answer(0, reached={"pp/send/0>1": 2}), answer(1, receive))
+    found = diagnosis(answer(0, reached={"pp/send/0>1": 2}), answer(1, receive))
     assert found.lines == (
         "rank 0 (host1) did not send message #3 to rank 1 of axis pp; it is in data loading",
     )
 
 
 def test_ranks_that_wait_for_one_another_are_all_named():
-    found = verdict(
+    found = diagnosis(
         answer(0, wait(5, group="tp", partners=(0, 1)), reached={"dp": 3}),
         answer(1, wait(4, group="dp", partners=(0, 1)), reached={"tp": 4}),
     )
@@ -146,24 +146,24 @@ def test_ranks_that_wait_for_one_another_are_all_named():
 
 def test_a_long_step_that_waits_for_nobody_is_named():
     late = answer(1, overdue="has been in the forward for more than 60 s", does="it is at model.py:3")
-    found = verdict(answer(0), late)
+    found = diagnosis(answer(0), late)
     assert found.lines == ("rank 1 (host1) has been in the forward for more than 60 s; it is at model.py:3",)
 
 
 def test_where_all_have_come_no_rank_is_to_blame():
-    found = verdict(*(answer(rank, wait()) for rank in PARTNERS))
+    found = diagnosis(*(answer(rank, wait()) for rank in PARTNERS))
     assert found.blamed == ()
     assert "all of ranks 0, 1, 2, 3 have entered all_reduce #118" in found.lines[0]
 
 
 def test_a_wait_for_something_outside_of_the_job_has_a_line_too(capfd: pytest.CaptureFixture[str]):
     said = {0: answer(0), 1: answer(1, overdue="has been in a save for more than 60 s")}
-    write_notice(verdict(*said.values()), said, set(), notice=60.0, timeout=1620.0, ends=True)
+    write_notice(diagnosis(*said.values()), said, set(), notice=60.0, timeout=1620.0, ends=True)
     assert capfd.readouterr().err == (
         "colossalai watchdog: rank 1 (host1) has been in a save for more than 60 s; it is in data loading; "
         "if nothing moves, the job is ended in 1560 s\n"
     )
-    write_notice(verdict(answer(0)), {0: answer(0)}, set(), notice=60.0, timeout=1620.0, ends=True)
+    write_notice(diagnosis(answer(0)), {0: answer(0)}, set(), notice=60.0, timeout=1620.0, ends=True)
     assert capfd.readouterr().err == ""
 
 
@@ -173,7 +173,7 @@ def test_a_report_is_read_by_those_whom_the_umask_lets(tmp_path: Path, umask: in
     before = os.umask(umask)
     try:
         paths = [
-            write_report(verdict(*said.values()), said, {}, folder=str(tmp_path), timeout=1.0, ends=False)
+            write_report(diagnosis(*said.values()), said, {}, folder=str(tmp_path), timeout=1.0, ends=False)
             for _ in range(2)
         ]
     finally:
@@ -185,4 +185,4 @@ def test_a_report_is_read_by_those_whom_the_umask_lets(tmp_path: Path, umask: in
 def test_an_answer_survives_the_store():
     said = answer(1, wait(), reached={"dp": 3})
     said.gone[3] = "has died"
-    assert Answer.from_json(said.to_json()) == said
+    assert RankReport.from_json(said.to_json()) == said

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from colossalai.monitor import _last_calls
-from colossalai.monitor._collective_check import AgreementCheck
+from colossalai.monitor._collective_check import CollectiveCheck
 from colossalai.monitor._flight_recorder import MessageRecord
 from colossalai.monitor._last_calls import (
     NeighborSignatures,
@@ -85,7 +85,7 @@ def test_afterwards_everything_is_as_it_was(record):
     kinds = (dist.ProcessGroup, dist.Work)
     before = [dict(vars(kind)) for kind in kinds]
     noting, messages = SignatureRecord(), MessageRecord()
-    check = AgreementCheck(dist.HashStore(), rank=0, timeout=1.0, axis_of=lambda ranks: None)
+    check = CollectiveCheck(dist.HashStore(), rank=0, timeout=1.0, axis_of=lambda ranks: None)
     with noting.recording(), messages.recording(), check.checking():
         assert vars(dist.ProcessGroup)["send"] is not before[0]["send"]
     noting.close()

@@ -1,4 +1,4 @@
-"""What a check has found on a host: one line that says what is wrong and what to do."""
+"""Findings of the pre-flight checks: one line each that says what is wrong on a host and what to do."""
 
 import enum
 from collections.abc import Iterator, Mapping

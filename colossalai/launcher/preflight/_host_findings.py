@@ -1,4 +1,4 @@
-"""What is wrong with a host, judged from what the hosts have said: versions, files, clock, memory, devices.
+"""Host findings: versions, files, clocks, memory and devices, judged from the answers of all hosts.
 
 Every function takes the answers to one question and returns a finding for every host that was asked. Nothing
 here talks to a host.

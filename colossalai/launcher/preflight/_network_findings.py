@@ -1,4 +1,4 @@
-"""What is wrong with the network between the hosts, judged from what they have said.
+"""Network findings: names, ports, interfaces and connections, judged from the answers of all hosts.
 
 Nothing here talks to a host.
 """
@@ -38,8 +38,8 @@ _CONNECT = {
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a host is in the network of the job."""
+class HostInterface:
+    """The interface by which a host is in the network of the job."""
 
     interface: str
     address: str
@@ -124,14 +124,14 @@ def check_port(host: str, answer: Answer) -> Finding:
     return failed(host, "master port", found["why"], free)
 
 
-def find_places(answers: Answers, env: Mapping[str, str]) -> tuple[dict[str, Place], list[Finding]]:
+def find_places(answers: Answers, env: Mapping[str, str]) -> tuple[dict[str, HostInterface], list[Finding]]:
     """Choose each host's interface: the one that the user has set, or by which it reaches the first host.
 
     Returns:
         The places of the hosts that have one, and the findings.
     """
     findings = list(unanswered("interface", answers))
-    places: dict[str, Place] = {}
+    places: dict[str, HostInterface] = {}
     for host, answer in values_of(answers).items():
         interfaces, source = answer["interfaces"], answer["source"]
         by_address = {a: name for name, each in interfaces.items() for a in each["addresses"]}
@@ -155,7 +155,7 @@ def find_places(answers: Answers, env: Mapping[str, str]) -> tuple[dict[str, Pla
             )
         else:
             address = source if source in interfaces[name]["addresses"] else interfaces[name]["addresses"][0]
-            places[host] = Place(name, address, interfaces[name]["mtu"])
+            places[host] = HostInterface(name, address, interfaces[name]["mtu"])
     return places, findings
 
 
@@ -179,7 +179,7 @@ def _check_set_interface(
     return None
 
 
-def check_places(places: Mapping[str, Place]) -> Iterator[Finding]:
+def check_places(places: Mapping[str, HostInterface]) -> Iterator[Finding]:
     """Check that the hosts are different machines, with the same size of packets."""
     first_with: dict[str, str] = {}
     for host, place in places.items():
@@ -195,7 +195,7 @@ def check_places(places: Mapping[str, Place]) -> Iterator[Finding]:
 
 
 def check_exchange(
-    places: Mapping[str, Place], outcomes: Mapping[tuple[str, str], Mapping[str, Any]]
+    places: Mapping[str, HostInterface], outcomes: Mapping[tuple[str, str], Mapping[str, Any]]
 ) -> Iterator[Finding]:
     """Check what came of all connections between the hosts.
 
@@ -222,7 +222,7 @@ def check_exchange(
 
 
 def _is_alone(
-    source: str, target: str, bad: Mapping[tuple[str, str], Any], places: Mapping[str, Place]
+    source: str, target: str, bad: Mapping[tuple[str, str], Any], places: Mapping[str, HostInterface]
 ) -> bool:
     """Say whether this pair is news: not if nobody reaches the source either, which has its own line."""
     return not all((other, source) in bad for other in places if other != source) or len(places) == 2
@@ -230,10 +230,10 @@ def _is_alone(
 
 def _unreachable(
     host: str,
-    place: Place,
+    place: HostInterface,
     sources: Sequence[str],
     bad: Mapping[tuple[str, str], Mapping[str, Any]],
-    places: Mapping[str, Place],
+    places: Mapping[str, HostInterface],
 ) -> Finding:
     whom = (
         f"{', '.join(sources)} cannot" if len(sources) <= 3 else f"none of the {len(sources)} other hosts can"
@@ -250,7 +250,10 @@ def _unreachable(
 
 
 def _broken_pair(
-    source: str, target: str, bad: Mapping[tuple[str, str], Mapping[str, Any]], places: Mapping[str, Place]
+    source: str,
+    target: str,
+    bad: Mapping[tuple[str, str], Mapping[str, Any]],
+    places: Mapping[str, HostInterface],
 ) -> Finding:
     place = places[target]
     what, todo = _explain(bad[source, target], target, place, places)
@@ -260,7 +263,7 @@ def _broken_pair(
 
 
 def _explain(
-    outcome: Mapping[str, Any], host: str, place: Place, places: Mapping[str, Place]
+    outcome: Mapping[str, Any], host: str, place: HostInterface, places: Mapping[str, HostInterface]
 ) -> tuple[str, str]:
     """Return what has happened to a connection, and what to do."""
     stage, error = outcome["stage"], outcome["error"]
@@ -281,7 +284,7 @@ def check_master_reached(
     """Check that the other hosts reach the port of the job on the first one, under its name."""
     for source, outcome in outcomes.items():
         if outcome["stage"] != "done":
-            place = Place("", f"port {port}")
+            place = HostInterface("", f"port {port}")
             what, todo = _explain(outcome, host, place, {})
             yield failed(source, "master port", f"cannot use port {port} of {host}: {what}", todo)
         else:

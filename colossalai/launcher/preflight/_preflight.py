@@ -1,9 +1,9 @@
-"""Pre-flight: is everything that a job needs there on every host, before anything of the job is started?
+"""Pre-flight checks: whether all that a job needs is on every host, before anything of it is started.
 
 One ssh connection per host carries a small program there (`_probe.py`) and questions to it; all hosts are
 asked at once, and every question has its own time limit: a host, a file system or a name server that does not
-answer is a finding, never a hang. What the answers mean is judged in `_preflight_host.py` and
-`_preflight_network.py`.
+answer is a finding, never a hang. What the answers mean is judged in `_host_findings.py` and
+`_network_findings.py`.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from colossalai.launcher.preflight._findings import (
     unanswered,
     values_of,
 )
-from colossalai.launcher.preflight._network_findings import Place
+from colossalai.launcher.preflight._network_findings import HostInterface
 from colossalai.launcher.preflight._probe_client import HostGoneError, ProbeClient
 
 _PACKAGES = ("torch", "colossalai")
@@ -90,7 +90,7 @@ def preflight(request: PreflightRequest) -> PreflightReport:
     """Ask all hosts, and judge what they say; nothing is left running on any.
 
     Raises:
-        ValueError: There is no host, or a port or a number of processes is none.
+        ValueError: `request.hosts` is empty, or `request.master_port` is no TCP port.
     """
     if not request.hosts:
         raise ValueError("there is no host to check")
@@ -120,7 +120,7 @@ class _PreflightRun:
 
     async def report(self) -> PreflightReport:
         began = time.monotonic()
-        places: dict[str, Place] = {}
+        places: dict[str, HostInterface] = {}
         try:
             reached = await self._contact()
             self._do_without_absent(reached)
@@ -183,7 +183,7 @@ class _PreflightRun:
         self.findings.append(fine(node.host, "ssh", f"{way}; its own name is {answer.value['hostname']}"))
         return answer
 
-    async def _examine(self, reached: Mapping[str, Answer]) -> dict[str, Place]:
+    async def _examine(self, reached: Mapping[str, Answer]) -> dict[str, HostInterface]:
         hosts = list(reached)
         request = self.request
         first_path = _first_path(request)
@@ -222,7 +222,7 @@ class _PreflightRun:
         add(host_checks.check_disk(said["disk"]))
         add(host_checks.check_devices(said["devices"], self.num_procs))
 
-    async def _judge_network(self, said: Mapping[str, Answers]) -> dict[str, Place]:
+    async def _judge_network(self, said: Mapping[str, Answers]) -> dict[str, HostInterface]:
         add = self.findings.extend
         add(network_checks.check_lookups(said["lookups"], {network_checks.LOOPBACK: "localhost"}))
         address = list(network_checks.check_master_address(said["resolve"], self.master_addr))
@@ -251,7 +251,7 @@ class _PreflightRun:
             add(await self._all_reduce(places))
         return places
 
-    async def _judge_connections(self, places: Mapping[str, Place], *, has_master: bool) -> None:
+    async def _judge_connections(self, places: Mapping[str, HostInterface], *, has_master: bool) -> None:
         """Have all hosts connect to all others, and to the port of the job on the first one."""
         token = secrets.token_hex(8)
         listening = await self._ask_each(
@@ -299,7 +299,7 @@ class _PreflightRun:
         arguments = {"targets": [target], "source_address": None, "token": token}
         return await self._ask_each(dict.fromkeys(others, arguments), "exchange", timeout_s=_EXCHANGE_S)
 
-    async def _all_reduce(self, places: Mapping[str, Place]) -> list[Finding]:
+    async def _all_reduce(self, places: Mapping[str, HostInterface]) -> list[Finding]:
         arguments = {
             name: {
                 "rank": rank,

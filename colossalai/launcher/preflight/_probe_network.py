@@ -1,4 +1,4 @@
-"""The network, seen from a node: its interfaces, and whether data gets from here to the other nodes.
+"""Network probe: the interfaces of a host, and whether data gets from it to the other hosts.
 
 Sent to the node as source, as `_probe.py` is, and under the same restrictions.
 

@@ -14,7 +14,7 @@ from colossalai.launcher.preflight import PreflightRequest, _probe_network, pref
 from colossalai.launcher.preflight import _host_findings as host_checks
 from colossalai.launcher.preflight import _network_findings as network_checks
 from colossalai.launcher.preflight._findings import Answer, Finding, prevailing
-from colossalai.launcher.preflight._network_findings import Place
+from colossalai.launcher.preflight._network_findings import HostInterface
 from colossalai.launcher.preflight._probe import parse_devices
 
 pytestmark = pytest.mark.unit
@@ -168,7 +168,7 @@ def test_a_port_whose_holder_may_not_be_seen():
 
 
 PLACES = {
-    host: Place("eth0", f"10.0.0.{n}", mtu)
+    host: HostInterface("eth0", f"10.0.0.{n}", mtu)
     for n, (host, mtu) in enumerate((("a", 9000), ("b", 1500), ("c", 1500)))
 }
 

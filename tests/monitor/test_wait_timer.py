@@ -2,10 +2,10 @@
 
 import pytest
 
-from colossalai.monitor import _progress
+from colossalai.monitor import _wait_timer
 from colossalai.monitor._flight_recorder import MessageRecord
-from colossalai.monitor._progress import Progress
 from colossalai.monitor._sections import innermost_sections, section
+from colossalai.monitor._wait_timer import WaitTimer
 
 pytestmark = pytest.mark.unit
 
@@ -18,9 +18,9 @@ class World:
     def __init__(self, monkeypatch):
         self.now = 0.0
         self.status = {"0/0": (5, 5)}
-        monkeypatch.setattr(_progress, "progress", lambda: dict(self.status))
-        monkeypatch.setattr(_progress.time, "monotonic", lambda: self.now)
-        self.watch = Progress(MessageRecord(), watches_sections=False)
+        monkeypatch.setattr(_wait_timer, "progress", lambda: dict(self.status))
+        monkeypatch.setattr(_wait_timer.time, "monotonic", lambda: self.now)
+        self.watch = WaitTimer(MessageRecord(), watches_sections=False)
 
     def looks(self, count, *, every=LOOK_S):
         found = []
@@ -78,7 +78,7 @@ def test_a_notice_is_asked_for_once_and_does_not_keep_the_report_back(world):
 
 
 def test_a_long_step_asks_for_no_notice_and_a_wait_for_a_file_server_does(monkeypatch, world):
-    world.watch = Progress(MessageRecord(), watches_sections=True)
+    world.watch = WaitTimer(MessageRecord(), watches_sections=True)
     with section("the forward"):
         assert world.looks(5)[-1]
         assert not world.watch.slow(2.0)
@@ -89,7 +89,7 @@ def test_a_long_step_asks_for_no_notice_and_a_wait_for_a_file_server_does(monkey
 
 def test_what_an_earlier_job_left_pending_does_not_count(monkeypatch, world):
     world.status = {"0/0": (6, 5)}
-    world.watch = Progress(MessageRecord(), watches_sections=False)
+    world.watch = WaitTimer(MessageRecord(), watches_sections=False)
     assert not any(world.looks(6))
 
 

@@ -1,4 +1,4 @@
-"""Whether anything moves: what has been pending, or what section lasts, for how long.
+"""Wait timer: how long this rank has waited for the same collectives, messages and sections.
 
 [Note: time that does not count]
 A process may be stopped, its machine may sleep or be overloaded. Between two looks at most twice the time
@@ -18,7 +18,7 @@ class _Wait:
     seconds: float = 0.0
 
 
-class Progress:
+class WaitTimer:
     """How long this rank has waited for the same things.
 
     Args:
