@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp._sharded_params import MASTERS_KEY, STATE_KEY, StandIns
+from colossalai.context import Axis
 from colossalai.tensor import scale_grads
 
 
@@ -57,11 +58,11 @@ class Masters(StandIns):
         names.update({self._master_of[param]: names[param] for param in self._master_of if param in names})
         return names
 
-    def start_equal(self, group: dist.ProcessGroup) -> None:
-        """Give all ranks of a group the masters of its first rank; parameters are left to others."""
-        source = dist.get_global_rank(group, 0)
-        for master in self._param_of:
-            dist.broadcast(master.detach(), src=source, group=group)
+    def start_equal(self, replicas: Axis) -> None:
+        """Give all replicas the masters of the first one; parameters are left to others."""
+        if replicas.size > 1:
+            for master in self._param_of:
+                dist.broadcast(master.detach(), src=replicas.ranks[0], group=replicas.group)
 
     def stand_in(self, optimizer: Optimizer) -> "Masters":
         """Put masters in the place of an optimizer's parameters, states included, and return those."""

@@ -16,7 +16,7 @@ from colossalai.lazy import is_lazy, materialize
 from colossalai.logging import get_dist_logger
 from colossalai.monitor import name_modules
 from colossalai.nn.layer import SharesSequence
-from colossalai.nn.parallel import Replicated
+from colossalai.nn.parallel import AppliedDataMethod
 from colossalai.pipeline import is_shared_copy, share_of
 from colossalai.runtime._accumulation import AccumulatingOptimizer
 from colossalai.runtime._compile import apply_compile, refuse_compiled
@@ -27,7 +27,6 @@ from colossalai.runtime._stages import join_stages, take_stages
 from colossalai.runtime._wrapper import ModelWrapper
 from colossalai.shardformer import can_shard, shard_model
 from colossalai.tensor import ShardingSpec, set_spec, spec_of
-from colossalai.zero import ZeroReplicas
 
 
 def replicas_of(context: ParallelContext) -> Axis:
@@ -133,13 +132,15 @@ def assemble_with_optimizers(
     if plan.pipeline is None:  # which applies the precision stage by stage
         computing = apply_precision(model, plan.precision, device.type)
     plan.data.check(model, optimizers, blocks=blocks)
-    applied = plan.data.apply(computing, blocks=blocks, replicas=replicas, device=device)
+    data = plan.data.apply(computing, blocks=blocks, replicas=replicas, device=device)
+    masters.start_equal(replicas)
     _keep_specs(model, specs)
+    shared = [param for param in data.module.parameters() if share_of(param) is not None]
     wrapped: list[OptimizerWrapper] = []
     for optimizer in optimizers:
         _follow_replaced_params(optimizer, model, names)
         held = {param for group in optimizer.param_groups for param in group["params"]}
-        stand_ins = _stand_in(plan, applied, optimizer, masters, replicas)
+        stand_ins = data.stand_ins(optimizer, masters, late=shared)
         masters = masters.without(held)
         kind = AccumulatingOptimizer if accumulation_steps > 1 else OptimizerWrapper
         wrapped.append(
@@ -148,8 +149,8 @@ def assemble_with_optimizers(
     in_force = ParallelMode.DATA if replicas.size == mesh.axis_size("dp") else ParallelMode.TENSOR
     if in_force in get_seeds():
         set_mode(in_force)
-    pipeline = _make_pipeline(plan, model, mesh=mesh, tensor_axis=tensor_axis, device=device)
-    wrapper = ModelWrapper(model, applied, plan.data, pipeline=pipeline)
+    pipeline = _make_pipeline(plan, model, data, mesh=mesh, tensor_axis=tensor_axis, device=device)
+    wrapper = ModelWrapper(model, data, pipeline=pipeline)
     for each in wrapped:
         if isinstance(each, AccumulatingOptimizer):
             each.open_window(wrapper, accumulation_steps)
@@ -186,7 +187,13 @@ def _wrap_optimizer(
 
 
 def _make_pipeline(
-    plan: Plan, model: nn.Module, *, mesh: Mesh, tensor_axis: Axis | None, device: torch.device
+    plan: Plan,
+    model: nn.Module,
+    data: AppliedDataMethod,
+    *,
+    mesh: Mesh,
+    tensor_axis: Axis | None,
+    device: torch.device,
 ) -> Pipeline | None:
     """Return what runs a batch through the stages, None without a pipeline."""
     if plan.pipeline is None:
@@ -198,21 +205,8 @@ def _make_pipeline(
         tensor_axis=tensor_axis,
         device=device,
         precision=plan.precision,
-        data=plan.data,
+        data=data,
     )
-
-
-def _stand_in(
-    plan: Plan, applied: nn.Module, optimizer: Optimizer, masters: Masters, replicas: Axis
-) -> StandIns:
-    """Put masters, or the slices that this rank updates, in the place of the optimizer's parameters."""
-    if isinstance(plan.data, ZeroReplicas):
-        shared = [param for param in applied.parameters() if share_of(param) is not None]
-        return plan.data.shard(applied, optimizer, masters, late=shared)
-    own = masters.stand_in(optimizer)
-    if plan.precision.has_masters and replicas.size > 1:
-        own.start_equal(replicas.group)
-    return own
 
 
 def _param_names(model: nn.Module, plan: Plan) -> dict[nn.Parameter, str]:
@@ -299,10 +293,7 @@ def _check(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 def _convert(plan: Plan, model: nn.Module, replicas: Axis) -> Masters:
     """Bring the model to the precision of the plan, and return the float32 masters that it then needs."""
     refuse_misfit(plan.precision, shards_parameters=plan.data.shards_parameters)
-    # Torch's DistributedDataParallel reduces gradients in the dtype of the parameters only.
-    # Under ZeRO they have its size, too, which is what the memory of gradients is reckoned with.
-    ddp = isinstance(plan.data, Replicated) and replicas.size > 1
-    float32_grads = not ddp and not isinstance(plan.data, ZeroReplicas)
+    float32_grads = plan.data.allows_float32_grads(replicas)
     return plan.precision.convert_model(model, float32_grads=float32_grads)
 
 

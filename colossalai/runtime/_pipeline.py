@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from colossalai.amp import LossTerm, OptimizerWrapper, Precision, read_loss
 from colossalai.context import Axis
-from colossalai.nn.parallel import DataMethod
+from colossalai.nn.parallel import AppliedDataMethod
 from colossalai.pipeline import (
     PipelineExecutor,
     PipelineOptions,
@@ -57,7 +57,7 @@ class Pipeline:
         tensor_axis: The ranks that share a stage, None where their activations differ.
         device: The device of this rank.
         precision: The precision of forward and backward.
-        data: The data-parallel method, applied to `model` already.
+        data: The data-parallel method at work on `model`.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Pipeline:
         tensor_axis: Axis | None,
         device: torch.device,
         precision: Precision,
-        data: DataMethod,
+        data: AppliedDataMethod,
     ) -> None:
         self.model = model
         self.options = options
@@ -133,7 +133,7 @@ class Pipeline:
         executor = self._executor(options)
         self._is_closing = sync = sync and not forward_only
         if not forward_only:
-            self._data.set_sync(self.model, enabled=False)
+            self._data.set_sync(enabled=False)
 
         def compute_loss(output: Any, number: int) -> Tensor:
             part = microbatches[number][1]
@@ -161,13 +161,13 @@ class Pipeline:
         """Make the gradients equal over the replicas, and those of shared weights over their stages."""
         if self._data.shards_gradients:  # afterwards no rank has all of them
             sync_shared_grads(self.model.parameters())
-        self._data.finish(self.model)
+        self._data.finish()
         if not self._data.shards_gradients:
             sync_shared_grads(self.model.parameters())
 
     def _before_last_backward(self, chunk: int) -> None:
         if self._is_closing:
-            self._data.set_sync(self._chunks[chunk], enabled=True)
+            self._data.set_sync(enabled=True, part=chunk)
 
     def _share_loss(self, tally: "_Tally", options: PipelineOptions) -> tuple[Tensor, Tensor | None]:
         """Return loss and weight of the batch, which the last stage knows, and tell the optimizer."""

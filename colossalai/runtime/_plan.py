@@ -53,10 +53,8 @@ class Plan:
     @property
     def methods(self) -> list[str]:
         """What is used, in the words of the table of pairs."""
-        used = {"pipeline": self.pipeline is not None, "ZeRO 3": isinstance(self.data, FullySharded)}
-        if isinstance(self.data, ZeroReplicas):
-            used[f"ZeRO {self.data.stage}"] = True
-        return [name for name, is_used in used.items() if is_used]
+        pipeline = "pipeline" if self.pipeline is not None else None
+        return [name for name in (pipeline, self.data.name_in_pairs) if name is not None]
 
     @staticmethod
     def from_config(config: Config, *, pipeline: PipelineOptions | None = None) -> "Plan":

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from colossalai.amp import OptimizerWrapper as OptimizerWrapper  # documented beside ModelWrapper
-from colossalai.nn.parallel import DataMethod
+from colossalai.nn.parallel import AppliedDataMethod
 from colossalai.runtime._pipeline import Pipeline
 
 
@@ -19,16 +19,13 @@ class ModelWrapper(nn.Module):
 
     Args:
         raw: The model that was given.
-        applied: The same with the methods around it.
-        data: The data-parallel method, which is told when to synchronize.
+        data: The data-parallel method at work on the same with the other methods around it.
         pipeline: What runs it, if it is only a part of a model.
     """
 
-    def __init__(
-        self, raw: nn.Module, applied: nn.Module, data: DataMethod, *, pipeline: Pipeline | None = None
-    ) -> None:
+    def __init__(self, raw: nn.Module, data: AppliedDataMethod, *, pipeline: Pipeline | None = None) -> None:
         super().__init__()
-        self.module = applied
+        self.module = data.module
         self.data = data
         self.pipeline = pipeline
         self.syncs = True
@@ -66,7 +63,7 @@ class ModelWrapper(nn.Module):
         """Say whether the next forward and its backward synchronize gradients."""
         self.syncs = enabled
         if self.pipeline is None:
-            self.data.set_sync(self.module, enabled)
+            self.data.set_sync(enabled)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -10,9 +10,8 @@ Each step sends (n-1)/n of the gradients and (n-1)/n of the parameters, and one 
 """
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
-from typing import ClassVar
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
+from typing import ClassVar, final
 
 import torch
 from torch import nn
@@ -21,22 +20,16 @@ from torch.optim import Optimizer
 from colossalai.amp import Masters
 from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
-from colossalai.nn.parallel import DataMethod, broadcast_floating_buffers, broadcast_from_first
+from colossalai.nn.parallel import (
+    AppliedDataMethod,
+    DataMethod,
+    broadcast_floating_buffers,
+    broadcast_from_first,
+)
 from colossalai.zero._elementwise import is_elementwise
 from colossalai.zero._layout import Bucket, deal_out, lay_out
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._shards import Shards
-
-
-@dataclass
-class _Handle:
-    """What a module, or a part of one, has to do with ZeRO; its optimizers come later."""
-
-    parts: list[nn.Module]
-    replicas: Axis
-    reducers: list[ShardedReducer] = field(default_factory=list)
-    part: int | None = None
-    held: set[nn.Parameter] = field(default_factory=set)  # by the optimizers that have been cut
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,17 +48,12 @@ class ZeroReplicas(DataMethod):
         broadcast_buffers: Give all replicas the floating buffers of the first one before each step.
     """
 
-    shards_gradients: ClassVar[bool] = True
-
     stage: int = 1
     bucket_cap_mb: float = 25.0
     overlap: bool = True
     cpu_offload: bool = False
     communication_dtype: torch.dtype | None = None
     broadcast_buffers: bool = True
-    _handles: WeakKeyDictionary[nn.Module, _Handle] = field(
-        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         if self.stage not in (1, 2):
@@ -81,99 +69,105 @@ class ZeroReplicas(DataMethod):
                 f"communication_dtype is {dtype!r}; it must be a floating one such as torch.bfloat16, or None"
             )
 
+    @property
+    def name_in_pairs(self) -> str:
+        """See the base class."""
+        return f"ZeRO {self.stage}"
+
+    def allows_float32_grads(self, replicas: Axis) -> bool:
+        """See the base class: they have the size of the parameters, which is what memory is reckoned with."""
+        return False
+
     def apply(
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
-    ) -> nn.Module:
-        """See the base class; `module` itself is returned, and `shard` cuts its optimizers.
-
-        The children of an `nn.ModuleList` are its parts: `set_sync` can be called for each of them.
-        """
+    ) -> AppliedDataMethod:
+        """See the base class; the children of an `nn.ModuleList` are its parts."""
         if replicas.size > 1:
             broadcast_from_first(module, replicas.group)
-        handle = _Handle(list(module) if isinstance(module, nn.ModuleList) else [module], replicas)
-        for number, part in enumerate(handle.parts):
-            self._handles[part] = _Handle(handle.parts, replicas, handle.reducers, number)
-        self._handles[module] = handle
-        return module
+        return _Cut(module, self, replicas)
 
-    def shard(
-        self,
-        module: nn.Module,
-        optimizer: Optimizer,
-        masters: Masters,
-        *,
-        late: Collection[nn.Parameter] = (),
+
+@final
+class _Cut(AppliedDataMethod):
+    """A module whose optimizers, which come later, are cut over the replicas.
+
+    Args:
+        module: The module itself.
+        options: The options.
+        replicas: The replicas.
+    """
+
+    shards_gradients: ClassVar[bool] = True
+
+    def __init__(self, module: nn.Module, options: ZeroReplicas, replicas: Axis) -> None:
+        super().__init__(module)
+        self._options = options
+        self._replicas = replicas
+        self._parts = list(module) if isinstance(module, nn.ModuleList) else [module]
+        self._reducers: list[ShardedReducer] = []  # one for each optimizer
+        self._held: set[nn.Parameter] = set()  # by the optimizers that have been cut
+
+    def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
+        """See the base class; with stage 2 every backward synchronizes, or slices could not add up."""
+        for reducer in self._reducers:
+            reducer.set_sync(enabled, part=part)
+
+    def finish(self) -> None:
+        """Wait until all gradients are averaged; see [Note: rounds] of the reducer."""
+        for reducer in self._reducers:
+            reducer.finish()
+
+    def stand_ins(
+        self, optimizer: Optimizer, masters: Masters, *, late: Collection[nn.Parameter] = ()
     ) -> Shards:
-        """Cut an optimizer of a module over the replicas, and return what stands in it for the parameters.
+        """Cut an optimizer over the replicas; parameters that no optimizer holds are not averaged.
 
-        Parameters that no optimizer holds are not averaged.
-
-        Args:
-            module: What `apply` returned.
-            optimizer: The optimizer; its groups and states are changed in place.
-            masters: Float32 masters of the parameters that have one; given up to their slices here.
-            late: Parameters whose gradients are complete after all backwards only.
-
-        Raises:
-            ValueError: The optimizer cannot be cut.
+        Masters are given up to their slices here.
         """
-        handle = self._handles[module]
-        num_ranks = handle.replicas.size
-        if self.cpu_offload and all(param.device.type == "cpu" for param in module.parameters()):
+        options, num_ranks = self._options, self._replicas.size
+        if options.cpu_offload and all(param.device.type == "cpu" for param in self.module.parameters()):
             get_dist_logger().log_once("cpu_offload has no effect: the model is in host memory", ranks=[0])
         if num_ranks > 1:
             _refuse_own_clipping(optimizer)
-            masters.start_equal(handle.replicas.group)
         held = {param for group in optimizer.param_groups for param in group["params"]}
-        if (twice := next(iter(handle.held & held), None)) is not None:
+        if (twice := next(iter(self._held & held), None)) is not None:
             raise ValueError(
                 f"a parameter of shape {tuple(twice.shape)} is in two optimizers of one model: its slice has "
                 "one master and one gradient, so give each optimizer parameters of its own"
             )
-        own, shared = _trainable(handle.parts, held, late)
+        own, shared = _trainable(self._parts, held, late)
         owners = {}
         if not is_elementwise(optimizer):
             owners = deal_out([*(param for params in own for param in params), *shared], num_ranks)
 
         def buckets_of(params: list[nn.Parameter]) -> list[Bucket]:
-            cap_bytes = int(self.bucket_cap_mb * 2**20)
+            cap_bytes = int(options.bucket_cap_mb * 2**20)
             return lay_out(params, num_ranks=num_ranks, cap_bytes=cap_bytes, owners=owners)
 
         with torch.no_grad():
             reducer = ShardedReducer(
                 [buckets_of(params) for params in own],
                 buckets_of(shared),
-                handle.replicas,
-                stage=self.stage,
-                overlap=self.overlap,
-                dtype=self.communication_dtype,
+                self._replicas,
+                stage=options.stage,
+                overlap=options.overlap,
+                dtype=options.communication_dtype,
             )
-            handle.reducers.append(reducer)
-            handle.held |= held
+            self._reducers.append(reducer)
+            self._held |= held
             return Shards(
                 optimizer,
                 reducer,
-                handle.replicas,
+                self._replicas,
                 master_of=masters.master_of,
-                offload=self.cpu_offload,
-                reducers=handle.reducers,
-                before_step=lambda: self._give_buffers(module, handle.replicas),
+                offload=options.cpu_offload,
+                reducers=self._reducers,
+                before_step=self._give_buffers,
             )
 
-    def set_sync(self, module: nn.Module, enabled: bool) -> None:
-        """See the base class; with stage 2 every backward synchronizes, or slices could not add up."""
-        handle = self._handles[module]
-        for reducer in handle.reducers:
-            reducer.set_sync(enabled, part=handle.part)
-
-    def finish(self, module: nn.Module) -> None:
-        """Wait until all gradients are averaged; see [Note: rounds] of the reducer."""
-        for reducer in self._handles[module].reducers:
-            reducer.finish()
-
-    def _give_buffers(self, module: nn.Module, replicas: Axis) -> None:
-        if self.broadcast_buffers and replicas.size > 1:
-            broadcast_floating_buffers(module, replicas)
+    def _give_buffers(self) -> None:
+        if self._options.broadcast_buffers and self._replicas.size > 1:
+            broadcast_floating_buffers(self.module, self._replicas)
 
 
 def _refuse_own_clipping(optimizer: Optimizer) -> None:

@@ -29,6 +29,7 @@ from colossalai.amp import (
 )
 from colossalai.context import Axis, global_context
 from colossalai.logging import get_dist_logger
+from colossalai.nn.parallel import AppliedDataMethod
 from colossalai.zero._replicas import ZeroReplicas
 
 _PRECISIONS: dict[str, Precision] = {"bf16": PureBF16(), "fp16": NaiveFP16(), "fp32": FullPrecision()}
@@ -39,8 +40,7 @@ class ZeroModel(nn.Module):
 
     Args:
         raw: The model that was given.
-        computing: The same in a precision.
-        data: The method, applied to `computing`.
+        data: The method, applied to the same in a precision.
         replicas: The ranks over which optimizers are cut.
         masters: Float32 masters that no optimizer has taken yet.
         precision: The precision.
@@ -49,15 +49,14 @@ class ZeroModel(nn.Module):
     def __init__(
         self,
         raw: nn.Module,
-        computing: nn.Module,
         *,
-        data: ZeroReplicas,
+        data: AppliedDataMethod,
         replicas: Axis,
         masters: Masters,
         precision: Precision,
     ) -> None:
         super().__init__()
-        self.module = computing
+        self.module = data.module
         self.data = data
         self.replicas = replicas
         self.masters = masters
@@ -85,11 +84,11 @@ class ZeroModel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within the block, backwards add to gradients; with stage 1 they send nothing."""
-        self.data.set_sync(self.module, enabled=False)
+        self.data.set_sync(enabled=False)
         try:
             yield
         finally:
-            self.data.set_sync(self.module, enabled=True)
+            self.data.set_sync(enabled=True)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the model that was given, under its own names."""
@@ -206,7 +205,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
                     "the gradients; make the optimizer with zero_optim_wrapper, which has those of the scale"
                 )
         held = {param for group in optimizer.param_groups for param in group["params"]}
-        shards = model.data.shard(model.module, optimizer, model.masters)
+        shards = model.data.stand_ins(optimizer, model.masters)
         model.masters = model.masters.without(held)
         super().__init__(
             optimizer,
@@ -221,7 +220,6 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
             beside=model.first_optimizer,
         )
         model.first_optimizer = model.first_optimizer or self
-        self._model = model  # the shards do not hold it, and its handles are weak
 
 
 def _model_of(
@@ -306,10 +304,11 @@ def zero_model_wrapper(
     replicas = global_context.mesh.axis(("dp", "tp") if in_sequence else "dp")
     model.to(device)
     chosen = _PRECISIONS[precision]
-    masters = chosen.convert_model(model, float32_grads=False)
+    masters = chosen.convert_model(model, float32_grads=data.allows_float32_grads(replicas))
     computing = apply_precision(model, chosen, device.type)
-    data.apply(computing, blocks=[], replicas=replicas, device=device)
-    return ZeroModel(model, computing, data=data, replicas=replicas, masters=masters, precision=chosen)
+    applied = data.apply(computing, blocks=[], replicas=replicas, device=device)
+    masters.start_equal(replicas)
+    return ZeroModel(model, data=applied, replicas=replicas, masters=masters, precision=chosen)
 
 
 def zero_optim_wrapper(

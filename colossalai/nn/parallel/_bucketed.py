@@ -5,28 +5,21 @@ forwards of other microbatches lie between a forward and its backward, and a par
 a forward as a whole has no place for a wrapper. Here the gradients are averaged by hooks on the parameters.
 """
 
-from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import nn
 
 from colossalai.context import Axis
 from colossalai.nn.parallel._data_method import (
+    AppliedDataMethod,
     DataMethod,
+    NoSync,
     broadcast_floating_buffers,
     broadcast_from_first,
 )
 from colossalai.nn.parallel._reducer import GradReducer
-
-
-@dataclass(frozen=True)
-class _Handle:
-    """What a module, or a part of one, is to its reducer."""
-
-    reducer: GradReducer
-    replicas: Axis
-    part: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,9 +38,6 @@ class Bucketed(DataMethod):
     bucket_cap_mb: float = 25.0
     overlap: bool = True
     broadcast_buffers: bool = True
-    _handles: WeakKeyDictionary[nn.Module, _Handle] = field(
-        default_factory=WeakKeyDictionary, init=False, repr=False, compare=False
-    )
 
     def __post_init__(self) -> None:
         if not self.bucket_cap_mb > 0:
@@ -55,45 +45,46 @@ class Bucketed(DataMethod):
 
     def apply(
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
-    ) -> nn.Module:
-        """See the base class; `module` itself is returned.
-
-        The children of an `nn.ModuleList` are its parts: `set_sync` can be called for each of them.
-        """
+    ) -> AppliedDataMethod:
+        """See the base class; the children of an `nn.ModuleList` are its parts."""
         if replicas.size == 1:
-            return module
+            return NoSync(module)
         broadcast_from_first(module, replicas.group)
         parts = list(module) if isinstance(module, nn.ModuleList) else [module]
         reducer = GradReducer(
             parts, replicas, cap_bytes=int(self.bucket_cap_mb * 2**20), overlap=self.overlap
         )
-        for number, part in enumerate(parts):
-            self._handles[part] = _Handle(reducer, replicas, number)
-        self._handles[module] = _Handle(reducer, replicas)
-        return module
+        return _InBuckets(module, reducer, replicas if self.broadcast_buffers else None)
 
-    def set_sync(self, module: nn.Module, enabled: bool) -> None:
+
+@final
+class _InBuckets(AppliedDataMethod):
+    """A module whose gradients a reducer averages.
+
+    Args:
+        module: The module itself.
+        reducer: The reducer.
+        buffers_from: The replicas whose first one gives its floating buffers to all; None: nobody does.
+    """
+
+    def __init__(self, module: nn.Module, reducer: GradReducer, buffers_from: Axis | None) -> None:
+        super().__init__(module)
+        self._reducer = reducer
+        self._buffers_from = buffers_from
+
+    def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
         """Say whether the backwards from now on are the last ones before `finish`.
 
         May be called between a forward and its backward. Until it is called, and after `finish`, they are.
-
-        Args:
-            module: What `apply` returned; to switch on, also one of its parts.
-            enabled: Whether they are.
         """
-        handle = self._handles.get(module)
-        if handle is not None:
-            handle.reducer.set_sync(enabled, part=handle.part)
+        self._reducer.set_sync(enabled, part=part)
 
-    def finish(self, module: nn.Module) -> None:
-        """Wait until all gradients of `module`, which `apply` returned, are averages over the replicas.
+    def finish(self) -> None:
+        """Wait until all gradients are averages over the replicas.
 
         Collective over the replicas. Gradients that have not been averaged yet are, whether the backward
         synchronized or not.
         """
-        handle = self._handles.get(module)
-        if handle is None:
-            return
-        handle.reducer.finish()
-        if self.broadcast_buffers:
-            broadcast_floating_buffers(module, handle.replicas)
+        self._reducer.finish()
+        if self._buffers_from is not None:
+            broadcast_floating_buffers(self.module, self._buffers_from)

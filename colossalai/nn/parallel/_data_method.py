@@ -1,14 +1,18 @@
-"""What a way of data parallelism is: applied once, and told for every backward whether to synchronize."""
+"""A data method, a value of options, and what it becomes when it is applied: an object with state.
+
+The object is told for every backward whether to synchronize, and asked what an optimizer is to update.
+"""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from collections.abc import Collection, Iterator, Sequence
+from typing import ClassVar, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from colossalai.amp import Masters, StandIns
 from colossalai.communication import broadcast
 from colossalai.context import Axis
 
@@ -18,24 +22,18 @@ class DataMethod(ABC):
 
     Attributes:
         shards_parameters: Whether a rank holds only slices of the parameters.
-        shards_gradients: Whether a rank holds only slices of the averaged gradients.
     """
 
     shards_parameters: ClassVar[bool] = False
-    shards_gradients: ClassVar[bool] = False
 
-    @abstractmethod
-    def apply(
-        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
-    ) -> nn.Module:
-        """Return a module that computes as `module` does and averages its gradients over the replicas.
+    @property
+    def name_in_pairs(self) -> str | None:
+        """What the table of methods that cannot be combined calls it; None: it goes with all of them."""
+        return None
 
-        Args:
-            module: The module, on `device`; it may be changed in place, its parameters may be replaced.
-            blocks: The repeated parts of it (transformer blocks, residual blocks).
-            replicas: The ranks that hold the same model and see different parts of the batch.
-            device: The device of this rank.
-        """
+    def allows_float32_grads(self, replicas: Axis) -> bool:
+        """Return whether gradients of parameters in 16 bits may accumulate in float32."""
+        return True
 
     def check(  # noqa: B027 - most methods take any model and optimizer
         self, module: nn.Module, optimizers: Sequence[Optimizer], *, blocks: list[nn.Module]
@@ -47,11 +45,69 @@ class DataMethod(ABC):
         """
 
     @abstractmethod
-    def set_sync(self, module: nn.Module, enabled: bool) -> None:
-        """Say whether the next forward and its backward synchronize; `module` is what `apply` returned."""
+    def apply(
+        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
+    ) -> "AppliedDataMethod":
+        """Put the method to work on a module; collective over the replicas, which then start equal.
 
-    def finish(self, module: nn.Module) -> None:  # noqa: B027 - most methods are done with the backward
-        """Wait until the gradients of `module`, which `apply` returned, are equal on the replicas."""
+        Args:
+            module: The module, on `device`; it may be changed in place, its parameters may be replaced.
+            blocks: The repeated parts of it (transformer blocks, residual blocks).
+            replicas: The ranks that see different parts of the batch.
+            device: The device of this rank.
+        """
+
+
+class AppliedDataMethod(ABC):
+    """A data method at work on one module: what `DataMethod.apply` returns. It holds all state of the method.
+
+    Args:
+        module: The module that computes as the one given does.
+
+    Attributes:
+        module: As given.
+        shards_gradients: Whether a rank holds only slices of the averaged gradients.
+    """
+
+    shards_gradients: ClassVar[bool] = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    @abstractmethod
+    def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
+        """Say whether the next forward and its backward synchronize.
+
+        Args:
+            enabled: Whether they do.
+            part: Only of this child of an `nn.ModuleList`; None: of the whole module.
+        """
+
+    def finish(self) -> None:  # noqa: B027 - most methods are done with the backward
+        """Wait until the gradients are equal on the replicas; collective over them."""
+
+    def stand_ins(
+        self, optimizer: Optimizer, masters: Masters, *, late: Collection[nn.Parameter] = ()
+    ) -> StandIns:
+        """Put what is updated into the place of an optimizer's parameters, and return it.
+
+        Args:
+            optimizer: An optimizer of the module's parameters; its groups and states are changed in place.
+            masters: Float32 masters of the parameters that have one, equal on the replicas.
+            late: Parameters whose gradients are complete after all backwards only.
+
+        Raises:
+            ValueError: The method cannot take the optimizer.
+        """
+        return masters.stand_in(optimizer)
+
+
+@final
+class NoSync(AppliedDataMethod):
+    """A module whose backwards synchronize nothing."""
+
+    def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
+        """Nothing to say."""
 
 
 def broadcast_from_first(module: nn.Module, group: dist.ProcessGroup) -> None:

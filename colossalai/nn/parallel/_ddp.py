@@ -10,13 +10,19 @@ model. The model's own forward is not run; a hook on a parameter sees one gradie
 """
 
 from dataclasses import dataclass, fields
+from typing import final
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from colossalai.context import Axis
-from colossalai.nn.parallel._data_method import DataMethod, broadcast_from_first
+from colossalai.nn.parallel._data_method import (
+    AppliedDataMethod,
+    DataMethod,
+    NoSync,
+    broadcast_from_first,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +42,17 @@ class Replicated(DataMethod):
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
 
+    def allows_float32_grads(self, replicas: Axis) -> bool:
+        """See the base class: `DistributedDataParallel` reduces in the dtype of the parameters only."""
+        return replicas.size == 1
+
     def apply(
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
-    ) -> nn.Module:
+    ) -> AppliedDataMethod:
         """See the base class."""
         trainable = any(param.requires_grad for param in module.parameters())
         if replicas.size == 1 or not trainable:  # DDP refuses a module without trainable parameters
-            return module
+            return NoSync(module)
         # Only what was chosen is passed: torch warns of some of these names even at their default value.
         chosen = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         device_ids = None if device.type == "cpu" else [device]
@@ -51,12 +61,18 @@ class Replicated(DataMethod):
         # backward finds, which must be one of the model.
         if not self.find_unused_parameters and not self.static_graph:
             _settle_buckets(applied)
-        return applied
+        return _Averaging(applied)
 
-    def set_sync(self, module: nn.Module, enabled: bool) -> None:
+
+@final
+class _Averaging(AppliedDataMethod):
+    """A module whose backwards average its gradients, the forward before saying whether."""
+
+    module: DistributedDataParallel
+
+    def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
         """See the base class."""
-        if isinstance(module, DistributedDataParallel):
-            module.require_backward_grad_sync = enabled
+        self.module.require_backward_grad_sync = enabled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,13 +81,10 @@ class Unsynchronized(DataMethod):
 
     def apply(
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
-    ) -> nn.Module:
+    ) -> AppliedDataMethod:
         """See the base class."""
         broadcast_from_first(module, replicas.group)
-        return module
-
-    def set_sync(self, module: nn.Module, enabled: bool) -> None:
-        """Nothing to say: no backward synchronizes."""
+        return NoSync(module)
 
 
 class _Zero(nn.Module):

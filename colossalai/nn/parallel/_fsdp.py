@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, cast, final
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
 
 from colossalai.context import Axis
-from colossalai.nn.parallel._data_method import DataMethod, broadcast_from_first
+from colossalai.nn.parallel._data_method import AppliedDataMethod, DataMethod, broadcast_from_first
 
 _STAGE_1 = "LowLevelZeroPlugin (in a config, zero=dict(stage=1))"
 _TENSORS_ONLY = (Adafactor, LBFGS, Muon, Rprop)
@@ -37,9 +37,14 @@ class FullySharded(DataMethod):
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
 
+    @property
+    def name_in_pairs(self) -> str:
+        """See the base class."""
+        return "ZeRO 3"
+
     def apply(
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
-    ) -> nn.Module:
+    ) -> AppliedDataMethod:
         """See the base class; the parameters of `module` become DTensors over the replicas."""
         from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
@@ -55,7 +60,7 @@ class FullySharded(DataMethod):
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
         for block in blocks:
             fully_shard(block, **options)
-        return cast(nn.Module, fully_shard(module, **options))
+        return _Sharded(cast(nn.Module, fully_shard(module, **options)))
 
     def check(self, module: nn.Module, optimizers: Sequence[Optimizer], *, blocks: list[nn.Module]) -> None:
         """See the base class."""
@@ -90,11 +95,16 @@ class FullySharded(DataMethod):
                     f"{name} gives sparse gradients, which FSDP does not average: build it with sparse=False"
                 )
 
-    def set_sync(self, module: nn.Module, enabled: bool) -> None:
+
+@final
+class _Sharded(AppliedDataMethod):
+    """A module that gathers its parameters where they are used; its gradients are scattered slices."""
+
+    def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
         """See the base class; without synchronization a rank holds the whole gradient until the next one."""
         from torch.distributed.fsdp import FSDPModule
 
-        cast(FSDPModule, module).set_requires_gradient_sync(enabled)
+        cast(FSDPModule, self.module).set_requires_gradient_sync(enabled)
 
 
 def _members(module: nn.Module, blocks: list[nn.Module]) -> Iterator[tuple[str, str, nn.Parameter]]:

@@ -70,21 +70,21 @@ def parity(options, accumulation):
 
     def apply(model):
         applied = method.apply(model, blocks=[], replicas=replicas(), device=torch.device("cpu"))
-        assert applied is model
+        assert applied.module is model
         optimizer = case.build_optimizer(model.parameters())
 
         def step(batch):
             optimizer.zero_grad()
-            method.set_sync(model, False)
+            applied.set_sync(False)
             # As in a pipeline: all forwards come before the first backward.
             losses = [
                 loss_of(model, part) for part in zip(*(t.chunk(accumulation) for t in batch), strict=True)
             ]
             for loss in losses[:-1]:
                 (loss / accumulation).backward()
-            method.set_sync(model, True)
+            applied.set_sync(True)
             (losses[-1] / accumulation).backward()
-            method.finish(model)
+            applied.finish()
             optimizer.step()
             return sum(loss.detach() for loss in losses) / accumulation
 
@@ -128,12 +128,12 @@ def parts_of_a_pipeline():
     case = make_case(build, compute_loss)
 
     def apply(chunks):
-        method.apply(chunks, blocks=[], replicas=replicas(), device=torch.device("cpu"))
+        applied = method.apply(chunks, blocks=[], replicas=replicas(), device=torch.device("cpu"))
         optimizer = case.build_optimizer(chunks.parameters())
 
         def step(batch):
             optimizer.zero_grad()
-            method.set_sync(chunks, False)
+            applied.set_sync(False)
             total = 0.0
             parts = list(zip(*(t.chunk(2) for t in batch), strict=True))
             for number, (x, y) in enumerate(parts):
@@ -141,13 +141,13 @@ def parts_of_a_pipeline():
                 received = hidden.detach().requires_grad_()
                 loss = nn.functional.cross_entropy(chunks[1](received), y) / 2
                 if number == 1:
-                    method.set_sync(chunks[1], True)
+                    applied.set_sync(True, part=1)
                 loss.backward()
                 if number == 1:
-                    method.set_sync(chunks[0], True)
+                    applied.set_sync(True, part=0)
                 hidden.backward(received.grad)
                 total += loss.detach()
-            method.finish(chunks)
+            applied.finish()
             optimizer.step()
             return total
 
@@ -171,16 +171,16 @@ def what_is_sent(overlap):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
     method = Bucketed(bucket_cap_mb=2 * 64 / 2**20, overlap=overlap)  # two weights of 64 bytes
-    method.apply(model, blocks=[], replicas=replicas(), device=torch.device("cpu"))
+    applied = method.apply(model, blocks=[], replicas=replicas(), device=torch.device("cpu"))
     during = []
     with ledger() as book:
         for _ in range(2):
             for number in range(3):
-                method.set_sync(model, number == 2)
+                applied.set_sync(number == 2)
                 x = torch.ones(2, 4, requires_grad=True)
                 x.register_hook(lambda grad: during.append(book.count()))
                 model(x).sum().backward()
-            method.finish(model)
+            applied.finish()
     per_step = book.count("all_reduce", "dp") / 2, book.num_bytes() / 2
     gpc.destroy()
     return per_step, during
@@ -210,39 +210,42 @@ def edges():
     colossalai.launch_from_torch(config={}, verbose=False)
     method = Bucketed()
 
-    def applied(model):
+    def apply(model):
         return method.apply(model, blocks=[], replicas=replicas(), device=torch.device("cpu"))
 
-    model = applied(nn.Linear(2, 2))
+    applied = apply(nn.Linear(2, 2))
+    model = applied.module
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ValueError, match="after its average was under way"):
         model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ValueError, match="call finish first"):
-        method.set_sync(model, False)
-    method.finish(model)
-    embedding = applied(nn.Embedding(3, 2, sparse=True))
+        applied.set_sync(False)
+    applied.finish()
+    embedding = apply(nn.Embedding(3, 2, sparse=True)).module
     with pytest.raises(ValueError, match="sparse=False"):
         embedding(torch.tensor([1])).sum().backward()
 
     # The memory of a gradient is its bucket's, whatever zero_grad did.
-    linear = applied(nn.Linear(2, 2))
+    applied = apply(nn.Linear(2, 2))
+    linear = applied.module
     places = set()
     for set_to_none in (True, False, True):
         linear.zero_grad(set_to_none=set_to_none)
         linear(torch.full((1, 2), 1.0 + gpc.get_global_rank())).sum().backward()
-        method.finish(linear)
+        applied.finish()
         places.add(linear.weight.grad.data_ptr())
         assert linear.weight.grad.tolist() == [[1.5, 1.5], [1.5, 1.5]]
     assert len(places) == 1
 
-    norm = applied(nn.BatchNorm1d(2))
+    applied = apply(nn.BatchNorm1d(2))
+    norm = applied.module
     norm(torch.randn(4, 2, generator=torch.Generator().manual_seed(gpc.get_global_rank()))).sum().backward()
-    method.finish(norm)
+    applied.finish()
     bare = Bucketed().apply(
         nn.Linear(1, 1), blocks=[], replicas=gpc.mesh.axis("tp"), device=torch.device("cpu")
     )
-    method.set_sync(bare, True)
-    method.finish(bare)
+    bare.set_sync(True)
+    bare.finish()
     statistics = norm.running_mean.tolist()
     gpc.destroy()
     return statistics
@@ -259,11 +262,11 @@ def another_order_on_each_rank():
     method = Bucketed(bucket_cap_mb=4 / 2**20)  # a bucket for each weight
     branches = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(4))
     whole = nn.Sequential(branches)
-    method.apply(whole, blocks=[], replicas=replicas(), device=torch.device("cpu"))
+    applied = method.apply(whole, blocks=[], replicas=replicas(), device=torch.device("cpu"))
     order = list(range(4))
     for number in order if gpc.get_global_rank() == 0 else reversed(order):
         branches[number](torch.full((1, 1), 1.0 + number)).sum().backward()
-    method.finish(whole)
+    applied.finish()
     grads = [branch.weight.grad.item() for branch in branches]
     gpc.destroy()
     return grads
@@ -279,14 +282,14 @@ def naive_with_buckets():
     method = Bucketed()
     linear = nn.Linear(1, 1, bias=False)
     NaiveFP16().convert_model(linear, float32_grads=True)
-    method.apply(linear, blocks=[], replicas=replicas(), device=torch.device("cpu"))
+    applied = method.apply(linear, blocks=[], replicas=replicas(), device=torch.device("cpu"))
     values = [1.0, *[2.0**-12] * 4]
     for number, value in enumerate(values):
-        method.set_sync(linear, number == len(values) - 1)
+        applied.set_sync(number == len(values) - 1)
         linear(
             torch.full((1, 1), value * (1 + 2 * gpc.get_global_rank()), dtype=torch.float16)
         ).float().sum().backward()
-    method.finish(linear)
+    applied.finish()
     grad = linear.weight.grad
     gpc.destroy()
     return grad.dtype, grad.item()
