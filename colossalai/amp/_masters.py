@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp._sharded_params import MASTERS_KEY, STATE_KEY, StandIns
 from colossalai.context import Axis
-from colossalai.tensor import scale_grads
+from colossalai.tensor import gradient_sync, scale_grads
 
 
 class Masters(StandIns):
@@ -59,10 +59,11 @@ class Masters(StandIns):
         return names
 
     def start_equal(self, replicas: Axis) -> None:
-        """Give all replicas the masters of the first one; parameters are left to others."""
-        if replicas.size > 1:
-            for master in self._param_of:
-                dist.broadcast(master.detach(), src=replicas.ranks[0], group=replicas.group)
+        """Give all ranks that hold a parameter the master of the first one; parameters are left to others."""
+        for master in self._param_of:
+            holders = gradient_sync(master, replicas).axis
+            if holders.size > 1:
+                dist.broadcast(master.detach(), src=holders.ranks[0], group=holders.group)
 
     def stand_in(self, optimizer: Optimizer) -> "Masters":
         """Put masters in the place of an optimizer's parameters, states included, and return those."""

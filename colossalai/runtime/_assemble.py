@@ -131,7 +131,7 @@ def assemble_with_optimizers(
     computing = model
     if plan.pipeline is None:  # which applies the precision stage by stage
         computing = apply_precision(model, plan.precision, device.type)
-    plan.data.check(model, optimizers, blocks=blocks)
+    plan.data.check(model, optimizers, blocks=blocks, replicas=replicas)
     data = plan.data.apply(computing, blocks=blocks, replicas=replicas, device=device)
     masters.start_equal(replicas)
     _keep_specs(model, specs)

@@ -18,8 +18,10 @@ from colossalai.tensor._padded import PaddedSpec as PaddedSpec
 from colossalai.tensor._padded import pad_to as pad_to
 from colossalai.tensor._padded import padded_size as padded_size
 from colossalai.tensor._sharded_module import SpecKeeper as SpecKeeper
+from colossalai.tensor._spec import GradientSync as GradientSync
 from colossalai.tensor._spec import ShardingSpec as ShardingSpec
 from colossalai.tensor._spec import cut_dims as cut_dims
+from colossalai.tensor._spec import gradient_sync as gradient_sync
 from colossalai.tensor._spec import set_spec as set_spec
 from colossalai.tensor._spec import spec_of as spec_of
 

@@ -1,7 +1,18 @@
 """How a tensor is cut over a mesh: for each dimension the ordered axes that cut it, replicated over the rest.
 
 Every parameter that a parallel layer cuts carries its spec. What holds for the whole (a norm, a checkpoint of
-it) is derived from that.
+it) is derived from that, and so is which ranks make its gradient whole.
+
+[Note: which ranks share a gradient]
+The loss of a step is the mean of the losses L_r of the R parts of the batch, one on each rank of `replicas`.
+So the gradient of a tensor w is (1 / R) times the sum over r of dL_r / dw. A backward leaves on a rank the
+terms of those losses that the rank's own slice took part in:
+
+- No axis of the replicas cuts w: the rank's own loss only. The sum is over all replicas.
+- Some axes do (an expert over `ep`, of dp = edp x ep): the ranks along them hold other slices, and sent this
+  one their part of the batch, so their terms are in already. The sum is over the other axes (`edp`).
+
+The divisor is R for both, since the loss is the same.
 """
 
 import itertools
@@ -13,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 from colossalai.communication import all_gather
-from colossalai.context import Mesh
+from colossalai.context import Axis, Mesh
 
 _ATTRIBUTE = "sharding_spec"
 
@@ -188,3 +199,36 @@ def set_spec(tensor: torch.Tensor, spec: ShardingSpec) -> None:
 def spec_of(tensor: torch.Tensor) -> ShardingSpec | None:
     """Return the spec that a tensor carries, None for a replicated one."""
     return getattr(tensor, _ATTRIBUTE, None)
+
+
+@dataclass(frozen=True)
+class GradientSync:
+    """What turns the gradients that backwards leave into that of the mean loss over the whole batch.
+
+    Attributes:
+        axis: The ranks that hold the same slice; their gradients are summed.
+        divisor: The number of parts of the batch, by which the sum is divided.
+    """
+
+    axis: Axis
+    divisor: int
+
+
+def gradient_sync(tensor: torch.Tensor, replicas: Axis) -> GradientSync:
+    """Return over which ranks the gradient of a tensor is summed, and by how much it is divided.
+
+    See [Note: which ranks share a gradient]. The ranks are also those that start with the same values.
+
+    Args:
+        tensor: A parameter, or a buffer.
+        replicas: The ranks that see different parts of the batch: an axis, or several, of a mesh.
+    """
+    spec = spec_of(tensor)
+    if spec is None or not spec.axes:
+        return GradientSync(replicas, replicas.size)
+    mesh = replicas.mesh
+    # In a grid the first and the last rank of a group differ along every axis that it runs along.
+    first, last = mesh.coordinate(replicas.ranks[0]), mesh.coordinate(replicas.ranks[-1])
+    along = tuple(axis for axis in mesh.axes if first[axis] != last[axis])
+    kept = tuple(axis for axis in along if axis not in spec.axes)
+    return GradientSync(replicas if kept == along else mesh.axis(kept), replicas.size)

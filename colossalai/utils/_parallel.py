@@ -65,8 +65,8 @@ def print_rank_0(message: str, logger: DistributedLogger | logging.Logger | None
 
 
 def sync_model_param(model: nn.Module, parallel_mode: ParallelMode = ParallelMode.DATA) -> None:
-    """Give all ranks of a mode the parameters and buffers of the first one."""
-    broadcast_from_first(model, global_context.get_group(parallel_mode))
+    """Give all ranks of a mode the parameters and buffers of the first one that has the same slice."""
+    broadcast_from_first(model, global_context.axis(parallel_mode))
 
 
 def clip_grad_norm_fp32(

@@ -20,61 +20,62 @@ from colossalai.zero._layout import Bucket
 Finish = Callable[[torch.Tensor | None], torch.Tensor]
 
 
-def start_mean(flat: torch.Tensor, bucket: Bucket, replicas: Axis, dtype: torch.dtype | None) -> Finish:
+def start_mean(flat: torch.Tensor, bucket: Bucket, dtype: torch.dtype | None) -> Finish:
     """Begin to average a bucket; return what waits for it and returns this rank's section of the mean.
 
-    Here gradients are divided by the number of replicas, once. What is returned takes where the mean is to be
+    Here gradients are divided, once. What is returned takes where the mean is to be
     written, which decides its dtype: this rank's section of `flat`, or None for memory that nobody else has.
     See [Note: every section straight to where it is needed].
 
     Args:
         flat: This rank's gradients; not to be touched before the end.
-        bucket: Their layout.
-        replicas: The ranks.
+        bucket: Their layout, and the ranks.
         dtype: What is sent; None: as the gradients are.
     """
-    if replicas.size == 1:
-        return lambda out: flat  # which is its own only section
+    axis, divisor = bucket.sync.axis, bucket.sync.divisor
+    if axis.size == 1:  # `flat` is its own only section
+        return lambda out: flat if divisor == 1 else flat.div_(divisor)
     sent = flat if dtype is None else flat.to(dtype)
-    own = bucket.section(sent, replicas.rank)
-    others = [rank for rank in range(replicas.size) if rank != replicas.rank]
+    own = bucket.section(sent, axis.rank)
+    others = [rank for rank in range(axis.size) if rank != axis.rank]
     received = [torch.empty_like(own) for _ in others]
-    with record("reduce_scatter", replicas.name, sent, replicas.size):
+    with record("reduce_scatter", axis.name, sent, axis.size):
         wait = _start(
-            replicas,
+            axis,
             sends={rank: bucket.section(sent, rank) for rank in others},
             receives=dict(zip(others, received, strict=True)),
         )
 
     def finish(out: torch.Tensor | None) -> torch.Tensor:
         wait()
-        total = _sum([*received[: replicas.rank], own, *received[replicas.rank :]], received[0])
-        return torch.div(total, replicas.size, out=total if out is None else out)
+        total = _sum([*received[: axis.rank], own, *received[axis.rank :]], received[0])
+        return torch.div(total, divisor, out=total if out is None else out)
 
     return finish
 
 
-def start_gather(flat: torch.Tensor, bucket: Bucket, replicas: Axis) -> Callable[[], None]:
-    """Begin to fill a bucket with the sections of all ranks, each of which has its own in place."""
-    if replicas.size == 1:
+def start_gather(flat: torch.Tensor, bucket: Bucket) -> Callable[[], None]:
+    """Begin to fill a bucket with the sections of its ranks, each of which has its own in place."""
+    axis = bucket.axis
+    if axis.size == 1:
         return lambda: None
-    own = bucket.section(flat, replicas.rank)
-    others = [rank for rank in range(replicas.size) if rank != replicas.rank]
-    with record("all_gather", replicas.name, own, replicas.size):
+    own = bucket.section(flat, axis.rank)
+    others = [rank for rank in range(axis.size) if rank != axis.rank]
+    with record("all_gather", axis.name, own, axis.size):
         return _start(
-            replicas,
+            axis,
             sends=dict.fromkeys(others, own),
             receives={rank: bucket.section(flat, rank) for rank in others},
         )
 
 
 def _start(
-    replicas: Axis, *, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+    axis: Axis, *, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
 ) -> Callable[[], None]:
-    """Begin to send to and to receive from replicas; return what waits for both."""
+    """Begin to send to and to receive from ranks of an axis; return what waits for both."""
     ops = [
-        *(dist.P2POp(dist.irecv, part, group=replicas.group, group_peer=r) for r, part in receives.items()),
-        *(dist.P2POp(dist.isend, part, group=replicas.group, group_peer=r) for r, part in sends.items()),
+        *(dist.P2POp(dist.irecv, part, group=axis.group, group_peer=r) for r, part in receives.items()),
+        *(dist.P2POp(dist.isend, part, group=axis.group, group_peer=r) for r, part in sends.items()),
     ]
     ops = [op for op in ops if op.tensor.numel() > 0]  # whose lengths all ranks know
     works = dist.batch_isend_irecv(ops) if ops else []

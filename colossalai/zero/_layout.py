@@ -1,6 +1,7 @@
 """Where the parameters of an optimizer lie in flat buckets, and which part of a bucket is whose.
 
-A bucket holds parameters of one kind, one after the other, and is cut into one section for each rank. The
+A bucket holds parameters of one kind, one after the other, and is cut into one section for each rank that
+holds them. The
 part of a parameter that lies in the section of a rank is that rank's fragment of it. For optimizers that
 treat each element alone the sections are equally long and cut parameters anywhere. For those that need whole
 tensors a section holds whole parameters; they are dealt out so that each rank gets about as many elements.
@@ -12,7 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-Kind = tuple[torch.dtype, torch.dtype, torch.device]
+from colossalai.context import Axis
+from colossalai.tensor import GradientSync, gradient_sync
+
+Kind = tuple[torch.dtype, torch.dtype, torch.device, GradientSync]
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,6 +29,7 @@ class Bucket:
         bounds: Begin and end of the section of each rank; sections follow one another.
         grad_dtype: The dtype of the gradients.
         cuts_params: Whether a parameter may lie in several sections.
+        sync: Over which ranks gradients are summed, those of the sections, and by how much divided.
     """
 
     params: tuple[nn.Parameter, ...]
@@ -32,6 +37,12 @@ class Bucket:
     bounds: tuple[tuple[int, int], ...]
     grad_dtype: torch.dtype
     cuts_params: bool
+    sync: GradientSync
+
+    @property
+    def axis(self) -> Axis:
+        """The ranks that hold the parameters, of which each has a section."""
+        return self.sync.axis
 
     @property
     def numel(self) -> int:
@@ -72,20 +83,20 @@ class Bucket:
 
 
 def lay_out(
-    params: Sequence[nn.Parameter], *, num_ranks: int, cap_bytes: int, owners: Mapping[nn.Parameter, int]
+    params: Sequence[nn.Parameter], replicas: Axis, *, cap_bytes: int, owners: Mapping[nn.Parameter, int]
 ) -> list[Bucket]:
     """Lay parameters out in buckets, in the order in which those become full.
 
     Args:
         params: The parameters in the order in which their gradients come; each once.
-        num_ranks: Number of sections.
+        replicas: The ranks that see different parts of the batch.
         cap_bytes: A bucket of gradients is closed before it grows beyond; a larger parameter has its own.
-        owners: The rank that gets a parameter as a whole, for those that must not be cut.
+        owners: Which of the ranks that hold it gets a parameter as a whole, for those that must not be cut.
     """
     groups: list[list[nn.Parameter]] = []
     is_open: dict[tuple[Kind, bool], list[nn.Parameter]] = {}
     for param in params:
-        key = (_kind_of(param), param in owners)
+        key = (_kind_of(param, replicas), param in owners)
         group = is_open.get(key)
         size = sum(member.numel() for member in group or ()) + param.numel()
         if group is None or size * _grad_dtype(param).itemsize > cap_bytes:
@@ -94,14 +105,19 @@ def lay_out(
         group.append(param)
     position = {param: number for number, param in enumerate(params)}
     groups.sort(key=lambda group: position[group[-1]])
-    return [_make_bucket(group, num_ranks, owners) for group in groups]
+    return [_make_bucket(group, replicas, owners) for group in groups]
 
 
-def deal_out(params: Sequence[nn.Parameter], num_ranks: int) -> dict[nn.Parameter, int]:
-    """Return an owner for each parameter: the largest first, each to the rank with the fewest elements."""
-    loads = [0] * num_ranks
+def deal_out(params: Sequence[nn.Parameter], replicas: Axis) -> dict[nn.Parameter, int]:
+    """Return an owner for each parameter: the largest first, each to the rank with the fewest elements.
+
+    An owner is a position among the ranks that hold the parameter.
+    """
+    loads_along: dict[Axis, list[int]] = {}
     owners = {}
     for param in sorted(params, key=lambda param: -param.numel()):
+        axis = gradient_sync(param, replicas).axis
+        loads = loads_along.setdefault(axis, [0] * axis.size)
         rank = loads.index(min(loads))
         owners[param] = rank
         loads[rank] += param.numel()
@@ -109,8 +125,10 @@ def deal_out(params: Sequence[nn.Parameter], num_ranks: int) -> dict[nn.Paramete
 
 
 def _make_bucket(
-    params: Sequence[nn.Parameter], num_ranks: int, owners: Mapping[nn.Parameter, int]
+    params: Sequence[nn.Parameter], replicas: Axis, owners: Mapping[nn.Parameter, int]
 ) -> Bucket:
+    sync = gradient_sync(params[0], replicas)
+    num_ranks = sync.axis.size
     cuts_params = params[0] not in owners
     if not cuts_params:
         params = sorted(params, key=lambda param: owners[param])
@@ -125,11 +143,11 @@ def _make_bucket(
         held = [sum(p.numel() for p in params if owners[p] <= rank) for rank in range(num_ranks)]
         ends = held
     bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
-    return Bucket(tuple(params), tuple(starts), bounds, _grad_dtype(params[0]), cuts_params)
+    return Bucket(tuple(params), tuple(starts), bounds, _grad_dtype(params[0]), cuts_params, sync)
 
 
-def _kind_of(param: nn.Parameter) -> Kind:
-    return param.dtype, _grad_dtype(param), param.device
+def _kind_of(param: nn.Parameter, replicas: Axis) -> Kind:
+    return param.dtype, _grad_dtype(param), param.device, gradient_sync(param, replicas)
 
 
 def _grad_dtype(param: nn.Parameter) -> torch.dtype:

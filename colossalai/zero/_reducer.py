@@ -31,16 +31,15 @@ class BucketGrads:
 
     Args:
         bucket: The layout.
-        rank: This rank among the replicas.
         is_kept: Whether the memory of full gradients is kept between rounds.
     """
 
-    def __init__(self, bucket: Bucket, *, rank: int, is_kept: bool) -> None:
+    def __init__(self, bucket: Bucket, *, is_kept: bool) -> None:
         self.bucket = bucket
         self.slice: torch.Tensor | None = None
         self.seen: set[int] = set()  # parameters that have had a gradient here since `forget`
         self.arrived: set[int] = set()  # in this round
-        self._rank = rank
+        self._rank = bucket.axis.rank
         self._is_kept = is_kept
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []  # of `_flat`, one for each parameter
@@ -139,7 +138,7 @@ class ShardedReducer:
     Args:
         parts: The buckets of each part, which has a last backward of its own.
         late: Buckets that are complete at `flush` only.
-        replicas: The ranks to average over.
+        replicas: The ranks that see different parts of the batch.
         stage: 1 or 2.
         overlap: Start buckets during the backward; False: in `flush` only.
         dtype: What is sent; None: gradients as they are.
@@ -161,7 +160,7 @@ class ShardedReducer:
         self._dtype = dtype
 
         def grads_of(buckets: Sequence[Bucket]) -> list[BucketGrads]:
-            return [BucketGrads(bucket, rank=replicas.rank, is_kept=stage == 1) for bucket in buckets]
+            return [BucketGrads(bucket, is_kept=stage == 1) for bucket in buckets]
 
         self._parts = [grads_of(buckets) for buckets in parts]
         self._late = grads_of(late)
@@ -305,6 +304,6 @@ class ShardedReducer:
         if len(self._under_way) == _MAX_UNDER_WAY:
             self._under_way.popleft()()
         flat = grads.fill()
-        mean = start_mean(flat, grads.bucket, self._replicas, self._dtype)
+        mean = start_mean(flat, grads.bucket, self._dtype)
         self._started.add(grads)
         self._under_way.append(lambda: grads.add_mean(mean, flat))

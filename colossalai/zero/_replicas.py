@@ -82,8 +82,7 @@ class ZeroReplicas(DataMethod):
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
     ) -> AppliedDataMethod:
         """See the base class; the children of an `nn.ModuleList` are its parts."""
-        if replicas.size > 1:
-            broadcast_from_first(module, replicas.group)
+        broadcast_from_first(module, replicas)
         return _Cut(module, self, replicas)
 
 
@@ -124,10 +123,10 @@ class _Cut(AppliedDataMethod):
 
         Masters are given up to their slices here.
         """
-        options, num_ranks = self._options, self._replicas.size
+        options, replicas = self._options, self._replicas
         if options.cpu_offload and all(param.device.type == "cpu" for param in self.module.parameters()):
             get_dist_logger().log_once("cpu_offload has no effect: the model is in host memory", ranks=[0])
-        if num_ranks > 1:
+        if replicas.size > 1:
             _refuse_own_clipping(optimizer)
         held = {param for group in optimizer.param_groups for param in group["params"]}
         if (twice := next(iter(self._held & held), None)) is not None:
@@ -138,17 +137,17 @@ class _Cut(AppliedDataMethod):
         own, shared = _trainable(self._parts, held, late)
         owners = {}
         if not is_elementwise(optimizer):
-            owners = deal_out([*(param for params in own for param in params), *shared], num_ranks)
+            owners = deal_out([*(param for params in own for param in params), *shared], replicas)
 
         def buckets_of(params: list[nn.Parameter]) -> list[Bucket]:
             cap_bytes = int(options.bucket_cap_mb * 2**20)
-            return lay_out(params, num_ranks=num_ranks, cap_bytes=cap_bytes, owners=owners)
+            return lay_out(params, replicas, cap_bytes=cap_bytes, owners=owners)
 
         with torch.no_grad():
             reducer = ShardedReducer(
                 [buckets_of(params) for params in own],
                 buckets_of(shared),
-                self._replicas,
+                replicas,
                 stage=options.stage,
                 overlap=options.overlap,
                 dtype=options.communication_dtype,
@@ -158,7 +157,7 @@ class _Cut(AppliedDataMethod):
             return Shards(
                 optimizer,
                 reducer,
-                self._replicas,
+                replicas,
                 master_of=masters.master_of,
                 offload=options.cpu_offload,
                 reducers=self._reducers,

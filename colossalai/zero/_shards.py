@@ -54,7 +54,7 @@ class Shards(StandIns):
     Args:
         optimizer: The optimizer; its groups get the fragments, its states are cut.
         reducer: What averages the gradients of its parameters.
-        replicas: The ranks over which they are cut.
+        replicas: The ranks that see different parts of the batch.
         master_of: The float32 master of a parameter, if it has one.
         offload: Keep fragments and states in host memory.
         reducers: Those of all optimizers of the model, whose backwards are the same.
@@ -75,7 +75,6 @@ class Shards(StandIns):
         self._reducer = reducer
         self._reducers = reducers
         self._before_step = before_step
-        self._replicas = replicas
         self._flats: list[tuple[Bucket, torch.Tensor]] = []
         self._views: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._fragments: dict[nn.Parameter, Fragment] = {}
@@ -83,14 +82,15 @@ class Shards(StandIns):
             self._add_bucket(grads.bucket, master_of, offload)
         self._param_of = {fragment.tensor: param for param, fragment in self._fragments.items()}
         self._whole_groups = [list(group["params"]) for group in optimizer.param_groups]
-        ranges = {
-            param: [bucket.overlap(index, rank) for rank in range(replicas.size)]
-            for bucket, _ in self._flats
-            for index, param in enumerate(bucket.params)
-        }
-        self._ranges = {param: of_ranks[replicas.rank] for param, of_ranks in ranges.items()}
         self._exchange = StateExchange(
-            {param: fragment.tensor for param, fragment in self._fragments.items()}, ranges, replicas
+            {param: fragment.tensor for param, fragment in self._fragments.items()},
+            ranges={
+                param: [bucket.overlap(index, rank) for rank in range(bucket.axis.size)]
+                for bucket, _ in self._flats
+                for index, param in enumerate(bucket.params)
+            },
+            axes={param: bucket.axis for bucket, _ in self._flats for param in bucket.params},
+            replicas=replicas,
         )
         self._exchange.cut(optimizer)
         self._put_fragments(optimizer)
@@ -187,7 +187,7 @@ class Shards(StandIns):
             torch._foreach_copy_([f.home for f in masters], [f.tensor.detach() for f in masters])
             for fragment in masters:
                 fragment.tensor.grad = None  # a copy in float32; the slice of the mean is still there
-        waits = [start_gather(flat, bucket, self._replicas) for bucket, flat in self._flats]
+        waits = [start_gather(flat, bucket) for bucket, flat in self._flats]
         for wait in waits:
             wait()
         self._versions = {param: param._version for param in self._fragments}
@@ -255,8 +255,8 @@ class Shards(StandIns):
             device = bucket.params[0].device
             flat = torch.zeros(bucket.numel, dtype=bucket.grad_dtype, device=device)
             for param in bucket.params:
-                self._put_grad(param, bucket.section(flat, self._replicas.rank))
-            start_gather(flat, bucket, self._replicas)()
+                self._put_grad(param, bucket.section(flat, bucket.axis.rank))
+            start_gather(flat, bucket)()
             for index, param in enumerate(grads.bucket.params):
                 if next(marks):
                     found[param] = bucket.view(flat, index)
@@ -267,13 +267,14 @@ class Shards(StandIns):
         flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
         self._flats.append((bucket, flat))
         device = torch.device("cpu") if offload else first.device
-        section_start = bucket.bounds[self._replicas.rank][0]
+        rank = bucket.axis.rank
+        section_start = bucket.bounds[rank][0]
         for index, param in enumerate(bucket.params):
             view = bucket.view(flat, index)
             view.copy_(param.detach())
             param.data = view
             self._views.append((param, view))
-            begin, end = bucket.overlap(index, self._replicas.rank)
+            begin, end = bucket.overlap(index, rank)
             whole = end - begin == param.numel() and not bucket.cuts_params
             shape = param.shape if whole else (end - begin,)
             home = view.view(-1)[begin:end].view(shape)
@@ -283,7 +284,7 @@ class Shards(StandIns):
             if has_own_memory:
                 own = own.to(device, copy=True)
             tensor = nn.Parameter(own)
-            set_fragment(tensor, param, self._replicas.group)  # alone, too: it knows how `param` is cut
+            set_fragment(tensor, param, bucket.axis.group)  # alone, too: it knows how `param` is cut
             offset = max(bucket.starts[index] + begin - section_start, 0)
             place = (offset, offset + end - begin)
             self._fragments[param] = Fragment(param, tensor, home, place, has_own_memory)
@@ -311,7 +312,7 @@ class Shards(StandIns):
 
     def _range_of(self, fragment: Fragment) -> FlatRange:
         param = fragment.param
-        begin, end = self._ranges[param]
+        begin, end = self._exchange.own_range(param)
         local_shape = tuple(fragment.tensor.shape)
         return FlatRange(tuple(param.shape), begin, end, local_shape, fragment.tensor.device)
 

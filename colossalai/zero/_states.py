@@ -24,21 +24,29 @@ class StateExchange:
 
     Args:
         fragments: What stands in the optimizer for each parameter; empty where this rank has nothing of it.
-        ranges: For each parameter begin and end of the fragment of every rank.
-        replicas: The ranks.
+        ranges: For each parameter begin and end of the fragment of every rank that holds it.
+        axes: The ranks that hold each parameter.
+        replicas: The ranks that hold the model.
     """
 
     def __init__(
         self,
         fragments: Mapping[nn.Parameter, nn.Parameter],
+        *,
         ranges: Mapping[nn.Parameter, Sequence[tuple[int, int]]],
+        axes: Mapping[nn.Parameter, Axis],
         replicas: Axis,
     ) -> None:
         self._fragments = fragments
         self._ranges = ranges
+        self._axes = axes
         self._replicas = replicas
         self._own: dict[nn.Parameter, State] = {}  # what was there before `gather`
         self._given: dict[nn.Parameter, State] = {}  # and what it has put there
+
+    def own_range(self, param: nn.Parameter) -> tuple[int, int]:
+        """Return begin and end of this rank's fragment of a parameter."""
+        return self._ranges[param][self._axes[param].rank]
 
     def gather(self, optimizer: Optimizer, *, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Put whole states, by parameter, into an optimizer; collective. They lie in host memory.
@@ -59,7 +67,7 @@ class StateExchange:
                 slices[number] = state
         everywhere = self._described(slices)
         for number, param in enumerate(self._fragments):
-            descriptions = [rank_states.get(number) for rank_states in everywhere]
+            descriptions = [everywhere[rank].get(number) for rank in self._axes[param].ranks]
             if any(descriptions):
                 whole = self._whole(param, slices.get(number, {}), descriptions)
                 self._given[param] = optimizer.state[param] = whole
@@ -150,16 +158,16 @@ class StateExchange:
             if param_of[number] in self._fragments
         }
 
-    def _described(self, slices: Mapping[int, State]) -> list[dict[int, State]]:
-        """Return the states of all ranks: numbers by value, tensors as empty ones on the device "meta"."""
+    def _described(self, slices: Mapping[int, State]) -> dict[int, dict[int, State]]:
+        """Return the states of all replicas, by global rank; tensors as empty ones on the device "meta"."""
         described = {
             number: {key: _description(value) for key, value in state.items()}
             for number, state in slices.items()
         }
         if self._replicas.size == 1:
-            return [described]
+            return {self._replicas.ranks[0]: described}
         everywhere: list[dict[int, State]] = gather_values(described, self._replicas.group)
-        return everywhere
+        return dict(zip(self._replicas.ranks, everywhere, strict=True))
 
     def _whole(self, param: nn.Parameter, own: State, descriptions: Sequence[State | None]) -> State:
         """Return the whole state of a parameter of which some ranks have slices."""
@@ -173,16 +181,17 @@ class StateExchange:
         self, param: nn.Parameter, key: str, own: State, descriptions: Sequence[State | None]
     ) -> torch.Tensor:
         pieces = []
+        axis = self._axes[param]
         for rank, state in enumerate(descriptions):
             if state is None:
                 continue
             described = state[key]
-            if rank == self._replicas.rank:
+            if rank == axis.rank:
                 piece = own[key].detach().to(param.device).contiguous()
             else:
                 piece = torch.empty(described.shape, dtype=described.dtype, device=param.device)
-            if self._replicas.size > 1:
-                dist.broadcast(piece, src=self._replicas.ranks[rank], group=self._replicas.group)
+            if axis.size > 1:
+                dist.broadcast(piece, src=axis.ranks[rank], group=axis.group)
             pieces.append(piece.cpu())
         if len(pieces) == 1 and pieces[0].numel() != param.numel():
             return pieces[0]  # of a whole parameter, in a shape of its own
@@ -193,7 +202,7 @@ class StateExchange:
         if param not in self._fragments:
             return dict(state)
         fragment = self._fragments[param]
-        begin, end = self._ranges[param][self._replicas.rank]
+        begin, end = self.own_range(param)
 
         def part(key: str, value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or key == "step" or value.shape != param.shape:

@@ -80,8 +80,9 @@ def test_fsdp_knows_optimizers_of_other_libraries_by_name():
         __qualname__ = "Adafactor"
 
     model = nn.Linear(2, 2)
+    optimizers, replicas = [Adafactor(model.parameters(), lr=0.1)], Mesh({"dp": 1}, rank=0).axis("dp")
     with pytest.raises(ValueError, match="Adafactor cannot update the slices of parameters that FSDP holds"):
-        FullySharded().check(model, [Adafactor(model.parameters(), lr=0.1)], blocks=[])
+        FullySharded().check(model, optimizers, blocks=[], replicas=replicas)
 
 
 def test_plans_from_configs():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from colossalai.context import Axis, Mesh
 from colossalai.zero._layout import Bucket, deal_out, lay_out
 
 pytestmark = pytest.mark.unit
@@ -11,6 +12,10 @@ pytestmark = pytest.mark.unit
 
 def parameters(*sizes: int, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(size, dtype=dtype)) for size in sizes]
+
+
+def replicas(num_ranks: int) -> Axis:
+    return Mesh({"dp": num_ranks}, rank=0).axis("dp")
 
 
 def covered(bucket: Bucket, index: int, num_ranks: int) -> list[int]:
@@ -23,8 +28,8 @@ def covered(bucket: Bucket, index: int, num_ranks: int) -> list[int]:
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_every_element_is_in_one_fragment(num_ranks: int, is_whole: bool) -> None:
     params = parameters(5, 1, 17, 3, 8)
-    owners = deal_out(params, num_ranks) if is_whole else {}
-    buckets = lay_out(params, num_ranks=num_ranks, cap_bytes=80, owners=owners)
+    owners = deal_out(params, replicas(num_ranks)) if is_whole else {}
+    buckets = lay_out(params, replicas(num_ranks), cap_bytes=80, owners=owners)
     assert {param for bucket in buckets for param in bucket.params} == set(params)
     assert sum(len(bucket.params) for bucket in buckets) == len(params)
     for bucket in buckets:
@@ -37,15 +42,15 @@ def test_every_element_is_in_one_fragment(num_ranks: int, is_whole: bool) -> Non
 
 
 def test_sections_are_even_and_only_the_end_is_padded() -> None:
-    (bucket,) = lay_out(parameters(5, 4), num_ranks=4, cap_bytes=1000, owners={})
+    (bucket,) = lay_out(parameters(5, 4), replicas(4), cap_bytes=1000, owners={})
     assert bucket.section_sizes == [3, 3, 3, 3]
     assert (bucket.num_used, bucket.numel) == (9, 12)
 
 
 def test_whole_parameters_need_no_padding_and_are_balanced() -> None:
     params = parameters(40, 1, 10, 10, 10, 9)
-    owners = deal_out(params, 2)
-    (bucket,) = lay_out(params, num_ranks=2, cap_bytes=1000, owners=owners)
+    owners = deal_out(params, replicas(2))
+    (bucket,) = lay_out(params, replicas(2), cap_bytes=1000, owners=owners)
     assert bucket.numel == bucket.num_used == 80
     assert bucket.section_sizes == [40, 40]
 
@@ -54,6 +59,6 @@ def test_buckets_are_in_the_order_in_which_they_become_full_and_of_one_kind() ->
     low = parameters(4, 4, dtype=torch.bfloat16)
     high = parameters(2, 2, 100)
     order = [low[0], high[0], high[1], high[2], low[1]]
-    buckets = lay_out(order, num_ranks=2, cap_bytes=64, owners={})
+    buckets = lay_out(order, replicas(2), cap_bytes=64, owners={})
     assert [bucket.params for bucket in buckets] == [(high[0], high[1]), (high[2],), (low[0], low[1])]
     assert [bucket.grad_dtype for bucket in buckets] == [torch.float32, torch.float32, torch.bfloat16]

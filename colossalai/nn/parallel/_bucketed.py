@@ -49,7 +49,7 @@ class Bucketed(DataMethod):
         """See the base class; the children of an `nn.ModuleList` are its parts."""
         if replicas.size == 1:
             return NoSync(module)
-        broadcast_from_first(module, replicas.group)
+        broadcast_from_first(module, replicas)
         parts = list(module) if isinstance(module, nn.ModuleList) else [module]
         reducer = GradReducer(
             parts, replicas, cap_bytes=int(self.bucket_cap_mb * 2**20), overlap=self.overlap

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-Kind = tuple[torch.dtype, torch.device]
+from colossalai.context import Axis
+from colossalai.tensor import GradientSync, gradient_sync
+
+Kind = tuple[torch.dtype, torch.device, GradientSync]
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,34 +24,37 @@ class Bucket:
         flat: The memory: the gradients, then one element for each parameter.
         views: For each parameter its part of `flat`, in its shape.
         marks: The elements behind the gradients, one for each parameter.
+        sync: Over which ranks they are summed, and by how much divided.
     """
 
     params: tuple[nn.Parameter, ...]
     flat: torch.Tensor
     views: tuple[torch.Tensor, ...]
     marks: torch.Tensor
+    sync: GradientSync
 
 
-def make_buckets(params: Iterable[nn.Parameter], *, cap_bytes: int) -> list[Bucket]:
-    """Lay parameters out in buckets, those of one dtype and device together, in the order given.
+def make_buckets(params: Iterable[nn.Parameter], replicas: Axis, *, cap_bytes: int) -> list[Bucket]:
+    """Lay parameters out in buckets, those of one dtype, device and kind of sum together, in the order given.
 
     Buckets are in the order in which they become full, if gradients come in the order given.
 
     Args:
         params: The parameters; each once.
+        replicas: The ranks that see different parts of the batch.
         cap_bytes: A bucket is closed before it grows beyond; a larger parameter has one of its own.
     """
     groups: list[list[nn.Parameter]] = []
     is_open: dict[Kind, list[nn.Parameter]] = {}
     num_bytes: dict[Kind, int] = {}
     for param in params:
-        kind = _kind_of(param)
+        kind = _kind_of(param, replicas)
         needed = param.numel() * kind[0].itemsize
         if kind in is_open and num_bytes[kind] + needed > cap_bytes:
             groups.append(is_open.pop(kind))
         num_bytes[kind] = needed + (num_bytes[kind] if kind in is_open else 0)
         is_open.setdefault(kind, []).append(param)
-    return [_make_bucket(group) for group in (*groups, *is_open.values())]
+    return [_make_bucket(group, replicas) for group in (*groups, *is_open.values())]
 
 
 def adopt_grad(param: nn.Parameter, view: torch.Tensor) -> None:
@@ -69,14 +75,15 @@ def adopt_grad(param: nn.Parameter, view: torch.Tensor) -> None:
     param.grad = view
 
 
-def _make_bucket(params: list[nn.Parameter]) -> Bucket:
-    dtype, device = _kind_of(params[0])
+def _make_bucket(params: list[nn.Parameter], replicas: Axis) -> Bucket:
+    dtype, device, sync = _kind_of(params[0], replicas)
     sizes = [param.numel() for param in params]
     flat = torch.zeros(sum(sizes) + len(params), dtype=dtype, device=device)
     *parts, marks = flat.split([*sizes, len(params)])
     views = tuple(part.view(param.shape) for part, param in zip(parts, params, strict=True))
-    return Bucket(tuple(params), flat, views, marks)
+    return Bucket(tuple(params), flat, views, marks, sync)
 
 
-def _kind_of(param: nn.Parameter) -> Kind:
-    return getattr(param, "grad_dtype", None) or param.dtype, param.device
+def _kind_of(param: nn.Parameter, replicas: Axis) -> Kind:
+    dtype = getattr(param, "grad_dtype", None) or param.dtype
+    return dtype, param.device, gradient_sync(param, replicas)

@@ -4,7 +4,7 @@ The object is told for every backward whether to synchronize, and asked what an 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar, final
 
 import torch
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from colossalai.amp import Masters, StandIns
 from colossalai.communication import broadcast
 from colossalai.context import Axis
+from colossalai.tensor import gradient_sync
 
 
 class DataMethod(ABC):
@@ -36,7 +37,12 @@ class DataMethod(ABC):
         return True
 
     def check(  # noqa: B027 - most methods take any model and optimizer
-        self, module: nn.Module, optimizers: Sequence[Optimizer], *, blocks: list[nn.Module]
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        blocks: list[nn.Module],
+        replicas: Axis,
     ) -> None:
         """Raise if `apply`, whose arguments these are, cannot take the module, or later steps the optimizers.
 
@@ -110,25 +116,22 @@ class NoSync(AppliedDataMethod):
         """Nothing to say."""
 
 
-def broadcast_from_first(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give all ranks of a group the parameters and buffers of its first rank."""
-    source = dist.get_global_rank(group, 0)
-    for tensor in _tensors(module):
-        dist.broadcast(tensor.detach(), src=source, group=group)
+def broadcast_from_first(module: nn.Module, replicas: Axis) -> None:
+    """Give all ranks that hold a parameter or buffer the values of the first of them; collective."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        holders = gradient_sync(tensor, replicas).axis
+        if holders.size > 1:
+            dist.broadcast(tensor.detach(), src=holders.ranks[0], group=holders.group)
 
 
 def broadcast_floating_buffers(module: nn.Module, replicas: Axis) -> None:
-    """Give all replicas the floating buffers of the first one, one broadcast for each dtype and device."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    """Give all ranks that hold a floating buffer that of the first; a broadcast for each dtype and device."""
+    kinds: dict[tuple[torch.dtype, torch.device, Axis], list[torch.Tensor]] = {}
     for buffer in module.buffers():
         if buffer.is_floating_point():
-            kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    for buffers in kinds.values():
-        flat = broadcast(torch.cat([buffer.flatten() for buffer in buffers]), replicas.ranks[0], replicas)
+            holders = gradient_sync(buffer, replicas).axis
+            kinds.setdefault((buffer.dtype, buffer.device, holders), []).append(buffer)
+    for (_, _, holders), buffers in kinds.items():
+        flat = broadcast(torch.cat([buffer.flatten() for buffer in buffers]), holders.ranks[0], holders)
         for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(part.view(buffer.shape))
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()

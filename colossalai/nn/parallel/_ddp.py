@@ -9,10 +9,12 @@ zero that depends on every parameter, the last one first, which is the order tha
 model. The model's own forward is not run; a hook on a parameter sees one gradient of zeros.
 """
 
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import final
+from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +25,9 @@ from colossalai.nn.parallel._data_method import (
     NoSync,
     broadcast_from_first,
 )
+from colossalai.tensor import GradientSync, gradient_sync
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # where torch looks for names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +35,10 @@ class Replicated(DataMethod):
     """Every rank holds the whole model; gradients are averaged in buckets while the backward runs.
 
     The fields are those of `torch.nn.parallel.DistributedDataParallel`. With one replica the module stays
-    bare. Gradients are added up in the same order in every step, so that a run which goes on from a
-    checkpoint has the same bits; not with `static_graph=True`, whose first two steps torch reduces in an
-    order of their own.
+    bare. Where parameters are cut over a part of the replicas (experts), there is one such wrapper around
+    the other for each set of ranks that share gradients. Gradients are added up in the same order in every
+    step, so that a run which goes on from a checkpoint has the same bits; not with `static_graph=True`, whose
+    first two steps torch reduces in an order of their own.
     """
 
     broadcast_buffers: bool = True
@@ -50,29 +56,45 @@ class Replicated(DataMethod):
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
     ) -> AppliedDataMethod:
         """See the base class."""
-        trainable = any(param.requires_grad for param in module.parameters())
+        syncs: dict[GradientSync, set[str]] = {}  # with the names of the tensors of each
+        for name, tensor in _named_tensors(module):
+            syncs.setdefault(gradient_sync(tensor, replicas), set()).add(name)
+        trainable = {gradient_sync(each, replicas) for each in module.parameters() if each.requires_grad}
         if replicas.size == 1 or not trainable:  # DDP refuses a module without trainable parameters
             return NoSync(module)
         # Only what was chosen is passed: torch warns of some of these names even at their default value.
         chosen = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        device_ids = None if device.type == "cpu" else [device]
-        applied = DistributedDataParallel(module, device_ids, process_group=replicas.group, **chosen)
-        # With find_unused_parameters torch never lays the buckets out anew. A static graph is what the first
-        # backward finds, which must be one of the model.
-        if not self.find_unused_parameters and not self.static_graph:
-            _settle_buckets(applied)
-        return _Averaging(applied)
+        if device.type != "cpu":
+            chosen["device_ids"] = [device]
+        wrappers: list[DistributedDataParallel] = []
+        for sync in sorted(trainable, key=lambda sync: sync.axis.size):  # that of most parameters outermost
+            others = {name for other, names in syncs.items() if other != sync for name in names}
+            inner = wrappers[-1] if wrappers else module
+            wrapper = _wrap(inner, sync, {"module." * len(wrappers) + name for name in others}, chosen)
+            # With find_unused_parameters torch never lays the buckets out anew. A static graph is what the
+            # first backward finds, which must be one of the model.
+            if not self.find_unused_parameters and not self.static_graph:
+                _settle_buckets(wrapper)
+            wrappers.append(wrapper)
+        return _Averaging(wrappers)
 
 
 @final
 class _Averaging(AppliedDataMethod):
-    """A module whose backwards average its gradients, the forward before saying whether."""
+    """A module whose backwards average its gradients, the forward before saying whether.
 
-    module: DistributedDataParallel
+    Args:
+        wrappers: One around the other, the outermost last; each averages other parameters.
+    """
+
+    def __init__(self, wrappers: Sequence[DistributedDataParallel]) -> None:
+        super().__init__(wrappers[-1])
+        self._wrappers = wrappers
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
         """See the base class."""
-        self.module.require_backward_grad_sync = enabled
+        for wrapper in self._wrappers:
+            wrapper.require_backward_grad_sync = enabled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +105,7 @@ class Unsynchronized(DataMethod):
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
     ) -> AppliedDataMethod:
         """See the base class."""
-        broadcast_from_first(module, replicas.group)
+        broadcast_from_first(module, replicas)
         return NoSync(module)
 
 
@@ -110,6 +132,40 @@ class _Zero(nn.Module):
                 none = nn.functional.embedding(nothing, param, sparse=True) if is_sparse else param[None][:0]
                 total = total + none.sum().abs()  # a real number, whatever the parameter is
         return total
+
+
+def _named_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield every name of every parameter and buffer."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _wrap(
+    module: nn.Module, sync: GradientSync, ignored: Collection[str], options: Mapping[str, Any]
+) -> DistributedDataParallel:
+    """Return a module whose backward averages its gradients, but for parameters that are ignored by name."""
+    if not ignored:
+        return DistributedDataParallel(module, process_group=sync.axis.group, **options)
+    own = getattr(module, _IGNORED, None)  # what the user has named
+    # Torch asks for a parameter of the module itself with a dot before its name.
+    setattr(module, _IGNORED, [*(own or ()), *ignored, *(f".{name}" for name in ignored)])
+    try:
+        wrapper = DistributedDataParallel(module, process_group=sync.axis.group, **options)
+    finally:
+        delattr(module, _IGNORED)
+        if own is not None:
+            setattr(module, _IGNORED, own)
+    if sync.axis.size != sync.divisor:
+        wrapper.register_comm_hook(sync, _average)
+    return wrapper
+
+
+def _average(sync: GradientSync, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Sum a bucket over ranks that are fewer than the parts of the batch."""
+    flat = bucket.buffer().div_(sync.divisor)
+    work = dist.all_reduce(flat, group=sync.axis.group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
 
 
 def _settle_buckets(applied: DistributedDataParallel) -> None:

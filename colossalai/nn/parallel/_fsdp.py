@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, cast, final
 
 import torch
@@ -11,7 +12,9 @@ from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
 
 from colossalai.context import Axis
 from colossalai.nn.parallel._data_method import AppliedDataMethod, DataMethod, broadcast_from_first
+from colossalai.tensor import GradientSync, gradient_sync
 
+_LISTS_OF_PARAMS = (nn.ParameterList, nn.ParameterDict)
 _STAGE_1 = "LowLevelZeroPlugin (in a config, zero=dict(stage=1))"
 _TENSORS_ONLY = (Adafactor, LBFGS, Muon, Rprop)
 _TENSORS_ONLY_ELSEWHERE = ("transformers.optimization.Adafactor",)
@@ -46,29 +49,44 @@ class FullySharded(DataMethod):
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
     ) -> AppliedDataMethod:
         """See the base class; the parameters of `module` become DTensors over the replicas."""
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
-        broadcast_from_first(module, replicas.group)
-        # One dimension, whatever mesh axes it runs along: two would mean shards in one, copies in the other.
-        mesh = DeviceMesh.from_group(replicas.group, device.type, mesh_dim_names=(replicas.name,))
+        broadcast_from_first(module, replicas)
         options: dict[str, Any] = {
-            "mesh": mesh,
             "reshard_after_forward": self.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype),
         }
         if self.cpu_offload:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
-        for block in blocks:
-            fully_shard(block, **options)
-        return _Sharded(cast(nn.Module, fully_shard(module, **options)))
+        meshes: dict[Axis, DeviceMesh] = {}
+        for part, sync in _parts(module, blocks, replicas).items():
+            axis = sync.axis
+            if axis not in meshes:
+                # One dimension, whatever mesh axes it runs along: two would mean shards in one, copies in the
+                # other.
+                names = (axis.name or "alone",)
+                meshes[axis] = DeviceMesh.from_group(axis.group, device.type, mesh_dim_names=names)
+            fully_shard(part, mesh=meshes[axis], **options)
+            if axis.size != sync.divisor:
+                # FSDP divides by the size of its mesh. (Its `set_gradient_divide_factor` needs an operation
+                # that gloo has not, and divides twice by it on one rank.)
+                cast(FSDPModule, part).set_all_reduce_hook(partial(_scale, factor=axis.size / sync.divisor))
+        return _Sharded(module)
 
-    def check(self, module: nn.Module, optimizers: Sequence[Optimizer], *, blocks: list[nn.Module]) -> None:
+    def check(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        blocks: list[nn.Module],
+        replicas: Axis,
+    ) -> None:
         """See the base class."""
         for optimizer in optimizers:
             _refuse_optimizer(optimizer)
         owners: dict[nn.Parameter, tuple[str, str]] = {}  # of each parameter a name, and the part it is in
         dtypes: dict[str, dict[torch.dtype, str]] = {}  # of each part its dtypes, and a parameter of each
-        for part, name, param in _members(module, blocks):
+        for part, name, param in _members(module, blocks, replicas):
             first, owner = owners.setdefault(param, (name, part))
             if owner != part:
                 raise ValueError(
@@ -107,13 +125,59 @@ class _Sharded(AppliedDataMethod):
         cast(FSDPModule, self.module).set_requires_gradient_sync(enabled)
 
 
-def _members(module: nn.Module, blocks: list[nn.Module]) -> Iterator[tuple[str, str, nn.Parameter]]:
+def _scale(grads: torch.Tensor, *, factor: float) -> None:
+    grads.mul_(factor)
+
+
+def _parts(module: nn.Module, blocks: list[nn.Module], replicas: Axis) -> dict[nn.Module, GradientSync]:
+    """Return what is sharded as one, inner parts first, and how the gradients of each are summed.
+
+    Parts are the blocks, and the rest of the model. A part is sharded over one set of ranks. So a module with
+    parameters that others share than the replicas (experts) is a part, too, and so is whatever it calls.
+
+    Raises:
+        ValueError: A module has parameters of its own of both kinds.
+    """
+    everywhere = GradientSync(replicas, replicas.size)
+    apart: dict[nn.Module, GradientSync] = {}
+    for name, part in module.named_modules():
+        if isinstance(part, _LISTS_OF_PARAMS):
+            continue
+        lists = [child for child in part.children() if isinstance(child, _LISTS_OF_PARAMS)]
+        own = [*part.parameters(recurse=False), *(param for each in lists for param in each.parameters())]
+        syncs = {gradient_sync(param, replicas) for param in own}
+        if len(syncs) > 1:
+            raise ValueError(
+                f"{name or 'the model'} has parameters of its own that different ranks share: some of its "
+                f"{len(own)} are cut over data-parallel ranks and some are not, which FSDP cannot shard "
+                f"together. Put the former into a module of their own, or use {_STAGE_1}"
+            )
+        if syncs and syncs != {everywhere}:
+            apart[part] = syncs.pop()
+    inner = {called for part in apart for called in _called(part)}
+    chosen = {module, *blocks, *apart, *inner}
+    return {part: apart.get(part, everywhere) for part in reversed(list(module.modules())) if part in chosen}
+
+
+def _called(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children that a module calls, and that have parameters."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # which are not called themselves
+            yield from _called(child)
+        elif not isinstance(child, _LISTS_OF_PARAMS) and any(True for _ in child.parameters()):
+            yield child
+
+
+def _members(
+    module: nn.Module, blocks: list[nn.Module], replicas: Axis
+) -> Iterator[tuple[str, str, nn.Parameter]]:
     """Return every name of every parameter: the part that FSDP shards it with, the name, the parameter."""
-    names = {part: name for name, part in module.named_modules() if part in blocks}
+    parts = _parts(module, blocks, replicas)
+    names = [name for name, part in module.named_modules() if part in parts and part is not module]
     rest = "the model outside of its blocks" if blocks else "the model"
     for name, param in module.named_parameters(remove_duplicate=False):
-        around = [block for block in names.values() if name.startswith(f"{block}.")]
-        yield (around[0] if around else rest), name, param
+        around = [part for part in names if name.startswith(f"{part}.")]
+        yield max(around, key=len, default=rest), name, param
 
 
 def _refuse_optimizer(optimizer: Optimizer) -> None:

@@ -28,18 +28,17 @@ class GradReducer:
 
     Args:
         parts: The parts, each of which has a last backward of its own; a parameter may be in several.
-        replicas: The ranks to average over.
+        replicas: The ranks that see different parts of the batch.
         cap_bytes: Size of a bucket.
         overlap: Start buckets during the backward; False: in `finish` only.
     """
 
     def __init__(self, parts: Sequence[nn.Module], replicas: Axis, *, cap_bytes: int, overlap: bool) -> None:
-        self._replicas = replicas
         self._overlap = overlap
         own, shared = _trainable(parts)
-        self._buckets_of = [make_buckets(params, cap_bytes=cap_bytes) for params in own]
+        self._buckets_of = [make_buckets(params, replicas, cap_bytes=cap_bytes) for params in own]
         # Those of parameters that parts share are complete after the last part only.
-        self._late = make_buckets(shared, cap_bytes=cap_bytes)
+        self._late = make_buckets(shared, replicas, cap_bytes=cap_bytes)
         self._place: dict[nn.Parameter, tuple[Bucket, int]] = {}
         for bucket in self._all_buckets():
             for index, param in enumerate(bucket.params):
@@ -123,7 +122,7 @@ class GradReducer:
         return len(self._arrived[bucket]) == len(bucket.params)
 
     def _start(self, bucket: Bucket) -> None:
-        """Begin to average a bucket: the one place where gradients are divided by the number of replicas."""
+        """Begin to average a bucket: the one place where gradients are divided."""
         bucket.marks.fill_(1.0)
         for index, param in enumerate(bucket.params):
             if param.grad is None:
@@ -131,8 +130,8 @@ class GradReducer:
                 bucket.marks[index] = 0.0
             else:
                 adopt_grad(bucket.params[index], bucket.views[index])
-        bucket.flat.div_(self._replicas.size)  # before the sum: float16 has little room above
-        self._started[bucket] = start_all_reduce(bucket.flat, self._replicas)
+        bucket.flat.div_(bucket.sync.divisor)  # before the sum: float16 has little room above
+        self._started[bucket] = start_all_reduce(bucket.flat, bucket.sync.axis)
 
 
 def _trainable(parts: Sequence[nn.Module]) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:

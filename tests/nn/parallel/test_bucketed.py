@@ -9,6 +9,7 @@ from torch import nn
 import colossalai
 from colossalai.amp import NaiveFP16
 from colossalai.communication import ledger
+from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import Bucketed
 from colossalai.nn.parallel._buckets import make_buckets
@@ -306,7 +307,7 @@ def test_buckets_have_one_dtype_and_a_cap():
     shapes = [(10,), (3, 4), (30,), (5,), (2, 2), ()]
     params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
     params[4].data = params[4].data.double()
-    buckets = make_buckets(params, cap_bytes=100)
+    buckets = make_buckets(params, Mesh({"dp": 2}, rank=0).axis("dp"), cap_bytes=100)
     number_of = {param: number for number, param in enumerate(params)}
     laid_out = [[number_of[param] for param in bucket.params] for bucket in buckets]
     assert laid_out == [[0, 1], [2], [3, 5], [4]]
