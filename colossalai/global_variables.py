@@ -44,6 +44,8 @@ class TensorParallelEnv:
     @property
     def mode(self) -> str | None:
         """The tensor mode of the job."""
+        if global_context.tensor_mode is None and global_context.sequence_attention is not None:
+            return "sequence"
         return global_context.tensor_mode
 
     def save(self) -> dict[str, Any]:

@@ -3,12 +3,16 @@
 from colossalai.communication._collectives import all_gather as all_gather
 from colossalai.communication._collectives import all_reduce as all_reduce
 from colossalai.communication._collectives import all_reduce_in_place as all_reduce_in_place
+from colossalai.communication._collectives import all_to_all as all_to_all
 from colossalai.communication._collectives import broadcast as broadcast
 from colossalai.communication._collectives import reduce as reduce
 from colossalai.communication._collectives import reduce_in_place as reduce_in_place
 from colossalai.communication._collectives import reduce_scatter as reduce_scatter
 from colossalai.communication._collectives import ring_forward as ring_forward
 from colossalai.communication._collectives import start_all_reduce as start_all_reduce
+from colossalai.communication._conjugate import (
+    all_to_all_forward_all_to_all_backward as all_to_all_forward_all_to_all_backward,
+)
 from colossalai.communication._conjugate import copy_forward_reduce_backward as copy_forward_reduce_backward
 from colossalai.communication._conjugate import (
     gather_forward_scatter_backward as gather_forward_scatter_backward,

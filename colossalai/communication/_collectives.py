@@ -109,6 +109,31 @@ def reduce_scatter(
     return (scattered, work) if async_op else scattered
 
 
+def all_to_all(
+    tensor: torch.Tensor, parallel_mode: AxisLike, *, split_dim: int, gather_dim: int
+) -> torch.Tensor:
+    """Exchange slices: send each rank its part along `split_dim`, put what comes together along `gather_dim`.
+
+    So a tensor that is cut along `gather_dim` over the ranks becomes one that is cut along `split_dim`.
+
+    Args:
+        tensor: This rank's slice; of the same shape on all ranks.
+        parallel_mode: The axis.
+        split_dim: The dimension that shrinks, a multiple of the number of ranks.
+        gather_dim: The dimension that grows, another one.
+    """
+    axis = as_axis(parallel_mode)
+    if axis.size == 1:
+        return tensor
+    parts = tensor.unflatten(split_dim, (axis.size, -1))  # one more dimension, before `split_dim`
+    source = parts.movedim(split_dim % tensor.dim(), 0).contiguous()
+    result = torch.empty_like(source)  # by the rank that sent it
+    with record("all_to_all", axis.name, tensor, axis.size):
+        dist.all_to_all_single(result, source, group=axis.group)
+    grown = gather_dim % tensor.dim()
+    return result.movedim(0, grown).flatten(grown, grown + 1)
+
+
 @overload
 def all_reduce(
     tensor: torch.Tensor, parallel_mode: AxisLike, op: Op = _SUM, async_op: Literal[False] = False

@@ -10,6 +10,7 @@ slice, or a term of a sum; that decides what it holds of the gradient:
     scatter    gather      terms of a sum         slices of the sum
     reduce     copy        terms of a sum         the sum, used alike on every rank
     copy       reduce      the whole, alike       the whole, used differently on every rank
+    all-to-all all-to-all  slices along one dim   slices along another
 """
 
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from colossalai.communication._collectives import all_gather, all_reduce, reduce_scatter
+from colossalai.communication._collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from colossalai.context import Axis
 from colossalai.monitor import current_module
 
@@ -60,6 +61,25 @@ def copy_forward_reduce_backward(tensor: torch.Tensor, axis: Axis) -> torch.Tens
 def slice_of(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Return this rank's slice of a tensor that all ranks hold, contiguous."""
     return tensor.chunk(axis.size, dim)[axis.rank].contiguous()
+
+
+def all_to_all_forward_all_to_all_backward(
+    tensor: torch.Tensor, axis: Axis, *, split_dim: int, gather_dim: int
+) -> torch.Tensor:
+    """Exchange slices along `gather_dim` for slices along `split_dim`; the gradient goes the way back.
+
+    With n bytes of a slice and p ranks each direction sends (p - 1)/p n.
+
+    Args:
+        tensor: A slice; of the same shape on all ranks.
+        axis: The ranks.
+        split_dim: The dimension that the result is cut along, a multiple of the number of ranks.
+        gather_dim: The dimension that `tensor` is cut along.
+    """
+    if axis.size == 1:
+        return tensor
+    exchanged: torch.Tensor = outside_graphs(_AllToAll.apply)(tensor, axis, split_dim, gather_dim)
+    return exchanged
 
 
 class _GatherScatter(torch.autograd.Function):
@@ -130,3 +150,17 @@ class _CopyReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_reduce(grad, ctx.axis), None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, split_dim: int, gather_dim: int) -> torch.Tensor:
+        ctx.axis, ctx.split_dim, ctx.gather_dim = axis, split_dim, gather_dim
+        ctx.module = current_module()
+        return all_to_all(tensor, axis, split_dim=split_dim, gather_dim=gather_dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        # What was split is gathered again, in the order of the ranks, and what was gathered is split.
+        back = all_to_all(grad, ctx.axis, split_dim=ctx.gather_dim, gather_dim=ctx.split_dim)
+        return back, None, None, None

@@ -2,8 +2,8 @@
 
 Bytes are those that one rank sends when the operation runs over a ring (the papers' count): for p ranks and n
 bytes,
-all-gather of a slice of n: (p-1) n; reduce-scatter of n: (p-1)/p n; all-reduce of n: 2 (p-1)/p n; broadcast
-and reduce of n: (p-1)/p n, the mean over the ranks; a shift to the next rank: n.
+all-gather of a slice of n: (p-1) n; reduce-scatter and all-to-all of n: (p-1)/p n; all-reduce of n:
+2 (p-1)/p n; broadcast and reduce of n: (p-1)/p n, the mean over the ranks; a shift to the next rank: n.
 """
 
 import time
@@ -81,6 +81,7 @@ def ledger(*, timed: bool = False) -> Iterator[Ledger]:
 _RING_SHARE = {
     "all_gather": lambda p: p - 1,
     "reduce_scatter": lambda p: (p - 1) / p,
+    "all_to_all": lambda p: (p - 1) / p,
     "all_reduce": lambda p: 2 * (p - 1) / p,
     "broadcast": lambda p: (p - 1) / p,
     "reduce": lambda p: (p - 1) / p,

@@ -15,8 +15,8 @@ from colossalai.context._config import Config, ConfigException
 from colossalai.context._parallel_mode import TENSOR_LAYOUTS
 from colossalai.registry import DIST_GROUP_INITIALIZER
 
-ALLOWED_MODES: tuple[str | None, ...] = tuple(TENSOR_LAYOUTS)
-"""The tensor modes that are there without an initializer."""
+ALLOWED_MODES: tuple[str | None, ...] = (*TENSOR_LAYOUTS, "sequence")
+"""The tensor modes that are there without an initializer, that which cuts sequences among them."""
 
 INITIALIZER_MAPPING: dict[str, str] = {}
 """From a tensor mode of the user's own to the registered name of its `ProcessGroupInitializer`."""

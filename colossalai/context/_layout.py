@@ -1,17 +1,24 @@
-"""From the `parallel` feature of a config to the layout of the mesh, or to an error that helps."""
+"""From the `parallel` feature of a config to the layout of the mesh, or to an error that helps.
+
+Sequence parallelism is an axis of its own, `sp`: `sequence=dict(size=4, attention="ring")`, beside any tensor
+mode. `tensor=dict(size=4, mode="sequence")` is another spelling of it, with no tensor mode beside it.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from colossalai.context._check import check_keys, check_mapping, check_positive
 from colossalai.context._config import ConfigException
-from colossalai.context._group_initializer import INITIALIZER_MAPPING
+from colossalai.context._group_initializer import ALLOWED_MODES, INITIALIZER_MAPPING
 from colossalai.context._parallel_mode import TENSOR_LAYOUTS
 
-_PARALLEL_KEYS = ("data", "pipeline", "tensor", "moe")
+_PARALLEL_KEYS = ("data", "pipeline", "sequence", "tensor", "moe")
 _TENSOR_KEYS = ("size", "mode", "depth")
 _PIPELINE_OPTIONS = ("schedule", "partition")
+_SEQUENCE_SPELLING = "sequence"  # as a tensor mode
+SEQUENCE_ATTENTIONS = ("ring", "ulysses")
+"""The attentions over cut sequences, the default first; `colossalai.nn.layer.sequence_parallel` has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +28,8 @@ class Layout:
     Attributes:
         data: Data-parallel size.
         pipeline: Number of pipeline stages.
+        sequence: Number of ranks that share a sequence.
+        attention: One of `SEQUENCE_ATTENTIONS`; None without sequence parallelism.
         tensor: Tensor-parallel size.
         mode: Tensor mode, a key of `TENSOR_LAYOUTS` or of `INITIALIZER_MAPPING`.
         depth: Depth of the 2.5D layout.
@@ -30,6 +39,8 @@ class Layout:
 
     data: int = 1
     pipeline: int = 1
+    sequence: int = 1
+    attention: str | None = None
     tensor: int = 1
     mode: str | None = None
     depth: int = 1
@@ -46,12 +57,26 @@ class Layout:
         layout = TENSOR_LAYOUTS[self.layout_mode]
         return dict(layout.extents(layout.largest_edge(self.tensor, self.depth), self.depth))
 
+    @property
+    def cuts_sequences(self) -> bool:
+        """Whether sequences are cut, be it over one rank."""
+        return self.attention is not None
+
+    def axes_of_tensor(self) -> tuple[str, ...]:
+        """Return what `ParallelMode.TENSOR` runs along: the tensor axes, `sp` where nothing else is cut.
+
+        For in the documents "sequence" is a tensor mode, and its ranks are those of TENSOR.
+        """
+        inner = ("sp",) if self.cuts_sequences and self.mode is None else ()
+        return (*inner, *self.tensor_axes())
+
     def axes(self) -> dict[str, int]:
         """Return all mesh axes and extents, outermost first; `dp` is the view of `edp` and `ep` as one."""
         return {
             "edp": self.data // self.expert,
             "ep": self.expert,
             "pp": self.pipeline,
+            "sp": self.sequence,
             **self.tensor_axes(),
         }
 
@@ -60,38 +85,34 @@ def parse_layout(parallel: Any, world_size: int) -> Layout:
     """Check the `parallel` feature against the number of processes and return its layout.
 
     Args:
-        parallel: The value of the feature: a dict with any of `data`, `pipeline`, `tensor`, `moe`, or None.
+        parallel: The value of the feature: a dict with any of `data`, `pipeline`, `sequence`, `tensor`,
+            `moe`, or None.
         world_size: Number of processes.
 
     Raises:
-        ConfigException: A key is unknown, a size is not a positive integer or does not fit its mode, or the
-            product of the sizes is not the number of processes.
+        ConfigException: A key is unknown, a size is not a positive integer or does not fit its mode, the two
+            spellings of sequence parallelism contradict each other, or the product of the sizes is not the
+            number of processes.
     """
     parallel = {} if parallel is None else parallel
     check_mapping(parallel, "parallel", example="parallel=dict(pipeline=2, tensor=dict(size=4, mode='2d'))")
     check_keys(parallel, _PARALLEL_KEYS, "parallel")
     pipeline = _size(parallel, "pipeline", options=_PIPELINE_OPTIONS)
     _check_pipeline(parallel.get("pipeline"))
-    tensor = _tensor(parallel.get("tensor"))
-    inner = pipeline * tensor.tensor
+    layout = _sequence(parallel.get("sequence"), _tensor(parallel.get("tensor")))
+    inner = pipeline * layout.sequence * layout.tensor
     data = _size(parallel, "data") if parallel.get("data") is not None else max(world_size // inner, 1)
     if data * inner != world_size:
+        sequence = f" x sequence {layout.sequence}" if layout.cuts_sequences else ""
+        tensor = "" if layout.cuts_sequences and layout.mode is None else f" x tensor {layout.tensor}"
         raise ConfigException(
-            f"{world_size} processes, but data {data} x pipeline {pipeline} x tensor {tensor.tensor} = "
+            f"{world_size} processes, but data {data} x pipeline {pipeline}{sequence}{tensor} = "
             f"{data * inner}: start {data * inner} processes or change a size in `parallel`"
         )
     expert = _size(parallel, "moe")
     if data % expert:
         raise ConfigException(f"moe size {expert} does not divide the data-parallel size {data}")
-    return Layout(
-        data=data,
-        pipeline=pipeline,
-        tensor=tensor.tensor,
-        mode=tensor.mode,
-        depth=tensor.depth,
-        expert=expert,
-        arguments=tensor.arguments,
-    )
+    return replace(layout, data=data, pipeline=pipeline, expert=expert)
 
 
 def _check_pipeline(value: Any) -> None:
@@ -113,6 +134,36 @@ def _size(parallel: Mapping[str, Any], key: str, *, options: tuple[str, ...] = (
         check_keys(value, ("size", *options), f"parallel.{key}")
         value = value.get("size", 1)
     return check_positive(value, f"parallel.{key}")
+
+
+def _sequence(sequence: Any, layout: Layout) -> Layout:
+    """Add the sequence part to a layout, whose tensor part may have said it in the other spelling."""
+    if sequence is None:
+        return layout
+    if not isinstance(sequence, Mapping):
+        sequence = {"size": check_positive(sequence, "parallel.sequence")}
+    check_keys(sequence, ("size", "attention"), "parallel.sequence")
+    if layout.layout_mode != layout.mode:
+        raise ConfigException(
+            f"parallel.sequence stands beside the tensor mode {layout.mode!r} of your own, whose initializer "
+            "knows of no ranks that share sequences: leave one of them out"
+        )
+    if "size" not in sequence and not layout.cuts_sequences:
+        raise ConfigException(f"parallel.sequence is {dict(sequence)}, with no size: add size=...")
+    size = check_positive(sequence.get("size", layout.sequence), "parallel.sequence.size")
+    if layout.cuts_sequences and size != layout.sequence:
+        raise ConfigException(
+            f"parallel.sequence has size {size}, and parallel.tensor size {layout.sequence} with mode "
+            "'sequence', which is another spelling of the same: leave one of them out; a tensor mode beside "
+            "it is written tensor=dict(size=..., mode='1d')"
+        )
+    attention = sequence.get("attention", SEQUENCE_ATTENTIONS[0])
+    if not isinstance(attention, str) or attention not in SEQUENCE_ATTENTIONS:
+        raise ConfigException(
+            f"parallel.sequence.attention is {attention!r}; it must be one of "
+            f"{', '.join(map(repr, SEQUENCE_ATTENTIONS))}"
+        )
+    return replace(layout, sequence=size, attention=attention)
 
 
 def _tensor(tensor: Any) -> Layout:
@@ -140,16 +191,25 @@ def _tensor(tensor: Any) -> Layout:
     if own:
         arguments = {key: value for key, value in tensor.items() if key not in ("size", "mode")}
         return Layout(tensor=size, mode=mode, arguments=arguments)
-    return Layout(tensor=size, mode=mode, depth=_depth(tensor, mode, size))
+    depth = _depth(tensor, mode)
+    if mode == _SEQUENCE_SPELLING:
+        return Layout(sequence=size, attention=SEQUENCE_ATTENTIONS[0])
+    _check_size(mode, size, depth)
+    return Layout(tensor=size, mode=mode, depth=depth)
 
 
-def _depth(tensor: Mapping[str, Any], mode: str | None, size: int) -> int:
-    """Read the depth and check that the size fits the mode."""
+def _depth(tensor: Mapping[str, Any], mode: str | None) -> int:
+    """Read the depth."""
     depth = check_positive(tensor["depth"], "parallel.tensor.depth") if tensor.get("depth") is not None else 1
     if depth != 1 and mode != "2.5d":
         raise ConfigException(
             f"parallel.tensor.depth is {depth}, but only mode '2.5d' has a depth, not {mode!r}"
         )
+    return depth
+
+
+def _check_size(mode: str | None, size: int, depth: int) -> None:
+    """Check that a size fits its mode."""
     layout = TENSOR_LAYOUTS[mode]
     edge = layout.largest_edge(size, depth)
     if edge == 0 or layout.size(edge, depth) != size:
@@ -159,15 +219,14 @@ def _depth(tensor: Mapping[str, Any], mode: str | None, size: int) -> int:
             f"parallel.tensor.size is {size}, but mode {mode!r} needs {layout.requirement}{suffix}: "
             f"the nearest that fit: {' and '.join(map(str, fitting))}"
         )
-    return depth
 
 
 def _mode(mode: Any) -> str | None:
-    known = isinstance(mode, str | None) and (mode in TENSOR_LAYOUTS or mode in INITIALIZER_MAPPING)
+    known = isinstance(mode, str | None) and (mode in ALLOWED_MODES or mode in INITIALIZER_MAPPING)
     if not known:
         raise ConfigException(f"parallel.tensor.mode is {mode!r}; it must be one of {_known_modes()}")
     return mode
 
 
 def _known_modes() -> str:
-    return ", ".join(repr(mode) for mode in [*TENSOR_LAYOUTS, *INITIALIZER_MAPPING] if mode is not None)
+    return ", ".join(repr(mode) for mode in [*ALLOWED_MODES, *INITIALIZER_MAPPING] if mode is not None)

@@ -167,6 +167,14 @@ class Mesh:
             position = position * self.axis_size(axis) + self.axis_rank(axis)
         return position
 
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes that cut a batch, along its samples (`dp`) and along its sequences (`sp`).
+
+        The ranks along them hold the same parameters and see different tokens.
+        """
+        return ("dp", "sp") if self.axes.get("sp", 1) > 1 else ("dp",)
+
     def coordinate(self, global_rank: int) -> dict[str, int]:
         """Return the position of a rank along every axis."""
         position = {}

@@ -3,6 +3,7 @@
 There is one, `global_context`. Doors and users read it; below the doors meshes and options come as arguments.
 """
 
+import math
 from collections.abc import Hashable
 from typing import Any, TypeVar, cast
 
@@ -85,7 +86,9 @@ class ParallelContext:
             device_type=(device or self._device).type,
             views={"dp": ("edp", "ep")},
         )
-        self._axes = mode_axes(layout.layout_mode, tuple(layout.tensor_axes()))
+        self._axes = mode_axes(
+            layout.layout_mode, layout.axes_of_tensor(), cuts_sequences=layout.cuts_sequences
+        )
         self._layout, self._mesh, self._device = layout, mesh, device or self._device
         self._kept = {}
 
@@ -123,8 +126,24 @@ class ParallelContext:
 
     @property
     def tensor_mode(self) -> str | None:
-        """The tensor mode of the job ("1d", "2d", ...), None without one."""
+        """The tensor mode of the job ("1d", "2d", ...), None without one.
+
+        None, too, where the ranks share nothing but sequences, however that was spelled.
+        """
         return self._layout.mode
+
+    @property
+    def sequence_attention(self) -> str | None:
+        """The attention over cut sequences ("ring", "ulysses"), None where none are cut.
+
+        `colossalai.nn.layer.sequence_parallel.ATTENTIONS` has it under this name.
+        """
+        return self._layout.attention
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """Number of ranks that share a sequence."""
+        return self._layout.sequence
 
     @property
     def data_parallel_size(self) -> int:
@@ -138,8 +157,8 @@ class ParallelContext:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Number of ranks that share a layer."""
-        return self._layout.tensor
+        """Number of ranks that share a layer; where they share nothing but sequences, of these."""
+        return math.prod(self.mesh.axes[name] for name in self._layout.axes_of_tensor())
 
     def is_initialized(self, mode: Hashable) -> bool:
         """Whether the job has groups for this mode."""

@@ -1,7 +1,7 @@
 """The parallel modes and the table from a mode to the mesh axes that its groups run along.
 
-A mode is only a name for a set of mesh axes. Which modes exist depends on the tensor mode of the layout;
-each tensor mode is one row of `TENSOR_LAYOUTS`.
+A mode is only a name for a set of mesh axes. Which modes exist depends on the tensor mode of the layout, each
+of which is one row of `TENSOR_LAYOUTS`, and on whether sequences are cut along `sp`, beside any of them.
 """
 
 import math
@@ -86,11 +86,6 @@ def _cube(q: int, depth: int) -> Mapping[str, int]:
 TENSOR_LAYOUTS: Mapping[str | None, TensorLayout] = {
     None: TensorLayout(extents=_line, requirement="any number", modes={}),
     "1d": TensorLayout(extents=_line, requirement="any number", modes={ParallelMode.PARALLEL_1D: ("tp",)}),
-    "sequence": TensorLayout(
-        extents=_line,
-        requirement="any number",
-        modes={ParallelMode.SEQUENCE: ("tp",), ParallelMode.SEQUENCE_DP: ("dp", "tp")},
-    ),
     "2d": TensorLayout(
         extents=_square,
         requirement="a square (1, 4, 9, 16, ...)",
@@ -120,10 +115,25 @@ TENSOR_LAYOUTS: Mapping[str | None, TensorLayout] = {
 }
 
 
-def mode_axes(tensor_mode: str | None, tensor_axes: tuple[str, ...]) -> dict[Hashable, tuple[str, ...]]:
-    """Return the table from every mode of a layout to its mesh axes, outermost first."""
+SEQUENCE_MODES: Mapping[Hashable, tuple[str, ...]] = {
+    ParallelMode.SEQUENCE: ("sp",),
+    ParallelMode.SEQUENCE_DP: ("dp", "sp"),
+}
+"""The modes that cut sequences add."""
+
+
+def mode_axes(
+    tensor_mode: str | None, tensor_axes: tuple[str, ...], *, cuts_sequences: bool = False
+) -> dict[Hashable, tuple[str, ...]]:
+    """Return the table from every mode of a layout to its mesh axes, outermost first.
+
+    Args:
+        tensor_mode: A key of `TENSOR_LAYOUTS`.
+        tensor_axes: What TENSOR runs along.
+        cuts_sequences: Whether ranks along `sp` share sequences.
+    """
     return {
-        ParallelMode.GLOBAL: ("dp", "pp", *tensor_axes),
+        ParallelMode.GLOBAL: ("dp", "pp", "sp", *tensor_axes),
         ParallelMode.DATA: ("dp",),
         ParallelMode.PIPELINE: ("pp",),
         ParallelMode.TENSOR: tensor_axes,
@@ -131,4 +141,5 @@ def mode_axes(tensor_mode: str | None, tensor_axes: tuple[str, ...]) -> dict[Has
         ParallelMode.MOE_DATA: ("edp",),
         ParallelMode.MOE_MODEL: ("ep",),
         **TENSOR_LAYOUTS[tensor_mode].modes,
+        **(SEQUENCE_MODES if cuts_sequences else {}),
     }

@@ -8,6 +8,9 @@ a random state of its own on every rank:
 - DATA: differs along the data and pipeline axes, agrees along the tensor axes: dropout on an activation that
   the tensor-parallel ranks hold whole. In force once a model has been assembled.
 - TENSOR: differs on every rank: dropout on an activation that the tensor-parallel ranks hold in slices.
+- SEQUENCE, where there are both ranks that share sequences and ranks that share layers: differs along the
+  data, pipeline and sequence axes, agrees along the tensor axes. In force then: the ranks that share a
+  sequence hold other tokens. Without tensor axes it would be TENSOR's, which is in force.
 """
 
 import functools
@@ -34,7 +37,7 @@ class Place:
     """Where in the mesh a process is, as far as its random states depend on that.
 
     Attributes:
-        ranks: Its ranks along `dp`, `pp` and the tensor axes together.
+        ranks: Its ranks along `dp`, `pp`, and `sp` and the tensor axes together.
         sizes: The number of ranks along these.
     """
 
@@ -74,11 +77,15 @@ def seed_all_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> None:
 
 def seed_layout_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> None:
     """Make the random states that depend on the place in the mesh; the state in force is not touched."""
-    axes = ("dp", "pp", tensor_axes)
+    inner = (*(name for name in ("sp",) if name in mesh.axes), *tensor_axes)
+    axes = ("dp", "pp", inner)
     dp_rank, pp_rank, tensor_rank = (mesh.axis_rank(axis) for axis in axes)
     dp_size, pp_size, tensor_size = (mesh.axis_size(axis) for axis in axes)
     add_seed(ParallelMode.DATA, mix_seed(seed, "data", dp_rank, pp_rank), overwrite=True)
     add_seed(ParallelMode.TENSOR, mix_seed(seed, "tensor", dp_rank, pp_rank, tensor_rank), overwrite=True)
+    if 1 < mesh.axes.get("sp", 1) < tensor_size:
+        sequence_seed = mix_seed(seed, "sequence", dp_rank, pp_rank, mesh.axis_rank("sp"))
+        add_seed(ParallelMode.SEQUENCE, sequence_seed, overwrite=True)
     _seeds.expert_rank = mesh.axis_rank("ep")
     _seeds.place = Place((dp_rank, pp_rank, tensor_rank), (dp_size, pp_size, tensor_size))
 

@@ -2,12 +2,11 @@
 
 Query, key and value come from one linear layer whose output features are ordered (heads, 3, head_size), so
 that a slice of them holds whole heads in every tensor mode. What happens between that layer and the next one
-is an attention core: it alone depends on the tensor mode.
+knows of no tensor mode: where ranks share sequences, it is the attention of the job over them.
 """
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,38 +14,13 @@ from torch.nn import functional
 
 from colossalai.communication import slice_of
 from colossalai.context import ParallelMode, get_seeds, global_context, seed
-from colossalai.model_zoo._sequence import SEQUENCE, sequence_cut
+from colossalai.model_zoo._sequence import sequence_cut
 from colossalai.nn.layer import Cut, Dropout, Linear, SharesSequence, current_cut, linear_scheme
-from colossalai.nn.layer.sequence_parallel import ring_attention
-
-
-class AttentionCore(Protocol):
-    """Attention of the heads and samples of one rank."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        causal: bool,
-        key_padding_mask: Tensor | None,
-        dropout_p: float,
-    ) -> Tensor:
-        """Return the context of (batch, heads, seq, head_size) queries, of the same shape.
-
-        Args:
-            query: The queries.
-            key: The keys.
-            value: The values.
-            causal: Whether a query attends to its own and earlier positions only.
-            key_padding_mask: (batch, seq), True for a key that nobody attends to; None for no padding.
-            dropout_p: Probability that a weight is dropped.
-        """
+from colossalai.nn.layer.sequence_parallel import numbered_lanes
 
 
 class SelfAttention(SharesSequence):
-    """Multi-head self-attention: fused projection to query, key and value, core, output projection.
+    """Multi-head self-attention: fused projection to query, key and value, attention, output projection.
 
     Args:
         hidden_size: Global width of the input and the output.
@@ -62,7 +36,7 @@ class SelfAttention(SharesSequence):
         Input and output (batch, seq, hidden), slices.
 
     Raises:
-        ValueError: The ranks do not divide the heads, or the tensor mode has no attention.
+        ValueError: The ranks of the tensor mode, or those that share sequences, do not divide the heads.
     """
 
     def __init__(
@@ -80,8 +54,11 @@ class SelfAttention(SharesSequence):
         super().__init__()
         input_cut = input_cut or current_cut(global_context.tensor_mode)
         self.cut = cut_of_heads(num_heads, input_cut)
+        self.mesh = None if self.cut == Cut() else global_context.mesh
         self.sequence = sequence_cut(causal=causal)
-        self.core = attention_core(global_context.tensor_mode)
+        if self.sequence.attention is not None:
+            num_ranks = self.mesh.axis_size(self.cut.features) if self.mesh else 1
+            self.sequence.attention.check_heads(num_heads // num_ranks, self.sequence.axis.size)
         self.head_size = hidden_size // num_heads
         self.causal = causal
         self.attention_dropout = attention_dropout
@@ -99,25 +76,47 @@ class SelfAttention(SharesSequence):
         fused = self.qkv(hidden).unflatten(-1, (-1, 3, self.head_size))  # (batch, seq, heads, 3, head_size)
         query, key, value = (part.transpose(1, 2) for part in fused.unbind(-2))
         rate = self.attention_dropout if self.training else 0.0
-        with self._random_state() if rate > 0.0 else nullcontext():
-            context = self.core(
+        padding = self._padding(attention_mask)
+        if self.sequence.attention is not None:
+            context = self.sequence.attention.attend(
                 query,
                 key,
                 value,
+                axis=self.sequence.axis,
                 causal=self.causal,
-                key_padding_mask=self._padding(attention_mask),
+                key_padding_mask=padding,
                 dropout_p=rate,
+                order=self.sequence.order,
+                lanes=self._lanes(query) if rate > 0.0 else None,
             )
+        else:
+            with self._random_state() if rate > 0.0 else nullcontext():
+                context = scaled_dot_product(
+                    query, key, value, causal=self.causal, key_padding_mask=padding, dropout_p=rate
+                )
         return self.dropout(self.projection(context.transpose(1, 2).flatten(2)))
 
     def _padding(self, attention_mask: Tensor | None) -> Tensor | None:
         """Return where this rank's part of the batch, or of its sequences, is padding."""
         if attention_mask is None:
             return None
-        attention_mask = self.sequence.own_columns(attention_mask)
-        for name in self.cut.batch:
-            attention_mask = slice_of(attention_mask, global_context.mesh.axis(name), 0)
-        return attention_mask == 0
+        return self._slice(self.sequence.own_columns(attention_mask), self.cut.batch, 0) == 0
+
+    def _lanes(self, query: Tensor) -> Tensor:
+        """Return which of all samples and heads this rank has, as numbers for their dropout masks."""
+        batch, heads = query.shape[:2]
+        if self.mesh is not None:
+            batch *= self.mesh.axis_size(self.cut.batch)
+            heads *= self.mesh.axis_size(self.cut.features)
+        lanes = numbered_lanes(batch, heads, device=query.device)
+        return self._slice(self._slice(lanes, self.cut.batch, 0), self.cut.features, 1)
+
+    def _slice(self, whole: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
+        """Return this rank's part of what `axes` cut along a dimension."""
+        for name in axes:
+            assert self.mesh is not None, "what is cut is cut over ranks"
+            whole = slice_of(whole, self.mesh.axis(name), dim)
+        return whole
 
     def _random_state(self) -> AbstractContextManager[Any]:
         """Draw masks that differ where the ranks have different heads or samples."""
@@ -134,7 +133,16 @@ def scaled_dot_product(
     key_padding_mask: Tensor | None,
     dropout_p: float,
 ) -> Tensor:
-    """Attend within this rank, where it holds whole sequences: the core of all modes that cut none."""
+    """Attend within this rank, where it holds whole sequences.
+
+    Args:
+        query: (batch, heads, seq, head_size).
+        key: The same.
+        value: The same.
+        causal: Whether a query attends to its own and earlier positions only.
+        key_padding_mask: (batch, seq), True for a key that nobody attends to; None for no padding.
+        dropout_p: Probability that a weight is dropped.
+    """
     visible = None
     if key_padding_mask is not None:
         visible = ~key_padding_mask[:, None, None, :]
@@ -144,46 +152,6 @@ def scaled_dot_product(
     return functional.scaled_dot_product_attention(
         query, key, value, attn_mask=visible, dropout_p=dropout_p, is_causal=causal and visible is None
     )
-
-
-def ring(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool,
-    key_padding_mask: Tensor | None,
-    dropout_p: float,
-) -> Tensor:
-    """Attend to the keys of all ranks that share the sequences: the core of mode "sequence"."""
-    sequence = sequence_cut(causal=causal)
-    return ring_attention(
-        query,
-        key,
-        value,
-        axis=sequence.axis,
-        causal=causal,
-        key_padding_mask=key_padding_mask,
-        dropout_p=dropout_p,
-        order=sequence.order,
-    )
-
-
-_CORES: Mapping[str | None, AttentionCore] = {
-    **dict.fromkeys((None, "1d", "2d", "2.5d", "3d"), scaled_dot_product),
-    SEQUENCE: ring,
-}
-
-
-def attention_core(mode: str | None) -> AttentionCore:
-    """Return the attention core of a tensor mode.
-
-    Raises:
-        ValueError: It has none.
-    """
-    if mode not in _CORES:
-        raise ValueError(f"these models have no attention of mode {mode!r}; they have {[*_CORES]}")
-    return _CORES[mode]
 
 
 def cut_of_heads(num_heads: int, input_cut: Cut) -> Cut:

@@ -16,7 +16,7 @@ class TokensAndPositions(nn.Module):
         hidden_size: Width of the residual stream.
         vocab_size: Number of tokens.
         max_position_embeddings: Longest sequence.
-        causal: Whether the model is, which says how the sequences of mode "sequence" are cut.
+        causal: Whether the model is, which says how sequences are cut, where ranks share them.
         dtype: Type of the parameters; None for torch's default.
         vocab_parallel_limit: A vocabulary above this is cut over the ranks; None for the limit of the layers.
     """

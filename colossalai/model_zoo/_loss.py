@@ -1,13 +1,13 @@
 """The mean cross entropy of tokens, in every tensor mode that of the whole batch.
 
 [Note: the loss of cut sequences]
-In mode "sequence" a rank has the logits of its positions. The mean is over the tokens that count on all ranks
-together, however unevenly they are spread: L = (sum over ranks of S_r) / n, with S_r the sum of the losses of
-rank r and n the number of labels that count, which every rank knows, as labels come whole. The backward of
-rank r is to leave a gradient g_r whose *mean* over the p ranks, which the data method takes, is dL. The ring
-of the attention brings back to a rank what the queries of all ranks ask of its keys; so if every rank starts
-from c dS_r, the sum of the g_r is c times the gradient of the sum of all S, and c = p / n is right. With as
-many labels on each rank this is the gradient of a rank's own mean.
+Where ranks share sequences, each has the logits of its positions. The mean is over the tokens that count on
+all ranks together, however unevenly they are spread: L = (sum over ranks of S_r) / n, with S_r the sum of the
+losses of rank r and n the number of labels that count, which every rank knows, as labels come whole. The
+backward of rank r is to leave a gradient g_r whose *mean* over the p ranks, which the data method takes, is
+dL. The ring of the attention brings back to a rank what the queries of all ranks ask of its keys; so if every
+rank starts from c dS_r, the sum of the g_r is c times the gradient of the sum of all S, and c = p / n is
+right. With as many labels on each rank this is the gradient of a rank's own mean.
 
 As a pair (sum, count) it is (S, n) on each of the p ranks, and starts from p dS_r: the weights of the
 replicas add up to p times the labels, which divides it out.
@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from colossalai.communication import all_reduce
-from colossalai.context import Axis
+from colossalai.context import Axis, global_context
 from colossalai.model_zoo._sequence import sequence_cut
+from colossalai.nn.layer import Cut, head_cut
 from colossalai.nn.loss import CrossEntropyLoss
 
 IGNORED = -100
@@ -34,7 +34,7 @@ class TokenLoss(nn.Module):
     In a tensor mode the logits are taken to be cut as the model that was built last leaves them.
 
     Args:
-        causal: Whether the model is, which says how the sequences of mode "sequence" are cut.
+        causal: Whether the model is, which says how sequences are cut, where ranks share them.
         with_count: Return the pair (sum, number of labels that count): then a training step is that of the
             mean over all tokens of all ranks and microbatches, however unevenly they are spread.
     """
@@ -43,7 +43,14 @@ class TokenLoss(nn.Module):
         super().__init__()
         self.cut = sequence_cut(causal=causal)
         self.with_count = with_count
-        self.loss = None if self.cut.is_cut else CrossEntropyLoss(ignore_index=IGNORED, with_count=with_count)
+        # Over the positions of this rank, where there are others.
+        self.loss = CrossEntropyLoss(ignore_index=IGNORED, with_count=with_count or self.cut.is_cut)
+        mode = global_context.tensor_mode
+        logits_cut = Cut() if mode is None else head_cut(mode)
+        self.num_batch_parts, self.num_class_parts = (
+            global_context.mesh.axis_size(axes) if axes else 1
+            for axes in (logits_cut.batch, logits_cut.features)
+        )
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Compare logits (batch, seq, vocab), a slice, with labels (batch, seq), whole; return a scalar.
@@ -53,19 +60,19 @@ class TokenLoss(nn.Module):
         Raises:
             ValueError: The shapes do not fit, or a label is not a class.
         """
-        if self.loss is not None:
+        if not self.cut.is_cut:
             loss: Tensor | tuple[Tensor, Tensor] = self.loss(logits.flatten(0, -2), labels.flatten())
             return loss
         counted = labels != IGNORED
-        self.cut.check(labels[counted], logits.shape[-1], what="labels")
+        self.cut.check(labels[counted], logits.shape[-1] * self.num_class_parts, what="labels")
         own_labels = self.cut.own_columns(labels)
-        if logits.shape[:-1] != own_labels.shape:
+        if (len(logits) * self.num_batch_parts, *logits.shape[1:-1]) != own_labels.shape:
             raise ValueError(
                 f"logits of shape {tuple(logits.shape)} do not fit labels of shape {tuple(labels.shape)}, of "
                 f"which this rank's part is {tuple(own_labels.shape)}"
             )
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-        own = functional.cross_entropy(wide, own_labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        own, _ = self.loss(wide, own_labels.flatten())
         total: Tensor = _SumOverSequence.apply(own, self.cut.axis)
         return (total, counted.sum()) if self.with_count else total / counted.sum()
 

@@ -1,17 +1,16 @@
-"""What a rank of mode "sequence" takes of ids, masks and labels, which come whole, as in the other modes.
+"""What a rank that shares sequences takes of ids, masks and labels, which come whole, as in tensor modes.
 
-A causal model holds its positions in zigzag order, so that all ranks have the same work, another one in
-contiguous order. The parts of a model and its loss ask here, so that they agree.
+The attention says in which order a causal model holds its positions, so that all ranks have the same work;
+another model holds them in contiguous order. The parts of a model and its loss ask here, so that they agree.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from colossalai.context import Axis, global_context
-from colossalai.nn.layer.sequence_parallel import Order, own_positions
-
-SEQUENCE = "sequence"
+from colossalai.nn.layer.sequence_parallel import ATTENTIONS, Order, SequenceAttention, own_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,17 +18,38 @@ class SequenceCut:
     """How the sequences of a model are cut over ranks, if they are.
 
     Attributes:
-        is_cut: Whether the model was built in mode "sequence".
-        order: Which positions a rank then holds.
+        causal: Whether the model is.
+        attention: The attention over cut sequences; None where none are cut.
+        ranks: Those that share sequences; None where nobody does.
     """
 
-    is_cut: bool
-    order: Order
+    causal: bool
+    attention: SequenceAttention | None = None
+    ranks: Axis | None = field(default=None, repr=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SequenceCut":
+        """Return the value itself: nothing of it changes."""
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Let a model that is saved whole find its ranks again in the job that loads it."""
+        return _loaded, (self.causal, self.is_cut)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the model was built where ranks share sequences."""
+        return self.attention is not None
 
     @property
     def axis(self) -> Axis:
-        """The ranks that share the sequences; no attribute, so that a model can be copied and saved."""
-        return global_context.mesh.axis("tp")
+        """The ranks that share the sequences, where some do."""
+        assert self.ranks is not None, "only a cut sequence has ranks that share it"
+        return self.ranks
+
+    @property
+    def order(self) -> Order:
+        """Which positions a rank holds, where sequences are cut."""
+        return "contiguous" if self.attention is None else self.attention.order(causal=self.causal)
 
     def own_columns(self, whole: Tensor) -> Tensor:
         """Return this rank's positions of (batch, seq); the whole where no sequence is cut.
@@ -64,10 +84,16 @@ class SequenceCut:
 
 
 def sequence_cut(*, causal: bool) -> SequenceCut:
-    """Return how the current mode cuts the sequences of a model.
+    """Return how the launched job cuts the sequences of a model.
 
     Args:
         causal: Whether the model is.
     """
-    is_cut = global_context.tensor_mode == SEQUENCE
-    return SequenceCut(is_cut=is_cut, order="zigzag" if causal else "contiguous")
+    name = global_context.sequence_attention
+    if name is None:
+        return SequenceCut(causal=causal)
+    return SequenceCut(causal=causal, attention=ATTENTIONS[name], ranks=global_context.mesh.axis("sp"))
+
+
+def _loaded(causal: bool, is_cut: bool) -> SequenceCut:
+    return sequence_cut(causal=causal) if is_cut else SequenceCut(causal=causal)

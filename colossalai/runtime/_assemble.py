@@ -34,7 +34,7 @@ def replicas_of(context: ParallelContext) -> Axis:
 
     Those along `dp`; where sequences are cut, the ranks that share one, too.
     """
-    return context.mesh.axis(("dp", "tp") if context.tensor_mode == "sequence" else "dp")
+    return context.mesh.axis(context.mesh.batch_axes)
 
 
 def observers_of(context: ParallelContext) -> Axis:
@@ -42,10 +42,8 @@ def observers_of(context: ParallelContext) -> Axis:
 
     The replicas and, in a pipeline, its stages: the loss is seen on all of them, the output on the last.
     """
-    names = ("dp", "pp") if context.pipeline_parallel_size > 1 else ("dp",)
-    if context.tensor_mode == "sequence":
-        names = (*names, "tp")
-    return context.mesh.axis(names if len(names) > 1 else "dp")
+    stages = ("pp",) if context.pipeline_parallel_size > 1 else ()
+    return context.mesh.axis((*context.mesh.batch_axes, *stages))
 
 
 def tensor_axis_of(context: ParallelContext) -> Axis | None:
@@ -87,8 +85,8 @@ def assemble_with_optimizers(
 ) -> tuple[ModelWrapper, list[OptimizerWrapper]]:
     """Apply the methods of a plan to a model and any number of optimizers of its parameters.
 
-    From here on random numbers are drawn from the state of DATA, or of TENSOR where the replicas run along
-    tensor axes, too: different dropout masks on different slices of the batch.
+    From here on random numbers are drawn from the state of DATA, or, where ranks share sequences, of SEQUENCE
+    or TENSOR: different dropout masks on different slices of the batch.
 
     Args:
         plan: The methods.
@@ -146,9 +144,9 @@ def assemble_with_optimizers(
         wrapped.append(
             _wrap_optimizer(plan, model, optimizer, stand_ins, mesh, replicas, kind=kind, beside=wrapped)
         )
-    in_force = ParallelMode.DATA if replicas.size == mesh.axis_size("dp") else ParallelMode.TENSOR
-    if in_force in get_seeds():
-        set_mode(in_force)
+    states = [ParallelMode.SEQUENCE, ParallelMode.TENSOR] if "sp" in mesh.batch_axes else [ParallelMode.DATA]
+    if known := [mode for mode in states if mode in get_seeds()]:
+        set_mode(known[0])
     pipeline = _make_pipeline(plan, model, data, mesh=mesh, tensor_axis=tensor_axis, device=device)
     wrapper = ModelWrapper(model, data, pipeline=pipeline)
     for each in wrapped:
@@ -228,9 +226,8 @@ def _share_layers(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh)
 
 def _check_is_cut(model: nn.Module, mesh: Mesh, replicas: Axis) -> None:
     """Say it where there are tensor-parallel ranks and the model has nothing for them to share."""
-    if replicas.size > mesh.axis_size("dp"):  # those that share a sequence are replicas, too
+    if "sp" in mesh.batch_axes:  # those that share a sequence are replicas, too
         _check_shares_sequence(model, mesh)
-        return
     num_sharing = mesh.world_size // (replicas.size * mesh.axes.get("pp", 1))
     if num_sharing > 1 and all(spec_of(param) is None for param in model.parameters()):
         get_dist_logger().log_once(
@@ -247,7 +244,7 @@ def _check_shares_sequence(model: nn.Module, mesh: Mesh) -> None:
         return
     what = (
         f"sequence parallelism cuts nothing of {type(model).__name__}: each of the "
-        f"{mesh.axis_size('tp')} ranks would compute all of every sequence"
+        f"{mesh.axis_size('sp')} ranks would compute all of every sequence"
     )
     bases = {base for part in model.modules() for base in type(part).__mro__}
     if any(base.__module__.startswith("transformers.") for base in bases):

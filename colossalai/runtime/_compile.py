@@ -82,8 +82,8 @@ def apply_compile(
 ) -> None:
     """Compile the forward of the blocks of a module, or, where it has none, its own; in place.
 
-    Called before methods are put around the forward of blocks. In tensor modes that cut activations nothing
-    is compiled, which is said once.
+    Called before methods are put around the forward of blocks. In tensor modes that cut activations, and
+    where sequences are cut, nothing is compiled, which is said once.
 
     Args:
         module: The module.
@@ -103,7 +103,7 @@ def apply_compile(
     if plan.pipeline is not None:
         _refuse_split_backward(plan.pipeline, mesh.axis_size("pp"))
     num_sharing = mesh.world_size // (mesh.axis_size("dp") * mesh.axes.get("pp", 1))
-    if num_sharing > 1 and tensor_axis is None:
+    if num_sharing > 1 and (tensor_axis is None or mesh.axes.get("sp", 1) > 1):
         get_dist_logger().log_once(
             "compile has no effect in this tensor mode: its layers communicate in the middle of every "
             "product, and between two messages there is next to nothing to compile (mode '1d' is compiled)",

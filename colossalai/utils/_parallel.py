@@ -26,8 +26,8 @@ def is_using_pp() -> bool:
 
 
 def is_using_sequence() -> bool:
-    """Whether the job was launched with tensor mode "sequence"."""
-    return global_context.is_launched and global_context.tensor_mode == "sequence"
+    """Whether the job was launched with ranks that share sequences."""
+    return global_context.is_launched and global_context.sequence_attention is not None
 
 
 def is_dp_rank_0() -> bool:

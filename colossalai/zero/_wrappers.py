@@ -300,8 +300,8 @@ def zero_model_wrapper(
         cpu_offload=cpu_offload,
     )
     device = global_context.device
-    in_sequence = global_context.tensor_mode == "sequence"  # those that share one hold the same weights
-    replicas = global_context.mesh.axis(("dp", "tp") if in_sequence else "dp")
+    mesh = global_context.mesh
+    replicas = mesh.axis(mesh.batch_axes)  # those that share a sequence hold the same weights
     model.to(device)
     chosen = _PRECISIONS[precision]
     masters = chosen.convert_model(model, float32_grads=data.allows_float32_grads(replicas))

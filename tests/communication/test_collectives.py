@@ -71,6 +71,30 @@ def test_conjugates(name, dim):
     run_ranks(both_directions, 4, name, dim)
 
 
+def exchanged_slices():
+    colossalai.launch_from_torch({}, verbose=False)
+    axis = gpc.axis(ParallelMode.GLOBAL)
+    for split_dim, gather_dim in ((0, 1), (1, 0), (2, -2), (-3, 2)):
+        whole = values(0, (6, 3, 9))
+        mine = whole.chunk(3, gather_dim)[axis.rank].clone().requires_grad_()
+        grad = values(1, (6, 3, 9))
+        with ledger() as book:
+            y = communication.all_to_all_forward_all_to_all_backward(
+                mine, axis, split_dim=split_dim, gather_dim=gather_dim
+            )
+            y.backward(grad.chunk(3, split_dim)[axis.rank])
+        assert torch.equal(y, whole.chunk(3, split_dim)[axis.rank])
+        assert torch.equal(mine.grad, grad.chunk(3, gather_dim)[axis.rank])
+        assert (book.count("all_to_all"), book.count()) == (2, 2)
+        assert book.num_bytes("all_to_all", "global") == pytest.approx(2 * mine.nbytes * 2 / 3)
+    alone = gpc.axis(ParallelMode.TENSOR)
+    assert communication.all_to_all_forward_all_to_all_backward(y, alone, split_dim=0, gather_dim=1) is y
+
+
+def test_slices_are_exchanged_and_their_gradients_go_back():
+    run_ranks(exchanged_slices, 3)
+
+
 def plain_collectives():
     colossalai.launch_from_torch({}, verbose=False)
     rank, mode = gpc.get_global_rank(), ParallelMode.GLOBAL

@@ -25,20 +25,31 @@ pytestmark = pytest.mark.unit
 @pytest.mark.parametrize(
     ("world_size", "parallel", "sizes"),
     [
-        (4, None, (4, 1, 1)),
-        (4, {}, (4, 1, 1)),
-        (8, {"pipeline": 2, "tensor": {"size": 4, "mode": "2d"}}, (1, 2, 4)),
-        (8, {"pipeline": {"size": 2}}, (4, 2, 1)),
-        (8, {"data": 2, "tensor": {"size": 4, "mode": "1d"}}, (2, 1, 4)),
-        (8, {"data": {"size": 8}, "tensor": 1}, (8, 1, 1)),
-        (16, {"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}, (2, 1, 8)),
-        (8, {"tensor": {"size": 8, "mode": "3d"}}, (1, 1, 8)),
-        (4, {"tensor": {"size": 4, "mode": "sequence"}}, (1, 1, 4)),
+        (4, None, (4, 1, 1, 1)),
+        (4, {}, (4, 1, 1, 1)),
+        (8, {"pipeline": 2, "tensor": {"size": 4, "mode": "2d"}}, (1, 2, 1, 4)),
+        (8, {"pipeline": {"size": 2}}, (4, 2, 1, 1)),
+        (8, {"data": 2, "tensor": {"size": 4, "mode": "1d"}}, (2, 1, 1, 4)),
+        (8, {"data": {"size": 8}, "tensor": 1}, (8, 1, 1, 1)),
+        (16, {"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}, (2, 1, 1, 8)),
+        (8, {"tensor": {"size": 8, "mode": "3d"}}, (1, 1, 1, 8)),
+        (4, {"tensor": {"size": 4, "mode": "sequence"}}, (1, 1, 4, 1)),
+        (4, {"sequence": 4}, (1, 1, 4, 1)),
+        (8, {"sequence": {"size": 2}, "tensor": {"size": 4, "mode": "2d"}}, (1, 1, 2, 4)),
+        (
+            16,
+            {
+                "sequence": {"size": 2, "attention": "ulysses"},
+                "pipeline": 2,
+                "tensor": {"size": 2, "mode": "1d"},
+            },
+            (2, 2, 2, 2),
+        ),
     ],
 )
 def test_what_is_right_passes(world_size, parallel, sizes):
     layout = check_config(Config(parallel=parallel), world_size)
-    assert (layout.data, layout.pipeline, layout.tensor) == sizes
+    assert (layout.data, layout.pipeline, layout.sequence, layout.tensor) == sizes
 
 
 @pytest.mark.parametrize(
@@ -54,6 +65,17 @@ def test_what_is_right_passes(world_size, parallel, sizes):
         (8, {"tensor": {"size": 8, "mode": "2.5d", "depth": 3}}, "depth times a square 3\\*q\\*q"),
         (4, {"tensor": {"size": 4, "mode": "3d"}}, "a cube .* 1 and 8"),
         (4, {"tensor": {"size": 4, "mode": "1d", "depth": 2}}, "only mode '2.5d' has a depth"),
+        (4, {"tensor": {"size": 4, "mode": "sequence", "depth": 2}}, "only mode '2.5d' has a depth"),
+        (4, {"sequence": 2, "tensor": {"size": 4, "mode": "sequence"}},
+         "sequence has size 2, and parallel.tensor size 4 with mode 'sequence', which is another spelling"),
+        (4, {"sequence": {"attention": "ulysses"}}, "with no size: add size"),
+        (4, {"sequence": {"size": 4, "attention": "star"}}, "is 'star'; it must be one of 'ring', 'ulysses'"),
+        (4, {"sequence": {"size": 4, "attention": ["ring"]}}, "is \\['ring'\\]; it must be one of"),
+        (4, {"sequence": {"size": 0}}, "sequence.size is 0; it must be an integer of at least 1"),
+        (4, {"sequence": {"size": 4, "mode": "ring"}}, "parallel.sequence has no key 'mode'"),
+        (6, {"sequence": 4}, "6 processes, but data 1 x pipeline 1 x sequence 4 = 4"),
+        (6, {"sequence": 2, "tensor": {"size": 2, "mode": "1d"}},
+         "6 processes, but data 1 x pipeline 1 x sequence 2 x tensor 2 = 4"),
         (4, {"tensor": {"size": 4, "mode": "4d"}}, "mode is '4d'; it must be one of '1d'"),
         (4, {"tensor": {"size": 4, "mode": ["1d"]}}, "mode is \\['1d'\\]"),
         (4, {"tensor": {"sise": 4, "mode": "1d"}}, "no key 'sise': did you mean 'size'"),

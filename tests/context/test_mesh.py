@@ -7,6 +7,7 @@ import torch
 
 import colossalai
 from colossalai.context import Config, Mesh, ParallelContext, ParallelMode
+from colossalai.context._layout import parse_layout
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
 
@@ -105,6 +106,44 @@ def test_groups_of_every_mode(mode, world, pp, tp, depth):
 def test_sequence_dp_joins_data_and_sequence():
     context = context_of(3, 8, {"pipeline": 2, "tensor": {"size": 2, "mode": "sequence"}})
     assert context.get_ranks_in_group(M.SEQUENCE_DP) == [2, 3, 6, 7]
+
+
+@pytest.mark.unit
+def test_sequences_are_an_axis_beside_the_tensor_axes():
+    parallel = {"pipeline": 2, "sequence": 2, "tensor": {"size": 4, "mode": "2d"}}
+    for rank in range(32):
+        context = context_of(rank, 32, parallel)
+        base, local = rank - rank % 8, rank % 8
+        stage = base % 16 + local % 4
+        expected = expected_tensor(rank, "2d", 4, 1) | {
+            M.TENSOR: line(rank - rank % 4, 1, 4),
+            M.SEQUENCE: line(base + local % 4, 4, 2),
+            M.SEQUENCE_DP: [first + 16 * replica for replica in range(2) for first in line(stage, 4, 2)],
+            M.PIPELINE: line(rank - rank % 16 + local, 8, 2),
+            M.DATA: line(rank % 16, 16, 2),
+            M.GLOBAL: [*range(32)],
+        }
+        for parallel_mode, ranks in expected.items():
+            assert context.get_ranks_in_group(parallel_mode) == ranks, parallel_mode
+        assert (context.sequence_parallel_size, context.tensor_parallel_size) == (2, 4)
+        assert (context.sequence_attention, context.tensor_mode) == ("ring", "2d")
+
+
+@pytest.mark.unit
+def test_both_spellings_of_sequence_parallelism_are_one_layout():
+    spellings = (
+        {"tensor": {"size": 4, "mode": "sequence"}},
+        {"sequence": 4},
+        {"sequence": {"size": 4, "attention": "ring"}},
+        {"sequence": {"size": 4}, "tensor": {"size": 4, "mode": "sequence"}},
+        {"sequence": {"attention": "ring"}, "tensor": {"size": 4, "mode": "sequence"}},
+    )
+    layouts = [parse_layout(parallel, 8) for parallel in spellings]
+    assert all(layout == layouts[0] for layout in layouts)
+    ulysses = parse_layout(
+        {"sequence": {"attention": "ulysses"}, "tensor": {"size": 4, "mode": "sequence"}}, 8
+    )
+    assert (ulysses.attention, ulysses.sequence, ulysses.mode) == ("ulysses", 4, None)
 
 
 @pytest.mark.unit

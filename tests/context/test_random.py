@@ -1,6 +1,7 @@
 """Random states per mode: kept apart, saved and restored bit for bit."""
 
 import io
+import math
 import random
 
 import numpy as np
@@ -121,3 +122,32 @@ def test_experts_differ():
     )
     moe_set_seed(42)
     assert get_seeds()[M.MOE_MODEL] != here
+
+
+def first_draws(axes):
+    """Return, for each rank of a mesh, its first number of SEQUENCE (None without it), TENSOR and DATA."""
+    drawn = []
+    for rank in range(math.prod(axes.values())):
+        reset_seeds()
+        seed_all_modes(
+            7, Mesh({"edp": 1, "ep": 1, "pp": 1, **axes}, rank=rank, views={"dp": ("edp", "ep")}), ("tp",)
+        )
+        found = []
+        for mode in (M.SEQUENCE, M.TENSOR, M.DATA):
+            if mode in get_seeds():
+                with seed(mode):
+                    found.append(torch.rand(()).item())
+            else:
+                found.append(None)
+        drawn.append(tuple(found))
+    return drawn
+
+
+def test_ranks_that_share_sequences_and_layers_have_a_state_of_their_own():
+    a, b, c, d = first_draws({"sp": 2, "tp": 2})  # a and b share the first half of a sequence
+    assert a[0] == b[0] != c[0] == d[0]
+    assert len({tensor for _, tensor, _ in (a, b, c, d)}) == 4
+    assert a[2] == b[2] == c[2] == d[2]
+    of_sequence, of_layers = first_draws({"sp": 2, "tp": 1}), first_draws({"sp": 1, "tp": 2})
+    assert of_sequence == of_layers  # one is called TENSOR as the other
+    assert all(sequence is None for sequence, *_ in of_sequence)

@@ -239,7 +239,7 @@ def logits_of(theirs, name, ids, mask, expected):
     colossalai.launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "sequence"}}}, verbose=False)
     model = {"gpt": gpt, "bert": bert}[name].from_hugging_face(theirs).eval()
     order = "zigzag" if name == "gpt" else "contiguous"
-    at = own_positions(ids.shape[1], gpc.mesh.axis("tp"), order=order)
+    at = own_positions(ids.shape[1], gpc.mesh.axis("sp"), order=order)
     torch.testing.assert_close(model(ids, mask), expected[:, at], atol=1e-10, rtol=1e-10)
 
 

@@ -9,6 +9,7 @@ from colossalai.amp import FullPrecision, Precision
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin._plugin import Plugin
 from colossalai.context import names_arguments, relayout
+from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import Bucketed, Replicated
 from colossalai.pipeline import PipelineOptions, Schedule
 from colossalai.runtime import Plan, refuse_pairs
@@ -22,6 +23,8 @@ class HybridOptions:
     tp_size: int
     tp_mode: str
     tp_depth: int
+    sp_size: int
+    sequence_attention: str | None
     pp_size: int
     zero_stage: int
     num_microbatches: int | None
@@ -39,6 +42,11 @@ class HybridOptions:
         refuse_pairs([*methods, *([f"ZeRO {self.zero_stage}"] if self.zero_stage else [])])
         if self.zero_stage == 3:
             raise ValueError("zero_stage is 3: use TorchFSDPPlugin, which shards the parameters")
+        if self.sequence_attention is not None and self.sp_size == 1:
+            raise ValueError(
+                f"sequence_attention is {self.sequence_attention!r}, but no ranks share a sequence: pass "
+                "sp_size, too"
+            )
         if self.max_norm < 0:
             raise ValueError(f"max_norm is {self.max_norm}; it must be above 0, or 0 for no clipping")
         if self.pp_size > 1 and self.num_microbatches is None:
@@ -62,7 +70,11 @@ class HybridOptions:
         tensor = {"size": self.tp_size, "mode": self.tp_mode if self.tp_size > 1 else None}
         if self.tp_mode == "2.5d":
             tensor["depth"] = self.tp_depth
-        return {"pipeline": self.pp_size, "tensor": tensor}
+        parallel: dict[str, Any] = {"pipeline": self.pp_size, "tensor": tensor}
+        if self.sp_size != 1:
+            named = {} if self.sequence_attention is None else {"attention": self.sequence_attention}
+            parallel["sequence"] = {"size": self.sp_size, **named}
+        return parallel
 
     def pipeline_options(self) -> PipelineOptions | None:
         """Return how the pipeline is run, None without one."""
@@ -89,6 +101,9 @@ class HybridParallelPlugin(Plugin):
         tp_size: Number of ranks that share a layer.
         tp_mode: How: "1d", "2d", "2.5d", "3d".
         tp_depth: Depth of mode "2.5d".
+        sp_size: Number of ranks that share a sequence, beside any `tp_mode`.
+        sequence_attention: How they attend to it: "ring" (default) or "ulysses", which takes a multiple of
+            `sp_size` heads on each tensor-parallel rank.
         pp_size: Number of pipeline ranks.
         zero_stage: 0; 1 shards the optimizer's states over the data-parallel ranks, 2 (without a pipeline)
             their gradients, too.
@@ -100,7 +115,8 @@ class HybridParallelPlugin(Plugin):
         precision: "fp16", "bf16", "fp16_naive", "fp32" or an object with options.
         max_norm: Bound of the gradient norm over all ranks; 0 for none. `optimizer.step()` clips.
         recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
-        sequence_parallel: Let the `tp_size` ranks share the sequence (ring attention) and not the layers.
+        sequence_parallel: An older word: let the `tp_size` ranks share the sequence and not the layers, which
+            is `sp_size` in the place of `tp_size`.
 
     Raises:
         ValueError: Something does not fit together.
@@ -114,6 +130,8 @@ class HybridParallelPlugin(Plugin):
         tp_size: int = 1,
         tp_mode: str = "1d",
         tp_depth: int = 1,
+        sp_size: int = 1,
+        sequence_attention: str | None = None,
         pp_size: int = 1,
         zero_stage: int = 0,
         num_microbatches: int | None = None,
@@ -125,15 +143,29 @@ class HybridParallelPlugin(Plugin):
         recompute: bool | str | Sequence[str] = False,
         sequence_parallel: bool = False,
     ) -> None:
-        if sequence_parallel and (tp_mode not in ("1d", "sequence") or tp_size == 1):
-            raise ValueError(
-                f"sequence_parallel=True lets tp_size ranks share the sequence: tp_size is {tp_size}, which "
-                f"must be at least 2, and tp_mode {tp_mode!r} must be left out"
+        if sequence_parallel:
+            if tp_mode not in ("1d", "sequence") or tp_size == 1:
+                raise ValueError(
+                    "sequence_parallel=True lets tp_size ranks share the sequence: tp_size is "
+                    f"{tp_size}, which must be at least 2, and tp_mode {tp_mode!r} must be left out"
+                )
+            if sp_size != 1:
+                raise ValueError(
+                    f"sp_size is {sp_size}, and sequence_parallel=True lets the {tp_size} ranks of tp_size "
+                    "share the sequence: leave sequence_parallel out"
+                )
+            get_dist_logger().log_once(
+                f"sequence_parallel=True is an older word: write sp_size={tp_size} in the place of "
+                f"tp_size={tp_size}, sequence_parallel=True",
+                ranks=[0],
             )
+            tp_size, tp_mode, sp_size = 1, "1d", tp_size
         self.options = HybridOptions(
             tp_size=tp_size,
-            tp_mode="sequence" if sequence_parallel else tp_mode,
+            tp_mode=tp_mode,
             tp_depth=tp_depth,
+            sp_size=sp_size,
+            sequence_attention=sequence_attention,
             pp_size=pp_size,
             zero_stage=zero_stage,
             num_microbatches=num_microbatches,

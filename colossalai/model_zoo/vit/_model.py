@@ -25,8 +25,8 @@ class ViT(nn.Module):
         config: The shape of the model.
 
     Raises:
-        ValueError: The ranks of the tensor mode do not divide a size, which the message names, or the mode is
-            "sequence".
+        ValueError: The ranks of the tensor mode do not divide a size, which the message names, or ranks
+            share sequences.
     """
 
     def __init__(self, config: ViTConfig) -> None:

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from colossalai.context import global_context
 from colossalai.model_zoo._head import output_layer
-from colossalai.model_zoo._sequence import SEQUENCE
 from colossalai.model_zoo._transformer import BlockShape, PreNormBlock
 from colossalai.nn.layer import (
     Cut,
@@ -40,7 +39,7 @@ class ViTEmbedding(nn.Module):
         init_method: How the parameters start: "torch", as torch's convolution, is the only way there is.
 
     Raises:
-        ValueError: The patches do not tile the image, or the tensor mode cuts sequences.
+        ValueError: The patches do not tile the image, or ranks share sequences.
     """
 
     def __init__(
@@ -55,10 +54,10 @@ class ViTEmbedding(nn.Module):
         init_method: str = "torch",
     ) -> None:
         super().__init__()
-        if global_context.tensor_mode == SEQUENCE:
+        if global_context.sequence_attention is not None:
             raise ValueError(
                 "a ViT has no mode 'sequence': it classifies one token out of few, so one rank would have "
-                "the loss; choose mode '1d', '2d', '2.5d' or '3d'"
+                "the loss; leave sequence parallelism out and choose mode '1d', '2d', '2.5d' or '3d'"
             )
         _check_init_method(init_method)
         self.patches = PatchEmbedding(img_size, patch_size, in_chans, embedding_dim, dtype)

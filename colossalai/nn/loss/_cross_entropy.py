@@ -178,7 +178,7 @@ class CrossEntropyLoss(nn.Module):
     def __init__(self, *args: Any, with_count: bool = False, **options: Any) -> None:
         super().__init__()
         self.loss: nn.Module
-        if global_context.tensor_mode in (None, "sequence"):
+        if global_context.tensor_mode is None:
             kind = _CountedCrossEntropyLoss if with_count else nn.CrossEntropyLoss
             self.loss = kind(*args, **options)
         else:

@@ -25,8 +25,8 @@ class Accuracy(nn.Module):
 
     def __init__(self, *, cut: Cut | None = None, mesh: Mesh | None = None) -> None:
         super().__init__()
-        is_cut = global_context.tensor_mode not in (None, "sequence")
-        self.cut = cut or (head_cut(global_context.tensor_mode) if is_cut else Cut())
+        mode = global_context.tensor_mode
+        self.cut = cut or (Cut() if mode is None else head_cut(mode))
         self._mesh = mesh
 
     @property

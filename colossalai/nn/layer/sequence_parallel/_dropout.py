@@ -31,7 +31,13 @@ def draw_seed() -> int:
 
 
 def dropout_factors(
-    like: torch.Tensor, queries: Span, keys: Span, *, dropout_seed: int, dropout_p: float
+    like: torch.Tensor,
+    queries: Span,
+    keys: Span,
+    *,
+    dropout_seed: int,
+    dropout_p: float,
+    lanes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return 0 with probability `dropout_p`, else 1 / (1 - dropout_p), for a tile of weights.
 
@@ -41,14 +47,20 @@ def dropout_factors(
         keys: Their positions.
         dropout_seed: What fixes the whole mask.
         dropout_p: From 0 to below 1.
+        lanes: (batch, heads), the number of each sample and head; None: they are counted, as all there are.
     """
-    batch, heads = like.shape[:2]
-    lanes = torch.arange(batch * heads, device=like.device).view(batch, heads, 1, 1)
-    rows = _key((lanes << 32) + queries.positions(like.device)[:, None], dropout_seed)
+    if lanes is None:
+        lanes = numbered_lanes(*like.shape[:2], device=like.device)
+    rows = _key((lanes[:, :, None, None] << 32) + queries.positions(like.device)[:, None], dropout_seed)
     columns = _key(keys.positions(like.device), ~dropout_seed)
     bits = _mix32(rows + columns)
     threshold = round(dropout_p * 2**32) - 2**31  # bits are spread evenly over the signed 32-bit numbers
     return (bits >= threshold).to(like.dtype).mul_(1.0 / (1.0 - dropout_p))
+
+
+def numbered_lanes(batch: int, heads: int, *, device: torch.device) -> torch.Tensor:
+    """Return a number for each head of each sample, (batch, heads): whose masks an attention draws."""
+    return torch.arange(batch * heads, device=device).view(batch, heads)
 
 
 def _key(counter: torch.Tensor, salt: int) -> torch.Tensor:

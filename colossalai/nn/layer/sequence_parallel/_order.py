@@ -126,6 +126,15 @@ def own_positions(
     return torch.arange(seq_length, device=device).chunk(axis.size)[axis.rank]
 
 
+def rank_by_rank(
+    seq_length: int, axis_size: int, *, order: Order, device: torch.device
+) -> torch.Tensor | None:
+    """Return the positions that the ranks hold, one rank after the other; None where that is their order."""
+    if order == "contiguous" or axis_size == 1:
+        return None
+    return _zigzag_permutation(seq_length, axis_size).to(device)
+
+
 def _zigzag_permutation(seq_length: int, axis_size: int) -> torch.Tensor:
     """Return the positions that the ranks hold, one rank after the other."""
     if seq_length % (2 * axis_size):

@@ -29,6 +29,7 @@ def ring_attention(
     scale: float | None = None,
     order: Order = "zigzag",
     tile_size: int = 512,
+    lanes: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return softmax(scale q k^T) v of the whole sequence for this rank's queries.
 
@@ -55,14 +56,17 @@ def ring_attention(
         order: Which positions a rank holds: "contiguous", or "zigzag" (`zigzag_split`), which gives all
             ranks the same work under a causal mask.
         tile_size: The most queries, and the most keys, of one tile.
+        lanes: Whole numbers that tell samples and heads apart when masks are drawn, where q has a part of
+            them only, because tensor parallelism cuts them; default: they are counted.
 
     Shape:
-        q, k, v and the result (batch, heads, sub_seq, head_size); key_padding_mask (batch, sub_seq).
+        q, k, v and the result (batch, heads, sub_seq, head_size); key_padding_mask (batch, sub_seq); lanes
+        (batch, heads).
 
     Raises:
         ValueError: Shapes, types or options do not fit; before anything is sent.
     """
-    _check(q, k, v, key_padding_mask, dropout_p, tile_size)
+    check_operands("ring_attention", q, k, v, key_padding_mask, dropout_p, tile_size, lanes)
     sub_seq, head_size = q.shape[-2:]
     check_order(order, sub_seq)
     rules = Rules(
@@ -75,6 +79,7 @@ def ring_attention(
         scale=1.0 / math.sqrt(head_size) if scale is None else scale,
         dropout_p=dropout_p,
         dropout_seed=draw_seed() if dropout_p > 0.0 else 0,
+        lanes=lanes,
     )
     result: torch.Tensor = _RingAttention.apply(q, k, v, key_padding_mask, axis, rules)
     return result
@@ -127,26 +132,38 @@ def _accumulating(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _check(
+def check_operands(
+    who: str,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     padding: torch.Tensor | None,
     dropout_p: float,
     tile_size: int,
+    lanes: torch.Tensor | None,
 ) -> None:
+    """Refuse what an attention over cut sequences cannot take, before anything is sent.
+
+    Raises:
+        ValueError: Shapes, types or options of attention `who` do not fit each other.
+    """
     found = [(tuple(tensor.shape), tensor.dtype) for tensor in (q, k, v)]
     if q.dim() != 4 or found[1:] != found[:1] * 2:
         raise ValueError(
-            f"ring_attention: q, k, v are {found}; they must have one shape (batch, heads, sub_seq, "
+            f"{who}: q, k, v are {found}; they must have one shape (batch, heads, sub_seq, "
             "head_size) and one type"
         )
     if padding is not None and (padding.dtype != torch.bool or padding.shape != (q.shape[0], q.shape[2])):
         raise ValueError(
-            f"ring_attention: key_padding_mask is {padding.dtype} of shape {tuple(padding.shape)}; it must "
+            f"{who}: key_padding_mask is {padding.dtype} of shape {tuple(padding.shape)}; it must "
             f"be bool of shape (batch, sub_seq) = {(q.shape[0], q.shape[2])}, this rank's slice"
         )
     if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"ring_attention: dropout_p is {dropout_p}; it must be at least 0 and below 1")
+        raise ValueError(f"{who}: dropout_p is {dropout_p}; it must be at least 0 and below 1")
     if tile_size < 1:
-        raise ValueError(f"ring_attention: tile_size is {tile_size}; it must be at least 1")
+        raise ValueError(f"{who}: tile_size is {tile_size}; it must be at least 1")
+    if lanes is not None and (lanes.dtype != torch.int64 or lanes.shape != q.shape[:2]):
+        raise ValueError(
+            f"{who}: lanes is {lanes.dtype} of shape {tuple(lanes.shape)}; it must be int64 of shape (batch, "
+            f"heads) = {tuple(q.shape[:2])}"
+        )

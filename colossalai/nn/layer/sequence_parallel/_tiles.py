@@ -11,7 +11,7 @@ logsumexp = m + log l. The backward draws on out and logsumexp alone:
 with z the dropout factors: 0, or 1 / (1 - dropout_p).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -50,6 +50,7 @@ class Rules:
         scale: Factor of the scores.
         dropout_p: Probability that a weight is dropped.
         dropout_seed: What fixes which ones.
+        lanes: The numbers of samples and heads that do, too; None: they are counted.
     """
 
     order: Order
@@ -61,6 +62,7 @@ class Rules:
     scale: float
     dropout_p: float
     dropout_seed: int
+    lanes: torch.Tensor | None = field(default=None, compare=False)
 
     def tiles(self, owner: int) -> list[tuple[Span, Span]]:
         """Return (queries of this rank, keys of the owner) of all tiles in which anything is visible."""
@@ -85,7 +87,9 @@ class Rules:
         """Return the dropout factors of a tile, None without dropout."""
         if self.dropout_p == 0.0:
             return None
-        return dropout_factors(like, queries, keys, dropout_seed=self.dropout_seed, dropout_p=self.dropout_p)
+        return dropout_factors(
+            like, queries, keys, dropout_seed=self.dropout_seed, dropout_p=self.dropout_p, lanes=self.lanes
+        )
 
 
 class Forward:

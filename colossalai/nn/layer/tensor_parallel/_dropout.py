@@ -37,16 +37,22 @@ class ParallelDropout(nn.Dropout):
             return super().forward(x)
 
 
-def random_mode(cut: Cut) -> Hashable | None:
+def random_mode(cut: Cut, *, by_token: bool = True) -> Hashable | None:
     """Return the mode whose random state differs along the axes of a cut alone; None: the one in force.
 
     The mode is made where nobody has drawn along these axes before.
+
+    Args:
+        cut: How what is dropped is cut.
+        by_token: Whether tokens are dropped, and not samples: ranks that share a sequence have other tokens.
     """
     axes = (*cut.batch, *cut.features)
     if not axes or ParallelMode.DATA not in get_seeds():  # not launched: this process is alone
         return None
     if set(axes) == set(global_context.tensor_axes):
         return ParallelMode.TENSOR
+    if by_token and global_context.sequence_parallel_size > 1:
+        axes = ("sp", *axes)
     mode = f"slices along {' x '.join(axes)}"
     if mode not in get_seeds():  # the seed of DATA is a hash: those that follow it are nobody's
         add_seed(mode, get_seeds()[ParallelMode.DATA] + 1 + global_context.mesh.axis_rank(axes))
@@ -94,4 +100,4 @@ class DropPath(nn.Module):
         """Return the mode that draws alike on the ranks that hold parts of the same samples."""
         shared = ParallelMode.DATA if ParallelMode.DATA in get_seeds() else None
         cut = self.cut if recorded is None else Cut(batch=recorded.batch)
-        return (random_mode(cut) if cut.batch else None) or shared
+        return (random_mode(cut, by_token=False) if cut.batch else None) or shared

@@ -32,7 +32,7 @@ from colossalai.nn.layer.tensor_parallel._scheme import (
 
 Layer = TypeVar("Layer", bound=nn.Module)
 
-_STORED_AS_TORCH = (None, "sequence", "1d")
+_STORED_AS_TORCH = (None, "1d")
 
 
 class ModeLinear(ParallelLinear):

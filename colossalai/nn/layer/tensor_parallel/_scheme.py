@@ -103,7 +103,6 @@ ROW = LinearScheme(x=Cut(features=("tp",)), w_in=("tp",), reduce_y=("tp",))
 
 LINEAR_SCHEMES: dict[str | None, tuple[LinearScheme, ...]] = {
     None: (REPLICATED,),
-    "sequence": (REPLICATED,),
     "1d": (COLUMN, ROW),
     "2d": (_grid(layers=()),),
     "2.5d": (_grid(layers=("dep",)),),
