@@ -9,11 +9,7 @@ from colossalai.tensor._flat_range import range_of_states as range_of_states
 from colossalai.tensor._flat_range import set_range_of_states as set_range_of_states
 from colossalai.tensor._norm import count_zero_grads as count_zero_grads
 from colossalai.tensor._norm import global_grad_norm as global_grad_norm
-from colossalai.tensor._norm import local_grads as local_grads
-from colossalai.tensor._norm import local_slice as local_slice
 from colossalai.tensor._norm import scale_grads as scale_grads
-from colossalai.tensor._norm import set_fragment as set_fragment
-from colossalai.tensor._norm import sharding_groups as sharding_groups
 from colossalai.tensor._padded import PaddedSpec as PaddedSpec
 from colossalai.tensor._padded import pad_to as pad_to
 from colossalai.tensor._padded import padded_size as padded_size
@@ -22,7 +18,11 @@ from colossalai.tensor._spec import GradientSync as GradientSync
 from colossalai.tensor._spec import ShardingSpec as ShardingSpec
 from colossalai.tensor._spec import cut_dims as cut_dims
 from colossalai.tensor._spec import gradient_sync as gradient_sync
+from colossalai.tensor._spec import local_grads as local_grads
+from colossalai.tensor._spec import local_slice as local_slice
+from colossalai.tensor._spec import set_fragment as set_fragment
 from colossalai.tensor._spec import set_spec as set_spec
+from colossalai.tensor._spec import sharding_groups as sharding_groups
 from colossalai.tensor._spec import spec_of as spec_of
 
 if not TYPE_CHECKING:

@@ -5,54 +5,12 @@ is counted once. Which is which is read off the parameter itself. The stages of 
 parameters: they add theirs.
 """
 
-import sys
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 
-from colossalai.tensor._spec import spec_of
-
-Groups = tuple[dist.ProcessGroup, ...]
-
-_FRAGMENT_OF = "fragment_of"
-
-
-def local_slice(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: the local part of a DTensor, any other tensor itself."""
-    if _is_dtensor(tensor):
-        return tensor.to_local()  # type: ignore[attr-defined]
-    return tensor
-
-
-def sharding_groups(tensor: torch.Tensor) -> Groups:
-    """Return the process groups over which a tensor is cut; none for a replicated one.
-
-    A DTensor that carries a spec is cut by both: a tensor-parallel slice that FSDP has cut further. So is a
-    fragment of a tensor that carries one.
-    """
-    fragment: tuple[torch.Tensor, dist.ProcessGroup] | None = getattr(tensor, _FRAGMENT_OF, None)
-    if fragment is not None:
-        whole, group = fragment
-        return (*sharding_groups(whole), group)
-    spec = spec_of(tensor)
-    groups = () if spec is None else tuple(spec.mesh.group(axis) for axis in spec.axes)
-    if not _is_dtensor(tensor):
-        return groups
-    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
-    shards = tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
-    return groups + shards
-
-
-def set_fragment(tensor: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Let a tensor know that it is one of the pieces, of any length, that a group has of another one."""
-    setattr(tensor, _FRAGMENT_OF, (whole, group))
-
-
-def local_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this rank's slices of the gradients of `params`, those without a gradient left out."""
-    return [local_slice(param.grad) for param in params if param.grad is not None]
+from colossalai.tensor._spec import by_sharding_groups, local_grads, local_slice
 
 
 def global_grad_norm(
@@ -120,12 +78,9 @@ def _over_all_slices(
     counts: Callable[[torch.Tensor], bool] | None,
 ) -> torch.Tensor:
     """Return the sum (or the maximum, as `op` says) of a measure of the parameters over all their slices."""
-    by_groups: dict[Groups, list[torch.Tensor]] = defaultdict(list)
-    for param in params:
-        if counts is None or counts(param):
-            by_groups[sharding_groups(param)].append(param)
+    counted = params if counts is None else filter(counts, params)
     parts = []
-    for groups, members in by_groups.items():
+    for groups, members in by_sharding_groups(counted).items():
         part = measure(members)
         for group in groups:
             dist.all_reduce(part, op=op, group=group)
@@ -170,9 +125,3 @@ def _widest(device: torch.device) -> torch.dtype:
 
 def _device_of_nothing() -> torch.device | None:
     return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-
-
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a DTensor; while nobody has imported the module (0.3 s) there is none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)

@@ -17,16 +17,19 @@ The divisor is R for both, since the loss is the same.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from colossalai.communication import all_gather
 from colossalai.context import Axis, Mesh
 
 _ATTRIBUTE = "sharding_spec"
+_FRAGMENT_OF = "fragment_of"
 
 
 class Stretch(NamedTuple):
@@ -199,6 +202,69 @@ def set_spec(tensor: torch.Tensor, spec: ShardingSpec) -> None:
 def spec_of(tensor: torch.Tensor) -> ShardingSpec | None:
     """Return the spec that a tensor carries, None for a replicated one."""
     return getattr(tensor, _ATTRIBUTE, None)
+
+
+Groups = tuple[dist.ProcessGroup, ...]
+
+
+def by_sharding_groups(tensors: Iterable[torch.Tensor]) -> dict[Groups, list[torch.Tensor]]:
+    """Return tensors by the process groups over which they are cut; none for replicated ones.
+
+    A DTensor that carries a spec is cut by both: a tensor-parallel slice that FSDP has cut further. So is a
+    fragment of a tensor that carries one.
+    """
+    found: dict[Groups, list[torch.Tensor]] = {}
+    groups_of: dict[
+        tuple[Mesh, tuple[str, ...]], Groups
+    ] = {}  # models have thousands of tensors and few specs
+    for tensor in tensors:
+        whole: Any = tensor
+        cut_again: Groups = ()
+        while (fragment := getattr(whole, _FRAGMENT_OF, None)) is not None:
+            whole, group = fragment
+            cut_again = (group, *cut_again)
+        spec = getattr(whole, _ATTRIBUTE, None)
+        groups: Groups = ()
+        if spec is not None:
+            key = (spec.mesh, spec.axes)
+            if key not in groups_of:
+                groups_of[key] = tuple(spec.mesh.group(axis) for axis in spec.axes)
+            groups = groups_of[key]
+        if _is_dtensor(whole):
+            mesh, placements = whole.device_mesh, whole.placements
+            cut = (dim for dim, placement in enumerate(placements) if placement.is_shard())
+            groups = (*groups, *(mesh.get_group(dim) for dim in cut))
+        found.setdefault((*groups, *cut_again), []).append(tensor)
+    return found
+
+
+def sharding_groups(tensor: torch.Tensor) -> Groups:
+    """Return the process groups over which a tensor is cut; see `by_sharding_groups`."""
+    [groups] = by_sharding_groups([tensor])
+    return groups
+
+
+def set_fragment(tensor: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Let a tensor know that it is one of the pieces, of any length, that a group has of another one."""
+    setattr(tensor, _FRAGMENT_OF, (whole, group))
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor; while nobody has imported the module (0.3 s) there is none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local_slice(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor: the local part of a DTensor, any other tensor itself."""
+    if _is_dtensor(tensor):
+        return tensor.to_local()  # type: ignore[attr-defined]
+    return tensor
+
+
+def local_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this rank's slices of the gradients of `params`, those without a gradient left out."""
+    return [local_slice(param.grad) for param in params if param.grad is not None]
 
 
 @dataclass(frozen=True)
