@@ -1,7 +1,5 @@
 """A small model with experts: each rank along `ep` holds some of them, and computes for the tokens of all."""
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
@@ -97,8 +95,3 @@ def make_batches(num_steps: int = 3) -> list[tuple[Tensor, Tensor]]:
         (torch.randn(16, 5, generator=generator), torch.randint(3, (16,), generator=generator))
         for _ in range(num_steps)
     ]
-
-
-def whole_params(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a net by name."""
-    yield from model.named_parameters()

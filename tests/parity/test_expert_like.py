@@ -3,9 +3,10 @@
 Their gradients are summed over the ranks that hold the same slice, and divided by the number of all.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,14 +14,16 @@ import torch
 from torch import Tensor, nn
 
 import colossalai
+from colossalai.amp import AMP_TYPE, OptimizerWrapper
 from colossalai.booster import Booster
 from colossalai.booster.plugin import LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import Bucketed, FullySharded
 from colossalai.testing import ParityCase, Subject, check_parity
-from tests.parity import doors, zero
+from tests.parity import doors, pipeline, zero
 from tests.parity.experts import Experts, Net, cut_copy, make_batches
+from tests.parity.pipeline import slice_of_batch
 from tests.parity.tensor import whole
 from tests.ranks import run_ranks
 
@@ -58,6 +61,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 PLUGINS: dict[str, Callable[[], Plugin]] = {
     "ddp": partial(TorchDDPPlugin, gradient_as_bucket_view=True),
+    "ddp unused": partial(TorchDDPPlugin, find_unused_parameters=True),
+    "ddp static": partial(TorchDDPPlugin, static_graph=True),
     "zero 1": partial(LowLevelZeroPlugin, stage=1, precision="fp32", max_norm=MAX_NORM),
     "zero 2": partial(LowLevelZeroPlugin, stage=2, precision="fp32", max_norm=MAX_NORM),
     "fsdp": TorchFSDPPlugin,
@@ -126,3 +131,185 @@ def by_both_doors(method: str, accumulation: int) -> None:
 def test_both_doors_against_one_process(method: str, world_size: int) -> None:
     """On two ranks no other one holds the same expert: nothing is summed, and still divided by two."""
     run_ranks(by_both_doors, world_size, method, 2 if world_size == 4 else 1)
+
+
+def with_options_of_ddp() -> None:
+    colossalai.launch_from_torch({"parallel": {"moe": {"size": 2}}}, verbose=False)
+    case = make_case()
+    losses = [
+        check_parity(case, partial(through_booster, case, method, 1))
+        for method in ("ddp unused", "ddp static")
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-12)
+    gpc.destroy()
+
+
+@pytest.mark.dist
+def test_options_of_ddp() -> None:
+    run_ranks(with_options_of_ddp, 4)
+
+
+def in_buckets(plain: nn.Module, case: ParityCase) -> Subject:
+    """Buckets of a few parameters; all forwards come before the first backward, as in a pipeline."""
+    model = cut_copy(plain, gpc.mesh)
+    data = Bucketed(bucket_cap_mb=500 / 2**20).apply(
+        model, blocks=[], replicas=gpc.mesh.axis("dp"), device=torch.device("cpu")
+    )
+    optimizer = OptimizerWrapper(case.build_optimizer(model.parameters()), max_norm=MAX_NORM)
+
+    def step(batch: tuple[Tensor, ...]) -> Tensor:
+        optimizer.zero_grad()
+        data.set_sync(False)
+        losses = [loss_of(model, part) / 2 for part in zip(*(t.chunk(2) for t in batch), strict=True)]
+        losses[0].backward()
+        data.set_sync(True)
+        losses[1].backward()
+        data.finish()
+        optimizer.step()
+        return (losses[0] + losses[1]).detach()
+
+    return Subject(
+        step=step,
+        gradients=lambda: wholes(model, lambda param: param.grad),
+        parameters=lambda: wholes(model, lambda param: param),
+    )
+
+
+def buckets_and_pipeline() -> None:
+    colossalai.launch_from_torch({"parallel": {"moe": {"size": 2}}}, verbose=False)
+    case = make_case()
+    check_parity(case, partial(in_buckets, case=case))
+    gpc.destroy()
+    stages = {"pipeline": {"size": 2, "partition": "uniform"}, "moe": {"size": 2}}
+    for zero_config in ({}, {"zero": {"stage": 1}}):
+        config = {"parallel": stages, "NUM_MICRO_BATCHES": 2, "clip_grad_norm": MAX_NORM, **zero_config}
+        colossalai.launch_from_torch(config, verbose=False)
+
+        def apply(plain: nn.Module) -> Subject:
+            through = zero.through_pipeline if gpc.config.get("zero") else pipeline.through_engine
+            return through(case, cut_copy(plain, gpc.mesh))
+
+        check_parity(case, apply, **slice_of_batch())
+        gpc.destroy()
+
+
+@pytest.mark.dist
+def test_buckets_alone_and_in_a_pipeline() -> None:
+    run_ranks(buckets_and_pipeline, 4)
+
+
+def whole_slices() -> None:
+    """With an optimizer that takes no slices each parameter has one owner of those that hold it."""
+    colossalai.launch_from_torch(
+        {"parallel": {"moe": {"size": 2}}, "zero": {"stage": 1}, "clip_grad_norm": MAX_NORM}, verbose=False
+    )
+    case = make_case(build_optimizer=partial(WholeSGD, lr=0.5, momentum=0.9))
+    check_parity(case, partial(through_engine, case, 1))
+    gpc.destroy()
+
+
+@pytest.mark.dist
+def test_optimizers_of_whole_tensors_under_zero() -> None:
+    run_ranks(whole_slices, 4)
+
+
+def low_precision(config: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], dict[int, Any]]:
+    """Return weights in 16 bits, their masters, and the states, all of this rank, after a step."""
+    colossalai.launch_from_torch({**config, "parallel": {"moe": {"size": 2}}}, verbose=False)
+    torch.manual_seed(1024)
+    plain = Net()
+    model = cut_copy(plain, gpc.mesh).float()
+    engine, *_ = colossalai.initialize(
+        model, torch.optim.AdamW(model.parameters(), lr=0.05), nn.functional.cross_entropy, verbose=False
+    )
+    x, y = (part.chunk(4)[gpc.get_global_rank()] for part in make_batches(1)[0])
+    engine.backward(engine.criterion(engine(x), y))
+    assert engine.step()
+    content = engine.optimizer.state_dict()
+    engine.optimizer.load_state_dict(content)
+    again = engine.optimizer.state_dict()
+    for number, state in content["state"].items():
+        assert all(torch.equal(again["state"][number][key], value) for key, value in state.items())
+    for name, now in wholes(model, lambda param: param).items():  # a step of AdamW is at most its rate
+        assert (now - plain.get_parameter(name)).abs().max() < 0.06, name
+    weights = [param.detach().clone() for param in model.parameters()]
+    masters = [master.clone() for _, master in sorted(content["masters"].items())]
+    gpc.destroy()
+    return weights, masters, content["state"]
+
+
+@pytest.mark.dist
+def test_ranks_that_hold_the_same_expert_have_the_same_bits() -> None:
+    """Masters start equal among them, stay so, and are the same with ZeRO, whose states go out whole."""
+    results = []
+    for config in ({}, CONFIGS["zero 1"]):
+        of_ranks = run_ranks(
+            low_precision, 4, {"fp16": {"mode": AMP_TYPE.NAIVE, "initial_scale": 2.0**8}, **config}
+        )
+        for first, other in ((0, 2), (1, 3)):  # along `edp`
+            for mine, theirs in zip(of_ranks[first][:2], of_ranks[other][:2], strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        is_same = [torch.equal(a, b) for a, b in zip(of_ranks[0][1], of_ranks[1][1], strict=True)]
+        assert is_same.count(False) == 4  # two weights, two biases of experts
+        results.append(of_ranks[1])
+    (_, masters, states), (_, zero_masters, zero_states) = results
+    assert [m.shape for m in masters] == [m.shape for m in zero_masters]
+    assert all(torch.allclose(a, b, atol=2e-3) for a, b in zip(masters, zero_masters, strict=True))
+    assert {n: {key: v.shape for key, v in state.items()} for n, state in states.items()} == {
+        n: {key: v.shape for key, v in state.items()} for n, state in zero_states.items()
+    }
+
+
+def some_steps(folder: str, config: dict[str, Any], expert_size: int, first: int) -> dict[str, Tensor]:
+    """Go on from a saved step, do one more, save; return the whole parameters."""
+    config = {**config, "clip_grad_norm": MAX_NORM, "parallel": {"moe": {"size": expert_size}}}
+    colossalai.launch_from_torch(config, verbose=False)
+    torch.manual_seed(1024)
+    model = cut_copy(Net(), gpc.mesh)
+    engine, *_ = colossalai.initialize(
+        model, torch.optim.AdamW(model.parameters(), lr=0.05), nn.functional.cross_entropy, verbose=False
+    )
+    if first:
+        assert engine.load(folder).step == first
+    x, y = make_batches(4)[first]
+    rank, num_parts = gpc.mesh.axis_rank("dp"), gpc.data_parallel_size
+    loss = engine.criterion(engine(x.double().chunk(num_parts)[rank]), y.chunk(num_parts)[rank])
+    engine.backward(loss)
+    engine.step()
+    engine.save(folder, step=first + 1)
+    params = wholes(engine.model, lambda param: param)
+    gpc.destroy()
+    return params
+
+
+@pytest.mark.dist
+def test_a_run_goes_on_under_other_plans(tmp_path: Path) -> None:
+    alone = [run_ranks(some_steps, 1, str(tmp_path / "alone"), {}, 1, step)[0] for step in range(4)]
+    for step, (world_size, method, expert_size) in enumerate(
+        [(4, "zero 1", 2), (1, "ddp", 1), (4, "fsdp", 2), (4, "ddp", 4)]
+    ):
+        folder = str(tmp_path / "moving")
+        for params in run_ranks(some_steps, world_size, folder, CONFIGS[method], expert_size, step):
+            for name, param in params.items():
+                assert torch.allclose(param, alone[step][name], rtol=0, atol=1e-10), (step, method, name)
+
+
+class Mixed(Experts):
+    """Experts with a weight of their own that is not cut."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__(mesh)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.unit
+def test_fsdp_says_what_it_cannot_shard_together() -> None:
+    mesh = Mesh({"edp": 2, "ep": 2}, rank=0, views={"dp": ("edp", "ep")})
+    model = nn.Sequential(Mixed(mesh))
+    with pytest.raises(
+        ValueError, match=r"0 has parameters of its own that different ranks share.*a module of"
+    ):
+        FullySharded().check(model, [], blocks=[], replicas=mesh.axis("dp"))
+    FullySharded().check(Net(mesh), [], blocks=[], replicas=mesh.axis("dp"))
+    alone = Mesh({"edp": 4, "ep": 1}, rank=0, views={"dp": ("edp", "ep")})
+    FullySharded().check(nn.Sequential(Mixed(alone)), [], blocks=[], replicas=alone.axis("dp"))

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 import colossalai
 from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
-from colossalai.tensor import ShardingSpec, cut_dims, global_grad_norm, set_spec, spec_of
+from colossalai.tensor import (
+    ShardingSpec,
+    cut_dims,
+    global_grad_norm,
+    gradient_sync,
+    set_spec,
+    spec_of,
+)
 from tests.ranks import run_ranks
 
 AXES = {"dp": 2, "col": 3, "row": 2}
@@ -131,3 +138,45 @@ def gather_and_norm():
 def test_slices_gather_to_the_whole_and_norms_are_of_the_whole():
     for found, expected in run_ranks(gather_and_norm, 4):
         assert found == pytest.approx(expected)
+
+
+@pytest.mark.unit
+def test_which_ranks_share_a_gradient():
+    """Of the ranks that see other parts of the batch, those that hold the same slice; divided by all."""
+    sizes = {"edp": 3, "ep": 2, "pp": 2, "tp": 2}
+    for rank in range(24):
+        mesh = Mesh(sizes, rank=rank, views={"dp": ("edp", "ep")})
+        for replicas in (mesh.axis("dp"), mesh.axis(("dp", "tp"))):
+            for cut in (
+                (),
+                ("ep",),
+                ("edp",),
+                ("tp",),
+                ("pp",),
+                ("ep", "tp"),
+                ("edp", "ep"),
+                ("edp", "ep", "tp"),
+            ):
+                tensor = torch.zeros(4, 4)
+                if cut:
+                    spec = cut_dims((4 * 12, 4), [cut, ()], mesh)
+                    tensor = torch.zeros(spec.local_shape)
+                    set_spec(tensor, spec)
+                sync = gradient_sync(tensor, replicas)
+                here = mesh.coordinate(rank)
+                same = [
+                    other
+                    for other in replicas.ranks
+                    if all(mesh.coordinate(other)[a] == here[a] for a in cut)
+                ]
+                assert (list(sync.axis.ranks), sync.divisor) == (same, replicas.size)
+                if len(same) == replicas.size:
+                    assert sync.axis is replicas  # and so its group, and the order of its sums
+
+
+@pytest.mark.unit
+def test_axes_of_one_rank_cut_nothing():
+    mesh = Mesh({"edp": 2, "ep": 1}, rank=0, views={"dp": ("edp", "ep")})
+    tensor = torch.zeros(4)
+    set_spec(tensor, ShardingSpec((4,), (("ep",),), mesh))
+    assert gradient_sync(tensor, mesh.axis("dp")).axis is mesh.axis("dp")
