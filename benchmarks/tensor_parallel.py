@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 import colossalai
-from colossalai.cli._benchmark._saved import saved_bytes
+from colossalai.cli._benchmark._measure import saved_bytes
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer import COLUMN, ROW, ParallelLinear, restart
 from colossalai.utils import get_current_device

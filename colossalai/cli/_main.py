@@ -91,19 +91,19 @@ def check(installation: bool, doctor: bool, as_json: bool, **settings: Any) -> N
     if installation and given:
         raise click.UsageError(f"{', '.join(given)}: these are options of colossalai check --doctor")
     if installation:
-        from colossalai.cli._check import show as show_installation
+        from colossalai.cli._check import show_installation
         from colossalai.cluster import examine_installation
 
         installed = examine_installation()
         show_installation(installed, as_json=as_json)
         sys.exit(0 if installed.is_fit else 1)
-    from colossalai.cli._doctor import Settings, examine, show
+    from colossalai.cli._check import DoctorSettings, examine, show_preflight
 
     try:
-        report = examine(Settings(**given))
+        report = examine(DoctorSettings(**given))
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    show(report, as_json=as_json)
+    show_preflight(report, as_json=as_json)
     sys.exit(0 if report.is_fit else 1)
 
 
@@ -143,13 +143,13 @@ def benchmark(modes: str | None, json_file: str | None, plot_file: str | None, *
     Each is run on a multi-layer perceptron and on a transformer of (batch, sequence, hidden), forward and
     backward. What does not fit the sizes is listed with the reason.
     """
-    from colossalai.cli._benchmark import Output, Settings
+    from colossalai.cli._benchmark import BenchmarkOutput, BenchmarkSettings
     from colossalai.cli._benchmark import benchmark as run_benchmark
 
     chosen = None if modes is None else tuple(mode.strip() for mode in modes.split(","))
-    output = Output(json_file=json_file, plot_file=plot_file)
+    output = BenchmarkOutput(json_file=json_file, plot_file=plot_file)
     try:
-        sys.exit(run_benchmark(Settings(**sizes, configurations=()), chosen, output))
+        sys.exit(run_benchmark(BenchmarkSettings(**sizes, configurations=()), chosen, output))
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     except KeyboardInterrupt:
@@ -219,12 +219,12 @@ def pipeline(
     The schedules are the lists of actions that training runs. Times are in any unit. A rank's share of the
     model takes the same time in all schedules, however many stages it is cut into.
     """
-    from colossalai.cli._pipeline import Output, Settings, compare
+    from colossalai.cli._pipeline import PipelineOutput, PipelineSettings, compare
 
     chosen = None if names is None else tuple(name.strip() for name in names.split(","))
-    output = Output(plot_file=plot_file, has_text=has_text, as_json=as_json)
+    output = PipelineOutput(plot_file=plot_file, has_text=has_text, as_json=as_json)
     try:
-        compare(Settings(names=chosen, **settings), output)
+        compare(PipelineSettings(names=chosen, **settings), output)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
 

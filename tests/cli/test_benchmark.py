@@ -12,11 +12,17 @@ from rich.console import Console
 
 import colossalai
 from colossalai.cli import main
-from colossalai.cli._benchmark import Configuration, Figures, Results, Settings, Skipped, find_configurations
+from colossalai.cli._benchmark import (
+    BenchmarkSettings,
+    Configuration,
+    Figures,
+    Results,
+    Skipped,
+    find_configurations,
+)
 from colossalai.cli._benchmark._measure import measure
 from colossalai.cli._benchmark._models import MODELS
-from colossalai.cli._benchmark._plot import plot
-from colossalai.cli._benchmark._show import show
+from colossalai.cli._benchmark._show import plot, show
 from tests.launcher.command import start
 from tests.ranks import run_ranks
 
@@ -24,11 +30,13 @@ FLOAT = 4
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def _settings(num_procs: int, **sizes: int) -> Settings:
+def _settings(num_procs: int, **sizes: int) -> BenchmarkSettings:
     defaults = {"batch_size": 4, "seq_length": 3, "hidden_size": 16, "num_heads": 4, "num_layers": 1}
     rounds = {"warmup": 0, "rounds": 1}
     configurations = tuple(find_configurations(num_procs))
-    return Settings(num_procs=num_procs, **{**defaults, **rounds, **sizes}, configurations=configurations)
+    return BenchmarkSettings(
+        num_procs=num_procs, **{**defaults, **rounds, **sizes}, configurations=configurations
+    )
 
 
 def _figures(model: str, configuration: Configuration, peak: int | None = None) -> Figures:
@@ -154,7 +162,7 @@ def test_a_picture_is_drawn(is_empty: bool, tmp_path: Path):
     assert (tmp_path / "modes.png").read_bytes().startswith(PNG)
 
 
-def _measured(configuration: Configuration, settings: Settings) -> dict[str, Figures | str]:
+def _measured(configuration: Configuration, settings: BenchmarkSettings) -> dict[str, Figures | str]:
     """Return the figures of every model, or why there are none."""
     colossalai.launch_from_torch(configuration.config, verbose=False)
     found: dict[str, Figures | str] = {}

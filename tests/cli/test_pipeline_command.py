@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from colossalai.cli import main
-from colossalai.cli._pipeline import Settings
+from colossalai.cli._pipeline import PipelineSettings
 from colossalai.cli._pipeline._chart import draw
 from colossalai.cli._pipeline._command import stage_costs
 from colossalai.pipeline.schedules._csv import write_schedule
@@ -54,7 +54,7 @@ def test_the_figures_are_the_published_ones():
 
 def test_costs_are_those_of_a_ranks_share():
     """Two chunks on a rank: a stage takes half; a message takes what it takes."""
-    settings = Settings(forward=1.0, backward=3.0, weight_grad=1.0, p2p=0.5)
+    settings = PipelineSettings(forward=1.0, backward=3.0, weight_grad=1.0, p2p=0.5)
     assert stage_costs(make_schedule("zb-v", 2, 1), settings) == Costs([0.5] * 4, [1.5] * 4, 0.5, [0.5] * 4)
     one = _figures("--stages", "1", "--microbatches", "3", "--forward", "2", "--backward", "3", "--p2p", "9")
     assert {values["step_time"] for values in one.values()} == {15}

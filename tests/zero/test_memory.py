@@ -12,7 +12,7 @@ from torch import nn
 import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
-from colossalai.cli._memory._report import Job, report_of
+from colossalai.cli._memory._report import TrainingSetup, report_of
 from colossalai.cli._memory._shape import shape_of
 from colossalai.communication import ledger
 from colossalai.core import global_context as gpc
@@ -117,7 +117,7 @@ def test_the_command_says_the_same(num_ranks: int, stage: int, precision: str) -
     """`colossalai memory`, for what the tests above have measured."""
     report = report_of(
         shape_of("gpt2-small"),
-        Job(
+        TrainingSetup(
             **{"dp": num_ranks, "tp": 1, "pp": 1, "zero": stage, "batch": 1, "seq": 8},
             precision="bf16_master" if precision == "bf16" else precision,
             recompute=False,

@@ -13,9 +13,8 @@ import torch
 from rich.console import Console
 
 from colossalai.cli._benchmark._configurations import find_configurations, tensor_modes, why_none
-from colossalai.cli._benchmark._plot import plot
-from colossalai.cli._benchmark._results import Results, Settings, Skipped
-from colossalai.cli._benchmark._show import show
+from colossalai.cli._benchmark._results import BenchmarkSettings, Results, Skipped
+from colossalai.cli._benchmark._show import plot, show
 from colossalai.launcher import Job, launch
 
 _WORKER = "colossalai.cli._benchmark._worker"
@@ -23,7 +22,7 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
+class BenchmarkOutput:
     """Where the results go beside the table.
 
     Attributes:
@@ -35,7 +34,7 @@ class Output:
     plot_file: str | None = None
 
 
-def benchmark(settings: Settings, modes: Sequence[str] | None, output: Output) -> int:
+def benchmark(settings: BenchmarkSettings, modes: Sequence[str] | None, output: BenchmarkOutput) -> int:
     """Run the configurations of some modes, or of all, show the results and return the exit code.
 
     Args:
@@ -78,7 +77,7 @@ def _choose(num_procs: int, modes: Sequence[str] | None) -> tuple[list, list[Ski
     return found, unfit
 
 
-def _check_output(output: Output) -> None:
+def _check_output(output: BenchmarkOutput) -> None:
     if output.plot_file is not None:
         if Path(output.plot_file).suffix not in _PICTURES:
             raise ValueError(f"--plot {output.plot_file}: the name must end in {', '.join(_PICTURES)}")
@@ -104,7 +103,7 @@ def _launch(job: Job) -> int:
             console.show_cursor(True)
 
 
-def _hand_out(results: Results, output: Output) -> None:
+def _hand_out(results: Results, output: BenchmarkOutput) -> None:
     if output.plot_file is not None:
         plot(results, output.plot_file)
     if output.json_file == "-":

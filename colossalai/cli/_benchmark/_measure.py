@@ -2,21 +2,61 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from colossalai.cli._benchmark._configurations import Configuration
 from colossalai.cli._benchmark._models import Builder
-from colossalai.cli._benchmark._results import Figures, Settings
-from colossalai.cli._benchmark._saved import saved_bytes
+from colossalai.cli._benchmark._results import BenchmarkSettings, Figures
 from colossalai.communication import ledger
 from colossalai.context import global_context
 from colossalai.nn.layer import restart
 from colossalai.tensor import cut_dims
+
+
+class SavedBytes:
+    """The bytes of all storages that autograd has saved, each counted once.
+
+    Args:
+        except_of: Tensors whose storages do not count: parameters are held anyhow.
+    """
+
+    def __init__(self, except_of: Iterable[torch.Tensor]) -> None:
+        self.num_bytes = 0
+        self._seen = {storage.data_ptr() for tensor in except_of for storage in _storages(tensor)}
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor that is being saved, and return it."""
+        for storage in _storages(tensor):
+            if storage.data_ptr() not in self._seen:
+                self._seen.add(storage.data_ptr())
+                self.num_bytes += storage.nbytes()
+        return tensor
+
+
+@contextmanager
+def saved_bytes(except_of: Iterable[torch.Tensor]) -> Iterator[SavedBytes]:
+    """Count what the forward within the block saves; run the backward after it."""
+    count = SavedBytes(except_of)
+    with torch.autograd.graph.saved_tensors_hooks(count.add, lambda tensor: tensor):
+        yield count
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of a tensor; a DTensor and its like are made of others."""
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        for part in (getattr(tensor, name) for name in names):
+            if isinstance(part, torch.Tensor):  # a DTensor names its mesh, too
+                yield from _storages(part)
+    else:
+        yield tensor.untyped_storage()
 
 
 @dataclass(frozen=True)
@@ -37,7 +77,7 @@ class Shares:
 
 
 @dataclass(frozen=True)
-class Step:
+class MeasuredStep:
     """A forward and a backward of a model."""
 
     model: nn.Module
@@ -86,7 +126,7 @@ def measure(
     name: str,
     build: Builder,
     configuration: Configuration,
-    settings: Settings,
+    settings: BenchmarkSettings,
     *,
     after_step: Callable[[], object],
 ) -> Figures:
@@ -139,7 +179,7 @@ def measure(
     )
 
 
-def _prepare(build: Builder, settings: Settings) -> Step:
+def _prepare(build: Builder, settings: BenchmarkSettings) -> MeasuredStep:
     shape = (settings.batch_size, settings.seq_length, settings.hidden_size)
     cut = restart(global_context.tensor_mode)
     try:
@@ -149,7 +189,7 @@ def _prepare(build: Builder, settings: Settings) -> Step:
     layers = [build(settings) for _ in range(settings.num_layers)]
     model = nn.Sequential(*layers).to(global_context.device)
     x = spec.cut(torch.randn(shape, device=global_context.device)).requires_grad_()
-    return Step(model, x, torch.randn_like(x))
+    return MeasuredStep(model, x, torch.randn_like(x))
 
 
 def _over_ranks(**values: float) -> dict[str, float]:
@@ -159,7 +199,7 @@ def _over_ranks(**values: float) -> dict[str, float]:
     return dict(zip(values, result.tolist(), strict=True))
 
 
-def _device_peak(step: Step) -> int | None:
+def _device_peak(step: MeasuredStep) -> int | None:
     if not torch.accelerator.is_available():
         return None
     torch.accelerator.reset_peak_memory_stats()

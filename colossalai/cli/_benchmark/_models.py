@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from colossalai.cli._benchmark._results import Settings
+from colossalai.cli._benchmark._results import BenchmarkSettings
 from colossalai.context import global_context
 from colossalai.nn.layer import LayerNorm, Linear, current_cut
 
@@ -18,7 +18,7 @@ class MLP(nn.Module):
         settings: The sizes.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BenchmarkSettings) -> None:
         super().__init__()
         self.expansion = Linear(settings.hidden_size, 4 * settings.hidden_size)
         self.projection = Linear(4 * settings.hidden_size, settings.hidden_size)
@@ -38,7 +38,7 @@ class Attention(nn.Module):
         ValueError: The heads cannot be dealt out.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BenchmarkSettings) -> None:
         super().__init__()
         hidden, heads = settings.hidden_size, settings.num_heads
         if hidden % heads:
@@ -59,14 +59,14 @@ class Attention(nn.Module):
         return self.projection(mixed.transpose(1, 2).flatten(2))
 
 
-class Block(nn.Module):
+class BenchmarkBlock(nn.Module):
     """A pre-norm transformer block.
 
     Args:
         settings: The sizes.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: BenchmarkSettings) -> None:
         super().__init__()
         self.attention_norm = LayerNorm(settings.hidden_size)
         self.attention = Attention(settings)
@@ -79,7 +79,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-Builder = Callable[[Settings], nn.Module]
+Builder = Callable[[BenchmarkSettings], nn.Module]
 """Returns one layer of a model, which maps (batch, seq, hidden), cut as the mode begins, to the same."""
 
-MODELS: dict[str, Builder] = {"MLP": MLP, "transformer": Block}
+MODELS: dict[str, Builder] = {"MLP": MLP, "transformer": BenchmarkBlock}

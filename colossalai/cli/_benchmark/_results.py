@@ -9,7 +9,7 @@ from colossalai.cli._benchmark._configurations import Configuration
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class BenchmarkSettings:
     """What to run.
 
     Attributes:
@@ -93,7 +93,7 @@ class Skipped:
 class Results:
     """All that a benchmark finds."""
 
-    settings: Settings
+    settings: BenchmarkSettings
     machine: dict[str, Any]
     rows: list[Figures] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
@@ -117,7 +117,7 @@ class Results:
         )
 
 
-def settings_from(content: dict[str, Any]) -> Settings:
+def settings_from(content: dict[str, Any]) -> BenchmarkSettings:
     """Return settings from their fields as JSON has them."""
     configurations = tuple(Configuration(**fields) for fields in content["configurations"])
-    return Settings(**{**content, "configurations": configurations})
+    return BenchmarkSettings(**{**content, "configurations": configurations})

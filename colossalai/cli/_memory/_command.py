@@ -1,12 +1,75 @@
 """`colossalai memory`: read the model's shape, reckon, and show."""
 
 import json
+import re
 import sys
 from typing import Any
 
-from colossalai.cli._memory._report import Job, report_of
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from colossalai.cli._memory._formulas import SYMBOLS
+from colossalai.cli._memory._report import Report, TrainingSetup, report_of, total_of
 from colossalai.cli._memory._shape import shape_of
-from colossalai.cli._memory._show import show
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def show(report: Report, *, explain: bool) -> None:
+    """Print a row for each kind of memory; with `explain` also how each was reckoned."""
+    console = Console(highlight=False, markup=False)
+    console.print(_headline(report), soft_wrap=True)
+    table = Table(box=box.SIMPLE)
+    table.add_column("per rank", no_wrap=True)
+    table.add_column("memory", justify="right", no_wrap=True)
+    table.add_column("share", justify="right", no_wrap=True)
+    for rows, total in ((report.states, "model states"), (report.activations, "activations")):
+        for row in rows:
+            table.add_row(row.name, *_figures(row.num_bytes, report.num_bytes))
+        table.add_row(f"= {total}", *_figures(total_of(rows), report.num_bytes), end_section=True)
+    table.add_row("= total", *_figures(report.num_bytes, report.num_bytes))
+    console.print(table)
+    console.print(
+        "An estimate: what communication, the allocator and the library take comes on top.", soft_wrap=True
+    )
+    if explain:
+        _explain(console, report)
+
+
+def size_text(num_bytes: int) -> str:
+    """Return a number of bytes in a unit that fits it."""
+    size, place = float(num_bytes), 0
+    while size >= 1024 and place < len(_UNITS) - 1:
+        size, place = size / 1024, place + 1
+    return f"{size:.2f} {_UNITS[place]}" if place else f"{num_bytes} B"
+
+
+def _figures(num_bytes: int, total: int) -> tuple[str, str]:
+    return size_text(num_bytes), f"{num_bytes / total:.1%}"
+
+
+def _headline(report: Report) -> str:
+    shape, job = report.shape, report.job
+    where = f"stage {report.stage} of {job.pp} (the fullest)" if job.pp > 1 else "each rank"
+    return (
+        f"{shape.name}: {shape.num_params:,} parameters, {job.precision}, batch {job.batch} x {job.seq}; "
+        f"dp {job.dp}, tp {job.tp}, pp {job.pp}, ZeRO {job.zero}; {where}"
+    )
+
+
+def _explain(console: Console, report: Report) -> None:
+    rows = [*report.states, *report.activations]
+    for row in rows:
+        console.print(
+            f"\n{row.name}\n  = {row.formula}\n  = {row.numbers}\n  = {row.num_bytes:,} B", soft_wrap=True
+        )
+    used = {letter for row in rows for letter in re.findall(r"[A-Za-z]", row.formula)}
+    console.print()
+    for letter, meaning in SYMBOLS.items():
+        if letter in used:
+            console.print(f"{letter}: {meaning}", soft_wrap=True)
+    console.print("Model states: ZeRO, arXiv 1910.02054. Activations: arXiv 2205.05198.", soft_wrap=True)
 
 
 def show_memory(
@@ -20,14 +83,14 @@ def show_memory(
         attention: "sdpa" or "eager".
         as_json: Print JSON.
         explain: Also print the formulas.
-        plan: The rest of a `Job`.
+        plan: The rest of a `TrainingSetup`.
 
     Raises:
         ValueError: There is no such model, or it cannot be trained so.
     """
     shape = shape_of(model)
     length = shape.max_length if seq is None else seq
-    report = report_of(shape, Job(seq=length, has_scores=attention == "eager", **plan))
+    report = report_of(shape, TrainingSetup(seq=length, has_scores=attention == "eager", **plan))
     if as_json:
         sys.stdout.write(json.dumps(report.as_dict(), indent=2) + "\n")
     else:

@@ -7,7 +7,7 @@ from typing import Any
 
 from colossalai.cli._memory._formulas import (
     STORAGE,
-    Block,
+    BlockShape,
     Row,
     Storage,
     block_rows,
@@ -24,7 +24,7 @@ from colossalai.runtime import REFUSED
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TrainingSetup:
     """How a model is trained.
 
     Attributes:
@@ -63,7 +63,7 @@ class Report:
     """
 
     shape: ModelShape
-    job: Job
+    job: TrainingSetup
     stage: int
     states: Sequence[Row]
     activations: Sequence[Row]
@@ -91,7 +91,7 @@ def total_of(rows: Sequence[Row]) -> int:
     return sum(row.num_bytes for row in rows)
 
 
-def report_of(shape: ModelShape, job: Job) -> Report:
+def report_of(shape: ModelShape, job: TrainingSetup) -> Report:
     """Return the memory of the rank that needs most.
 
     Raises:
@@ -101,7 +101,7 @@ def report_of(shape: ModelShape, job: Job) -> Report:
     return max((_of_stage(shape, job, stage) for stage in range(job.pp)), key=lambda report: report.num_bytes)
 
 
-def check_job(shape: ModelShape, job: Job) -> None:
+def check_job(shape: ModelShape, job: TrainingSetup) -> None:
     """Raise for what the code refuses, too."""
     if job.precision not in STORAGE:
         raise ValueError(f"--precision {job.precision}: choose one of {', '.join(STORAGE)}")
@@ -120,7 +120,7 @@ def check_job(shape: ModelShape, job: Job) -> None:
         )
 
 
-def _of_stage(shape: ModelShape, job: Job, stage: int) -> Report:
+def _of_stage(shape: ModelShape, job: TrainingSetup, stage: int) -> Report:
     storage = STORAGE[job.precision]
     start, end = _blocks_of(shape, job.pp)[stage]
     is_first, is_last = stage == 0, stage == job.pp - 1
@@ -158,7 +158,7 @@ def _blocks_of(shape: ModelShape, pp: int) -> list[tuple[int, int]]:
 
 def _activations(
     shape: ModelShape,
-    job: Job,
+    job: TrainingSetup,
     storage: Storage,
     *,
     num_blocks: int,
@@ -166,7 +166,7 @@ def _activations(
     is_first: bool,
     is_last: bool,
 ) -> list[Row]:
-    block = Block(
+    block = BlockShape(
         seq=job.seq,
         batch=job.batch,
         hidden=shape.hidden,

@@ -1,5 +1,5 @@
 """`colossalai pipeline`: what pipeline schedules cost, without running one."""
 
-from colossalai.cli._pipeline._command import Output as Output
-from colossalai.cli._pipeline._command import Settings as Settings
+from colossalai.cli._pipeline._command import PipelineOutput as PipelineOutput
+from colossalai.cli._pipeline._command import PipelineSettings as PipelineSettings
 from colossalai.cli._pipeline._command import compare as compare

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colossalai.cli._pipeline._chart import show_charts
-from colossalai.cli._pipeline._outcome import Outcome
+from colossalai.cli._pipeline._outcome import Outcome, show
 from colossalai.cli._pipeline._plot import plot
-from colossalai.cli._pipeline._show import show
 from colossalai.pipeline import SCHEDULES, Costs, Schedule, make_schedule, read_schedule, simulate
 
 _PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class PipelineSettings:
     """What to simulate.
 
     Attributes:
@@ -46,7 +45,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Output:
+class PipelineOutput:
     """How to show it.
 
     Attributes:
@@ -60,7 +59,7 @@ class Output:
     as_json: bool = False
 
 
-def compare(settings: Settings, output: Output) -> None:
+def compare(settings: PipelineSettings, output: PipelineOutput) -> None:
     """Simulate schedules side by side and show step time, bubble, memory and messages.
 
     Raises:
@@ -78,7 +77,7 @@ def compare(settings: Settings, output: Output) -> None:
         show_charts(outcomes)
 
 
-def stage_costs(schedule: Schedule, settings: Settings) -> Costs:
+def stage_costs(schedule: Schedule, settings: PipelineSettings) -> Costs:
     """Return the costs of stages: a rank's share of the model, cut evenly over the stages that it holds."""
     parts = [len(schedule.stages_of(rank)) for rank in schedule.rank_of_stage]
     weight_grad = settings.weight_grad
@@ -90,12 +89,12 @@ def stage_costs(schedule: Schedule, settings: Settings) -> Costs:
     )
 
 
-def _simulate(schedule: Schedule, settings: Settings) -> Outcome:
+def _simulate(schedule: Schedule, settings: PipelineSettings) -> Outcome:
     timeline = simulate(schedule, stage_costs(schedule, settings))
     return Outcome(timeline=timeline, message_bytes=settings.message_bytes)
 
 
-def _choose(settings: Settings) -> list[Schedule]:
+def _choose(settings: PipelineSettings) -> list[Schedule]:
     """Return the schedules that were asked for by name, and that of the file."""
     if settings.weight_grad is not None and settings.weight_grad > settings.backward:
         raise ValueError(
@@ -128,7 +127,7 @@ def _agree(option: str, given: int | None, in_file: Sequence[int]) -> int:
     return in_file[0] if given is None else given
 
 
-def _check_output(output: Output) -> None:
+def _check_output(output: PipelineOutput) -> None:
     if output.as_json and output.has_text:
         raise ValueError("--json prints nothing but JSON: leave --text out")
     if output.plot_file is None:

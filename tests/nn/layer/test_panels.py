@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from colossalai.cli._benchmark._saved import saved_bytes
+from colossalai.cli._benchmark._measure import saved_bytes
 from colossalai.context import Mesh
 from colossalai.nn.layer import HEAD_SCHEMES, LINEAR_SCHEMES, product
 from colossalai.nn.layer.tensor_parallel._matmul import _add_product, _zeros_of_sum
