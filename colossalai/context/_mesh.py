@@ -185,7 +185,7 @@ class Mesh:
     def ranks(self, axes: Axes) -> list[int]:
         """Return the global ranks of this rank's group along `axes`, in the order of the grid."""
         wanted = self._resolve(axes)
-        grid = torch.arange(self.world_size).reshape(tuple(self.axes.values()))
+        grid = torch.arange(self.world_size, device="cpu").reshape(tuple(self.axes.values()))
         here = self.coordinate(self.rank)
         index = tuple(slice(None) if axis in wanted else here[axis] for axis in self.axes)
         return grid[index].flatten().tolist()
