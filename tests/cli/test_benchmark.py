@@ -162,15 +162,18 @@ def test_a_picture_is_drawn(is_empty: bool, tmp_path: Path):
     assert (tmp_path / "modes.png").read_bytes().startswith(PNG)
 
 
-def _measured(configuration: Configuration, settings: BenchmarkSettings) -> dict[str, Figures | str]:
-    """Return the figures of every model, or why there are none."""
+def _measured(
+    configuration: Configuration, *all_settings: BenchmarkSettings
+) -> list[dict[str, Figures | str]]:
+    """Return for all settings the figures of every model, or why there are none."""
     colossalai.launch_from_torch(configuration.config, verbose=False)
-    found: dict[str, Figures | str] = {}
-    for name, build in MODELS.items():
-        try:
-            found[name] = measure(name, build, configuration, settings, after_step=lambda: None)
-        except ValueError as error:
-            found[name] = str(error)
+    found: list[dict[str, Figures | str]] = [{} for _ in all_settings]
+    for settings, models in zip(all_settings, found, strict=True):
+        for name, build in MODELS.items():
+            try:
+                models[name] = measure(name, build, configuration, settings, after_step=lambda: None)
+            except ValueError as error:
+                models[name] = str(error)
     return found
 
 
@@ -179,8 +182,8 @@ def _measured(configuration: Configuration, settings: BenchmarkSettings) -> dict
 def test_figures_are_those_of_the_layers(number: int):
     settings = _settings(4)
     configuration = settings.configurations[number]
-    first, *others = run_ranks(_measured, 4, configuration, settings)
-    assert others == [first] * 3
+    (first,), *others = run_ranks(_measured, 4, configuration, settings)
+    assert others == [[first]] * 3
     hidden, tokens = 16, 4 * 3
     x, inner = FLOAT * tokens * hidden, FLOAT * tokens * 4 * hidden
     weights, biases = 8 * hidden * hidden, 5 * hidden
@@ -200,20 +203,21 @@ def test_figures_are_those_of_the_layers(number: int):
     assert transformer.bytes_sent > mlp.bytes_sent
 
 
+REASONS = [
+    ({"batch_size": 3}, "MLP", "the input (batch, seq, hidden): dimension 0 of shape (3, 3, 16) is 3"),
+    ({"num_heads": 1}, "transformer", "2 ranks do not divide the 1 heads: change --num_heads"),
+    ({"num_heads": 3}, "transformer", "3 heads do not divide the hidden size 16: change --num_heads"),
+]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("sizes", "model", "reason"),
-    [
-        ({"batch_size": 3}, "MLP", "the input (batch, seq, hidden): dimension 0 of shape (3, 3, 16) is 3"),
-        ({"num_heads": 1}, "transformer", "2 ranks do not divide the 1 heads: change --num_heads"),
-        ({"num_heads": 3}, "transformer", "3 heads do not divide the hidden size 16: change --num_heads"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_reasons(sizes: dict[str, int], model: str, reason: str):
+def test_sizes_that_do_not_fit_are_reasons():
     configuration = Configuration(mode="2d", size=4)
-    for found in run_ranks(_measured, 4, configuration, _settings(4, **sizes)):
-        assert isinstance(found[model], str)
-        assert found[model].startswith(reason)
+    settings = [_settings(4, **sizes) for sizes, _, _ in REASONS]
+    for found in run_ranks(_measured, 4, configuration, *settings):
+        for models, (_, model, reason) in zip(found, REASONS, strict=True):
+            assert isinstance(models[model], str)
+            assert models[model].startswith(reason)
 
 
 @pytest.mark.dist

@@ -111,6 +111,7 @@ while not pathlib.Path(sys.argv[1], "end").exists():
 
 
 @pytest.mark.dist
+@pytest.mark.long  # its two parts, a launched job and a store on the loopback, are above
 def test_colossalai_run_listens_on_the_loopback_only(tmp_path):
     command = start(tmp_path, "run", "--nproc_per_node", "2", "job.py", str(tmp_path), script=SCRIPT)
     try:

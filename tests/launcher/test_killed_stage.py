@@ -11,7 +11,7 @@ from tests.launcher.command import is_gone, start
 
 pytestmark = pytest.mark.dist
 
-# Stage 2 stops in the forward of microbatch 5 of the second step, and says so.
+# Stage 1 stops in the forward of microbatch 5 of the second step, and says so.
 TRAINS = """
 import os, time
 import torch
@@ -29,8 +29,8 @@ class Stopping(nn.Linear):
         return super().forward(x)
 
 os.write(1, f"{os.environ['RANK']}:{os.getpid()}\\n".encode())  # one write: the ranks share the file
-colossalai.launch_from_torch({"parallel": {"pipeline": 4}, "NUM_MICRO_BATCHES": 8}, verbose=False)
-kinds = [nn.Linear, nn.Linear, Stopping, nn.Linear]
+colossalai.launch_from_torch({"parallel": {"pipeline": 3}, "NUM_MICRO_BATCHES": 8}, verbose=False)
+kinds = [nn.Linear, Stopping, nn.Linear]
 model = build_pipeline_model(nn.Sequential(*(kind(8, 8) for kind in kinds)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 engine, *_ = colossalai.initialize(model, optimizer, nn.MSELoss(), verbose=False)
@@ -42,18 +42,18 @@ while True:
 
 
 def test_a_stage_that_is_killed_in_a_step_is_named(tmp_path: Path) -> None:
-    command = start(tmp_path, "run", "--nproc_per_node", "4", "job.py", script=TRAINS)
+    command = start(tmp_path, "run", "--nproc_per_node", "3", "job.py", script=TRAINS)
     try:
-        pids = dict(word.split(":") for word in command.wait_for_words(5))
+        pids = dict(word.split(":") for word in command.wait_for_words(4))
         killed = time.monotonic()
-        os.kill(int(pids["2"]), signal.SIGKILL)
+        os.kill(int(pids["1"]), signal.SIGKILL)
         assert command.wait(15) == 128 + signal.SIGKILL
         assert time.monotonic() - killed < 15
-        assert all(is_gone(int(pids[rank])) for rank in "0123")
+        assert all(is_gone(int(pids[rank])) for rank in "012")
     finally:
         command.end()
-    assert f"colossalai run: rank 2 (pid {pids['2']}) was killed by SIGKILL" in command.err
-    for neighbour in (1, 3):
+    assert f"colossalai run: rank 1 (pid {pids['1']}) was killed by SIGKILL" in command.err
+    for neighbour in (0, 2):
         assert f"rank {neighbour} (pid {pids[str(neighbour)]}) failed with exit code 1: RuntimeError: "
-        assert f"stage 2 (rank 2) is gone while stage {neighbour} (rank {neighbour}) waited" in command.err
+        assert f"stage 1 (rank 1) is gone while stage {neighbour} (rank {neighbour}) waited" in command.err
     assert "Traceback" not in command.err

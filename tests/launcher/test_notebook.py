@@ -120,7 +120,7 @@ def test_functions_of_a_notebook_run_on_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_an_interruption_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
     """The signal goes to the notebook alone, as a kernel gets it; a killed kernel takes its ranks along."""
     process = start(HANGING, tmp_path)

@@ -224,6 +224,7 @@ def test_a_killed_rank_is_named_though_its_peers_fail_loudly(begin: Callable[...
     assert all(is_gone(int(pid)) for pid in pids.values())
 
 
+@pytest.mark.long  # the same within the grace, and the end of deaf ranks after it, are above and below
 def test_ctrl_c_ends_ranks_that_ignore_it(begin: Callable[..., Command]):
     command = begin(DEAF)
     pids = command.wait_for_words(2)

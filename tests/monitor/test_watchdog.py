@@ -20,11 +20,23 @@ from torch import nn
 import colossalai
 from colossalai.booster import Booster
 from colossalai.communication import all_reduce, copy_forward_reduce_backward
+from colossalai.context._mesh import make_group
 from colossalai.core import global_context as gpc
 from colossalai.monitor._flight_recorder import MessageRecord
 from colossalai.monitor._sections import name_modules, section
 from tests.launcher.command import start
-from tests.monitor.hanging import TIMEOUT_S, TP, launch, meet, notices, report, wait_for, wait_for_report
+from tests.monitor.hanging import (
+    TIMEOUT_S,
+    TP,
+    launch,
+    meet,
+    note_known,
+    notices,
+    report,
+    wait_for,
+    wait_for_report,
+    wait_until_known,
+)
 from tests.ranks import ROOT, RanksError, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -112,7 +124,9 @@ def saves_on_rank_0_only(folder):
 
 
 def test_after_a_while_one_line_says_who_waits_for_whom_and_until_when(tmp_path):
-    (line,), _, _ = run_ranks(saves_on_rank_0_only, 3, tmp_path)
+    lines, _, _ = run_ranks(saves_on_rank_0_only, 3, tmp_path)
+    # Of each wait once; on a busy machine a later collective may take that long, too.
+    (line,) = [line for line in lines if re.search(r" in \w+ #2 of axis tp ", line)]
     said = (
         r"colossalai watchdog: rank 0 waits for \d+ s in \w+ #2 of axis tp "
         r"\(it is in saving or loading a checkpoint: test_watchdog.py:.*`booster.save\(.*\)`\): "
@@ -347,6 +361,7 @@ dist.all_reduce(torch.ones(1000 * (2 if dist.get_rank() == 1 else 1)))
 """
 
 
+@pytest.mark.long  # parts of it without a launcher are in test_last_calls
 def test_a_rank_with_another_shape_is_named_and_not_the_one_that_it_kills(tmp_path):
     command = start(tmp_path, "run", "--nproc_per_node", "3", "job.py", script=DIFFERENT_SHAPES)
     try:
@@ -361,8 +376,35 @@ def test_a_rank_with_another_shape_is_named_and_not_the_one_that_it_kills(tmp_pa
     assert "(1000,) on rank" in first
 
 
-def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path):
+def loses_rank_2(folder):
     """Rank 0 waits for 1 in a collective, 1 for 2 elsewhere: no connection to 2 is in use."""
+    if os.environ["RANK"] == "2":
+        pid = os.fork()  # the pool takes the death of its own processes for a failure
+        if pid == 0:
+            launch(folder)
+            wait_until_known(folder)
+            os.kill(os.getpid(), signal.SIGKILL)
+        os.waitpid(pid, 0)
+        return pid
+    rank = launch(folder)
+    note_known(folder)
+    pair = make_group([0, 1], purpose="test")
+    if rank == 1:
+        wait_for_report(folder)
+    dist.all_reduce(torch.ones(2), group=pair)
+    return None
+
+
+def test_a_dead_rank_is_named(tmp_path):
+    *_, pid = run_ranks(loses_rank_2, 3, tmp_path)
+    lines = report(tmp_path).splitlines()
+    assert lines[1].endswith(f"pid {pid}) has died")
+    assert "did not enter all_reduce #1 of group 'test:0-1#0'; it is at hanging.py:" in lines[2]
+
+
+@pytest.mark.long
+def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path):
+    """The same by itself, and the ends of the processes."""
     (tmp_path / "job.py").write_text(JOB)
     port = 21000 + os.getpid() % 9000
     address = {
