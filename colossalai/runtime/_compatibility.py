@@ -4,10 +4,11 @@ That the others can is not written down here but run: `tests/parity/test_pairs.p
 is not refused, and is to be run when a method is added.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 METHODS = (
-    *("data parallelism", "tensor 1d", "tensor 2d", "tensor 2.5d", "tensor 3d", "sequence"),
+    *("data parallelism", "tensor 1d", "tensor 2d", "tensor 2.5d", "tensor 3d"),
+    *("sequence ring", "sequence ulysses"),
     *("pipeline", "ZeRO 1", "ZeRO 2", "ZeRO 3", "mixed precision", "recompute", "accumulation"),
 )
 """The methods that can be asked for, in the order of the table."""
@@ -57,12 +58,5 @@ def _mark(row: str, column: str, marks: dict[frozenset[str], str]) -> str:
 def are_of_one_kind(first: str, second: str) -> bool:
     """Return whether two methods are choices for the same thing, of which there is one at a time."""
     both = {first, second}
-    return first == second or both <= _tensor_modes(METHODS) or both <= _zero_stages(METHODS)
-
-
-def _tensor_modes(methods: Sequence[str]) -> set[str]:
-    return {method for method in methods if method.startswith("tensor") or method == "sequence"}
-
-
-def _zero_stages(methods: Sequence[str]) -> set[str]:
-    return {method for method in methods if method.startswith("ZeRO")}
+    kinds = ("tensor", "sequence", "ZeRO")
+    return first == second or any(all(method.startswith(kind) for method in both) for kind in kinds)

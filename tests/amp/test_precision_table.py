@@ -31,7 +31,8 @@ PLUGINS = {
     "tensor 2d": (4, lambda: HybridParallelPlugin(tp_size=4, tp_mode="2d")),
     "tensor 2.5d": (4, lambda: HybridParallelPlugin(tp_size=4, tp_mode="2.5d")),
     "tensor 3d": (8, lambda: HybridParallelPlugin(tp_size=8, tp_mode="3d")),
-    "sequence": (2, lambda: HybridParallelPlugin(tp_size=2, sequence_parallel=True)),
+    "sequence ring": (2, lambda: HybridParallelPlugin(tp_size=2, sequence_parallel=True)),
+    "sequence ulysses": (2, lambda: HybridParallelPlugin(sp_size=2, sequence_attention="ulysses")),
     "pipeline": (2, lambda: HybridParallelPlugin(pp_size=2, num_microbatches=2)),
 }
 FURTHER = ("tensor 2d", "tensor 2.5d", "tensor 3d")  # tests of these modes train in some precision, too

@@ -53,7 +53,7 @@ def refusals(folder: str) -> None:
     assert repr(random_state()) == repr(before)  # saving draws nothing
     assert saved == path / "step-00000004"
     config = json.loads((saved / "manifest.json").read_text())["manifest"]["config"]
-    assert config["mesh"] == {"edp": 1, "ep": 1, "pp": 1, "tp": 1}
+    assert config["mesh"] == {"edp": 1, "ep": 1, "pp": 1, "sp": 1, "tp": 1}
     assert config["config"] == {"note": "mine", "lr": 0.1}
     assert config["plan"]["type"] == "Plan"
     assert config["plan"]["data"]["type"] == "Replicated"

@@ -42,6 +42,7 @@ class Case:
     tensor: str | None = None
     pipeline: int = 1
     stage: int = 0
+    handler: bool = False
     door: str = "engine"
 
     @property
@@ -54,6 +55,8 @@ class Case:
         if self.pipeline > 1:
             parallel["pipeline"] = {"size": self.pipeline, "partition": "uniform"}
             config["NUM_MICRO_BATCHES"] = 2
+        handlers = [{"type": "SequenceParallelGradientHandler"}]
+        config |= {"gradient_handler": handlers} if self.handler else {}
         return config | ({"zero": {"stage": self.stage}} if self.stage else {})
 
     @property
@@ -134,7 +137,7 @@ def built(case: Case, parity: ParityCase) -> tuple[nn.Module, nn.Module, torch.o
 
 
 def subject(case: Case, model: nn.Module, optimizer: Any, step: Any) -> Subject:
-    return (zero if case.stage else pipeline).subject_of(model, optimizer, step)
+    return (zero if case.stage in (1, 2) else pipeline).subject_of(model, optimizer, step)
 
 
 def train_all(cases: list[Case]) -> list[list[float]]:
@@ -163,6 +166,7 @@ def test_beside_one_other_method(attention: str) -> None:
             Case(attention=attention, stage=1, door="booster"),
             Case(attention=attention, stage=2),
             Case(attention=attention, stage=1, tensor="1d"),
+            Case(attention=attention, handler=True, tensor="1d"),
             Case(attention=attention, pipeline=2),
         ],
     )
@@ -181,6 +185,7 @@ def test_beside_several_other_methods(attention: str) -> None:
             Case(attention=attention, tensor="2d"),
             Case(attention=attention, tensor="2.5d", name="bert"),
             Case(attention=attention, tensor="1d", stage=2),
+            Case(attention=attention, tensor="1d", stage=3),
             Case(attention=attention, tensor="1d", pipeline=2, stage=1, door="booster"),
             Case(attention=attention, tensor="1d", pipeline=2, name="bert"),
         ],

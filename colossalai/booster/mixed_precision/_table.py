@@ -8,6 +8,7 @@ from colossalai.booster.mixed_precision._mixed_precision import (
     MixedPrecision,
     mixed_precision_factory,
 )
+from colossalai.context import SEQUENCE_ATTENTIONS
 from colossalai.nn.parallel import Bucketed, DataMethod, FullySharded, Replicated
 from colossalai.zero import ZeroReplicas
 
@@ -23,7 +24,7 @@ METHODS: Mapping[str, DataMethod] = {
     "LowLevelZeroPlugin 2": ZeroReplicas(stage=2),
     "TorchFSDPPlugin": FullySharded(),
     **{f"tensor {mode}": Replicated() for mode in ("1d", "2d", "2.5d", "3d")},
-    "sequence": Replicated(),
+    **{f"sequence {attention}": Replicated() for attention in SEQUENCE_ATTENTIONS},
     "pipeline": Bucketed(),
 }
 """The columns, and how parameters are held there; the modes are those of HybridParallelPlugin."""

@@ -10,6 +10,8 @@ from colossalai.registry import GRADIENT_HANDLER
 class SequenceParallelGradientHandler(BaseGradientHandler):
     """Averages all gradients over SEQUENCE_DP: every parameter is replicated there; see `average_gradients`.
 
+    So is the slice of one that tensor parallelism beside it cuts.
+
     A rank's loss is the mean over the tokens that it holds, and its backward gives the gradient of the sum of
     all ranks' losses, with respect to its own copy. So where all ranks hold equally many tokens that count,
     the mean over the ranks is the gradient of the mean over all tokens. Where they do not (padding, a masked
@@ -20,6 +22,6 @@ class SequenceParallelGradientHandler(BaseGradientHandler):
         """Average the gradients in place.
 
         Raises:
-            ValueError: The job was not launched with tensor mode "sequence".
+            ValueError: In the launched job no ranks share sequences.
         """
         average_gradients(self._model.parameters(), global_context.axis(ParallelMode.SEQUENCE_DP))

@@ -10,6 +10,7 @@ from torch import nn
 
 from colossalai.context import ParallelMode, get_seeds, global_context, seed
 from colossalai.logging import get_dist_logger
+from colossalai.nn.layer.sequence_parallel._attentions import ATTENTIONS, RING
 from colossalai.nn.layer.sequence_parallel._scores import RingAV, RingQK
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -79,6 +80,13 @@ class TransformerSelfAttentionRing(SharesSequence):
         self.layer_scale = layer_number if apply_query_key_layer_scaling else 1
         self.softmax_in_fp32 = convert_fp16_to_fp32_in_softmax or apply_query_key_layer_scaling
         self.axis = global_context.axis(ParallelMode.SEQUENCE)
+        chosen = global_context.sequence_attention
+        if chosen is not None and ATTENTIONS[chosen] is not RING:
+            get_dist_logger().log_once(
+                f"TransformerSelfAttentionRing is ring attention: the job's attention, {chosen!r}, has no "
+                "effect on it",
+                ranks=[0],
+            )
         self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size)
         self.dense = nn.Linear(hidden_size, hidden_size)
         self.attention_dropout = nn.Dropout(attention_dropout)

@@ -118,7 +118,7 @@ def require_mode(mode: str | None, *, by: str) -> None:
 
 def alone() -> Mesh:
     """Return the mesh of a process that has not launched."""
-    return Mesh({"edp": 1, "ep": 1, "pp": 1, "tp": 1}, rank=0, views={"dp": ("edp", "ep")})
+    return Mesh({"edp": 1, "ep": 1, "pp": 1, "sp": 1, "tp": 1}, rank=0, views={"dp": ("edp", "ep")})
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype | None) -> torch.Tensor:
