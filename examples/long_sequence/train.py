@@ -33,6 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = colossalai.get_default_parser()
     parser.description = __doc__
     parser.add_argument("--model", choices=("gpt", "bert"), default="gpt")
+    parser.add_argument("--attention", choices=("ring", "ulysses"), default="ring", help="(ring)")
     parser.add_argument("--memory-budget", type=float, default=48.0, help="MB that a rank keeps (48)")
     parser.add_argument("--seq-length", type=int, default=4096, help="tokens of a whole sequence (4096)")
     parser.add_argument("--batch-size", type=int, default=1, help="sequences of a step (1)")
@@ -95,7 +96,8 @@ def train_step(engine: Engine, ids: Tensor, labels: Tensor, *, budget: int) -> t
 def main() -> None:
     args = parse_arguments()
     num_ranks = int(os.environ["WORLD_SIZE"])
-    config = {"parallel": {"tensor": {"size": num_ranks, "mode": "sequence"}}, "clip_grad_norm": 1.0}
+    sequence = {"size": num_ranks, "attention": args.attention}
+    config = {"parallel": {"sequence": sequence}, "clip_grad_norm": 1.0}
     colossalai.launch_from_torch(config, backend=args.backend, verbose=False)
     with priority_execution():  # rank 0 prepares the text, the others find it in the cache
         data = load_text_data(args.data, cache=args.cache, vocab_size=args.vocab_size)
