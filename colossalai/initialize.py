@@ -6,6 +6,7 @@ The name is documented as a module (`from colossalai.initialize import launch`) 
 
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -23,16 +24,7 @@ from colossalai.engine import Engine
 from colossalai.engine.gradient_handler import build_gradient_handler
 from colossalai.engine.schedule import BaseSchedule, NonPipelineSchedule, PipelineSchedule
 from colossalai.logging import get_dist_logger
-from colossalai.runtime import (
-    Plan,
-    TrainingStep,
-    assemble,
-    observers_of,
-    replicas_of,
-    settings_of,
-    tensor_axis_of,
-    watched,
-)
+from colossalai.runtime import Plan, TrainingStep, assemble, settings_of, watched
 
 Loader = Iterable[Any] | None
 
@@ -74,16 +66,9 @@ def initialize(
     """
     mesh, device = global_context.mesh, global_context.device
     options = schedule.options if isinstance(schedule, PipelineSchedule) else None
-    plan = Plan.from_config(global_context.config, pipeline=options)
-    assembled, wrapped = assemble(
-        plan,
-        model,
-        optimizer,
-        mesh=mesh,
-        device=device,
-        replicas=replicas_of(global_context),
-        tensor_axis=tensor_axis_of(global_context),
-    )
+    layout = global_context.layout
+    plan = replace(Plan.from_config(global_context.config, pipeline=options), layout=layout)
+    assembled, wrapped = assemble(plan, model, optimizer, mesh=mesh, device=device)
     raw = assembled.unwrap()
     handlers = (
         [build_gradient_handler(entry, raw, wrapped) for entry in plan.gradient_handlers] if wrapped else []
@@ -102,7 +87,7 @@ def initialize(
         schedule=schedule or _default_schedule(plan),
         mesh=mesh,
         device=device,
-        observers=observers_of(global_context),
+        observers=mesh.axis(mesh.observer_axes),
         gradient_handlers=handlers,
         lr_scheduler=lr_scheduler,
         train_dataloader=train_dataloader,

@@ -21,9 +21,8 @@ from colossalai.runtime import (
     ModelWrapper,
     WatchedLoader,
     assemble_with_optimizers,
+    check_built_for,
     gather_samples,
-    replicas_of,
-    tensor_axis_of,
     to_device,
     watched,
 )
@@ -33,6 +32,9 @@ Boosted = tuple[Any, Any, Any, Any, Any]
 
 class Booster(Saving):
     """Builds the methods of a plugin into training components; several models and optimizers in one job work.
+
+    It lays the mesh of the job out as the plugin says: make it before layers of `colossalai.nn` that
+    are to be cut are built, or call `plugin.configure()` before.
 
     Args:
         device: Where the models are put; default: the device of this rank.
@@ -72,17 +74,19 @@ class Booster(Saving):
             if not isinstance(mixed_precision, MixedPrecision)
             else mixed_precision
         )
-        self.mesh = global_context.mesh
-        self.device = global_context.device if device is None else _device(device)
         self.plugin = plugin or TorchDDPPlugin()
-        self.plan = self.plugin.plan(chosen.precision())
+        plan = self.plugin.plan(chosen.precision())
         if compile is not False:
-            self.plan = replace(self.plan, compile=compile)
-        if global_context.pipeline_parallel_size > 1 and self.plan.pipeline is None:
+            plan = replace(plan, compile=compile)
+        self.device = global_context.device if device is None else _device(device)
+        self.plugin.configure()  # the last thing that can fail: from here on the job has the plan's mesh
+        self.mesh = global_context.mesh
+        if global_context.layout.pipeline > 1 and plan.pipeline is None:
             raise ConfigException(
                 f"the job was launched with a pipeline, which {type(self.plugin).__name__} does not run: use "
                 "HybridParallelPlugin(pp_size=...)"
             )
+        self.plan = replace(plan, layout=global_context.layout)
 
     @names_arguments
     def boost(
@@ -123,11 +127,10 @@ class Booster(Saving):
             [each for each in optimizers if each is not None or is_several],
             mesh=self.mesh,
             device=self.device,
-            replicas=replicas_of(global_context),
-            tensor_axis=tensor_axis_of(global_context),
             accumulation_steps=self.gradient_accumulation,
         )
         if isinstance(criterion, nn.Module):
+            check_built_for(self.plan, criterion, self.mesh)
             criterion.to(self.device)
         if self.mesh.axis_size("dp") > 1 and type(dataloader) is DataLoader:
             get_dist_logger().log_once(

@@ -4,6 +4,7 @@ from colossalai.communication._collectives import all_gather as all_gather
 from colossalai.communication._collectives import all_reduce as all_reduce
 from colossalai.communication._collectives import all_reduce_in_place as all_reduce_in_place
 from colossalai.communication._collectives import all_to_all as all_to_all
+from colossalai.communication._collectives import as_axis as as_axis
 from colossalai.communication._collectives import broadcast as broadcast
 from colossalai.communication._collectives import reduce as reduce
 from colossalai.communication._collectives import reduce_in_place as reduce_in_place

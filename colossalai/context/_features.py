@@ -21,7 +21,7 @@ from colossalai.context._check import (
     nearest,
 )
 from colossalai.context._config import Config, ConfigException
-from colossalai.context._layout import Layout, parse_layout
+from colossalai.context._layout import Layout, read_layout
 from colossalai.logging import get_dist_logger
 from colossalai.monitor import ACTIONS as WATCHDOG_ACTIONS
 
@@ -136,7 +136,7 @@ def check_config(config: Config, world_size: int) -> Layout:
         )
     for key, value in config.items():
         _warn_of_what_looks_like_a_feature(key, value)
-    return parse_layout(config.get("parallel"), world_size)
+    return read_layout(config.get("parallel")).over(world_size)
 
 
 def _refuse_two_bounds(config: Config) -> None:
@@ -339,7 +339,7 @@ def check_compile(value: Any) -> None:
 
 
 _FEATURES: Mapping[str, Callable[[Any], Any]] = {
-    "parallel": lambda value: None,  # parse_layout checks it, against the number of processes
+    "parallel": lambda value: None,  # read_layout and Layout.over check it, against the number of processes
     "fp16": _check_fp16,
     "gradient_accumulation": lambda value: check_positive(value, "gradient_accumulation"),
     "clip_grad_norm": lambda value: check_number(value, "clip_grad_norm", least=0),

@@ -39,7 +39,7 @@ from colossalai.context._launch_arguments import (
     slurm_place,
     torch_place,
 )
-from colossalai.context._layout import parse_layout
+from colossalai.context._layout import Layout
 from colossalai.context._parallel_context import global_context
 from colossalai.context._parallel_mode import ParallelMode
 from colossalai.context._random import get_seeds, seed_all_modes, seed_layout_modes
@@ -202,30 +202,29 @@ def launch_from_openmpi(
     launch(config, **asdict(place), backend=backend, seed=seed, verbose=verbose, timeout=timeout)
 
 
-def relayout(parallel: Mapping[str, Any]) -> None:
-    """Lay the mesh of a launched job anew, for a plugin that says the sizes after the launch.
+def relayout(layout: Layout) -> None:
+    """Lay the mesh of a launched job anew, for a plan that says the sizes after the launch.
 
-    Layers that were built before keep the old one, so it is done before the model is built.
+    Layers that were built before keep the old one, so it is done before the model is built; once, as groups
+    and random states follow from it. A layout that is in force already is left as it is.
 
     Args:
-        parallel: What `parallel` in a config would say.
+        layout: The extents; its data-parallel size may be left out.
 
     Raises:
         RuntimeError: Nothing has been launched.
-        ConfigException: The sizes do not fit the number of processes, or the job was launched with others.
+        ConfigException: The sizes do not fit the number of processes, or the job has been laid out otherwise.
     """
     mesh, config = global_context.mesh, global_context.config
-    written = config.get("parallel")
-    layout = parse_layout(parallel, mesh.world_size)
-    if parse_layout(written, mesh.world_size) == layout:
+    if layout.over(mesh.world_size) == global_context.layout:
         return
-    if written:
+    if config.get("parallel"):
         raise ConfigException(
-            f"the job was launched with parallel={dict(written)}, and the plugin says {dict(parallel)}: "
-            "leave `parallel` out of the config, or make the two the same"
+            f"the job was launched with parallel={dict(config['parallel'])}, or laid out so by a plugin, "
+            f"and the plugin says {layout.written()}: leave `parallel` out of the config, or make both agree"
         )
     seed = get_seeds()[ParallelMode.GLOBAL]
-    config["parallel"] = dict(parallel)
+    config["parallel"] = layout.written()
     global_context.init_parallel_groups(rank=mesh.rank, world_size=mesh.world_size)
     global_context.mesh.take_groups_of(mesh)
     global_context.init_own_groups()

@@ -23,10 +23,10 @@ SEQUENCE_ATTENTIONS = ("ring", "ulysses")
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The extents of a job's mesh.
+    """The extents of a job's mesh; a field of a `Plan`.
 
     Attributes:
-        data: Data-parallel size.
+        data: Data-parallel size; None: what the others leave of the ranks.
         pipeline: Number of pipeline stages.
         sequence: Number of ranks that share a sequence.
         attention: One of `SEQUENCE_ATTENTIONS`; None without sequence parallelism.
@@ -37,7 +37,7 @@ class Layout:
         arguments: Keyword arguments for the user's own group initializer.
     """
 
-    data: int = 1
+    data: int | None = None
     pipeline: int = 1
     sequence: int = 1
     attention: str | None = None
@@ -51,6 +51,11 @@ class Layout:
     def layout_mode(self) -> str | None:
         """The row of `TENSOR_LAYOUTS` that arranges the tensor axes: none for a mode of the user's own."""
         return self.mode if self.mode in TENSOR_LAYOUTS else None
+
+    @property
+    def alike_axis(self) -> str | None:
+        """The axis of the ranks whose activations agree between layers; None in modes that cut them."""
+        return "tp" if self.mode == "1d" else None
 
     def tensor_axes(self) -> dict[str, int]:
         """Return the tensor axes with their extents, outermost first."""
@@ -72,6 +77,7 @@ class Layout:
 
     def axes(self) -> dict[str, int]:
         """Return all mesh axes and extents, outermost first; `dp` is the view of `edp` and `ep` as one."""
+        assert self.data is not None, "a layout is laid over a number of ranks before it is a mesh"
         return {
             "edp": self.data // self.expert,
             "ep": self.expert,
@@ -80,39 +86,61 @@ class Layout:
             **self.tensor_axes(),
         }
 
+    def over(self, world_size: int) -> "Layout":
+        """Return the same over a number of processes: with the data-parallel size that they leave.
 
-def parse_layout(parallel: Any, world_size: int) -> Layout:
-    """Check the `parallel` feature against the number of processes and return its layout.
+        Raises:
+            ConfigException: The product of the sizes is not the number of processes, or the expert-parallel
+                size does not divide the data-parallel size.
+        """
+        inner = self.pipeline * self.sequence * self.tensor
+        data = max(world_size // inner, 1) if self.data is None else self.data
+        if data * inner != world_size:
+            sequence = f" x sequence {self.sequence}" if self.cuts_sequences else ""
+            tensor = "" if self.cuts_sequences and self.mode is None else f" x tensor {self.tensor}"
+            raise ConfigException(
+                f"{world_size} processes, but data {data} x pipeline {self.pipeline}{sequence}{tensor} = "
+                f"{data * inner}: start {data * inner} processes or change a size in `parallel`"
+            )
+        if data % self.expert:
+            raise ConfigException(f"moe size {self.expert} does not divide the data-parallel size {data}")
+        return self if data == self.data else replace(self, data=data)
+
+    def written(self) -> dict[str, Any]:
+        """Return it as `parallel` in a config says it."""
+        tensor: dict[str, Any] = {"size": self.tensor, "mode": self.mode, **self.arguments}
+        if self.depth != 1:
+            tensor["depth"] = self.depth
+        written: dict[str, Any] = {"pipeline": self.pipeline, "tensor": tensor, "moe": self.expert}
+        if self.data is not None:
+            written["data"] = self.data
+        if self.cuts_sequences:
+            written["sequence"] = {"size": self.sequence, "attention": self.attention}
+        return written
+
+
+def read_layout(parallel: Any) -> Layout:
+    """Check the `parallel` feature by itself and return its layout.
 
     Args:
         parallel: The value of the feature: a dict with any of `data`, `pipeline`, `sequence`, `tensor`,
             `moe`, or None.
-        world_size: Number of processes.
 
     Raises:
-        ConfigException: A key is unknown, a size is not a positive integer or does not fit its mode, the two
-            spellings of sequence parallelism contradict each other, or the product of the sizes is not the
-            number of processes.
+        ConfigException: A key is unknown, a size is not a positive integer or does not fit its mode, or the
+            two spellings of sequence parallelism contradict each other.
     """
     parallel = {} if parallel is None else parallel
     check_mapping(parallel, "parallel", example="parallel=dict(pipeline=2, tensor=dict(size=4, mode='2d'))")
     check_keys(parallel, _PARALLEL_KEYS, "parallel")
     pipeline = _size(parallel, "pipeline", options=_PIPELINE_OPTIONS)
     _check_pipeline(parallel.get("pipeline"))
-    layout = _sequence(parallel.get("sequence"), _tensor(parallel.get("tensor")))
-    inner = pipeline * layout.sequence * layout.tensor
-    data = _size(parallel, "data") if parallel.get("data") is not None else max(world_size // inner, 1)
-    if data * inner != world_size:
-        sequence = f" x sequence {layout.sequence}" if layout.cuts_sequences else ""
-        tensor = "" if layout.cuts_sequences and layout.mode is None else f" x tensor {layout.tensor}"
-        raise ConfigException(
-            f"{world_size} processes, but data {data} x pipeline {pipeline}{sequence}{tensor} = "
-            f"{data * inner}: start {data * inner} processes or change a size in `parallel`"
-        )
-    expert = _size(parallel, "moe")
-    if data % expert:
-        raise ConfigException(f"moe size {expert} does not divide the data-parallel size {data}")
-    return replace(layout, data=data, pipeline=pipeline, expert=expert)
+    return replace(
+        _sequence(parallel.get("sequence"), _tensor(parallel.get("tensor"))),
+        data=_size(parallel, "data") if parallel.get("data") is not None else None,
+        pipeline=pipeline,
+        expert=_size(parallel, "moe"),
+    )
 
 
 def _check_pipeline(value: Any) -> None:

@@ -127,6 +127,10 @@ class Mesh:
         """Return the mesh itself: a copy is on the same ranks, and process groups cannot be copied."""
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a saved model keeps of it: groups stay behind, and are made anew when asked for."""
+        return {**self.__dict__, "_axes": {}, "_groups": {}, "_device_meshes": {}}
+
     def axis(self, axes: Axes) -> Axis:
         """Return `axes` taken together as one axis to communicate along."""
         names = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -174,6 +178,14 @@ class Mesh:
         The ranks along them hold the same parameters and see different tokens.
         """
         return ("dp", "sp") if self.axes.get("sp", 1) > 1 else ("dp",)
+
+    @property
+    def observer_axes(self) -> tuple[str, ...]:
+        """The axes of the ranks whose losses and outputs together are those of the whole batch.
+
+        The replicas and, in a pipeline, its stages: the loss is seen on all of them, the output on the last.
+        """
+        return (*self.batch_axes, "pp") if self.axes.get("pp", 1) > 1 else self.batch_axes
 
     def coordinate(self, global_rank: int) -> dict[str, int]:
         """Return the position of a rank along every axis."""

@@ -32,7 +32,7 @@ class ParallelContext:
 
     def _reset(self) -> None:
         self._config = Config()
-        self._layout = Layout()
+        self._layout = Layout(data=1)
         self._mesh: Mesh | None = None
         self._device = torch.device("cpu")
         self._axes: dict[Hashable, tuple[str, ...]] = {}
@@ -58,6 +58,11 @@ class ParallelContext:
                 "_openmpi, first"
             )
         return self._mesh
+
+    @property
+    def layout(self) -> Layout:
+        """The extents of the mesh: one rank before a launch."""
+        return self._layout
 
     @property
     def device(self) -> torch.device:
@@ -109,7 +114,7 @@ class ParallelContext:
             rank=self.mesh.rank,
             world_size=self.mesh.world_size,
             config=self._config,
-            data_parallel_size=layout.data,
+            data_parallel_size=self.data_parallel_size,
             pipeline_parallel_size=layout.pipeline,
             tensor_parallel_size=layout.tensor,
         )
@@ -148,7 +153,7 @@ class ParallelContext:
     @property
     def data_parallel_size(self) -> int:
         """Number of data-parallel replicas."""
-        return self._layout.data
+        return self._layout.data or 1
 
     @property
     def pipeline_parallel_size(self) -> int:
@@ -180,7 +185,8 @@ class ParallelContext:
         if mode not in self._axes:
             known = [str(known) for known in [*self._axes, *self._own_groups]]
             raise ValueError(
-                f"{mode} is not part of this job (tensor mode {self.tensor_mode!r}); it has {known}"
+                f"{mode} is not part of this job (tensor mode {self.tensor_mode!r}); it has {known}; "
+                "where a plugin says the sizes, it lays them out by Booster(plugin=...) or plugin.configure()"
             )
         return mesh.ranks(self._axes[mode])
 

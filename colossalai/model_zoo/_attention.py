@@ -13,10 +13,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from colossalai.communication import slice_of
-from colossalai.context import ParallelMode, get_seeds, global_context, seed
+from colossalai.context import ParallelMode, get_seeds, seed
 from colossalai.model_zoo._sequence import sequence_cut
-from colossalai.nn.layer import Cut, Dropout, Linear, SharesSequence, current_cut, linear_scheme
+from colossalai.nn.layer import (
+    Cut,
+    Dropout,
+    Linear,
+    SharesSequence,
+    current_cut,
+    launched_job,
+    linear_scheme,
+)
 from colossalai.nn.layer.sequence_parallel import numbered_lanes
+from colossalai.tensor import set_built_for
 
 
 class SelfAttention(SharesSequence):
@@ -52,9 +61,11 @@ class SelfAttention(SharesSequence):
         input_cut: Cut | None = None,
     ) -> None:
         super().__init__()
-        input_cut = input_cut or current_cut(global_context.tensor_mode)
+        job = launched_job()
+        set_built_for(self, sequence=job.layout.sequence)
+        input_cut = input_cut or current_cut(job.mode)
         self.cut = cut_of_heads(num_heads, input_cut)
-        self.mesh = None if self.cut == Cut() else global_context.mesh
+        self.mesh = None if self.cut == Cut() else job.mesh
         self.sequence = sequence_cut(causal=causal)
         if self.sequence.attention is not None:
             num_ranks = self.mesh.axis_size(self.cut.features) if self.mesh else 1
@@ -164,8 +175,9 @@ def cut_of_heads(num_heads: int, input_cut: Cut) -> Cut:
     Raises:
         ValueError: The ranks that cut the features do not divide the heads.
     """
-    cut = linear_scheme(global_context.tensor_mode, input_cut).y
-    num_ranks = global_context.mesh.axis_size(cut.features) if cut.features else 1
+    job = launched_job()
+    cut = linear_scheme(job.mode, input_cut).y
+    num_ranks = job.mesh.axis_size(cut.features) if cut.features else 1
     if num_heads % num_ranks:
         raise ValueError(
             f"{num_heads} attention heads, which the {num_ranks} ranks along {' x '.join(cut.features)} do "

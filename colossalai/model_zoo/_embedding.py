@@ -3,10 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from colossalai.context import global_context
 from colossalai.model_zoo._head import vocab_options
 from colossalai.model_zoo._sequence import sequence_cut
-from colossalai.nn.layer import Embedding, PositionEmbedding, first_cut
+from colossalai.nn.layer import Embedding, PositionEmbedding, first_cut, launched_job
 
 
 class TokensAndPositions(nn.Module):
@@ -34,7 +33,7 @@ class TokensAndPositions(nn.Module):
         super().__init__()
         options = vocab_options(vocab_parallel_limit)
         self.tokens = Embedding(vocab_size, hidden_size, dtype=dtype, **options)
-        self.output_cut = first_cut(global_context.tensor_mode)
+        self.output_cut = first_cut(launched_job().mode)
         self.positions = PositionEmbedding(
             max_position_embeddings, hidden_size, input_cut=self.output_cut, dtype=dtype
         )

@@ -5,8 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossalai.context import global_context
-from colossalai.nn.layer import Classifier, Cut, Linear
+from colossalai.nn.layer import Classifier, Cut, Linear, launched_job
 
 
 def output_layer(
@@ -31,7 +30,7 @@ def output_layer(
         vocab_parallel_limit: More classes than this are cut over the ranks; None for the limit of the layers.
         input_cut: How the input is cut; default: as the layer built before leaves it.
     """
-    if global_context.tensor_mode is None:
+    if launched_job().mode is None:
         return Linear(in_features, num_classes, bias, dtype=dtype, input_cut=input_cut)
     options = vocab_options(vocab_parallel_limit)
     return Classifier(in_features, num_classes, bias=bias, dtype=dtype, input_cut=input_cut, **options)

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.communication import all_reduce
-from colossalai.context import Axis, global_context
+from colossalai.context import Axis
 from colossalai.model_zoo._sequence import sequence_cut
-from colossalai.nn.layer import Cut, head_cut
+from colossalai.nn.layer import Cut, head_cut, launched_job
 from colossalai.nn.loss import CrossEntropyLoss
+from colossalai.tensor import set_built_for
 
 IGNORED = -100
 """The label of a token that does not count."""
@@ -45,11 +46,11 @@ class TokenLoss(nn.Module):
         self.with_count = with_count
         # Over the positions of this rank, where there are others.
         self.loss = CrossEntropyLoss(ignore_index=IGNORED, with_count=with_count or self.cut.is_cut)
-        mode = global_context.tensor_mode
-        logits_cut = Cut() if mode is None else head_cut(mode)
+        job = launched_job()
+        set_built_for(self, sequence=job.layout.sequence)
+        logits_cut = Cut() if job.mode is None else head_cut(job.mode)
         self.num_batch_parts, self.num_class_parts = (
-            global_context.mesh.axis_size(axes) if axes else 1
-            for axes in (logits_cut.batch, logits_cut.features)
+            job.mesh.axis_size(axes) if axes else 1 for axes in (logits_cut.batch, logits_cut.features)
         )
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from colossalai.context import Axis, global_context
+from colossalai.context import Axis
+from colossalai.nn.layer import launched_job
 from colossalai.nn.layer.sequence_parallel import ATTENTIONS, Order, SequenceAttention, own_positions
 
 
@@ -89,10 +90,11 @@ def sequence_cut(*, causal: bool) -> SequenceCut:
     Args:
         causal: Whether the model is.
     """
-    name = global_context.sequence_attention
-    if name is None:
+    job = launched_job()
+    if job.layout.attention is None:
         return SequenceCut(causal=causal)
-    return SequenceCut(causal=causal, attention=ATTENTIONS[name], ranks=global_context.mesh.axis("sp"))
+    attention = ATTENTIONS[job.layout.attention]
+    return SequenceCut(causal=causal, attention=attention, ranks=job.mesh.axis("sp"))
 
 
 def _loaded(causal: bool, is_cut: bool) -> SequenceCut:

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from colossalai.context import global_context
 from colossalai.model_zoo._attention import SelfAttention
-from colossalai.nn.layer import Cut, Dropout, DropPath, LayerNorm, Linear, current_cut
+from colossalai.nn.layer import Cut, Dropout, DropPath, LayerNorm, Linear, current_cut, launched_job
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +82,7 @@ class Block(nn.Module):
 
     def __init__(self, *, input_cut: Cut | None) -> None:
         super().__init__()
-        self.input_cut = input_cut or current_cut(global_context.tensor_mode)
+        self.input_cut = input_cut or current_cut(launched_job().mode)
 
     @property
     def output_cut(self) -> Cut:

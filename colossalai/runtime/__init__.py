@@ -4,9 +4,7 @@ from colossalai.nn import checkpoint as checkpoint
 from colossalai.runtime._accumulation import AccumulatingOptimizer as AccumulatingOptimizer
 from colossalai.runtime._assemble import assemble as assemble
 from colossalai.runtime._assemble import assemble_with_optimizers as assemble_with_optimizers
-from colossalai.runtime._assemble import observers_of as observers_of
-from colossalai.runtime._assemble import replicas_of as replicas_of
-from colossalai.runtime._assemble import tensor_axis_of as tensor_axis_of
+from colossalai.runtime._assemble import check_built_for as check_built_for
 from colossalai.runtime._compatibility import REFUSED as REFUSED
 from colossalai.runtime._compatibility import pairs_table as pairs_table
 from colossalai.runtime._compatibility import refuse_pairs as refuse_pairs

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp import Masters, OptimizerWrapper, StandIns, apply_precision, refuse_misfit
 from colossalai.checkpoint_io import parameter_names
-from colossalai.context import Axis, Mesh, ParallelContext, ParallelMode, get_seeds, set_mode
+from colossalai.context import Axis, Layout, Mesh, ParallelMode, get_seeds, set_mode
 from colossalai.lazy import is_lazy, materialize
 from colossalai.logging import get_dist_logger
 from colossalai.monitor import name_modules
@@ -26,29 +26,7 @@ from colossalai.runtime._recompute import apply_recompute, find_blocks
 from colossalai.runtime._stages import join_stages, take_stages
 from colossalai.runtime._wrapper import ModelWrapper
 from colossalai.shardformer import can_shard, shard_model
-from colossalai.tensor import ShardingSpec, set_spec, spec_of
-
-
-def replicas_of(context: ParallelContext) -> Axis:
-    """Return the ranks that hold the same parameters and see different parts of the batch.
-
-    Those along `dp`; where sequences are cut, the ranks that share one, too.
-    """
-    return context.mesh.axis(context.mesh.batch_axes)
-
-
-def observers_of(context: ParallelContext) -> Axis:
-    """Return the ranks whose losses and outputs together are those of the whole batch.
-
-    The replicas and, in a pipeline, its stages: the loss is seen on all of them, the output on the last.
-    """
-    stages = ("pp",) if context.pipeline_parallel_size > 1 else ()
-    return context.mesh.axis((*context.mesh.batch_axes, *stages))
-
-
-def tensor_axis_of(context: ParallelContext) -> Axis | None:
-    """Return the ranks whose activations are the same between layers; None in modes that cut them."""
-    return context.mesh.axis("tp") if context.tensor_mode == "1d" else None
+from colossalai.tensor import ShardingSpec, built_for, set_spec, spec_of
 
 
 def assemble(
@@ -58,17 +36,13 @@ def assemble(
     *,
     mesh: Mesh,
     device: torch.device,
-    replicas: Axis | None = None,
-    tensor_axis: Axis | None = None,
 ) -> tuple[ModelWrapper, OptimizerWrapper | None]:
     """Apply the methods of a plan to a model and its optimizer.
 
     As `assemble_with_optimizers`, which has the whole story, for one optimizer or none.
     """
     given = [] if optimizer is None else [optimizer]
-    wrapped_model, wrapped = assemble_with_optimizers(
-        plan, model, given, mesh=mesh, device=device, replicas=replicas, tensor_axis=tensor_axis
-    )
+    wrapped_model, wrapped = assemble_with_optimizers(plan, model, given, mesh=mesh, device=device)
     return wrapped_model, wrapped[0] if wrapped else None
 
 
@@ -79,36 +53,38 @@ def assemble_with_optimizers(
     *,
     mesh: Mesh,
     device: torch.device,
-    replicas: Axis | None = None,
-    tensor_axis: Axis | None = None,
     accumulation_steps: int = 1,
 ) -> tuple[ModelWrapper, list[OptimizerWrapper]]:
     """Apply the methods of a plan to a model and any number of optimizers of its parameters.
+
+    The ranks over which gradients are averaged follow from the mesh: each rank's loss is the mean over its
+    own part of the batch, and the parts are equally large, or it has a weight. The ranks that share layers
+    and have the same activations between them follow from the plan's layout.
 
     From here on random numbers are drawn from the state of DATA, or, where ranks share sequences, of SEQUENCE
     or TENSOR: different dropout masks on different slices of the batch.
 
     Args:
-        plan: The methods.
+        plan: The layout of the ranks and the methods.
         model: The model; it is moved to `device` and changed in place.
         optimizers: Optimizers over its parameters, each of its own ones, before their first step; they are
             changed in place where the parameters are replaced. They share one loss scale.
-        mesh: The ranks.
+        mesh: The ranks, laid out as the plan says.
         device: The device of this rank.
-        replicas: The ranks over which gradients are averaged; default: those along `dp`. Each rank's loss is
-            the mean over its own part of the batch, and the parts are equally large, or it has a weight.
-        tensor_axis: The ranks that share a stage of a pipeline and have the same activations.
         accumulation_steps: Number of microbatches for which the optimizers keep their steps back, so that
             they can be stepped in each of them; see `AccumulatingOptimizer`.
 
     Raises:
-        ValueError: The model or an optimizer has been assembled before, an optimizer holds parameters that
-            the model or another one has not alone, or it has made steps already and the plan replaces
-            parameters.
+        ValueError: The model or an optimizer has been assembled before, the mesh or the model was laid out or
+            built for another plan, an optimizer holds parameters that the model or another one has not alone,
+            or it has made steps already and the plan replaces parameters.
     """
     _check(model, optimizers)
+    layout = _layout_of(plan, mesh)
+    check_built_for(plan, model, mesh)
     name_modules(model)
-    replicas = replicas or mesh.axis("dp")
+    replicas = mesh.axis(mesh.batch_axes)
+    tensor_axis = None if layout.alike_axis is None else mesh.axis(layout.alike_axis)
     if plan.pipeline is not None:
         model = take_stages(model, optimizers, options=plan.pipeline, axis=mesh.axis("pp"))
     if tensor_axis is not None and tensor_axis.size > 1:
@@ -153,6 +129,57 @@ def assemble_with_optimizers(
         if isinstance(each, AccumulatingOptimizer):
             each.open_window(wrapper, accumulation_steps)
     return wrapper, wrapped
+
+
+def check_built_for(plan: Plan, module: nn.Module, mesh: Mesh) -> None:
+    """Refuse a model, or a loss, whose layers were built for another mesh than that of the plan.
+
+    Layers of `colossalai.nn` remember the tensor mode that was in force when they were built, and the mesh
+    that their parameters are cut over. Modules of torch alone may be built at any time.
+
+    Raises:
+        ValueError: One of them was built for another one; the message names it.
+    """
+    layout = plan.layout
+    if layout is None:
+        return
+    elsewhere = [
+        *(
+            f"{name or 'it'}, a {type(part).__name__}, was built for {field} {extent!r}, and the plan has "
+            f"{getattr(layout, field)!r}"
+            for name, part, extents in built_for(module)
+            for field, extent in extents.items()
+            if extent != getattr(layout, field) and (field != "mode" or layout.tensor > 1)
+        ),
+        *(
+            f"{name} was built over the axes {spec.mesh.axes}, and the plan has {mesh.axes}"
+            for name, param in module.named_parameters()
+            if (spec := spec_of(param)) is not None and spec.axes and spec.mesh.axes != mesh.axes
+        ),
+    ]
+    if elsewhere:
+        raise ValueError(
+            f"{type(module).__name__}: {elsewhere[0]}: "
+            "lay the mesh out before layers of colossalai.nn are built, by Booster(plugin=...) or "
+            "plugin.configure()"
+        )
+
+
+def _layout_of(plan: Plan, mesh: Mesh) -> Layout:
+    """Return the layout of a plan; one that says nothing about it takes any mesh, and only `dp` counts.
+
+    Raises:
+        ValueError: The mesh is laid out otherwise.
+    """
+    if plan.layout is None:
+        return Layout()
+    layout = plan.layout.over(mesh.world_size)
+    if layout.axes() != mesh.axes:
+        raise ValueError(
+            f"the plan lays {mesh.world_size} ranks out as {layout.axes()}, and the mesh has {mesh.axes}: "
+            "pass the mesh of the plan"
+        )
+    return layout
 
 
 def _wrap_optimizer(

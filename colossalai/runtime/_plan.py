@@ -1,11 +1,11 @@
-"""The plan: which methods a model is trained with, and with which options. Both doors produce one."""
+"""The plan: over which mesh, with which methods and options a model is trained. Both doors produce one."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from colossalai.amp import FullPrecision, Precision, precision_of
-from colossalai.context import Config, ConfigException, check_compile, precision_mode
+from colossalai.context import Config, ConfigException, Layout, check_compile, precision_mode, read_layout
 from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import Bucketed, DataMethod, FullySharded, Replicated, Unsynchronized
 from colossalai.pipeline import PipelineOptions
@@ -17,9 +17,11 @@ _PIPELINE_KEYS = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE")
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Which methods a model is trained with.
+    """Over which mesh, and with which methods, a model is trained.
 
     Attributes:
+        layout: The extents of the mesh: data, pipeline, tensor (with its mode: sequences, too) and expert
+            parallelism. None: as the job was launched.
         data: How the replicas along `dp` are kept equal.
         precision: The precision of forward and backward.
         recompute: Parts that are checkpointed: True for the model's blocks, or names of sub-modules, or one.
@@ -31,6 +33,7 @@ class Plan:
         pipeline: How the model is cut into stages and a batch goes through them; None: it is not.
     """
 
+    layout: Layout | None = None
     data: DataMethod = field(default_factory=Replicated)
     precision: Precision = field(default_factory=FullPrecision)
     recompute: bool | str | Sequence[str] = False
@@ -47,14 +50,25 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the choices that differ from the defaults, for people; `repr` has all of it."""
-        named = {each.name for each in fields(self)} - {"data", "precision"}
+        is_one_rank = self.layout in (Layout(), Layout(data=1))
+        named = {each.name for each in fields(self)} - {"data", "precision", "layout" if is_one_rank else ""}
         return ", ".join([_brief(self.data), _brief(self.precision), *_choices(self, named)])
 
     @property
     def methods(self) -> list[str]:
-        """What is used, in the words of the table of pairs."""
-        pipeline = "pipeline" if self.pipeline is not None else None
-        return [name for name in (pipeline, self.data.name_in_pairs) if name is not None]
+        """What is used, in the words and the order of the table of pairs."""
+        layout = self.layout or Layout()
+        used = {
+            "data parallelism": layout.data not in (None, 1),
+            f"tensor {layout.mode}": layout.tensor > 1,
+            "sequence": layout.sequence > 1,
+            "pipeline": self.pipeline is not None or layout.pipeline > 1,
+            self.data.name_in_pairs: self.data.name_in_pairs is not None,
+            "mixed precision": not isinstance(self.precision, FullPrecision),
+            "recompute": self.recompute not in (False, (), []),
+            "accumulation": self.accumulation_steps > 1,
+        }
+        return [name for name, is_used in used.items() if is_used and name is not None]
 
     @staticmethod
     def from_config(config: Config, *, pipeline: PipelineOptions | None = None) -> "Plan":
@@ -78,6 +92,7 @@ class Plan:
             _warn_of_what_has_no_effect(config)
         handlers = config.get("gradient_handler") or config.get("gradient_handlers") or ()
         return Plan(
+            layout=None if config.get("parallel") is None else read_layout(config["parallel"]),
             data=_data_method(config.get("zero"), handlers, in_pipeline=pipeline is not None),
             precision=_precision(config.get("fp16")),
             recompute=config.get("recompute") or False,
@@ -101,9 +116,13 @@ def _choices(options: Any, names: Collection[str]) -> list[str]:
     chosen = [
         (each.name, getattr(options, each.name))
         for each in fields(options)
-        if each.name in names and getattr(options, each.name) != each.default
+        if each.name in names and getattr(options, each.name) != _default(each)
     ]
     return [f"{name}={_brief(value) if is_dataclass(value) else repr(value)}" for name, value in chosen]
+
+
+def _default(option: Field[Any]) -> Any:
+    return option.default if option.default_factory is MISSING else option.default_factory()
 
 
 def _precision(fp16: Mapping[str, Any] | None) -> Precision:

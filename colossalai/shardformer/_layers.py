@@ -10,7 +10,7 @@ from torch import nn
 
 from colossalai.communication import gather_forward_split_backward
 from colossalai.context import Mesh, ParallelMode, get_seeds, seed
-from colossalai.nn.layer.tensor_parallel import Cut, LinearScheme, ParallelMatmul, random_mode
+from colossalai.nn.layer.tensor_parallel import LinearScheme, ParallelMatmul
 from colossalai.tensor import SpecKeeper, spec_of
 
 AXIS = "tp"
@@ -136,8 +136,8 @@ class DrawsApart(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        mode = random_mode(Cut(features=(AXIS,))) if self.training else None
-        with nullcontext() if mode is None else seed(mode):
+        is_launched = self.training and ParallelMode.TENSOR in get_seeds()
+        with seed(ParallelMode.TENSOR) if is_launched else nullcontext():
             return super().forward(*args, **kwargs)
 
 

@@ -14,6 +14,8 @@ from colossalai.tensor._padded import PaddedSpec as PaddedSpec
 from colossalai.tensor._padded import pad_to as pad_to
 from colossalai.tensor._padded import padded_size as padded_size
 from colossalai.tensor._sharded_module import SpecKeeper as SpecKeeper
+from colossalai.tensor._sharded_module import built_for as built_for
+from colossalai.tensor._sharded_module import set_built_for as set_built_for
 from colossalai.tensor._spec import GradientSync as GradientSync
 from colossalai.tensor._spec import ShardingSpec as ShardingSpec
 from colossalai.tensor._spec import cut_dims as cut_dims

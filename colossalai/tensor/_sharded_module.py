@@ -13,7 +13,8 @@ parameters by name, and gives it to the parameter that has the name now.
 """
 
 import copy
-from typing import Any, Self
+from collections.abc import Iterator
+from typing import Any, Self, TypeVar
 
 from torch import nn
 
@@ -68,3 +69,29 @@ class SpecKeeper(nn.Module):
             param = self._parameters.get(name)
             if param is not None and spec_of(param) is None:
                 set_spec(param, spec)
+
+
+_BUILT_FOR = "built_for"
+Layer = TypeVar("Layer", bound=nn.Module)
+
+
+def set_built_for(layer: Layer, **extents: str | int | None) -> Layer:
+    """Let a layer remember what it depends on of the layout that was in force when it was built; return it.
+
+    A layer of torch that was built where nothing is cut looks like any other; a plan that cuts it comes too
+    late, which whoever applies the plan is to say.
+
+    Args:
+        layer: The layer.
+        extents: Fields of the layout: `mode` for a layer that tensor parallelism cuts, `sequence` for one
+            that sees whole sequences otherwise.
+    """
+    setattr(layer, _BUILT_FOR, extents)
+    return layer
+
+
+def built_for(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
+    """Yield the parts of a model that remember a layout: their names, they themselves, the fields."""
+    for name, part in model.named_modules():
+        if _BUILT_FOR in part.__dict__:
+            yield name, part, part.__dict__[_BUILT_FOR]

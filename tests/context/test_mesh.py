@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import colossalai
-from colossalai.context import Config, Mesh, ParallelContext, ParallelMode
-from colossalai.context._layout import parse_layout
+from colossalai.context import Config, Mesh, ParallelContext, ParallelMode, read_layout
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
 
@@ -138,11 +137,11 @@ def test_both_spellings_of_sequence_parallelism_are_one_layout():
         {"sequence": {"size": 4}, "tensor": {"size": 4, "mode": "sequence"}},
         {"sequence": {"attention": "ring"}, "tensor": {"size": 4, "mode": "sequence"}},
     )
-    layouts = [parse_layout(parallel, 8) for parallel in spellings]
+    layouts = [read_layout(parallel).over(8) for parallel in spellings]
     assert all(layout == layouts[0] for layout in layouts)
-    ulysses = parse_layout(
-        {"sequence": {"attention": "ulysses"}, "tensor": {"size": 4, "mode": "sequence"}}, 8
-    )
+    ulysses = read_layout(
+        {"sequence": {"attention": "ulysses"}, "tensor": {"size": 4, "mode": "sequence"}}
+    ).over(8)
     assert (ulysses.attention, ulysses.sequence, ulysses.mode) == ("ulysses", 4, None)
 
 

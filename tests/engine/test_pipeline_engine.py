@@ -261,16 +261,17 @@ def plugin_mistakes() -> None:
     ]
     for message, options in wrong:
         with pytest.raises(ValueError, match=message):
-            HybridParallelPlugin(**options)
+            HybridParallelPlugin(**options).configure()
     with pytest.raises(TypeError):
         HybridParallelPlugin(2)  # keywords only
     plugin = HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="bf16")
     with pytest.raises(ValueError, match="precision is given twice"):
         Booster(plugin=plugin, mixed_precision="fp16")
+    plugin.configure()
     with pytest.raises(ValueError, match="which TorchDDPPlugin does not run"):
         Booster(plugin=TorchDDPPlugin())
     with pytest.raises(ValueError, match=r"launched with parallel=.* the plugin says"):
-        HybridParallelPlugin(tp_size=2)
+        Booster(plugin=HybridParallelPlugin(tp_size=2))
     booster = Booster(plugin=plugin)
     model = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="has not been boosted"):

@@ -10,6 +10,8 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from tests.layers.floors import (
+    CONTEXT_READERS,
+    DOORS,
     FACADES,
     FLOORS,
     ROOT,
@@ -21,6 +23,8 @@ from tests.layers.floors import (
 )
 
 VENDOR_WORD = "cuda"
+CONTEXT_NAME = "global_context"
+ASKING_NAME = "launched_job"
 _REFUSES_NAMES = "__getattr__ = partial(refuse_name, __name__)"
 
 
@@ -198,6 +202,41 @@ def vendor_word(package: Package) -> Iterator[str]:
                 yield f"{module.relative_path}:{getattr(node, 'lineno', 0)}: spells {VENDOR_WORD}"
 
 
+def context_readers(package: Package) -> Iterator[str]:
+    """Below the doors meshes and options come as arguments: nothing reads the global context but what may.
+
+    It is followed by object: through imports and assignments of any name, and as an attribute of a module.
+    """
+    known = _names_of_the_context(package)
+    for module in package.modules.values():
+        sub_package = _sub_package(module.name)
+        if sub_package == "context" or FLOORS.get(sub_package, TOP) >= DOORS:
+            continue
+        if module.relative_path in CONTEXT_READERS:
+            continue
+        names = known.get(module.name, {})
+        yield from (f"{module.relative_path}:{line}: reads the global context" for line in names.values())
+        for node in ast.walk(module.tree):
+            is_attribute = isinstance(node, ast.Attribute) and node.attr == CONTEXT_NAME
+            is_text = isinstance(node, ast.Constant) and node.value == CONTEXT_NAME
+            if is_attribute or is_text:
+                yield f"{module.relative_path}:{node.lineno}: reads the global context by its name"
+
+
+def late_askers(package: Package) -> Iterator[str]:
+    """What a layer needs of the launched job it asks for in its constructor, never in a forward."""
+    for module in package.modules.values():
+        for outer in ast.walk(module.tree):
+            if not isinstance(outer, ast.ClassDef):
+                continue
+            for method in outer.body:
+                is_late = isinstance(method, ast.FunctionDef) and method.name != "__init__"
+                for node in ast.walk(method) if is_late else ():
+                    if isinstance(node, ast.Call) and _called_name(node) == ASKING_NAME:
+                        where = f"{module.relative_path}:{node.lineno}"
+                        yield f"{where}: {outer.name}.{method.name} asks {ASKING_NAME}: ask in __init__"
+
+
 RULES: tuple[Callable[[Package], Iterator[str]], ...] = (
     upward_imports,
     forbidden_neighbours,
@@ -208,6 +247,8 @@ RULES: tuple[Callable[[Package], Iterator[str]], ...] = (
     code_in_init,
     vague_names,
     vendor_word,
+    context_readers,
+    late_askers,
 )
 
 
@@ -217,6 +258,36 @@ def _read(folder: Path) -> Iterator[Module]:
         parts = relative.parent.parts if path.name == "__init__.py" else relative.with_suffix("").parts
         tree = ast.parse(path.read_text(), str(path))
         yield Module(".".join((ROOT, *parts)), path, relative.as_posix(), tree)
+
+
+def _names_of_the_context(package: Package) -> dict[str, dict[str, int]]:
+    """Return, for each module, the names in it that stand for the global context, with their lines."""
+    context = [name for name in package.modules if _sub_package(name) == "context"]
+    found = {(name, CONTEXT_NAME): 0 for name in context}  # where it is made, and its face
+    bindings = [each for module in package.modules.values() for each in _bindings(module)]
+    size = 0
+    while size != len(found):  # a name may be bound to one that is bound to it
+        size = len(found)
+        for new, old, line in bindings:
+            if old in found or old[1] == CONTEXT_NAME:
+                found.setdefault(new, line)
+    return {
+        module: {name: line for (where, name), line in found.items() if where == module}
+        for module in package.modules
+    }
+
+
+def _bindings(module: Module) -> Iterator[tuple[tuple[str, str], tuple[str, str], int]]:
+    """Yield (module, name), the (module, name) that it is imported from or assigned, and the line."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                source = (_absolute(module, node), alias.name)
+                yield (module.name, alias.asname or alias.name), source, node.lineno
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
+            for target in node.targets:
+                if isinstance(target, ast.Name):
+                    yield (module.name, target.id), (module.name, node.value.id), node.lineno
 
 
 def _all_imports(package: Package) -> Iterator[tuple[Module, Import]]:

@@ -8,7 +8,7 @@ import pytest
 import colossalai
 from colossalai._aliases import ALIASES
 from tests.layers.checker import RULES, Package, violations
-from tests.layers.floors import VENDOR_FILES
+from tests.layers.floors import CONTEXT_READERS, VENDOR_FILES
 
 pytestmark = pytest.mark.unit
 
@@ -34,6 +34,8 @@ def test_the_package_was_read(package: Package) -> None:
 def test_the_exceptions_are_needed() -> None:
     for name in VENDOR_FILES:
         assert "cuda" in (FOLDER / name).read_text(), f"{name} needs no exception any more"
+    for name in CONTEXT_READERS:
+        assert "global_context" in (FOLDER / name).read_text(), f"{name} needs no exception any more"
 
 
 GOOD = {
@@ -123,6 +125,33 @@ PLANTED = {
     "device text": ({"nn/_a.py": "x = 'cuda:0'"}, "nn/_a.py:1: spells cuda"),
     "device in an f-string": ({"nn/_a.py": "x = f'cuda:{1}'"}, "nn/_a.py:1: spells cuda"),
     "device import": ({"nn/_a.py": "from torch.cuda import amp"}, "nn/_a.py:1: spells cuda"),
+    "the context": (
+        {"nn/_a.py": "from colossalai.context import global_context\nglobal_context.mesh"},
+        "nn/_a.py:1: reads the global context",
+    ),
+    "the context by another name, in a function": (
+        {"nn/_a.py": "def f():\n    from colossalai.context import global_context as gpc"},
+        "nn/_a.py:2: reads the global context",
+    ),
+    "the context through another module": (
+        {
+            "cluster/_doctor.py": "from colossalai.context import global_context as here\nplace = here\n",
+            "nn/_a.py": "from colossalai.cluster._doctor import place as where",
+        },
+        "nn/_a.py:1: reads the global context",
+    ),
+    "the context as an attribute": (
+        {"nn/_a.py": "import colossalai.context as c\nc.global_context.mesh"},
+        "nn/_a.py:2: reads the global context by its name",
+    ),
+    "the context by getattr": (
+        {"nn/_a.py": "import colossalai.context as c\ngetattr(c, 'global_context')"},
+        "nn/_a.py:2: reads the global context by its name",
+    ),
+    "asked in a forward": (
+        {"nn/_a.py": "class Layer:\n    def forward(self, x):\n        return launched_job().mesh"},
+        "nn/_a.py:3: Layer.forward asks launched_job: ask in __init__",
+    ),
     "device import, by name": ({"nn/_a.py": "from torch import cuda"}, "nn/_a.py:1: spells cuda"),
 }
 

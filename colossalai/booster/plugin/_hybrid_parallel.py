@@ -8,7 +8,7 @@ from typing import Any
 from colossalai.amp import FullPrecision, Precision
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin._plugin import Plugin
-from colossalai.context import names_arguments, relayout
+from colossalai.context import Layout, names_arguments, read_layout
 from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import Bucketed, Replicated
 from colossalai.pipeline import PipelineOptions, Schedule
@@ -65,16 +65,16 @@ class HybridOptions:
                 raise ValueError(f"{', '.join(useless)} needs a pipeline: pass pp_size, too")
 
     @property
-    def parallel(self) -> dict[str, Any]:
-        """The same as `parallel` in a config."""
-        tensor = {"size": self.tp_size, "mode": self.tp_mode if self.tp_size > 1 else None}
+    def layout(self) -> Layout:
+        """The extents of the mesh, but for the data-parallel size, which is what is left of the ranks."""
+        tensor = {"size": self.tp_size, "mode": self.tp_mode if self.tp_size != 1 else None}
         if self.tp_mode == "2.5d":
             tensor["depth"] = self.tp_depth
         parallel: dict[str, Any] = {"pipeline": self.pp_size, "tensor": tensor}
         if self.sp_size != 1:
             named = {} if self.sequence_attention is None else {"attention": self.sequence_attention}
             parallel["sequence"] = {"size": self.sp_size, **named}
-        return parallel
+        return read_layout(parallel)
 
     def pipeline_options(self) -> PipelineOptions | None:
         """Return how the pipeline is run, None without one."""
@@ -91,11 +91,11 @@ class HybridOptions:
 class HybridParallelPlugin(Plugin):
     """Cuts a model by layers (pipeline), by tensors, and the batch over what is left of the ranks.
 
-    The plugin lays the ranks out, so make it before the model: layers of `colossalai.nn` follow the tensor
-    mode that is in force when they are built. Models of transformers whose classes `colossalai.shardformer`
-    has rules for are cut by `Booster.boost` (tp_mode "1d"). With a pipeline any model with a stack of blocks
-    is cut by `Booster.boost`; a stage that `colossalai.builder` or `colossalai.pipeline` made is taken as it
-    is.
+    The mesh is laid out when the plugin is given to a Booster, or by `plugin.configure()`. Do one of them
+    before the model is built: layers of `colossalai.nn` follow the tensor mode that is in force then. Models
+    of transformers whose classes `colossalai.shardformer` has rules for are cut by `Booster.boost` (tp_mode
+    "1d"). With a pipeline any model with a stack of blocks is cut by `Booster.boost`; a stage that
+    `colossalai.builder` or `colossalai.pipeline` made is taken as it is.
 
     Args:
         tp_size: Number of ranks that share a layer.
@@ -120,7 +120,6 @@ class HybridParallelPlugin(Plugin):
 
     Raises:
         ValueError: Something does not fit together.
-        RuntimeError: Nothing has been launched.
     """
 
     @names_arguments
@@ -176,8 +175,7 @@ class HybridParallelPlugin(Plugin):
             max_norm=max_norm,
             recompute=recompute,
         )
-        self.options.pipeline_options()  # its mistakes, too, are told here
-        relayout(self.options.parallel)
+        self.plan(FullPrecision())  # its mistakes, too, are told here
 
     def plan(self, precision: Precision) -> Plan:
         """See the base class.
@@ -193,6 +191,7 @@ class HybridParallelPlugin(Plugin):
         pipeline = options.pipeline_options()
         replicated = Replicated() if pipeline is None else Bucketed()
         return Plan(
+            layout=options.layout,
             data=ZeroReplicas(stage=options.zero_stage) if options.zero_stage else replicated,
             precision=precision,
             recompute=options.recompute,

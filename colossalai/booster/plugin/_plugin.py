@@ -7,13 +7,13 @@ from weakref import WeakSet
 
 from torch.utils.data import Dataset
 
-from colossalai.amp import Precision
-from colossalai.context import global_context
+from colossalai.amp import FullPrecision, Precision
+from colossalai.context import global_context, relayout
 from colossalai.runtime import DataParallelLoader, Plan, make_dataloader
 
 
 class Plugin(ABC):
-    """A choice of parallel methods with their options."""
+    """A choice of parallel methods with their options. Making one changes nothing; see `configure`."""
 
     @abstractmethod
     def plan(self, precision: Precision) -> Plan:
@@ -22,6 +22,20 @@ class Plugin(ABC):
         Args:
             precision: The precision that Booster was given.
         """
+
+    def configure(self) -> None:
+        """Lay the mesh of the launched job out as the plan says; `Booster(plugin=...)` does it, too.
+
+        Call it yourself where layers that follow the mesh are built before the Booster. A second call changes
+        nothing, and neither does a plan without a layout: the job stays as it was launched.
+
+        Raises:
+            RuntimeError: Nothing has been launched.
+            ConfigException: The sizes do not fit the number of processes, or the job has others already.
+        """
+        layout = self.plan(FullPrecision()).layout
+        if layout is not None:
+            relayout(layout)
 
     def prepare_dataloader(
         self,
@@ -47,8 +61,16 @@ class Plugin(ABC):
             pin_memory: Copy batches into pinned memory; no effect without an accelerator.
             num_workers: Number of loading processes.
             kwargs: Further arguments of `torch.utils.data.DataLoader`.
+
+        Raises:
+            ValueError: The mesh, which says who reads what, has not been laid out yet.
         """
-        mesh = global_context.mesh
+        mesh, layout = global_context.mesh, self.plan(FullPrecision()).layout
+        if layout is not None and layout.over(mesh.world_size) != global_context.layout:
+            raise ValueError(
+                f"{type(self).__name__} has not laid the mesh out yet, which says who reads which "
+                "samples: make Booster(plugin=...) before, or call plugin.configure()"
+            )
         loader = make_dataloader(
             dataset,
             num_replicas=mesh.axis_size("dp"),

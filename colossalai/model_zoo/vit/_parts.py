@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from colossalai.context import global_context
 from colossalai.model_zoo._head import output_layer
 from colossalai.model_zoo._transformer import BlockShape, PreNormBlock
 from colossalai.nn.layer import (
@@ -21,6 +20,7 @@ from colossalai.nn.layer import (
     PatchEmbedding,
     current_cut,
     first_cut,
+    launched_job,
     linear_scheme,
 )
 from colossalai.runtime import checkpoint as recomputed
@@ -54,14 +54,14 @@ class ViTEmbedding(nn.Module):
         init_method: str = "torch",
     ) -> None:
         super().__init__()
-        if global_context.sequence_attention is not None:
+        if launched_job().layout.attention is not None:
             raise ValueError(
                 "a ViT has no mode 'sequence': it classifies one token out of few, so one rank would have "
                 "the loss; leave sequence parallelism out and choose mode '1d', '2d', '2.5d' or '3d'"
             )
         _check_init_method(init_method)
         self.patches = PatchEmbedding(img_size, patch_size, in_chans, embedding_dim, dtype)
-        self.output_cut = first_cut(global_context.tensor_mode)
+        self.output_cut = first_cut(launched_job().mode)
         self.dropout = Dropout(dropout, input_cut=self.output_cut)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class ViTHead(nn.Module):
     ) -> None:
         super().__init__()
         _check_init_method(init_method)
-        mode = global_context.tensor_mode
+        mode = launched_job().mode
         cut = input_cut or current_cut(mode)
         self.representation: nn.Module | None = None
         if representation_size is not None:

@@ -71,6 +71,7 @@ from colossalai.nn.layer.tensor_parallel import current_cut as current_cut
 from colossalai.nn.layer.tensor_parallel import first_cut as first_cut
 from colossalai.nn.layer.tensor_parallel import head_cut as head_cut
 from colossalai.nn.layer.tensor_parallel import head_scheme as head_scheme
+from colossalai.nn.layer.tensor_parallel import launched_job as launched_job
 from colossalai.nn.layer.tensor_parallel import linear_scheme as linear_scheme
 from colossalai.nn.layer.tensor_parallel import mark_cut as mark_cut
 from colossalai.nn.layer.tensor_parallel import own_part as own_part

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossalai.context import global_context
-from colossalai.nn.layer.tensor_parallel import Cut, ParallelDropout, _named, entry_of
+from colossalai.nn.layer.tensor_parallel import Cut, ParallelDropout, _named, entry_of, launched_job
+from colossalai.tensor import set_built_for
 
 VOCAB_PARALLEL_LIMIT = 2048
 """Vocabularies above this size are cut, unless the caller says otherwise."""
@@ -28,7 +28,7 @@ def Linear(
 ) -> nn.Module:
     """Return the linear layer of the current mode; see `ModeLinear`."""
     if _is_plain(input_cut, after, by="Linear") and not options:
-        return nn.Linear(in_features, out_features, bias, dtype=dtype)
+        return _plain(nn.Linear(in_features, out_features, bias, dtype=dtype))
     return _layer("Linear")(
         in_features, out_features, bias, dtype, input_cut=input_cut, after=after, **options
     )
@@ -44,7 +44,7 @@ def LayerNorm(
 ) -> nn.Module:
     """Return the layer normalization of the current mode; see `ModeLayerNorm`."""
     if _is_plain(input_cut, after, by="LayerNorm"):
-        return nn.LayerNorm(normalized_shape, eps, **options)
+        return _plain(nn.LayerNorm(normalized_shape, eps, **options))
     return _layer("LayerNorm")(normalized_shape, eps, input_cut=input_cut, after=after, **options)
 
 
@@ -60,8 +60,8 @@ def Dropout(
         after: The layer to whose output it is applied, which says how.
     """
     if _is_plain(input_cut, after, by="Dropout"):
-        return nn.Dropout(p, inplace)
-    entry = entry_of(global_context.tensor_mode, "Dropout", input_cut=input_cut, after=after)
+        return _plain(nn.Dropout(p, inplace))
+    entry = entry_of(launched_job().mode, "Dropout", input_cut=input_cut, after=after)
     return ParallelDropout(p, inplace, cut=entry.cut)
 
 
@@ -77,7 +77,7 @@ def Embedding(
     See `ModeEmbedding`.
     """
     if _suffix() is None and "weight_initializer" not in options:
-        return nn.Embedding(num_embeddings, embedding_dim, *args, **options)
+        return _plain(nn.Embedding(num_embeddings, embedding_dim, *args, **options))
     kind = "VocabParallelEmbedding" if num_embeddings > vocab_parallel_limit else "Embedding"
     return _layer(kind)(num_embeddings, embedding_dim, *args, **options)
 
@@ -107,6 +107,11 @@ def next_linear(in_features: int, out_features: int, bias: bool = True, *, mode:
     return _layer("Linear", mode)(in_features, out_features, bias)
 
 
+def _plain(layer: nn.Module) -> nn.Module:
+    """Let a layer of torch remember that nothing was cut when it was built; see `set_built_for`."""
+    return set_built_for(layer, mode=launched_job().mode)
+
+
 def _is_plain(input_cut: Cut | None, after: nn.Module | None, *, by: str) -> bool:
     """Return whether nothing is cut; what the user says of the input must then say so, too."""
     if _suffix() is not None:
@@ -118,7 +123,7 @@ def _is_plain(input_cut: Cut | None, after: nn.Module | None, *, by: str) -> boo
 
 def _suffix() -> str | None:
     """Return how the classes of the current mode are named; None where nothing is cut."""
-    return _SUFFIXES.get(global_context.tensor_mode or "")
+    return _SUFFIXES.get(launched_job().mode or "")
 
 
 def _layer(kind: str, mode: str | None = _CURRENT) -> type[nn.Module]:

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from colossalai.communication import all_reduce, reduce_forward_copy_backward
-from colossalai.context import Mesh, global_context
-from colossalai.nn.layer import Cut, head_cut, own_part, require_cut, require_mode
+from colossalai.context import Mesh
+from colossalai.nn.layer import Cut, head_cut, launched_job, own_part, require_cut, require_mode
 from colossalai.registry import LOSSES
+from colossalai.tensor import set_built_for
 
 GivenLoss = torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]
 
@@ -61,8 +62,9 @@ class ParallelCrossEntropyLoss(nn.Module):
         self.reduction = reduction
         self.with_count = with_count
         self.label_smoothing = label_smoothing
-        self.mesh = mesh or global_context.mesh
-        self.cut = cut or head_cut(global_context.tensor_mode)
+        job = launched_job()
+        self.mesh = mesh or job.mesh
+        self.cut = cut or head_cut(job.mode)
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> GivenLoss:
         """Return the loss over the whole batch, the same on all tensor-parallel ranks.
@@ -178,7 +180,9 @@ class CrossEntropyLoss(nn.Module):
     def __init__(self, *args: Any, with_count: bool = False, **options: Any) -> None:
         super().__init__()
         self.loss: nn.Module
-        if global_context.tensor_mode is None:
+        mode = launched_job().mode
+        set_built_for(self, mode=mode)
+        if mode is None:
             kind = _CountedCrossEntropyLoss if with_count else nn.CrossEntropyLoss
             self.loss = kind(*args, **options)
         else:

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.communication import all_gather, all_reduce
-from colossalai.context import Mesh, global_context
-from colossalai.nn.layer import Cut, head_cut, own_part, require_cut
+from colossalai.context import Mesh
+from colossalai.nn.layer import Cut, head_cut, launched_job, own_part, require_cut
 
 
 class Accuracy(nn.Module):
@@ -25,14 +25,9 @@ class Accuracy(nn.Module):
 
     def __init__(self, *, cut: Cut | None = None, mesh: Mesh | None = None) -> None:
         super().__init__()
-        mode = global_context.tensor_mode
-        self.cut = cut or (Cut() if mode is None else head_cut(mode))
-        self._mesh = mesh
-
-    @property
-    def mesh(self) -> Mesh:
-        """The ranks."""
-        return self._mesh or global_context.mesh
+        job = launched_job()
+        self.cut = cut or (Cut() if job.mode is None else head_cut(job.mode))
+        self.mesh = mesh or job.mesh
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return how many predictions are right, a scalar of type int64.

@@ -1,16 +1,17 @@
 """Tensor parallelism: one layer of each kind, times a scheme that says which axes cut what."""
 
-from colossalai.nn.layer.tensor_parallel._base import require_mode as require_mode
 from colossalai.nn.layer.tensor_parallel._batch import own_part as own_part
 from colossalai.nn.layer.tensor_parallel._dropout import DropPath as DropPath
 from colossalai.nn.layer.tensor_parallel._dropout import ParallelDropout as ParallelDropout
-from colossalai.nn.layer.tensor_parallel._dropout import random_mode as random_mode
 from colossalai.nn.layer.tensor_parallel._embedding import ParallelEmbedding as ParallelEmbedding
 from colossalai.nn.layer.tensor_parallel._embedding import ParallelPatchEmbedding as ParallelPatchEmbedding
 from colossalai.nn.layer.tensor_parallel._flow import current_cut as current_cut
 from colossalai.nn.layer.tensor_parallel._flow import entry_of as entry_of
 from colossalai.nn.layer.tensor_parallel._flow import head_cut as head_cut
 from colossalai.nn.layer.tensor_parallel._flow import restart as restart
+from colossalai.nn.layer.tensor_parallel._launched import LaunchedJob as LaunchedJob
+from colossalai.nn.layer.tensor_parallel._launched import launched_job as launched_job
+from colossalai.nn.layer.tensor_parallel._launched import require_mode as require_mode
 from colossalai.nn.layer.tensor_parallel._linear import ParallelLinear as ParallelLinear
 from colossalai.nn.layer.tensor_parallel._matmul import ParallelMatmul as ParallelMatmul
 from colossalai.nn.layer.tensor_parallel._matmul import product as product

@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from colossalai.communication import copy_forward_reduce_backward
-from colossalai.context import Mesh, global_context
+from colossalai.context import Mesh
+from colossalai.nn.layer.tensor_parallel._launched import launched_job
 from colossalai.nn.layer.tensor_parallel._record import Passage
 from colossalai.nn.layer.tensor_parallel._scheme import Cut
-from colossalai.tensor import PaddedSpec, SpecKeeper, cut_dims, pad_to, set_spec
+from colossalai.tensor import PaddedSpec, SpecKeeper, cut_dims, pad_to, set_built_for, set_spec
 
 Initializer = Callable[[torch.Tensor, int, int], object]
 """Fills a whole tensor in place, given fan-in and fan-out."""
@@ -29,7 +30,10 @@ class ParallelModule(SpecKeeper):
     """How the activation is cut before and behind the layer, where it is one of a mode."""
 
     def __init__(self, mesh: Mesh | None = None) -> None:
-        super().__init__(mesh or (global_context.mesh if global_context.is_launched else alone()))
+        job = launched_job()
+        super().__init__(mesh or job.mesh)
+        if mesh is None:
+            set_built_for(self, mode=job.mode)
 
     @property
     def input_cut(self) -> Cut:
@@ -99,31 +103,9 @@ class ParallelModule(SpecKeeper):
             )
 
 
-def require_mode(mode: str | None, *, by: str) -> None:
-    """Require that the job was launched with a tensor mode; None goes with every one.
-
-    Args:
-        mode: The mode.
-        by: Who needs it, for the message.
-
-    Raises:
-        ValueError: It was launched with another one.
-    """
-    if mode is not None and mode != global_context.tensor_mode:
-        raise ValueError(
-            f"{by} needs a job launched with parallel=dict(tensor=dict(size=..., mode={mode!r})); the mode "
-            f"of this one is {global_context.tensor_mode!r}"
-        )
-
-
-def alone() -> Mesh:
-    """Return the mesh of a process that has not launched."""
-    return Mesh({"edp": 1, "ep": 1, "pp": 1, "sp": 1, "tp": 1}, rank=0, views={"dp": ("edp", "ep")})
-
-
 def empty_parameter(*shape: int, dtype: torch.dtype | None) -> torch.Tensor:
     """Return memory for a whole parameter on the device of this rank; none under `torch.device("meta")`."""
     default = torch.get_default_device()
     return torch.empty(
-        shape, dtype=dtype, device=default if default.type == "meta" else global_context.device
+        shape, dtype=dtype, device=default if default.type == "meta" else launched_job().device
     )

@@ -4,9 +4,14 @@ from collections.abc import Hashable
 
 import torch
 
-from colossalai.communication import reduce_forward_copy_backward, slice_of, split_forward_gather_backward
-from colossalai.context import Axis, Mesh, global_context
-from colossalai.nn.layer.tensor_parallel._base import require_mode
+from colossalai.communication import (
+    as_axis,
+    reduce_forward_copy_backward,
+    slice_of,
+    split_forward_gather_backward,
+)
+from colossalai.context import Axis, Mesh
+from colossalai.nn.layer.tensor_parallel._launched import launched_job, require_mode
 from colossalai.nn.layer.tensor_parallel._scheme import LINEAR_SCHEMES, Axes
 
 
@@ -95,14 +100,14 @@ def split_tensor_3d(tensor: torch.Tensor, dim: int, parallel_mode: Hashable) -> 
         ValueError: The job has another mode, or the ranks do not divide the dimension.
     """
     require_mode("3d", by="split_tensor_3d")
-    axis = global_context.axis(parallel_mode)
+    axis = as_axis(parallel_mode)
     _check_divisible(tensor, dim, axis, by="split_tensor_3d")
     return split_forward_gather_backward(tensor, axis, dim)
 
 
 def _split_batch(tensor: torch.Tensor, dim: int, mode: str, *, by: str) -> torch.Tensor:
     require_mode(mode, by=by)
-    axes, mesh = LINEAR_SCHEMES[mode][0].x.batch, global_context.mesh
+    axes, mesh = LINEAR_SCHEMES[mode][0].x.batch, launched_job().mesh
     _check_divisible(tensor, dim, mesh.axis(axes), by=by)
     for name in axes:
         tensor = split_forward_gather_backward(tensor, mesh.axis(name), dim)
@@ -111,7 +116,7 @@ def _split_batch(tensor: torch.Tensor, dim: int, mode: str, *, by: str) -> torch
 
 def _reduce_by_batch(tensor: torch.Tensor, mode: str, *, mean: bool, by: str) -> torch.Tensor:
     require_mode(mode, by=by)
-    axes, mesh = LINEAR_SCHEMES[mode][0].x.batch, global_context.mesh
+    axes, mesh = LINEAR_SCHEMES[mode][0].x.batch, launched_job().mesh
     for name in axes:
         tensor = reduce_forward_copy_backward(tensor, mesh.axis(name))
     return tensor / mesh.axis_size(axes) if mean else tensor

@@ -6,10 +6,11 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from colossalai.context import ParallelMode, add_seed, get_seeds, global_context, seed
+from colossalai.context import Mesh, ParallelMode, add_seed, get_seeds, seed
 from colossalai.nn.layer.tensor_parallel._flow import current_cut
+from colossalai.nn.layer.tensor_parallel._launched import launched_job
 from colossalai.nn.layer.tensor_parallel._record import recorded_cut
-from colossalai.nn.layer.tensor_parallel._scheme import Cut
+from colossalai.nn.layer.tensor_parallel._scheme import Axes, Cut
 
 
 class ParallelDropout(nn.Dropout):
@@ -27,35 +28,42 @@ class ParallelDropout(nn.Dropout):
     def __init__(self, p: float = 0.5, inplace: bool = False, *, cut: Cut) -> None:
         super().__init__(p, inplace)
         self.cut = cut
-        random_mode(cut)  # makes its state, which a checkpoint that is loaded may set before the first draw
+        job = launched_job()
+        self.mesh, self.tensor_axes = job.mesh, job.tensor_axes
+        self._mode(cut)  # makes its state, which a checkpoint that is loaded may set before the first draw
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input with elements zeroed and the others scaled up."""
         is_drawing = self.training and self.p > 0.0
-        mode = random_mode(recorded_cut(x) or self.cut) if is_drawing else None
+        mode = self._mode(recorded_cut(x) or self.cut) if is_drawing else None
         with nullcontext() if mode is None else seed(mode):
             return super().forward(x)
 
+    def _mode(self, cut: Cut) -> Hashable | None:
+        return random_mode(cut, self.mesh, self.tensor_axes)
 
-def random_mode(cut: Cut, *, by_token: bool = True) -> Hashable | None:
+
+def random_mode(cut: Cut, mesh: Mesh, tensor_axes: Axes, *, by_token: bool = True) -> Hashable | None:
     """Return the mode whose random state differs along the axes of a cut alone; None: the one in force.
 
     The mode is made where nobody has drawn along these axes before.
 
     Args:
         cut: How what is dropped is cut.
+        mesh: The ranks.
+        tensor_axes: All tensor axes of the mesh: what differs along them all is the mode TENSOR.
         by_token: Whether tokens are dropped, and not samples: ranks that share a sequence have other tokens.
     """
     axes = (*cut.batch, *cut.features)
     if not axes or ParallelMode.DATA not in get_seeds():  # not launched: this process is alone
         return None
-    if set(axes) == set(global_context.tensor_axes):
+    if set(axes) == set(tensor_axes):
         return ParallelMode.TENSOR
-    if by_token and global_context.sequence_parallel_size > 1:
+    if by_token and "sp" in mesh.batch_axes:
         axes = ("sp", *axes)
     mode = f"slices along {' x '.join(axes)}"
     if mode not in get_seeds():  # the seed of DATA is a hash: those that follow it are nobody's
-        add_seed(mode, get_seeds()[ParallelMode.DATA] + 1 + global_context.mesh.axis_rank(axes))
+        add_seed(mode, get_seeds()[ParallelMode.DATA] + 1 + mesh.axis_rank(axes))
     return mode
 
 
@@ -80,7 +88,9 @@ class DropPath(nn.Module):
         if not 0.0 <= p < 1.0:
             raise ValueError(f"drop_path={p}: a probability from 0 up to, not including, 1 is needed")
         self.p = p
-        self.cut = Cut(batch=(cut or current_cut(global_context.tensor_mode)).batch)
+        job = launched_job()
+        self.mesh, self.tensor_axes = job.mesh, job.tensor_axes
+        self.cut = Cut(batch=(cut or current_cut(job.mode)).batch)
         self._mode()  # makes its random state, as dropout does
 
     def extra_repr(self) -> str:
@@ -100,4 +110,6 @@ class DropPath(nn.Module):
         """Return the mode that draws alike on the ranks that hold parts of the same samples."""
         shared = ParallelMode.DATA if ParallelMode.DATA in get_seeds() else None
         cut = self.cut if recorded is None else Cut(batch=recorded.batch)
-        return (random_mode(cut, by_token=False) if cut.batch else None) or shared
+        if not cut.batch:
+            return shared
+        return random_mode(cut, self.mesh, self.tensor_axes, by_token=False) or shared

@@ -7,12 +7,11 @@ for the cut that the one before leaves, and an embedding, or `restart`, begins a
 compared with the activation that comes, see [Note: records of activations].
 """
 
-from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from torch import nn
 
-from colossalai.context import global_context
+from colossalai.nn.layer.tensor_parallel._launched import Point, launched_job
 from colossalai.nn.layer.tensor_parallel._record import REMEDY, Entry
 from colossalai.nn.layer.tensor_parallel._scheme import LINEAR_SCHEMES, Cut, first_cut
 
@@ -24,28 +23,6 @@ class LeavesCut(Protocol):
     @property
     def output_cut(self) -> Cut:
         """How its output is cut."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Point:
-    """Where a model has got to while it is built."""
-
-    cut: Cut
-    layer: str | None = None
-    features: int | None = None
-
-
-class BuildOrder:
-    """The layer that was built last, for each mode; it lives as long as the layout of the job."""
-
-    def __init__(self) -> None:
-        self.points: dict[str | None, _Point] = {}
-        self.heads: dict[str | None, Cut] = {}
-        self.num_built = 0
-
-    def point(self, mode: str | None) -> _Point:
-        """Return where the model has got to."""
-        return self.points.get(mode) or _Point(first_cut(mode))
 
 
 def entry_of(
@@ -74,7 +51,7 @@ def entry_of(
         return Entry(cut=input_cut)
     if after is not None:
         return Entry(cut=output_cut_of(after, mode, by=layer))
-    point = _order().point(mode)
+    point = launched_job().order.point(mode)
     if point.layer is None:
         return Entry(cut=point.cut, behind="no other layer")
     may_begin = point.cut == first_cut(mode)  # another model, or branch
@@ -104,37 +81,33 @@ def output_cut_of(module: nn.Module, mode: str | None, *, by: str) -> Cut:
 
 def numbered(kind: str, *sizes: int) -> str:
     """Return what messages call a layer that is being built: its class, sizes, and place in the order."""
-    order = _order()
+    order = launched_job().order
     order.num_built += 1
     return f"{kind}({', '.join(map(str, sizes))}) [layer {order.num_built}]"
 
 
 def advance(mode: str | None, cut: Cut, *, layer: str | None = None, features: int | None = None) -> None:
     """Say how the layer that was just built leaves the activation."""
-    _order().points[mode] = _Point(cut, layer, features)
+    launched_job().order.points[mode] = Point(cut, layer, features)
 
 
 def current_cut(mode: str | None) -> Cut:
     """Return the cut of the activation that the next layer of a mode is taken to see."""
-    return _order().point(mode).cut
+    return launched_job().order.point(mode).cut
 
 
 def restart(mode: str | None) -> Cut:
     """Begin a model; return the cut of its input."""
-    _order().points.pop(mode, None)
+    launched_job().order.points.pop(mode, None)
     return first_cut(mode)
 
 
 def end_with(mode: str | None, cut: Cut) -> None:
     """Say how the classifier that was just built leaves its output; the next layer begins a model."""
-    _order().heads[mode] = cut
-    _order().points.pop(mode, None)
+    launched_job().order.heads[mode] = cut
+    launched_job().order.points.pop(mode, None)
 
 
 def head_cut(mode: str | None) -> Cut:
     """Return how the output of the classifier that was built last is cut: by the batch alone, if none was."""
-    return _order().heads.get(mode, Cut(batch=first_cut(mode).batch))
-
-
-def _order() -> BuildOrder:
-    return global_context.of_layout(BuildOrder)
+    return launched_job().order.heads.get(mode, Cut(batch=first_cut(mode).batch))

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from colossalai.communication import gather_forward_split_backward, split_forward_gather_backward
-from colossalai.nn.layer.tensor_parallel._base import Initializer, require_mode
+from colossalai.nn.layer.tensor_parallel._base import Initializer
 from colossalai.nn.layer.tensor_parallel._dropout import ParallelDropout
 from colossalai.nn.layer.tensor_parallel._embedding import ParallelEmbedding, ParallelPatchEmbedding
 from colossalai.nn.layer.tensor_parallel._flow import advance, end_with, entry_of, numbered
+from colossalai.nn.layer.tensor_parallel._launched import require_mode
 from colossalai.nn.layer.tensor_parallel._linear import ParallelLinear
 from colossalai.nn.layer.tensor_parallel._norm import ParallelLayerNorm
 from colossalai.nn.layer.tensor_parallel._record import Entry, Passage

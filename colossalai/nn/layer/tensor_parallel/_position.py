@@ -5,10 +5,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossalai.context import Mesh, global_context
+from colossalai.context import Mesh
 from colossalai.nn.layer.tensor_parallel._base import ParallelModule, empty_parameter
 from colossalai.nn.layer.tensor_parallel._flow import current_cut
+from colossalai.nn.layer.tensor_parallel._launched import launched_job
 from colossalai.nn.layer.tensor_parallel._scheme import LINEAR_SCHEMES, Cut
+from colossalai.tensor import set_built_for
 
 
 class ParallelPositionEmbedding(ParallelModule):
@@ -67,8 +69,8 @@ def PositionEmbedding(
             token embedding, leaves it.
         options: `dtype`, and without a tensor mode what torch's embedding takes.
     """
-    mode = global_context.tensor_mode
+    mode = launched_job().mode
     if LINEAR_SCHEMES[mode] == LINEAR_SCHEMES[None]:
-        return nn.Embedding(num_embeddings, embedding_dim, **options)
+        return set_built_for(nn.Embedding(num_embeddings, embedding_dim, **options), mode=mode)
     cut = input_cut or current_cut(mode)
     return ParallelPositionEmbedding(num_embeddings, embedding_dim, cut=cut, **options)

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from colossalai.context import global_context
 from colossalai.nn.layer.tensor_parallel._scheme import LINEAR_SCHEMES, Cut, first_cut
 
 _KEY = "colossalai.cut"
@@ -93,8 +92,10 @@ class Passage:
         Raises:
             ValueError: It is not; the message names the layers.
         """
-        if self.mode not in ALIKE or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return x
+        if self.mode not in ALIKE:
+            return _plain(x)
         wanted, found = self.entry.cut, _records_of(x)
         for record in found:
             if not _may_become(record.cut, wanted):
@@ -141,11 +142,22 @@ def mark_cut(y: Tensor, cut: Cut) -> Tensor:
 
     Returns:
         The activation, to be used instead.
+
+    Raises:
+        ValueError: The axes of `cut` are not those of one tensor mode.
     """
     own = y.view_as(y)  # the node of `y` belongs to who computed it
-    entry = Entry(cut=cut)
-    marked = Passage(mode=global_context.tensor_mode, layer="mark_cut", entry=entry, output_cut=cut)
+    marked = Passage(mode=_mode_of(cut), layer="mark_cut", entry=Entry(cut=cut), output_cut=cut)
     return marked.leave(_plain(own))
+
+
+def _mode_of(cut: Cut) -> str | None:
+    """Return a mode that has the axes of a cut; what is whole is noted as where records are compared."""
+    axes = {*cut.batch, *cut.features}
+    for mode in sorted(LINEAR_SCHEMES, key=lambda mode: mode not in ALIKE):
+        if axes <= {*LINEAR_SCHEMES[mode][-1].x.batch, *LINEAR_SCHEMES[mode][-1].x.features}:
+            return mode
+    raise ValueError(f"mark_cut got {cut}, whose axes are those of no tensor mode")
 
 
 def require_cut(x: Tensor, cut: Cut, *, by: str) -> Tensor:

@@ -8,8 +8,8 @@ from colossalai.communication import (
     gather_forward_split_backward,
     slice_of,
 )
-from colossalai.context import global_context
 from colossalai.nn.layer.tensor_parallel._flow import entry_of, numbered, restart
+from colossalai.nn.layer.tensor_parallel._launched import launched_job
 from colossalai.nn.layer.tensor_parallel._record import Passage
 from colossalai.nn.layer.tensor_parallel._scheme import Axes, Cut
 
@@ -31,7 +31,8 @@ class BackToFirstCut(nn.Module):
 
     def __init__(self, *, input_cut: Cut | None = None, after: nn.Module | None = None) -> None:
         super().__init__()
-        mode = global_context.tensor_mode
+        job = launched_job()
+        self.mesh, mode = job.mesh, job.mode
         layer = numbered(type(self).__name__)
         entry = entry_of(mode, layer, input_cut=input_cut, after=after)
         self.source = entry.cut
@@ -56,9 +57,9 @@ class BackToFirstCut(nn.Module):
         x = self._gather(x, _not_shared(self.source.features, self.target.features), -1)
         x = self._gather(x, _not_shared(self.source.batch, self.target.batch), 0)
         for name in _not_shared(self.target.batch, self.source.batch):
-            x = slice_of(x, global_context.mesh.axis(name), 0)
+            x = slice_of(x, self.mesh.axis(name), 0)
         for name in _not_shared(self.target.features, self.source.features):
-            x = slice_of(x, global_context.mesh.axis(name), -1)
+            x = slice_of(x, self.mesh.axis(name), -1)
         return x
 
     def _gather(self, x: torch.Tensor, axes: Axes, dim: int) -> torch.Tensor:
@@ -66,7 +67,7 @@ class BackToFirstCut(nn.Module):
         for name in reversed(axes):
             # An axis that cuts the result elsewhere uses the gathered tensor differently on every rank.
             gather = gather_forward_scatter_backward if name in kept else gather_forward_split_backward
-            x = gather(x, global_context.mesh.axis(name), dim)
+            x = gather(x, self.mesh.axis(name), dim)
         return x
 
 

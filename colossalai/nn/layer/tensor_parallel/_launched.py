@@ -1,0 +1,98 @@
+"""The launched job as a layer sees it that is being built: mesh, tensor mode, device, and the layers before.
+
+This is where layers, losses, metrics and models ask: once, in their constructors, where they are not given a
+mesh. What they need in a forward they keep.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from colossalai.context import Layout, Mesh, global_context
+from colossalai.nn.layer.tensor_parallel._scheme import Cut, first_cut
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """Where a model has got to while it is built.
+
+    Attributes:
+        cut: How the layer that was built last leaves the activation.
+        layer: That layer, for messages; None at the beginning of a model.
+        features: How many features it leaves, if it is known.
+    """
+
+    cut: Cut
+    layer: str | None = None
+    features: int | None = None
+
+
+class BuildOrder:
+    """The layer that was built last, for each mode; it lives as long as the layout of the job."""
+
+    def __init__(self) -> None:
+        self.points: dict[str | None, Point] = {}
+        self.heads: dict[str | None, Cut] = {}
+        self.num_built = 0
+
+    def point(self, mode: str | None) -> Point:
+        """Return where the model has got to."""
+        return self.points.get(mode) or Point(first_cut(mode))
+
+
+@dataclass(frozen=True)
+class LaunchedJob:
+    """What is in force where a layer is built.
+
+    Attributes:
+        mesh: The ranks; this process alone where nothing has been launched.
+        layout: The extents of the mesh, and the tensor mode.
+        device: The device of this rank.
+        order: The layers that were built before.
+    """
+
+    mesh: Mesh
+    layout: Layout
+    device: torch.device
+    order: BuildOrder
+
+    @property
+    def mode(self) -> str | None:
+        """The tensor mode."""
+        return self.layout.mode
+
+    @property
+    def tensor_axes(self) -> tuple[str, ...]:
+        """The names of the tensor axes of the mesh, outermost first."""
+        return tuple(self.layout.tensor_axes())
+
+
+def launched_job() -> LaunchedJob:
+    """Return what is in force here; for constructors of layers that are not given a mesh."""
+    layout = global_context.layout
+    alone = Mesh(layout.axes(), rank=0, views={"dp": ("edp", "ep")})
+    return LaunchedJob(
+        mesh=global_context.mesh if global_context.is_launched else alone,
+        layout=layout,
+        device=global_context.device,
+        order=global_context.of_layout(BuildOrder),
+    )
+
+
+def require_mode(mode: str | None, *, by: str) -> None:
+    """Require that a tensor mode is in force; None goes with every one.
+
+    Args:
+        mode: The mode.
+        by: Who needs it, for the message.
+
+    Raises:
+        ValueError: Another one is in force.
+    """
+    found = launched_job().mode
+    if mode is not None and mode != found:
+        raise ValueError(
+            f"{by} needs a job launched with parallel=dict(tensor=dict(size=..., mode={mode!r})), or a "
+            "plugin that has laid the mesh out so, by Booster(plugin=...) or plugin.configure(), before it "
+            f"is built; the mode of this one is {found!r}"
+        )
