@@ -14,7 +14,6 @@ import torch
 from harness.rounds import compare, report, time_rounds
 
 import colossalai
-from colossalai.cli._benchmark._saved import saved_bytes
 from colossalai.communication import ledger
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
@@ -51,12 +50,19 @@ class Variant:
 
     def costs(self) -> dict[str, float]:
         """Return what is kept for the backward, and what is sent in each direction, in MiB."""
-        with saved_bytes([]) as saved, ledger() as forward:
+        saved: dict[int, int] = {}  # bytes of each storage that the forward keeps for the backward
+
+        def keep(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        keeping = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+        with keeping, ledger() as forward:
             out = self.forward()
         with ledger() as backward:
             out.backward(self.grad)
         found = {
-            "saved": saved.num_bytes,
+            "saved": sum(saved.values()),
             "sent_forward": forward.num_bytes(),
             "sent_backward": backward.num_bytes(),
         }
