@@ -43,6 +43,8 @@ from colossalai.pipeline import (
     Op,
     PipelineExecutor,
     Schedule,
+    Step,
+    StepKind,
     make_schedule,
     simulate,
     split_batch,
@@ -213,18 +215,27 @@ def measure_idle(variants: Mapping[str, Variant], rounds: int) -> dict[str, floa
 def measure_costs(ours: Ours, schedule: Schedule, rounds: int, p2p: float) -> Costs:
     """Return what the actions of our pipeline take, without what they wait."""
     seconds: defaultdict[tuple[int, Op], list[float]] = defaultdict(list)
-    execute = ours.executor._execute  # what the executor calls for each action; no door of users leads to it
 
-    def timed(action: Action, *args: Any) -> None:
+    of_actions: defaultdict[Action, float] = defaultdict(float)
+
+    def timed(carry_out: Callable[[Step], None], step: Step) -> None:
         with timed_waits() as waiting:
             start = time.perf_counter()
-            execute(action, *args)
-            seconds[action.stage, action.op].append(time.perf_counter() - start - waiting.seconds)
+            carry_out(step)
+            of_actions[step.action] += time.perf_counter() - start - waiting.seconds
 
-    with mock.patch.object(ours.executor, "_execute", timed):
+    handlers = ours.executor._handlers  # no door of users leads to single steps
+
+    def timed_handlers(run: Any) -> dict[StepKind, Callable[[Step], None]]:
+        return {kind: partial(timed, handler) for kind, handler in handlers(run).items()}
+
+    with mock.patch.object(ours.executor, "_handlers", timed_handlers):
         for _ in range(rounds):
             dist.barrier()
+            of_actions.clear()
             ours.step()
+            for action, total in of_actions.items():
+                seconds[action.stage, action.op].append(total)
     own = {key: statistics.median(values) for key, values in seconds.items()}
     medians = {key: value for part in _from_all_ranks(own) for key, value in part.items()}
     stages = range(schedule.num_stages)

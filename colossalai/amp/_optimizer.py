@@ -230,9 +230,7 @@ class OptimizerWrapper(Optimizer):
             raise ValueError(f"max_norm is {max_norm}; it must be above 0")
         if not self._prepare():
             return torch.tensor(float("inf"))
-        norm = global_grad_norm(
-            self._measured(), norm_type, stages=self._stages, counts=self._counts and self._is_counted
-        )
+        norm = global_grad_norm(self._measured(), norm_type, stages=self._stages)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         scale_grads(self._params(), factor)
         return norm
@@ -276,9 +274,7 @@ class OptimizerWrapper(Optimizer):
     def count_zero_grads(self) -> int:
         """Return how many elements of the gradients are 0, over all ranks; collective."""
         self._prepare()
-        return count_zero_grads(
-            self._measured(), stages=self._stages, counts=self._counts and self._is_counted
-        )
+        return count_zero_grads(self._measured(), stages=self._stages)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters, unless a rank found an overflow, or there are no gradients.
@@ -375,15 +371,16 @@ class OptimizerWrapper(Optimizer):
 
         return compute
 
-    def _is_counted(self, param: torch.Tensor) -> bool:
-        assert self._counts is not None, "asked of pipelines only"
-        return self._counts(self.masters.param_of(param))
-
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.optim.param_groups for param in group["params"]]
 
     def _measured(self) -> list[nn.Parameter]:
-        return self.masters.measured(self._params())
+        """Return what norms are taken of here: no parameter that another stage counts."""
+        held = self.masters.measured(self._params())
+        if self._counts is None:
+            return held
+        of_model = [self.masters.param_of(param) for param in held]
+        return [param for param, named in zip(held, of_model, strict=True) if self._counts(named)]
 
     def _expect_grads(self, scale: float) -> None:
         """Hear that a backward is coming whose loss is scaled; what waits here already follows the scale."""

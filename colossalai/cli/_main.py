@@ -210,9 +210,16 @@ def benchmark(modes: str | None, json_file: str | None, plot_file: str | None, *
 @click.option("--bytes", "message_bytes", type=_POSITIVE, metavar="N", help="Bytes of a message.")
 @click.option("--plot", "plot_file", metavar="FILE.png", help="Also draw the schedules in time.")
 @click.option("--text", "has_text", is_flag=True, help="Also draw them with characters.")
+@click.option("--steps", "has_steps", is_flag=True, help="Also list what each rank does, messages included.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, without tables.")
 def pipeline(
-    names: str | None, plot_file: str | None, has_text: bool, as_json: bool, **settings: Any
+    names: str | None,
+    plot_file: str | None,
+    *,
+    has_text: bool,
+    has_steps: bool,
+    as_json: bool,
+    **settings: Any,
 ) -> None:
     """Compare pipeline schedules: step time, bubble, memory and messages, without running them.
 
@@ -222,7 +229,7 @@ def pipeline(
     from colossalai.cli._pipeline import PipelineOutput, PipelineSettings, compare
 
     chosen = None if names is None else tuple(name.strip() for name in names.split(","))
-    output = PipelineOutput(plot_file=plot_file, has_text=has_text, as_json=as_json)
+    output = PipelineOutput(plot_file=plot_file, has_text=has_text, has_steps=has_steps, as_json=as_json)
     try:
         compare(PipelineSettings(names=chosen, **settings), output)
     except ValueError as error:

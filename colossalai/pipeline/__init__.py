@@ -14,8 +14,11 @@ from colossalai.pipeline.schedules import Message as Message
 from colossalai.pipeline.schedules import Op as Op
 from colossalai.pipeline.schedules import Schedule as Schedule
 from colossalai.pipeline.schedules import ScheduleError as ScheduleError
+from colossalai.pipeline.schedules import Step as Step
+from colossalai.pipeline.schedules import StepKind as StepKind
 from colossalai.pipeline.schedules import Timeline as Timeline
 from colossalai.pipeline.schedules import forward_only as forward_only
+from colossalai.pipeline.schedules import lower as lower
 from colossalai.pipeline.schedules import make_schedule as make_schedule
 from colossalai.pipeline.schedules import messages_between as messages_between
 from colossalai.pipeline.schedules import read_schedule as read_schedule
@@ -30,9 +33,8 @@ from colossalai.pipeline.stages import PipelineSharedModuleWrapper as PipelineSh
 from colossalai.pipeline.stages import PipelineStage as PipelineStage
 from colossalai.pipeline.stages import cut_model as cut_model
 from colossalai.pipeline.stages import has_full_names as has_full_names
+from colossalai.pipeline.stages import is_counted as is_counted
 from colossalai.pipeline.stages import is_elsewhere as is_elsewhere
-from colossalai.pipeline.stages import is_shared_copy as is_shared_copy
-from colossalai.pipeline.stages import keep_share as keep_share
 from colossalai.pipeline.stages import measure_weights as measure_weights
 from colossalai.pipeline.stages import partition_balanced as partition_balanced
 from colossalai.pipeline.stages import partition_uniform as partition_uniform

@@ -66,10 +66,6 @@ class PipelineOptions:
             return "interleaved" if (self.num_chunks or 1) > 1 else "1f1b"
         return str(self.schedule)
 
-    def chunks_per_rank(self, num_ranks: int) -> int:
-        """Return the number of stages on a rank."""
-        return self.num_chunks or len(self.make_schedule(num_ranks).stages_of(0))
-
     def make_schedule(self, num_ranks: int, num_microbatches: int | None = None) -> Schedule:
         """Return the schedule for a number of microbatches; default: `num_microbatches`.
 

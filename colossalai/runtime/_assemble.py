@@ -17,7 +17,7 @@ from colossalai.logging import get_dist_logger
 from colossalai.monitor import name_modules
 from colossalai.nn.layer import SharesSequence
 from colossalai.nn.parallel import AppliedDataMethod
-from colossalai.pipeline import is_shared_copy, share_of
+from colossalai.pipeline import is_counted, share_of
 from colossalai.runtime._accumulation import AccumulatingOptimizer
 from colossalai.runtime._compile import apply_compile, refuse_compiled
 from colossalai.runtime._pipeline import Pipeline
@@ -207,7 +207,7 @@ def _wrap_optimizer(
         max_norm=plan.clip_grad_norm,
         norm_type=plan.clip_norm_type,
         stages=None if plan.pipeline is None else mesh.group("pp"),
-        counts=None if plan.pipeline is None else _is_counted,
+        counts=None if plan.pipeline is None else is_counted,
     )
 
 
@@ -285,10 +285,6 @@ def _check_shares_sequence(model: nn.Module, mesh: Mesh) -> None:
         "colossalai.model_zoo; if it calls ring attention by itself, all is well",
         ranks=[0],
     )
-
-
-def _is_counted(param: torch.Tensor) -> bool:
-    return not is_shared_copy(param)
 
 
 def _check(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -6,7 +6,6 @@ parallelism, weights that stages share.
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,13 +206,10 @@ class Pipeline:
                 tensor_shape=options.tensor_shape,
                 scatter_axis=self._tensor_axis if options.scatter_gather_tensors else None,
                 dtype=next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None),
-                stage_context=self._stage_context,
+                stage_context=functools.partial(self._precision.forward_context, self._device.type),
                 on_last_backward=self._before_last_backward,
             )
         return self._executors[options]
-
-    def _stage_context(self) -> AbstractContextManager[Any]:
-        return self._precision.forward_context(self._device.type)
 
 
 class _Tally:

@@ -37,6 +37,14 @@ def test_help_has_an_example():
     assert "\n    colossalai pipeline --stages 8 --microbatches 32\n" in result.output
 
 
+def test_the_steps_of_each_rank_are_listed_with_their_messages():
+    result = _invoke("--stages", "2", "--microbatches", "2", "--schedule", "1f1b", "--steps")
+    assert result.exit_code == 0, result.output
+    assert "rank 0  0TOKEN>1 0F0 0SEND_F0>1 0RECV_B0<1 0F1 0SEND_F1>1" in result.output
+    assert "1WAIT_F1<0 1F1 1CLOSE 1B1" in re.sub(r"\s+", " ", result.output)
+    assert "leave --steps out" in _invoke(*EIGHT, "--steps", "--json").output
+
+
 def test_the_figures_are_the_published_ones():
     figures = _figures(*EIGHT, "--chunks", "4", "--bytes", "10")
     assert list(figures) == list(SCHEDULES)

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from colossalai.pipeline.stages._model_stage import tied_parameters
 from colossalai.pipeline.stages._split_model import cut_model
+from colossalai.pipeline.stages._stage import tied_parameters
 from tests.pipeline.models import Case
 
 

@@ -12,8 +12,8 @@ from colossalai.checkpoint_io._model import model_store
 from colossalai.lazy import LazyInitContext
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.pipeline.stages._chunks import ChunkList
-from colossalai.pipeline.stages._model_stage import tied_parameters
 from colossalai.pipeline.stages._split_model import cut_model
+from colossalai.pipeline.stages._stage import tied_parameters
 from colossalai.runtime._recompute import apply_recompute, find_blocks
 from tests.pipeline.chain import check_cut, cut_all, loss_grad, run_chain
 from tests.pipeline.models import TEXT, ZOO, Case, seeded

@@ -7,7 +7,7 @@ import torch
 
 import colossalai
 from colossalai.core import global_context as gpc
-from colossalai.pipeline.execution._p2p import Channel
+from colossalai.pipeline.execution._communication import Channel
 from tests.ranks import RanksError, run_ranks
 
 pytestmark = pytest.mark.dist

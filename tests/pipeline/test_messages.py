@@ -9,7 +9,7 @@ from tests.pipeline.schedule_strategies import schedules
 
 pytestmark = pytest.mark.unit
 
-ACTIVATION, GRADIENT = MessageKind
+ACTIVATION, GRADIENT = MessageKind.ACTIVATION, MessageKind.GRADIENT
 
 
 def test_the_messages_of_1f1b():

@@ -6,13 +6,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from colossalai.pipeline.execution._microbatch import (
+from colossalai.pipeline.execution._nested import (
     merge_outputs,
     microbatch_weights,
     num_samples_in,
+    shape_digest,
     split_batch,
+    take_apart,
 )
-from colossalai.pipeline.execution._payload import shape_digest, take_apart
 
 pytestmark = pytest.mark.unit
 

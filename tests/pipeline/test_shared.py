@@ -8,8 +8,8 @@ import colossalai
 from colossalai.context import Axis, Mesh
 from colossalai.core import global_context as gpc
 from colossalai.engine.gradient_handler import PipelineSharedModuleGradientHandler, build_gradient_handler
-from colossalai.pipeline.stages._model_stage import tied_parameters
 from colossalai.pipeline.stages._split_model import cut_model
+from colossalai.pipeline.stages._stage import tied_parameters
 from colossalai.pipeline.stages._tied_weights import (
     PipelineSharedModuleWrapper,
     is_shared_copy,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from colossalai.cli._pipeline._chart import show_charts
-from colossalai.cli._pipeline._outcome import Outcome, show
+from colossalai.cli._pipeline._outcome import Outcome, show, show_steps
 from colossalai.cli._pipeline._plot import plot
 from colossalai.pipeline import SCHEDULES, Costs, Schedule, make_schedule, read_schedule, simulate
 
@@ -51,11 +51,13 @@ class PipelineOutput:
     Attributes:
         plot_file: The path of a picture.
         has_text: Also draw with characters.
+        has_steps: Also list what each rank does, messages included.
         as_json: Print JSON in place of the table.
     """
 
     plot_file: str | None = None
     has_text: bool = False
+    has_steps: bool = False
     as_json: bool = False
 
 
@@ -75,6 +77,8 @@ def compare(settings: PipelineSettings, output: PipelineOutput) -> None:
     show(outcomes)
     if output.has_text:
         show_charts(outcomes)
+    if output.has_steps:
+        show_steps(outcomes)
 
 
 def stage_costs(schedule: Schedule, settings: PipelineSettings) -> Costs:
@@ -128,8 +132,9 @@ def _agree(option: str, given: int | None, in_file: Sequence[int]) -> int:
 
 
 def _check_output(output: PipelineOutput) -> None:
-    if output.as_json and output.has_text:
-        raise ValueError("--json prints nothing but JSON: leave --text out")
+    for option, is_given in (("--text", output.has_text), ("--steps", output.has_steps)):
+        if output.as_json and is_given:
+            raise ValueError(f"--json prints nothing but JSON: leave {option} out")
     if output.plot_file is None:
         return
     path = Path(output.plot_file)

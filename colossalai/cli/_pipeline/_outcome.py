@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from colossalai.pipeline import Timeline
+from colossalai.pipeline import Timeline, lower
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +75,22 @@ def show(outcomes: Sequence[Outcome]) -> None:
     console.print(
         "[dim]Bubble: idle over computing time; idle: over all time. Messages of all ranks in a step. Peak "
         "live microbatches from rank 0 on, in units of what a rank's share of the model keeps for one.[/dim]"
+    )
+
+
+def show_steps(outcomes: Sequence[Outcome]) -> None:
+    """Print the lowered list of every rank of each schedule: what the executor runs."""
+    console = Console(highlight=False)
+    for outcome in outcomes:
+        console.print(f"\n{outcome.name}", markup=False)
+        schedule = outcome.timeline.schedule
+        for rank in range(schedule.num_ranks):
+            steps = " ".join(str(step) for step in lower(schedule, rank))
+            console.print(f"rank {rank}  {steps}", markup=False)
+    console.print(
+        "[dim]1F0: stage 1, forward, microbatch 0. Messages: F an activation, B a gradient, T what "
+        "the next stage must know of shapes first; > to a rank, < from it. RECV posts a receive, WAIT waits "
+        "for it, HAND passes on without a message. The backward behind CLOSE completes the gradients.[/dim]"
     )
 
 

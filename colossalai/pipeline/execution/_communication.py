@@ -1,4 +1,19 @@
-"""The messages of one run of a schedule: who sends what in which order, posted ahead, freed early.
+"""Messages between the ranks of a pipeline: point-to-point transfers, and what a receiver must know first.
+
+`Channel` moves tensors of known shapes between two ranks and names whoever is gone. Over it, `Exchange`
+carries out the SEND, RECV and WAIT steps of one run of a lowered schedule. For each boundary between stages
+of two ranks a run sends one token, one activation per microbatch and tensor, and when training one gradient
+per microbatch and tensor that requires one; no token where the shape is fixed beforehand.
+
+[Note: groups of a pipeline]
+Two groups hold all ranks of the pipeline axis: one for messages to a higher rank, one for messages to a lower
+one. Where a backend keeps the messages of a communicator in order (NCCL has one for each pair in each group),
+a receive that was posted early then never holds up a send. There are no groups of two ranks: torch names a
+group that is made by its members alone after the number of groups that a process has, and a rank in the
+middle of a pipeline would have more of them than its neighbour at the end, so that they would never meet.
+
+A backend may make the connection of a pair when it is first used, and both have to come for that; so each
+pair uses its two directions once, in the same order on all ranks, before there is any schedule.
 
 [Note: what the receiver knows]
 A receive can be posted only for known shapes. Shapes are a function of three things: what the stages are,
@@ -13,90 +28,160 @@ both sides keep the spec. A stage that returns another shape than it has announc
 side. So no message can be taken for another one.
 
 A gradient has the shape of the activation that it belongs to: its receiver has sent that one.
-
-[Note: when a send is over]
-Not every backend can say whether a send has ended without waiting for it. The schedule can: when a message
-comes from a rank, everything which that rank needed before it made the message has arrived there. Sends are
-waited for (without waiting) and their memory freed then.
-
-Messages: for each boundary between stages of two ranks, in each run 1 token, 1 activation per microbatch and
-tensor, and when training 1 gradient per microbatch and tensor that requires one. Without the token if the
-shape is fixed.
 """
 
+import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
-from colossalai.pipeline.execution._p2p import Arriving, Channel, Expected, Sent
-from colossalai.pipeline.execution._payload import PayloadSpec, TensorSpec, digest
-from colossalai.pipeline.schedules import (
-    Message,
-    MessageKind,
-    Schedule,
-    message_needed_by,
-    message_sent_by,
-    messages_between,
-)
+from colossalai.communication import all_gather
+from colossalai.context import Axis
+from colossalai.logging import get_dist_logger
+from colossalai.pipeline.execution._nested import PayloadSpec, TensorSpec, digest
+from colossalai.pipeline.schedules import Message, MessageKind, Step
 
-WINDOW = 2
-"""Number of messages of each sender that are received ahead of need."""
+Expected = tuple[tuple[int, ...], torch.dtype]
+SpecKey = tuple[int, int, int]
+"""Stage that sends, token of the stage, shapes of the microbatch."""
 
 _TOKEN: Expected = ((2,), torch.int64)
 _LENGTH: Expected = ((1,), torch.int64)
 
-SpecKey = tuple[int, int, int]
-"""Stage that sends, token of the stage, shapes of the microbatch."""
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Tensors on their way to another rank; they must stay as they are until `wait` has returned."""
+
+    tensors: tuple[torch.Tensor, ...]
+    works: tuple[dist.Work, ...]
+    blame: Callable[[], str]
+
+    def wait(self) -> None:
+        """Return when the tensors may be changed or freed."""
+        _wait(self.works, self.blame)
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
-    """What a stage sends to the next one before its first forward of a run; see the note."""
+class Arriving:
+    """Tensors on their way from another rank, and how to make whole ones of the parts that are sent."""
 
-    stage: int
+    tensors: tuple[torch.Tensor, ...]
+    works: tuple[dist.Work, ...]
+    blame: Callable[[], str]
+    shapes: tuple[tuple[int, ...], ...]
+    axis: Axis | None
+
+    def wait(self) -> list[torch.Tensor]:
+        """Return the tensors when they have arrived."""
+        _wait(self.works, self.blame)
+        return self.whole()
+
+    def whole(self) -> list[torch.Tensor]:
+        """Return the tensors, which have arrived."""
+        return [
+            _gathered(tensor, shape, self.axis)
+            for tensor, shape in zip(self.tensors, self.shapes, strict=True)
+        ]
 
 
-@dataclass
-class Routes:
-    """What the messages of a schedule are for one pipeline rank; worked out once.
+class Channel:
+    """The messages of this rank along the pipeline axis.
 
-    Attributes:
-        rank: The pipeline rank.
-        schedule: The schedule.
-        pairs: All pairs of ranks that send each other something.
-        incoming: For each peer, what it sends to this rank, in order.
-        made_at: For each incoming message, the position of the action that makes it in its sender's list.
-        needed_at: For each outgoing message, the position of the action that needs it in its receiver's list.
-        digest: Stands for the schedule.
+    A message is one operation of the backend for each tensor, without packing or copying; a tensor without
+    elements is not sent.
+
+    Args:
+        axis: The pipeline axis.
+        device: Where tensors are received.
+        scatter_axis: The tensor axis along which everything that is sent is the same, so that each rank
+            sends its part of a tensor only, and the receivers gather it.
     """
 
-    rank: int
-    schedule: Schedule
-    pairs: tuple[tuple[int, int], ...] = ()
-    incoming: dict[int, tuple[Message, ...]] = field(default_factory=dict)
-    made_at: dict[Message, int] = field(default_factory=dict)
-    needed_at: dict[Message, int] = field(default_factory=dict)
-    digest: int = 0
+    def __init__(self, axis: Axis, *, device: torch.device, scatter_axis: Axis | None = None) -> None:
+        self.axis = axis
+        self.rank = axis.rank
+        self.device = device
+        self.scatter_axis = scatter_axis if scatter_axis is not None and scatter_axis.size > 1 else None
+        self._connected: set[tuple[int, int]] = set()
+        self._to_higher: dist.ProcessGroup | None = None
+        self._to_lower: dist.ProcessGroup | None = None
+        if axis.size > 1:
+            self._to_higher = axis.group
+            self._to_lower = axis.mesh.group_of(axis.ranks[::-1])
 
-    def __post_init__(self) -> None:
-        between = messages_between(self.schedule)
-        self.pairs = tuple(sorted(between))
-        self.incoming = {
-            source: messages for (source, to), messages in sorted(between.items()) if to == self.rank
-        }
-        for actions in self.schedule.actions:
-            for position, action in enumerate(actions):
-                made = message_sent_by(action, self.schedule)
-                if made is not None and made.destination == self.rank:
-                    self.made_at[made] = position
-                needed = message_needed_by(action, self.schedule)
-                if needed is not None and needed.source == self.rank:
-                    self.needed_at[needed] = position
-        written = [[str(action) for action in actions] for actions in self.schedule.actions]
-        self.digest = digest((written, self.schedule.rank_of_stage))
+    def connect(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Use connections for the first time, in the same order on all ranks.
+
+        Args:
+            pairs: Of pipeline ranks (source, destination); all of them, the same on every rank.
+        """
+        unordered = {(min(pair), max(pair)) for pair in pairs}
+        for low, high in sorted(unordered - self._connected):
+            self._greet(low, high)
+            self._greet(high, low)
+        self._connected |= unordered
+
+    def send(
+        self, tensors: Iterable[torch.Tensor], peer: int, blame: Callable[[], str], *, whole: bool = False
+    ) -> Sent:
+        """Begin to send tensors to a pipeline rank; `whole` ones are not cut along the scatter axis."""
+        axis = None if whole else self.scatter_axis
+        parts = tuple(_part(tensor.detach(), axis) for tensor in tensors)
+        works = self._start(self._group(self.rank, peer).send, parts, peer, blame)
+        return Sent(parts, works, blame)
+
+    def receive(
+        self, specs: Iterable[Expected], peer: int, blame: Callable[[], str], *, whole: bool = False
+    ) -> Arriving:
+        """Begin to receive tensors of known shapes and types from a pipeline rank; see `send`."""
+        axis = None if whole else self.scatter_axis
+        shapes, places = [], []
+        for shape, dtype in specs:
+            shapes.append(shape)
+            places.append(torch.empty(_part_shape(shape, axis), dtype=dtype, device=self.device))
+        works = self._start(self._group(peer, self.rank).recv, places, peer, blame)
+        return Arriving(tuple(places), works, blame, tuple(shapes), axis)
+
+    def _start(
+        self,
+        operation: Callable[[list[torch.Tensor], int, int], dist.Work],
+        tensors: Iterable[torch.Tensor],
+        peer: int,
+        blame: Callable[[], str],
+    ) -> tuple[dist.Work, ...]:
+        works = []
+        try:
+            for tensor in tensors:
+                if tensor.numel():
+                    works.append(operation([tensor], peer, 0))
+        except RuntimeError as error:
+            raise _peer_error(error, blame) from error
+        return tuple(works)
+
+    def _greet(self, source: int, destination: int) -> None:
+        if self.rank not in (source, destination):
+            return
+        token = torch.zeros(1, device=self.device)
+        if self.rank == source:
+            self.send([token], destination, lambda: self._who(destination), whole=True).wait()
+        else:
+            self.receive([((1,), token.dtype)], source, lambda: self._who(source), whole=True).wait()
+
+    def _who(self, peer: int) -> str:
+        return (
+            f"pipeline rank {peer} (rank {self.axis.ranks[peer]}) {{}} while pipeline rank {self.rank} "
+            f"(rank {self.axis.mesh.rank}) connected to it"
+        )
+
+    def _group(self, source: int, destination: int) -> dist.ProcessGroup:
+        group = self._to_higher if source < destination else self._to_lower
+        assert group is not None, "a pipeline of one rank sends nothing"
+        return group
 
 
 class Exchange:
@@ -104,53 +189,53 @@ class Exchange:
 
     Args:
         channel: What carries them.
-        routes: What they are.
+        rank_of_stage: For each stage, the pipeline rank that holds it.
+        common: Stands for the schedule and for what it is run on; must be the same on all ranks.
         specs: What is known of payloads; kept by the caller from run to run.
         data: For each microbatch, a number that stands for its shapes.
         fixed: The spec of every activation, if it is known beforehand.
         training: Whether gradients come back.
+
+    Attributes:
+        activations: For each stage and microbatch, the spec and the tensors that have come for it and have
+            not been taken yet; also those that another stage of this rank has handed over.
+        gradients: The same of gradients; None is zero.
     """
 
     def __init__(
         self,
         channel: Channel,
-        routes: Routes,
         *,
+        rank_of_stage: Sequence[int],
+        common: int,
         specs: dict[SpecKey, PayloadSpec],
         data: Sequence[int],
         fixed: PayloadSpec | None,
         training: bool,
     ) -> None:
-        self.channel, self.routes, self.training = channel, routes, training
+        self.channel = channel
+        self.activations: dict[tuple[int, int], tuple[PayloadSpec, list[torch.Tensor]]] = {}
+        self.gradients: dict[tuple[int, int], Sequence[torch.Tensor | None]] = {}
+        self._rank_of_stage, self._common, self._training = rank_of_stage, common, training
         self._specs, self._data, self._fixed = specs, data, fixed
-        self._common = digest((routes.digest, training, tuple(data)))
-        self._tokens: dict[int, int] = {}  # of stages, those of this rank and those before them
-        self._queues = {peer: self._with_tokens(messages) for peer, messages in routes.incoming.items()}
-        self._arriving: dict[Message | Token, Arriving] = {}
-        self._num_ahead = dict.fromkeys(self._queues, 0)
-        self._on_their_way: dict[int, list[tuple[int, Sent]]] = {}
+        self._tokens: dict[int, int] = {-1: common}  # of stages, those of this rank and those before them
+        self._unposted: dict[int, deque[Message]] = {}  # by sender: those whose shape is not known yet
+        self._arriving: dict[Message, Arriving] = {}
+        self._on_their_way: dict[Message, list[Sent]] = {}
         self._sent_specs: dict[tuple[int, int], PayloadSpec] = {}
         self._received_specs: dict[tuple[int, int], PayloadSpec] = {}
-        for peer in self._queues:
-            self._post_ahead(peer)
 
-    def begin_stage(self, stage: int, state: object) -> None:
-        """Tell the next stage that a stage begins its first forward of the run.
+    def begin_stage(self, stage: int, state: object, message: Message | None) -> None:
+        """Work out the token of a stage before its first forward of the run, and tell the next stage.
 
         Args:
             stage: The stage.
             state: What its output depends on besides the data; compared by its `repr`.
+            message: By which the next stage learns of it; None if that is on this rank.
         """
-        if self._fixed is not None:
-            return
-        token = digest((self._token_before(stage), state))
-        self._tokens[stage] = token
-        if stage + 1 < self.routes.schedule.num_stages and self._rank_of(stage + 1) != self.routes.rank:
-            values = torch.tensor([self._common, token], device=self.channel.device)
-            message = Message(
-                self.routes.rank, self._rank_of(stage + 1), MessageKind.ACTIVATION, stage + 1, 0
-            )
-            self._send([values], message, whole=True)
+        token = self._tokens[stage] = digest((self._tokens[stage - 1], state))
+        if message is not None:
+            self._send([torch.tensor([self._common, token], device=self.channel.device)], message, whole=True)
 
     def send_activation(
         self, message: Message, spec: PayloadSpec, tensors: Sequence[torch.Tensor]
@@ -171,9 +256,8 @@ class Exchange:
             known = self._specs.get(key)
             if known is None:
                 encoded = spec.encode().to(self.channel.device)
-                self._send(
-                    [torch.tensor([len(encoded)], device=encoded.device), encoded], message, whole=True
-                )
+                length = torch.tensor([len(encoded)], device=encoded.device)
+                self._send([length, encoded], message, whole=True)
                 self._specs[key] = spec
             elif known != spec:
                 raise ValueError(
@@ -181,11 +265,9 @@ class Exchange:
                     "shapes: what a stage returns must follow from the shapes of the data "
                     "(pad it to a fixed size)"
                 )
-        if self.training:
+        if self._training:
             self._sent_specs[stage, message.microbatch] = spec
         self._send(tensors, message)
-        if message.destination in self._queues:
-            self._post_ahead(message.destination)  # the shape of the gradient is known now
         return spec
 
     def send_gradients(self, message: Message, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -199,79 +281,81 @@ class Exchange:
         ]
         self._send(tensors, message)
 
-    def receive(self, message: Message) -> tuple[PayloadSpec, list[torch.Tensor]]:
-        """Return what came with a message, as soon as it has: the spec of the activation, and tensors."""
-        peer = message.source
-        while message not in self._arriving:
-            if not self._post_next(peer):
-                self._learn_next(peer)
-        tensors = self._arriving.pop(message).wait()
-        self._num_ahead[peer] -= 1
-        self._let_go(peer, self.routes.made_at[message])
-        self._post_ahead(peer)
-        spec = self._spec_of(message)
-        assert spec is not None, "it has come"
+    def post(self, step: Step) -> None:
+        """Begin to receive a message, and those of its sender before it, as far as their shapes are known."""
+        message = step.message
+        assert message is not None, "a message is received"
+        unposted = self._unposted.setdefault(message.source, deque())
+        unposted.append(message)
+        self._post_known(unposted)
+
+    def wait(self, step: Step) -> None:
+        """Put down what came with a message, as soon as it has come, and free what is over by then.
+
+        Raises:
+            ValueError: The stage before runs another schedule, or on other data.
+        """
+        message = step.message
+        assert message is not None, "a message is received"
+        unposted = self._unposted[message.source]
+        while message not in self._arriving:  # of shapes seen for the first time: they come ahead of it
+            self._learn(unposted[0])
+            self._post_known(unposted)
+        arriving = self._arriving.pop(message)
+        _wait(arriving.works, arriving.blame)
+        for each in step.over:
+            for sent in self._on_their_way.pop(each):
+                _wait(sent.works, sent.blame)
+        tensors = arriving.whole()
+        if message.kind is MessageKind.TOKEN:
+            self._take_token(message, *tensors)
+            return
         if message.kind is MessageKind.GRADIENT:
             del self._sent_specs[message.stage, message.microbatch]
-        elif self.training:
+            self.gradients[message.stage, message.microbatch] = tensors
+            return
+        spec = self._spec_of(message)
+        assert spec is not None, "it has come"
+        self.activations[message.stage, message.microbatch] = (spec, tensors)
+        if self._training:
             self._received_specs[message.stage - 1, message.microbatch] = spec
-        return spec, tensors
 
     def finish(self) -> None:
         """Return when everything has been sent."""
-        for peer in self._on_their_way:
-            self._let_go(peer, self._end_of(peer))
+        for messages in self._on_their_way.values():
+            for sent in messages:
+                sent.wait()
+        self._on_their_way.clear()
 
     def _send(self, tensors: Sequence[torch.Tensor], message: Message, *, whole: bool = False) -> None:
         sent = self.channel.send(tensors, message.destination, partial(self._blame, message), whole=whole)
-        position = self.routes.needed_at.get(message, self._end_of(message.destination))
-        self._on_their_way.setdefault(message.destination, []).append((position, sent))
+        self._on_their_way.setdefault(message, []).append(sent)
 
-    def _let_go(self, peer: int, position: int) -> None:
-        """Free what a rank has needed up to a position of its list."""
-        kept = []
-        for needed_at, sent in self._on_their_way.get(peer, ()):
-            if needed_at <= position:
-                sent.wait()
+    def _post_known(self, unposted: deque[Message]) -> None:
+        """Begin to receive the next messages of a rank, in order, up to the first of unknown shapes."""
+        while unposted:
+            message = unposted[0]
+            if message.kind is MessageKind.TOKEN:
+                shapes: list[Expected] = [_TOKEN]
             else:
-                kept.append((needed_at, sent))
-        self._on_their_way[peer] = kept
+                spec = self._spec_of(message)
+                if spec is None:
+                    return
+                wanted = _with_gradient(spec) if message.kind is MessageKind.GRADIENT else spec.tensors
+                shapes = [(tensor.shape, tensor.dtype) for tensor in wanted]
+            unposted.popleft()
+            self._arriving[message] = self.channel.receive(
+                shapes, message.source, partial(self._blame, message), whole=message.kind is MessageKind.TOKEN
+            )
 
-    def _post_ahead(self, peer: int) -> None:
-        while self._queues[peer] and self._num_ahead[peer] < WINDOW and self._post_next(peer):
-            pass
-
-    def _post_next(self, peer: int) -> bool:
-        """Begin to receive the next message of a rank, if its shapes are known."""
-        item = self._queues[peer][0]
-        if isinstance(item, Token):
-            shapes: list[Expected] = [_TOKEN]
-            message = Message(peer, self.routes.rank, MessageKind.ACTIVATION, item.stage + 1, 0)
-        else:
-            spec, message = self._spec_of(item), item
-            if spec is None:
-                return False
-            wanted = _with_gradient(spec) if item.kind is MessageKind.GRADIENT else spec.tensors
-            shapes = [(tensor.shape, tensor.dtype) for tensor in wanted]
-        self._queues[peer].popleft()
-        self._arriving[item] = self.channel.receive(
-            shapes, peer, partial(self._blame, message), whole=isinstance(item, Token)
-        )
-        self._num_ahead[peer] += 1
-        return True
-
-    def _learn_next(self, peer: int) -> None:
-        """Find out the shapes of the next message of a rank, an activation."""
-        message = self._queues[peer][0]
-        assert isinstance(message, Message), "a token has a known shape"
-        assert message.kind is MessageKind.ACTIVATION, f"the activation of {message} has not been sent"
+    def _learn(self, message: Message) -> None:
+        """Receive the spec that goes ahead of an activation of new shapes."""
+        assert message.kind is MessageKind.ACTIVATION, f"nothing goes ahead of {message}"
+        peer, blame = message.source, partial(self._blame, message)
+        (length,) = self.channel.receive([_LENGTH], peer, blame, whole=True).wait()
+        (encoded,) = self.channel.receive([((int(length),), torch.uint8)], peer, blame, whole=True).wait()
         stage = message.stage - 1
-        key = (stage, self._token_of(stage), self._data[message.microbatch])
-        if key not in self._specs:
-            blame = partial(self._blame, message)
-            (length,) = self.channel.receive([_LENGTH], peer, blame, whole=True).wait()
-            (encoded,) = self.channel.receive([((int(length),), torch.uint8)], peer, blame, whole=True).wait()
-            self._specs[key] = PayloadSpec.decode(encoded)
+        self._specs[stage, self._tokens[stage], self._data[message.microbatch]] = PayloadSpec.decode(encoded)
 
     def _spec_of(self, message: Message) -> PayloadSpec | None:
         """Return the spec of an activation, or of the one that a gradient belongs to, if it is known."""
@@ -280,57 +364,76 @@ class Exchange:
         if self._fixed is not None:
             return self._fixed
         stage = message.stage - 1
-        if stage not in self._tokens:
-            return None
         return self._specs.get((stage, self._tokens[stage], self._data[message.microbatch]))
 
-    def _token_before(self, stage: int) -> int:
-        return self._common if stage == 0 else self._token_of(stage - 1)
-
-    def _token_of(self, stage: int) -> int:
-        if stage not in self._tokens:
-            peer, item = self._rank_of(stage), Token(stage)
-            while item not in self._arriving:
-                if not self._post_next(peer):
-                    self._learn_next(peer)
-            (values,) = self._arriving.pop(item).wait()
-            self._num_ahead[peer] -= 1
-            common, self._tokens[stage] = values.tolist()
-            if common != self._common:
-                raise ValueError(
-                    f"{self._name(stage)} and {self._name(stage + 1)} run different schedules, or their "
-                    "microbatches differ in number or shapes: all stages must be given the same data"
-                )
-            self._post_ahead(peer)
-        return self._tokens[stage]
-
-    def _with_tokens(self, messages: Sequence[Message]) -> deque[Message | Token]:
-        """Put a token before the first activation of every stage."""
-        queue: deque[Message | Token] = deque()
-        seen: set[int] = set()
-        for message in messages:
-            if self._fixed is None and message.kind is MessageKind.ACTIVATION and message.stage not in seen:
-                seen.add(message.stage)
-                queue.append(Token(message.stage - 1))
-            queue.append(message)
-        return queue
-
-    def _end_of(self, peer: int) -> int:
-        return len(self.routes.schedule.actions[peer])
-
-    def _rank_of(self, stage: int) -> int:
-        return self.routes.schedule.rank_of_stage[stage]
+    def _take_token(self, message: Message, values: torch.Tensor) -> None:
+        stage = message.stage - 1
+        common, self._tokens[stage] = values.tolist()
+        if common != self._common:
+            raise ValueError(
+                f"{self._name(stage)} and {self._name(stage + 1)} run different schedules, or their "
+                "microbatches differ in number or shapes: all stages must be given the same data"
+            )
 
     def _name(self, stage: int) -> str:
-        return f"stage {stage} (rank {self.channel.axis.ranks[self._rank_of(stage)]})"
+        return f"stage {stage} (rank {self.channel.axis.ranks[self._rank_of_stage[stage]]})"
 
     def _blame(self, message: Message) -> str:
         """Say what a message was, with a place for what became of the peer."""
-        what = f"{message.kind} of microbatch {message.microbatch}"
-        other = message.stage - 1 if message.kind is MessageKind.ACTIVATION else message.stage + 1
-        if message.destination == self.routes.rank:
+        is_gradient = message.kind is MessageKind.GRADIENT
+        kind = MessageKind.GRADIENT if is_gradient else MessageKind.ACTIVATION  # a token announces those
+        what = f"{kind} of microbatch {message.microbatch}"
+        other = message.stage + 1 if is_gradient else message.stage - 1
+        if message.destination == self.channel.rank:
             return f"{self._name(other)} {{}} while {self._name(message.stage)} waited for the {what}"
         return f"{self._name(message.stage)} {{}} while {self._name(other)} sent it the {what}"
+
+
+def _wait(works: Iterable[dist.Work], blame: Callable[[], str]) -> None:
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:
+        raise _peer_error(error, blame) from error
+
+
+def _peer_error(error: RuntimeError, blame: Callable[[], str]) -> RuntimeError:
+    """Return an error that names the peer; `blame` has a place for what has become of it."""
+    is_late = "timed out" in str(error).lower()
+    return RuntimeError(blame().format("did not answer in time" if is_late else "is gone"))
+
+
+def _is_cut(shape: tuple[int, ...], axis: Axis | None) -> bool:
+    """Whether each rank of a tensor axis sends its part of a tensor only."""
+    if axis is None or not shape:
+        return False
+    if math.prod(shape) % axis.size == 0:
+        return True
+    get_dist_logger().log_once(
+        f"scatter_gather_tensors: a tensor of shape {shape} cannot be cut into {axis.size} equal parts; "
+        "it is sent whole by every tensor-parallel rank"
+    )
+    return False
+
+
+def _part(tensor: torch.Tensor, axis: Axis | None) -> torch.Tensor:
+    """Return what this rank sends of a tensor, contiguous."""
+    whole = tensor.contiguous()
+    if axis is None or not _is_cut(tuple(tensor.shape), axis):
+        return whole
+    return whole.view(-1).chunk(axis.size)[axis.rank]
+
+
+def _part_shape(shape: tuple[int, ...], axis: Axis | None) -> tuple[int, ...]:
+    if axis is None or not _is_cut(shape, axis):
+        return shape
+    return (math.prod(shape) // axis.size,)
+
+
+def _gathered(tensor: torch.Tensor, shape: tuple[int, ...], axis: Axis | None) -> torch.Tensor:
+    if axis is None or not _is_cut(shape, axis):
+        return tensor
+    return all_gather(tensor, 0, axis).view(shape)
 
 
 def _with_gradient(spec: PayloadSpec) -> list[TensorSpec]:

@@ -1,14 +1,13 @@
-"""The executor: runs the actions of a schedule, one after the other, whatever the schedule.
+"""The executor: runs the steps of a lowered schedule, one after the other, whatever the schedule.
 
-A rank goes through its own list. A forward takes what came from the stage before, a backward the gradient
-from the stage behind; what comes of them is sent, or handed to the next stage of the same rank. Everything is
-freed with the backward (or the weight gradient) of its microbatch: of an output that has been sent only its
-place in the autograd graph is kept. For the messages see `_exchange.py`.
+A rank goes through its own list (see `schedules/_lowered.py`), which says where a message is begun and where
+it is waited for; nothing is decided here. Everything is freed with the backward (or the weight gradient) of
+its microbatch: of an output that has been sent only its place in the autograd graph is kept.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,24 +15,24 @@ from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from colossalai.context import Axis
-from colossalai.pipeline.execution._communication import Exchange, Routes, SpecKey
-from colossalai.pipeline.execution._microbatch import map_tensors
-from colossalai.pipeline.execution._p2p import Channel
-from colossalai.pipeline.execution._payload import (
+from colossalai.pipeline.execution._communication import Channel, Exchange, SpecKey
+from colossalai.pipeline.execution._nested import (
     PayloadSpec,
+    digest,
     fixed_spec,
+    map_tensors,
     put_together,
     shape_digest,
     take_apart,
 )
 from colossalai.pipeline.execution._split_backward import PendingBackward, input_grads
 from colossalai.pipeline.schedules import (
-    Action,
-    Message,
     Op,
     Schedule,
-    message_needed_by,
-    message_sent_by,
+    Step,
+    StepKind,
+    lower,
+    messages_between,
     validate,
 )
 from colossalai.pipeline.schedules import forward_only as forward_only_schedule
@@ -79,23 +78,23 @@ class _Live:
     pending: PendingBackward | None = None
 
 
-@dataclass
-class _Run:
-    """One run of a schedule."""
+@dataclass(frozen=True)
+class _Lowered:
+    """A schedule as this rank runs it.
 
-    microbatches: Sequence[Any]
-    exchange: Exchange
-    compute_loss: ComputeLoss | None
-    loss_factors: Sequence[float]
-    forward_only: bool
-    keep_outputs: bool
-    last_backwards: dict[Action, int]
-    live: dict[tuple[int, int], _Live] = field(default_factory=dict)
-    handed: dict[tuple[int, int], Any] = field(default_factory=dict)
-    handed_back: dict[tuple[int, int], list[torch.Tensor | None]] = field(default_factory=dict)
-    begun: set[int] = field(default_factory=set)
-    outputs: dict[int, Any] = field(default_factory=dict)
-    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    Attributes:
+        schedule: The schedule.
+        steps: What this rank does, in order.
+        callers: For each stage of this rank, what runs it.
+        pairs: All pairs of ranks that send each other something.
+        digest: Stands for the schedule.
+    """
+
+    schedule: Schedule
+    steps: tuple[Step, ...]
+    callers: Mapping[int, Callable[[Any, Any], Any]]
+    pairs: tuple[tuple[int, int], ...]
+    digest: int
 
 
 class PipelineExecutor:
@@ -144,9 +143,8 @@ class PipelineExecutor:
             self._fixed = fixed_spec(tensor_shape, dtype or torch.get_default_dtype())
         self._stage_context = stage_context or nullcontext
         self._on_last_backward = on_last_backward
-        self._routes: dict[tuple[int, bool], Routes] = {}
+        self._lowered: dict[tuple[int, bool], _Lowered] = {}
         self._specs: dict[SpecKey, PayloadSpec] = {}
-        self._callers: dict[int, Callable[[Any, Any], Any]] = {}
 
     def run(
         self,
@@ -175,51 +173,76 @@ class PipelineExecutor:
             ValueError: The chunks are not those of the schedule, or a stage returned what cannot be sent.
             RuntimeError: Another rank is gone or too late; the message names it and what was waited for.
         """
-        schedule, routes = self._prepare(len(microbatches), forward_only)
+        lowered = self._prepare(len(microbatches), forward_only)
         if not forward_only and compute_loss is None:
             raise ValueError("compute_loss is None: no loss, no backward; give one, or use forward_only=True")
-        self._channel.connect(routes.pairs)
+        data = [shape_digest(part) for part in microbatches]
+        self._channel.connect(lowered.pairs)
+        exchange = Exchange(
+            self._channel,
+            rank_of_stage=lowered.schedule.rank_of_stage,
+            common=digest((lowered.digest, not forward_only, tuple(data))),
+            specs=self._specs,
+            data=data,
+            fixed=self._fixed,
+            training=not forward_only,
+        )
         run = _Run(
-            microbatches=microbatches,
-            exchange=Exchange(
-                self._channel,
-                routes,
-                specs=self._specs,
-                data=[shape_digest(data) for data in microbatches],
-                fixed=self._fixed,
-                training=not forward_only,
-            ),
+            self.chunks,
+            lowered,
+            exchange,
+            microbatches,
             compute_loss=compute_loss,
             loss_factors=[1.0] * len(microbatches) if loss_factors is None else loss_factors,
-            forward_only=forward_only,
             keep_outputs=keep_outputs,
-            last_backwards=self._last_backwards(schedule),
+            stage_context=self._stage_context,
+            on_last_backward=self._on_last_backward,
         )
-        self.peak_live = [0] * len(self.chunks)
-        for action in schedule.actions[self.axis.rank]:
-            try:
-                self._execute(action, run, schedule)
-            except BaseException as error:
-                error.add_note(
-                    f"in the {_NAMES[action.op]} of microbatch {action.microbatch} on stage {action.stage} "
-                    f"(rank {self.axis.mesh.rank}, action {action} of schedule {schedule.name!r})"
-                )
-                raise
-        run.exchange.finish()
+        self.peak_live = run.peak_live
+        handlers = self._handlers(run)
+        with torch.set_grad_enabled(not forward_only):
+            for step in lowered.steps:
+                try:
+                    handlers[step.kind](step)
+                except BaseException as error:
+                    error.add_note(f"in {self._describe(step, lowered.schedule)}")
+                    raise
+        exchange.finish()
         return PipelineResult(_in_order(run.outputs), _in_order(run.losses))
 
-    def _prepare(self, num_microbatches: int, forward_only: bool) -> tuple[Schedule, Routes]:
-        """Return the schedule and its messages, checked once."""
+    def _handlers(self, run: "_Run") -> dict[StepKind, Callable[[Step], None]]:
+        """Return what carries out a step of each kind; a benchmark puts a clock around it."""
+        return run.handlers
+
+    def _describe(self, step: Step, schedule: Schedule) -> str:
+        action = step.action
+        return (
+            f"the {_NAMES[action.op]} of microbatch {action.microbatch} on stage {action.stage} "
+            f"(rank {self.axis.mesh.rank}, action {action} of schedule {schedule.name!r})"
+        )
+
+    def _prepare(self, num_microbatches: int, forward_only: bool) -> _Lowered:
+        """Return the schedule as this rank runs it: made, checked and lowered once."""
         key = (num_microbatches, forward_only)
-        if key not in self._routes:
+        if key not in self._lowered:
             schedule = self._make_schedule(num_microbatches)
             if forward_only:
                 schedule = forward_only_schedule(schedule)
             validate(schedule)
             self._check(schedule, num_microbatches)
-            self._routes[key] = Routes(self.axis.rank, schedule)
-        routes = self._routes[key]
-        return routes.schedule, routes
+            stages = schedule.stages_of(self.axis.rank)
+            written = [[str(action) for action in actions] for actions in schedule.actions]
+            self._lowered[key] = _Lowered(
+                schedule,
+                lower(schedule, self.axis.rank, has_tokens=self._fixed is None),
+                {
+                    stage: caller_of(chunk, is_first=stage == 0)
+                    for stage, chunk in zip(stages, self.chunks, strict=True)
+                },
+                tuple(messages_between(schedule)),
+                digest((written, schedule.rank_of_stage)),
+            )
+        return self._lowered[key]
 
     def _check(self, schedule: Schedule, num_microbatches: int) -> None:
         if schedule.num_ranks != self.axis.size:
@@ -239,159 +262,179 @@ class PipelineExecutor:
                 f"which holds {len(self.chunks)} chunks: cut the model into as many"
             )
 
-    def _last_backwards(self, schedule: Schedule) -> dict[Action, int]:
-        """Return the last action that adds to the gradients of each chunk."""
-        last = {
-            action.stage: action
-            for action in schedule.actions[self.axis.rank]
-            if action.op in (Op.BACKWARD, Op.WEIGHT_GRAD)
+
+class _Run:
+    """One run of a lowered schedule: what its steps do.
+
+    Args:
+        chunks: The stages of this rank.
+        lowered: What is run.
+        exchange: The messages.
+        microbatches: See `PipelineExecutor.run`, as for the others.
+        compute_loss: Gives a loss.
+        loss_factors: What losses are multiplied by.
+        keep_outputs: Whether outputs are kept.
+        stage_context: Gives the context of every forward.
+        on_last_backward: Called before the last action that adds to the gradients of a chunk.
+
+    Attributes:
+        outputs: By microbatch, what the model returned.
+        losses: By microbatch, the loss.
+        peak_live: For each chunk, the most microbatches that lived at a time.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        lowered: _Lowered,
+        exchange: Exchange,
+        microbatches: Sequence[Any],
+        *,
+        compute_loss: ComputeLoss | None,
+        loss_factors: Sequence[float],
+        keep_outputs: bool,
+        stage_context: Callable[[], AbstractContextManager[Any]],
+        on_last_backward: Callable[[int], None] | None,
+    ) -> None:
+        self.outputs: dict[int, Any] = {}
+        self.losses: dict[int, torch.Tensor] = {}
+        self.peak_live = [0] * len(chunks)
+        self._chunks, self._exchange, self._microbatches = chunks, exchange, microbatches
+        self._callers = lowered.callers
+        self._chunk_of = {stage: chunk for chunk, stage in enumerate(lowered.callers)}
+        self._last_stage = lowered.schedule.num_stages - 1
+        self._compute_loss, self._loss_factors, self._keep_outputs = compute_loss, loss_factors, keep_outputs
+        self._stage_context, self._on_last_backward = stage_context, on_last_backward
+        self._live: dict[int, dict[int, _Live]] = {stage: {} for stage in lowered.callers}
+        self._made: Any = None  # by a computation, for the step behind it, which sends or hands it on
+
+    @property
+    def handlers(self) -> dict[StepKind, Callable[[Step], None]]:
+        """What carries out a step of each kind."""
+        return {
+            StepKind.FORWARD: self._forward,
+            StepKind.BACKWARD: self._backward,
+            StepKind.INPUT_GRAD: self._input_grad,
+            StepKind.WEIGHT_GRAD: self._weight_grad,
+            StepKind.TOKEN: self._begin_stage,
+            StepKind.RECV: self._exchange.post,
+            StepKind.WAIT: self._exchange.wait,
+            StepKind.SEND_F: self._pass_output_on,
+            StepKind.HAND_F: self._pass_output_on,
+            StepKind.SEND_B: self._send_gradients,
+            StepKind.HAND_B: self._hand_gradients,
+            StepKind.CLOSE: self._close,
         }
-        stages = schedule.stages_of(self.axis.rank)
-        return {action: stages.index(stage) for stage, action in last.items()}
 
-    def _execute(self, action: Action, run: _Run, schedule: Schedule) -> None:
-        if action.op is Op.FORWARD:
-            with torch.set_grad_enabled(not run.forward_only):
-                self._forward(action, run, schedule)
-            return
-        if self._on_last_backward is not None and action in run.last_backwards:
-            self._on_last_backward(run.last_backwards[action])
-        if action.op is Op.WEIGHT_GRAD:
-            live = run.live.pop((action.stage, action.microbatch))
-            assert live.pending is not None, "the input gradient comes first"
-            live.pending.weight_grads()
-        else:
-            self._backward(action, run, schedule)
-
-    def _forward(self, action: Action, run: _Run, schedule: Schedule) -> None:
-        stage, microbatch = action.stage, action.microbatch
-        chunk = schedule.stages_of(self.axis.rank).index(stage)
-        if stage not in run.begun:
-            run.begun.add(stage)
-            run.exchange.begin_stage(stage, None if run.forward_only else _state_of(self.chunks[chunk]))
-        received, inputs = self._take(action, run, schedule)
-        data = run.microbatches[microbatch]
+    def _forward(self, step: Step) -> None:
+        stage, microbatch = step.action.stage, step.action.microbatch
+        received: Any = None
+        inputs: list[torch.Tensor] = []
+        if stage > 0:
+            spec, tensors = self._exchange.activations.pop((stage, microbatch))
+            if torch.is_grad_enabled():
+                inputs = [
+                    tensor.requires_grad_()
+                    for tensor, tensor_spec in zip(tensors, spec.tensors, strict=True)
+                    if tensor_spec.requires_grad
+                ]
+            received = put_together(spec, tensors)
+            del tensors
         with self._stage_context():
-            output = self._caller(chunk, stage)(received, data)
+            output = self._callers[stage](received, self._microbatches[microbatch])
         del received
-        if stage + 1 == schedule.num_stages:
-            outputs = self._finish_forward(output, run, microbatch)
+        live = _Live(inputs, [])
+        if stage < self._last_stage:
+            self._made = output
         else:
-            outputs = self._pass_on(output, message_sent_by(action, schedule), run, action)
-        if not run.forward_only:
-            run.live[stage, microbatch] = _Live(inputs, outputs)
-            count = sum(1 for live_stage, _ in run.live if live_stage == stage)
-            self.peak_live[chunk] = max(self.peak_live[chunk], count)
+            live.outputs = self._finish_forward(output, microbatch)
+        if torch.is_grad_enabled():
+            chunk = self._chunk_of[stage]
+            self._live[stage][microbatch] = live
+            self.peak_live[chunk] = max(self.peak_live[chunk], len(self._live[stage]))
 
-    def _take(self, action: Action, run: _Run, schedule: Schedule) -> tuple[Any, list[torch.Tensor]]:
-        """Return what a forward receives, and the leaves in it that get a gradient."""
-        if action.stage == 0:
-            return None, []
-        message = message_needed_by(action, schedule)
-        if message is None:
-            spec, tensors = take_apart(run.handed.pop((action.stage, action.microbatch)))
-        else:
-            spec, tensors = run.exchange.receive(message)
-        if run.forward_only:
-            return put_together(spec, tensors), []
-        inputs = []
-        for tensor, tensor_spec in zip(tensors, spec.tensors, strict=True):
-            if tensor_spec.requires_grad:
-                inputs.append(tensor.requires_grad_())
-        return put_together(spec, tensors), inputs
-
-    def _pass_on(
-        self, output: Any, message: Message | None, run: _Run, action: Action
-    ) -> list[GradientEdge | None]:
-        """Send an output, or hand it to the next stage of this rank; return where its gradients enter."""
-        spec, tensors = take_apart(output)
-        if message is not None:
-            spec = run.exchange.send_activation(message, spec, tensors)
-        else:
-            run.handed[action.stage + 1, action.microbatch] = map_tensors(_leaf, output)
-        return [
-            get_gradient_edge(tensor) if tensor.requires_grad else None
-            for tensor, tensor_spec in zip(tensors, spec.tensors, strict=True)
-            if tensor_spec.requires_grad
-        ]
-
-    def _finish_forward(self, output: Any, run: _Run, microbatch: int) -> list[GradientEdge | None]:
-        """Compute the loss on the last stage."""
-        if run.keep_outputs:
-            run.outputs[microbatch] = map_tensors(torch.Tensor.detach, output)
-        if run.compute_loss is None:
+    def _finish_forward(self, output: Any, microbatch: int) -> list[GradientEdge | None]:
+        """Compute the loss on the last stage; return where the backward starts."""
+        if self._keep_outputs:
+            self.outputs[microbatch] = map_tensors(torch.Tensor.detach, output)
+        if self._compute_loss is None:
             return []
-        loss = run.compute_loss(output, microbatch)
+        loss = self._compute_loss(output, microbatch)
         # The mean of mse_loss is a number in a storage of all the squares, which a clone lets go.
-        run.losses[microbatch] = loss.detach().clone()
-        if run.forward_only:
+        self.losses[microbatch] = loss.detach().clone()
+        if not torch.is_grad_enabled():
             return []
-        return [get_gradient_edge(loss * run.loss_factors[microbatch]) if loss.requires_grad else None]
+        return [get_gradient_edge(loss * self._loss_factors[microbatch]) if loss.requires_grad else None]
 
-    def _backward(self, action: Action, run: _Run, schedule: Schedule) -> None:
-        key = (action.stage, action.microbatch)
-        live = run.live[key]
-        grads = self._take_gradients(action, run, schedule)
-        if action.op is Op.INPUT_GRAD:
-            found: Sequence[torch.Tensor | None]
-            found, live.pending = input_grads(*_useful(live.outputs, grads), live.inputs)
-            live.outputs, live.inputs = [], []
+    def _pass_output_on(self, step: Step) -> None:
+        """Send an output, or hand it to the next stage of this rank, and keep where its gradients enter."""
+        stage, microbatch = step.action.stage, step.action.microbatch
+        spec, tensors = take_apart(self._made)
+        self._made = None
+        if step.message is not None:
+            spec = self._exchange.send_activation(step.message, spec, tensors)
         else:
-            del run.live[key]
-            found = _whole_backward(live, grads)
-        del grads, live
-        message = message_sent_by(action, schedule)
-        if message is not None:
-            run.exchange.send_gradients(message, found)
-        elif action.stage > 0:
-            run.handed_back[action.stage - 1, action.microbatch] = list(found)
+            leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+            self._exchange.activations[stage + 1, microbatch] = (spec, leaves)
+        if torch.is_grad_enabled():
+            self._live[stage][microbatch].outputs = [
+                get_gradient_edge(tensor) if tensor.requires_grad else None
+                for tensor, tensor_spec in zip(tensors, spec.tensors, strict=True)
+                if tensor_spec.requires_grad
+            ]
 
-    def _take_gradients(self, action: Action, run: _Run, schedule: Schedule) -> Sequence[torch.Tensor | None]:
-        """Return the gradients of what a forward returned."""
-        if action.stage + 1 == schedule.num_stages:
-            return [torch.ones_like(run.losses[action.microbatch])]
-        message = message_needed_by(action, schedule)
-        if message is not None:
-            return run.exchange.receive(message)[1]
-        return run.handed_back.pop((action.stage, action.microbatch))
+    def _backward(self, step: Step) -> None:
+        live = self._live[step.action.stage].pop(step.action.microbatch)
+        outputs, grads = self._useful(live, step)
+        if outputs:
+            torch.autograd.backward(outputs, grads)
+        self._made = [leaf.grad for leaf in live.inputs]
+        for leaf in live.inputs:
+            leaf.grad = None
 
-    def _caller(self, chunk: int, stage: int) -> Callable[[Any, Any], Any]:
-        if stage not in self._callers:
-            self._callers[stage] = caller_of(self.chunks[chunk], is_first=stage == 0)
-        return self._callers[stage]
+    def _input_grad(self, step: Step) -> None:
+        live = self._live[step.action.stage][step.action.microbatch]
+        self._made, live.pending = input_grads(*self._useful(live, step), live.inputs)
+        live.outputs, live.inputs = [], []
 
+    def _weight_grad(self, step: Step) -> None:
+        live = self._live[step.action.stage].pop(step.action.microbatch)
+        assert live.pending is not None, "the input gradient comes first"
+        live.pending.weight_grads()
 
-def _whole_backward(live: _Live, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Do a plain backward; return the gradients of the inputs."""
-    outputs, useful = _useful(live.outputs, grads)
-    if outputs:
-        torch.autograd.backward(outputs, useful)
-    found = [leaf.grad for leaf in live.inputs]
-    for leaf in live.inputs:
-        leaf.grad = None
-    return found
+    def _useful(self, live: _Live, step: Step) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """Return where gradients of use enter the graph of a microbatch, and the gradients."""
+        stage, microbatch = step.action.stage, step.action.microbatch
+        if stage == self._last_stage:
+            grads: Sequence[torch.Tensor | None] = [torch.ones_like(self.losses[microbatch])]
+        else:
+            grads = self._exchange.gradients.pop((stage, microbatch))
+        pairs = [
+            (edge, grad)
+            for edge, grad in zip(live.outputs, grads, strict=True)
+            if edge is not None and grad is not None
+        ]
+        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
+    def _send_gradients(self, step: Step) -> None:
+        assert step.message is not None, "a message is sent"
+        self._exchange.send_gradients(step.message, self._made)
+        self._made = None
 
-def _useful(
-    outputs: Sequence[GradientEdge | None], grads: Sequence[torch.Tensor | None]
-) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-    """Return where gradients of use enter the graph, and the gradients."""
-    edges, useful = [], []
-    for edge, grad in zip(outputs, grads, strict=True):
-        if edge is not None and grad is not None:
-            edges.append(edge)
-            useful.append(grad)
-    return edges, useful
+    def _hand_gradients(self, step: Step) -> None:
+        self._exchange.gradients[step.action.stage - 1, step.action.microbatch] = self._made
+        self._made = None
 
+    def _begin_stage(self, step: Step) -> None:
+        """Tell the next stage what the output depends on besides the data: the mode, what has a gradient."""
+        chunk = self._chunks[self._chunk_of[step.action.stage]]
+        has_grad = "".join("01"[param.requires_grad] for param in chunk.parameters())
+        state = (chunk.training, has_grad) if torch.is_grad_enabled() else None
+        self._exchange.begin_stage(step.action.stage, state, step.message)
 
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor cut off from the graph that it comes from."""
-    return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _state_of(chunk: nn.Module) -> object:
-    """Return what the output of a stage depends on besides its data: its mode, what has a gradient."""
-    return chunk.training, "".join("01"[param.requires_grad] for param in chunk.parameters())
+    def _close(self, step: Step) -> None:
+        if self._on_last_backward is not None:
+            self._on_last_backward(self._chunk_of[step.action.stage])
 
 
 def _in_order(values: dict[int, Any]) -> list[Any] | None:

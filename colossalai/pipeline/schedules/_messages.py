@@ -16,6 +16,7 @@ class MessageKind(StrEnum):
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
+    TOKEN = "token"  # what a stage is about to send; see [Note: what the receiver knows]
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,41 +13,15 @@ stage sees what it would see there. The forward ends behind the last block of th
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from colossalai.pipeline.stages._stage import Flow
+
 MakeTensor = Callable[[torch.Tensor], torch.Tensor]
-
-
-class StageEnd(BaseException):
-    """Ends the forward of a model behind the last block of a stage.
-
-    Not an `Exception`: code that handles those lets it through.
-
-    Args:
-        output: What the block returned.
-    """
-
-    def __init__(self, output: Any) -> None:
-        super().__init__()
-        self.output = output
-
-
-@dataclass
-class Flow:
-    """What the stand-ins of one stage know during its forward.
-
-    Attributes:
-        received: What the block before the first one of this stage has returned; None outside of a forward.
-        has_reached_blocks: Whether a block of this stage has been called.
-    """
-
-    received: Any = None
-    has_reached_blocks: bool = False
 
 
 def new_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
@@ -178,46 +152,6 @@ class BlockElsewhere(_Elsewhere):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the last block of the stage before has returned."""
         return self.flow.received
-
-
-def pack(output: Any, *, block: str) -> Any:
-    """Return what a block has returned as a message to the next stage.
-
-    Tensors go as they are, and so do tuples and dicts of them; a tuple that holds None becomes a dict.
-
-    Raises:
-        ValueError: There is something else in it.
-    """
-    if isinstance(output, torch.Tensor) or (type(output) is dict and _all_tensors(output.values())):
-        return output
-    if type(output) in (tuple, list):
-        tensors = {f"{i}/{len(output)}": value for i, value in enumerate(output) if value is not None}
-        if tensors and _all_tensors(tensors.values()):
-            return tensors if len(tensors) < len(output) else tuple(output)
-    raise ValueError(
-        f"block {block!r} returns {_describe(output)}; between two stages it must be a tensor, or a tuple or "
-        "dict of tensors (in a tuple also None): switch off caches, or cut the model by hand"
-    )
-
-
-def unpack(received: Any) -> Any:
-    """Return what the block has returned, from the message that `pack` made of it."""
-    if isinstance(received, list):
-        return tuple(received)
-    if isinstance(received, dict) and "/" in next(iter(received)):
-        length = int(next(iter(received)).rpartition("/")[2])
-        return tuple(received.get(f"{i}/{length}") for i in range(length))
-    return received
-
-
-def _all_tensors(values: Any) -> bool:
-    return all(isinstance(value, torch.Tensor) for value in values)
-
-
-def _describe(output: Any) -> str:
-    if isinstance(output, tuple | list):
-        return f"a {type(output).__name__} of {[type(value).__name__ for value in output]}"
-    return f"a {type(output).__name__}"
 
 
 def _first_tensor(tree: Any) -> torch.Tensor:

@@ -14,7 +14,6 @@ from torch import nn
 
 from colossalai.logging import get_dist_logger
 from colossalai.pipeline.stages._chunks import as_model
-from colossalai.pipeline.stages._model_stage import ModelStage, NoteBlocks, PartOfStack, Tie, end_stage
 from colossalai.pipeline.stages._partition import Part, balanced_parts, even_parts, parameter_weights
 from colossalai.pipeline.stages._placeholders import (
     BehindElsewhere,
@@ -23,6 +22,7 @@ from colossalai.pipeline.stages._placeholders import (
     FrontElsewhere,
     on_meta,
 )
+from colossalai.pipeline.stages._stage import ModelStage, NoteBlocks, PartOfStack, Tie, end_stage
 from colossalai.pipeline.stages._trace import Anatomy, Trial, can_try, dissect, guess_sample, run_trial
 
 Balance = Literal["uniform", "parameters"] | Sequence[float]

@@ -1,10 +1,16 @@
-"""What the executor calls: a stage, given what the stage before returned and the data of a microbatch."""
+"""Stages: what the executor calls with what the stage before returned, and with the data of a microbatch.
+
+A stage is a module cut by hand, or one that says itself how it runs (`PipelineStage`), or a whole model in
+which stand-ins take the place of what other stages hold (`ModelStage`, made by `cut_model`).
+"""
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -59,23 +65,25 @@ def caller_of(chunk: nn.Module, *, is_first: bool) -> Callable[[Any, Any], Any]:
 
 
 def _call(module: nn.Module, value: Any, more: Mapping[str, Any]) -> Any:
-    args, kwargs = _arguments(value)
+    args, kwargs = as_arguments(value)
     return module(*args, **kwargs, **more)
 
 
-def _arguments(value: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(value, Mapping):
-        return (), dict(value)
-    if isinstance(value, tuple | list):
-        return tuple(value), {}
-    return (value,), {}
+def as_arguments(data: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a model's forward for the data of a loader.
+
+    A dict is keyword arguments, a tuple or list positional ones, and anything else the first argument.
+    """
+    if isinstance(data, Mapping):
+        return (), dict(data)
+    return (tuple(data), {}) if isinstance(data, tuple | list) else ((data,), {})
 
 
 def _missing(signature: inspect.Signature, received: Any, data: Any) -> dict[str, Any]:
     """Return the entries of the data that a forward takes besides what was received."""
     if not isinstance(data, Mapping):
         return {}
-    args, kwargs = _arguments(received)
+    args, kwargs = as_arguments(received)
     parameters = signature.parameters.values()
     positional = [parameter.name for parameter in parameters if parameter.kind not in _VARIADIC]
     taken = {*positional[: len(args)], *kwargs}
@@ -92,3 +100,249 @@ def _unwrapped(module: nn.Module) -> nn.Module:
             break
         module = inner
     return module
+
+
+class StageEnd(BaseException):
+    """Ends the forward of a model behind the last block of a stage.
+
+    Not an `Exception`: code that handles those lets it through.
+
+    Args:
+        output: What the block returned.
+    """
+
+    def __init__(self, output: Any) -> None:
+        super().__init__()
+        self.output = output
+
+
+@dataclass
+class Flow:
+    """What the stand-ins of one stage know during its forward.
+
+    Attributes:
+        received: What the block before the first one of this stage has returned; None outside of a forward.
+        has_reached_blocks: Whether a block of this stage has been called.
+    """
+
+    received: Any = None
+    has_reached_blocks: bool = False
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that several stages hold a copy of, and whose gradients are to be summed over them.
+
+    Attributes:
+        names: All its names in the whole model; a stage may know it by some of them only.
+        stages: The stages that hold it, in ascending order.
+    """
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+class PartOfStack(nn.ModuleList):
+    """The blocks of a stage in the place of all blocks of the model; theirs are the numbers in the whole.
+
+    Sub-modules are the own blocks only. Whoever iterates over it or indexes it, as the model's forward does,
+    finds all blocks, those of other stages as stand-ins.
+
+    Args:
+        blocks: All blocks, by name in the stack, in order.
+        own: The names of the own ones.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module], own: Sequence[str]) -> None:
+        super().__init__()
+        self._all_blocks = tuple(blocks.values())  # a tuple: not sub-modules
+        for name in own:
+            self.add_module(name, blocks[name])
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._all_blocks)
+
+    def __len__(self) -> int:
+        return len(self._all_blocks)
+
+    def __getitem__(self, index: Any) -> Any:
+        chosen = self._all_blocks[index]
+        return list(chosen) if isinstance(index, slice) else chosen
+
+    def forward(self, received: Any) -> Any:
+        """Call all blocks one after the other, as the `nn.Sequential` does that may stand in this place."""
+        for block in self._all_blocks:
+            received = block(received)
+        return received
+
+
+class ModelStage(PipelineStage):
+    """One stage of a model that was not written for pipelines; see `cut_model`.
+
+    Its sub-modules and parameters are those of the model that this stage holds, under their names in the
+    whole model; other attributes (`config`) are those of the model.
+
+    Args:
+        model: The model, with stand-ins for what other stages hold.
+        flow: What the stand-ins share.
+        index: The number of the stage.
+        num_stages: The number of stages of the model.
+        last_block: The name of the last block of this stage.
+        ties: The parameters of this stage that other stages hold, too.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        flow: Flow,
+        *,
+        index: int,
+        num_stages: int,
+        last_block: str,
+        ties: tuple[Tie, ...],
+    ) -> None:
+        super().__init__()
+        self.training = model.training
+        self.index = index
+        self.num_stages = num_stages
+        self.ties = ties
+        self._last_block = last_block
+        self._flow = flow
+        self._no_cache = "use_cache" in inspect.signature(model.forward).parameters
+        object.__setattr__(self, "_model", model)
+        # The same dictionaries: this is how the parts of the model are named without a prefix.
+        for held in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
+            object.__setattr__(self, held, getattr(model, held))
+
+    @property
+    def model(self) -> nn.Module:
+        """The model with stand-ins for what other stages hold; it shares its modules with this stage."""
+        model: nn.Module = self.__dict__["_model"]
+        return model
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            model = self.__dict__.get("_model")
+            if model is None:  # it is being copied
+                raise
+            return getattr(model, name)
+
+    def train(self, mode: bool = True) -> "ModelStage":
+        """Set training mode, also of the model itself, which is no sub-module."""
+        super().train(mode)
+        self.__dict__["_model"].training = mode
+        return self
+
+    def forward(self, received: Any, data: Any) -> Any:
+        """Run the model up to the last block of this stage; on the last stage, to its end.
+
+        Args:
+            received: What the stage before returned; None on the first stage.
+            data: The data of the microbatch: a dict of keyword arguments of the model, a tuple of
+                positional ones, or the first argument. The same on every stage.
+
+        Returns:
+            What the last block of the stage returns, as `pack` puts it; on the last stage what the model
+            returns.
+
+        Raises:
+            RuntimeError: The forward of the model has not come to the last block of this stage.
+            ValueError: A block returns something that cannot be sent to the next stage.
+        """
+        args, kwargs = as_arguments(data)
+        if self._no_cache:  # of keys and values, for generation: it would hold this stage's only
+            kwargs.setdefault("use_cache", False)
+        self._flow.received = unpack(received)
+        try:
+            output = self.__dict__["_model"](*args, **kwargs)
+        except StageEnd as end:
+            return pack(end.output, block=self._last_block)
+        finally:
+            self._flow.received = None
+            self._flow.has_reached_blocks = False
+        if self.index < self.num_stages - 1:
+            raise RuntimeError(
+                f"the forward of the model ended without calling block {self._last_block!r}: a model that "
+                "leaves out blocks (LayerDrop) cannot be cut"
+            )
+        return output
+
+
+def tied_parameters(model: nn.Module) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
+    """Return the parameters of cut models that other stages hold, too, each with all stages that hold it.
+
+    All stages that share a parameter find it in the same order. Parameters are looked up by name now: they
+    may have been replaced since the model was cut.
+
+    Args:
+        model: What `cut_model` returned, or any other module, which has none.
+    """
+    found: dict[Tie, nn.Parameter] = {}
+    for stage in model.modules():
+        if isinstance(stage, ModelStage):
+            named = dict(stage.named_parameters(remove_duplicate=False))
+            for tie in stage.ties:
+                found[tie] = next(named[name] for name in tie.names if name in named)
+    return [(found[tie], tie.stages) for tie in sorted(found, key=lambda tie: tie.names)]
+
+
+def end_stage(module: nn.Module, args: Any, output: Any) -> None:
+    """End the forward of the model; the forward hook of a stage's last block."""
+    raise StageEnd(output)
+
+
+class NoteBlocks:
+    """The forward pre-hook of a stage's first block: tells the stand-ins that the blocks have been reached.
+
+    Args:
+        flow: What the stand-ins share.
+    """
+
+    def __init__(self, flow: Flow) -> None:
+        self._flow = flow
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Note it."""
+        self._flow.has_reached_blocks = True
+
+
+def pack(output: Any, *, block: str) -> Any:
+    """Return what a block has returned as a message to the next stage.
+
+    Tensors go as they are, and so do tuples and dicts of them; a tuple that holds None becomes a dict.
+
+    Raises:
+        ValueError: There is something else in it.
+    """
+    if isinstance(output, torch.Tensor) or (type(output) is dict and _all_tensors(output.values())):
+        return output
+    if type(output) in (tuple, list):
+        tensors = {f"{i}/{len(output)}": value for i, value in enumerate(output) if value is not None}
+        if tensors and _all_tensors(tensors.values()):
+            return tensors if len(tensors) < len(output) else tuple(output)
+    raise ValueError(
+        f"block {block!r} returns {_describe(output)}; between two stages it must be a tensor, or a tuple or "
+        "dict of tensors (in a tuple also None): switch off caches, or cut the model by hand"
+    )
+
+
+def unpack(received: Any) -> Any:
+    """Return what the block has returned, from the message that `pack` made of it."""
+    if isinstance(received, list):
+        return tuple(received)
+    if isinstance(received, dict) and "/" in next(iter(received)):
+        length = int(next(iter(received)).rpartition("/")[2])
+        return tuple(received.get(f"{i}/{length}") for i in range(length))
+    return received
+
+
+def _all_tensors(values: Any) -> bool:
+    return all(isinstance(value, torch.Tensor) for value in values)
+
+
+def _describe(output: Any) -> str:
+    if isinstance(output, tuple | list):
+        return f"a {type(output).__name__} of {[type(value).__name__ for value in output]}"
+    return f"a {type(output).__name__}"

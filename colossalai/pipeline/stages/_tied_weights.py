@@ -119,16 +119,15 @@ def share_of(param: torch.Tensor) -> Share | None:
     return getattr(param, _ATTRIBUTE, None)
 
 
-def keep_share(param: torch.Tensor, share: Share | None) -> None:
-    """Let a parameter that was put in the place of another carry the share of that one."""
-    if share is not None and share_of(param) is None:
-        setattr(param, _ATTRIBUTE, share)
-
-
 def is_shared_copy(param: torch.Tensor) -> bool:
     """Say whether another rank of the pipeline owns the parameter, where norms and numbers count it."""
     share = share_of(param)
     return share is not None and share.axis.rank > 0
+
+
+def is_counted(param: torch.Tensor) -> bool:
+    """Say whether this rank counts a parameter in norms: another one does if that owns it."""
+    return not is_shared_copy(param)
 
 
 def sync_shared_grads(params: Iterable[torch.Tensor]) -> None:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from colossalai.pipeline.stages._placeholders import copy_with, new_like
+from colossalai.pipeline.stages._stage import as_arguments
 from colossalai.tensor import spec_of
 
 _IDS = ("input_ids", "tokens", "ids")
@@ -61,16 +62,6 @@ def run_trial(model: nn.Module, sample: Any, *, stack: str, parts: Sequence[str]
 def can_try(model: nn.Module) -> bool:
     """Say whether a trial run is possible: one of tensor-parallel layers would communicate."""
     return all(_is_whole(param) for param in model.parameters())
-
-
-def as_arguments(data: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a model's forward for the data of a loader.
-
-    A dict is keyword arguments, a tuple or list positional ones, and anything else the first argument.
-    """
-    if isinstance(data, Mapping):
-        return (), dict(data)
-    return (tuple(data), {}) if isinstance(data, tuple | list) else ((data,), {})
 
 
 def guess_sample(model: nn.Module, argument: str) -> Any:
