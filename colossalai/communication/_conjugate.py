@@ -20,7 +20,6 @@ import torch
 
 from colossalai.communication._collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from colossalai.context import Axis
-from colossalai.monitor import current_module
 
 
 def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,7 +85,6 @@ class _GatherScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
-        ctx.module = current_module()
         return all_gather(tensor, dim, axis)
 
     @staticmethod
@@ -98,7 +96,6 @@ class _GatherSplit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
-        ctx.module = current_module()
         return all_gather(tensor, dim, axis)
 
     @staticmethod
@@ -110,7 +107,6 @@ class _SplitGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
-        ctx.module = current_module()
         return slice_of(tensor, axis, dim)
 
     @staticmethod
@@ -122,7 +118,6 @@ class _ScatterGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
         ctx.axis, ctx.dim = axis, dim
-        ctx.module = current_module()
         return reduce_scatter(tensor, dim, axis)
 
     @staticmethod
@@ -144,7 +139,6 @@ class _CopyReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
         ctx.axis = axis
-        ctx.module = current_module()
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -156,7 +150,6 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, split_dim: int, gather_dim: int) -> torch.Tensor:
         ctx.axis, ctx.split_dim, ctx.gather_dim = axis, split_dim, gather_dim
-        ctx.module = current_module()
         return all_to_all(tensor, axis, split_dim=split_dim, gather_dim=gather_dim)
 
     @staticmethod

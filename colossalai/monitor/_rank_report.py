@@ -1,4 +1,12 @@
-"""Rank report: where a rank waits, what it has issued, and its stacks; made when a watchdog asks for it."""
+"""Rank report: where a rank waits, what it has issued, and its stacks; made when a watchdog asks for it.
+
+[Note: the module of a backward]
+In a backward no module is on the stack any more, and to note it in each forward would cost every collective a
+walk over its callers. The graph knows: from the tensors that the backward began with, which still stand in a
+frame of the waiting thread or of the one that waits for it, to the node that hangs. The module that is named
+holds the parameters of that node, or else the nearest ones of what has used its result in the forward. An
+autograd function may still note it itself, with `current_module`.
+"""
 
 import dataclasses
 import json
@@ -7,11 +15,14 @@ import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
+import torch
 from torch import nn
 
 from colossalai.monitor._flight_recorder import (
@@ -29,10 +40,13 @@ from colossalai.monitor._sections import (
     meetings_reached,
     name_of,
     outwards,
+    owner_of,
     place_of,
 )
 
 _OUR_THREADS = "colossalai-"  # begins the name of each: they are not what hangs
+_MOST_NODES = 200_000  # of an autograd graph that are looked at
+_NEAR = 2  # steps between a node and the parameters that tell where it belongs
 _NUM_RECENT = 8  # collectives of each group that a rank tells of
 
 # What code is about, by where it stands; looked at from the inside of a stack to the outside.
@@ -274,22 +288,67 @@ def _op_on(frame: FrameType | None) -> str | None:
 
 def _current_module(frame: FrameType | None) -> str | None:
     """Return the name of the innermost module in whose forward or backward a thread is."""
+    node = next((node for inner in outwards(frame) if (node := _node_of(inner)) is not None), None)
+    noted = getattr(node, "module", None)
+    if isinstance(noted, weakref.ref) and (module := noted()) is not None:
+        return name_of(module, module)
+    if node is not None and (name := _owner_in_graph(node)) is not None:
+        return name
     modules = [module for inner in outwards(frame) if (module := _module_of(inner)) is not None]
     return name_of(modules[0], modules[-1]) if modules else None
 
 
 def _module_of(frame: FrameType) -> nn.Module | None:
     names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-    if not names:
-        return None
-    is_backward = frame.f_code.co_name == "backward"
-    if names[0] != "self" and not is_backward:
-        return None  # a function that is about a module: it saves one, say
-    first = frame.f_locals.get(names[0])
-    if is_backward:  # of an autograd function that has noted where it was called
-        noted = getattr(first, "module", None)
-        first = noted() if isinstance(noted, weakref.ref) else None
+    first = frame.f_locals.get("self") if names[:1] == ("self",) else None  # others are about a module
     return first if isinstance(first, nn.Module) else None
+
+
+def _node_of(frame: FrameType) -> Any:
+    """Return the node of the autograd graph whose backward a frame is, None for any other frame."""
+    names = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+    first = frame.f_locals.get(names[0]) if frame.f_code.co_name == "backward" and names else None
+    return first if hasattr(first, "next_functions") else None
+
+
+def _owner_in_graph(node: Any) -> str | None:
+    """Return the name of the module of a node whose backward runs; see [Note: the module of a backward]."""
+    used_by: dict[Any, Any] = {}
+    waiting = deque(_roots_of_backwards())
+    while waiting and len(used_by) < _MOST_NODES:
+        user = waiting.popleft()
+        for part, _ in user.next_functions:
+            if part is not None and part not in used_by:
+                used_by[part] = user
+                waiting.append(part)
+    below: Any = None
+    for depth in (1, *[_NEAR] * _NEAR):  # the parameters of the node itself, then of what has used its result
+        if node is None:
+            return None
+        for param in _parameters_near(node, below, depth):
+            if (name := owner_of(param)) is not None:
+                return name
+        node, below = used_by.get(node), node
+    return None
+
+
+def _parameters_near(node: Any, below: Any, depth: int) -> Iterator[torch.Tensor]:
+    for part, _ in node.next_functions if depth else ():
+        if hasattr(part, "variable"):
+            yield part.variable
+        elif part is not None and part is not below:
+            yield from _parameters_near(part, below, depth - 1)
+
+
+def _roots_of_backwards() -> Iterator[Any]:
+    """Yield where the backwards that are under way have begun; the engine may run them in other threads."""
+    for innermost in sys._current_frames().values():
+        for frame in outwards(innermost):
+            if frame.f_code.co_name == "_engine_run_backward":
+                for output in frame.f_locals.get("t_outputs", ()):
+                    root = getattr(output, "grad_fn", None) or getattr(output, "node", None)
+                    if root is not None:
+                        yield root
 
 
 def _stacks(frames: dict[int, FrameType]) -> Iterator[str]:

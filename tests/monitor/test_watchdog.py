@@ -48,8 +48,12 @@ class Block(nn.Module):
 
 
 class Copying(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(2))  # the graph knows a module by its parameters
+
     def forward(self, x):
-        return copy_forward_reduce_backward(x, gpc.axis(TP))
+        return copy_forward_reduce_backward(x, gpc.axis(TP)) * self.scale
 
 
 def _model(block):
