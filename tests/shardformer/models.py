@@ -37,6 +37,11 @@ def qwen2() -> nn.Module:
     return _decoder("Qwen2", tie_word_embeddings=True)
 
 
+def opt() -> nn.Module:
+    """Return an OPT, whose vocabulary and positions are in the decoder, with tied embedding and head."""
+    return _decoder("OPT", ffn_dim=12, word_embed_proj_dim=8, dropout=0.0, pad_token_id=1)
+
+
 def _decoder(family: str, **options: Any) -> nn.Module:
     import transformers
 

@@ -23,6 +23,7 @@ from tests.shardformer.models import (
     language_loss,
     llama,
     mistral,
+    opt,
     qwen2,
 )
 from tests.tiers import further
@@ -70,6 +71,7 @@ def train(build: Callable[[], nn.Module], config: dict[str, Any], uncut: tuple[s
         (llama, 2, {}, ()),
         further(mistral, 2, {}, ()),
         (qwen2, 2, {}, ()),
+        (opt, 2, {}, ("embed_positions",)),
         (bert, 2, {}, ("embeddings", "predictions")),
         (gpt2, 2, {"recompute": True}, ("wpe",)),
         (gpt2, 4, {"zero": {"stage": 2}}, ("wpe",)),

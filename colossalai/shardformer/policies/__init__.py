@@ -3,5 +3,6 @@
 from colossalai.shardformer.policies._bert import BERT as BERT
 from colossalai.shardformer.policies._gpt2 import GPT2 as GPT2
 from colossalai.shardformer.policies._llama import LLAMA as LLAMA
+from colossalai.shardformer.policies._opt import OPT as OPT
 from colossalai.shardformer.policies._rule import Policy as Policy
 from colossalai.shardformer.policies._rule import Rule as Rule
