@@ -100,11 +100,9 @@ def assemble_with_optimizers(
     blocks = find_blocks(model)
     masters = _convert(plan, model, replicas)
     apply_compile(model, plan, blocks=blocks, mesh=mesh, tensor_axis=tensor_axis, device=device)
-    stages = mesh.axis("pp") if plan.pipeline is not None else None
-    apply_recompute(model, plan.recompute, stages=stages)
-    computing = model
-    if plan.pipeline is None:  # which applies the precision stage by stage
-        computing = apply_precision(model, plan.precision, device.type)
+    apply_recompute(model, plan.recompute, stages=None if plan.pipeline is None else mesh.axis("pp"))
+    # A pipeline applies the precision stage by stage.
+    computing = model if plan.pipeline is not None else apply_precision(model, plan.precision, device.type)
     plan.data.check(model, optimizers, blocks=blocks, replicas=replicas)
     data = plan.data.apply(computing, blocks=blocks, replicas=replicas, device=device)
     masters.start_equal(replicas)
@@ -113,9 +111,8 @@ def assemble_with_optimizers(
     wrapped: list[OptimizerWrapper] = []
     for optimizer in optimizers:
         _follow_replaced_params(optimizer, model, names)
-        held = {param for group in optimizer.param_groups for param in group["params"]}
-        stand_ins = data.stand_ins(optimizer, masters, late=shared)
-        masters = masters.without(held)
+        others = masters.without({param for group in optimizer.param_groups for param in group["params"]})
+        stand_ins, masters = data.stand_ins(optimizer, masters, late=shared), others
         kind = AccumulatingOptimizer if accumulation_steps > 1 else OptimizerWrapper
         wrapped.append(
             _wrap_optimizer(plan, model, optimizer, stand_ins, mesh, replicas, kind=kind, beside=wrapped)
