@@ -10,7 +10,6 @@ from colossalai.checkpoint_io._checkpoint_io import CheckpointIO as CheckpointIO
 from colossalai.checkpoint_io._checkpoint_io import GeneralCheckpointIO as GeneralCheckpointIO
 from colossalai.checkpoint_io._global_plan import set_prefix as set_prefix
 from colossalai.checkpoint_io._global_plan import set_tied_names as set_tied_names
-from colossalai.checkpoint_io._load_report import LoadReport as LoadReport
 from colossalai.checkpoint_io._model import MODEL as MODEL
 from colossalai.checkpoint_io._model import load_model as load_model
 from colossalai.checkpoint_io._model import save_model as save_model
@@ -19,6 +18,7 @@ from colossalai.checkpoint_io._optimizer import save_optimizer as save_optimizer
 from colossalai.checkpoint_io._optimizer_state import parameter_names as parameter_names
 from colossalai.checkpoint_io._single_file import load_checkpoint as load_checkpoint
 from colossalai.checkpoint_io._single_file import save_checkpoint as save_checkpoint
+from colossalai.checkpoint_io._state import LoadReport as LoadReport
 from colossalai.checkpoint_io._state import names_by_tensor as names_by_tensor
 from colossalai.checkpoint_io._training_state import TrainingState as TrainingState
 from colossalai.checkpoint_io._training_state import latest_training_state as latest_training_state

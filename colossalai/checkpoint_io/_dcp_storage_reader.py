@@ -1,4 +1,4 @@
-"""Folders of chunks, read by torch's distributed checkpoints: both hold boxes of global tensors."""
+"""Storage reader for torch's distributed checkpoints (DCP), which lets them load our sharded folders."""
 
 import os
 from pathlib import Path
@@ -16,8 +16,9 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.futures import Future
 
 from colossalai.checkpoint_io._model import MODEL
-from colossalai.checkpoint_io.formats import INDEX, ChunkedTensor, chunk_store, read_chunk_index
-from colossalai.checkpoint_io.resharding import Box, Stored
+from colossalai.checkpoint_io.formats import read_sharded_index
+from colossalai.checkpoint_io.resharding import Box, StoredTensor
+from colossalai.checkpoint_io.storage import INDEX
 
 
 class ChunkStorageReader(StorageReader):
@@ -48,13 +49,11 @@ class ChunkStorageReader(StorageReader):
 
         Raises:
             ValueError: The folder is damaged.
-            OSError: It is not there.
+            OSError: The folder is not there.
         """
-        index = read_chunk_index(self.folder)
-        tensors = dict(index.tensors) | {name: index.tensors[first] for name, first in index.same_as.items()}
-        self._tensors: dict[str, Stored] = chunk_store(index, self.folder).tensors
+        self._tensors = read_sharded_index(self.folder).state().tensors
         return Metadata(
-            state_dict_metadata={name: _described(tensor) for name, tensor in tensors.items()},
+            state_dict_metadata={name: _described(tensor) for name, tensor in self._tensors.items()},
             storage_meta=StorageMeta(checkpoint_id=self.folder),
         )
 
@@ -94,12 +93,12 @@ def _chunk_folder(folder: Path) -> Path:
     return folder if (folder / INDEX).is_file() else folder / MODEL.part
 
 
-def _described(tensor: ChunkedTensor) -> TensorStorageMetadata:
+def _described(tensor: StoredTensor) -> TensorStorageMetadata:
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=tensor.dtype),
         size=torch.Size(tensor.shape),
         chunks=[
-            ChunkStorageMetadata(torch.Size(chunk.box.offsets), torch.Size(chunk.box.sizes))
-            for chunk in tensor.chunks
+            ChunkStorageMetadata(torch.Size(shard.box.offsets), torch.Size(shard.box.sizes))
+            for shard in tensor.shards
         ],
     )

@@ -1,67 +1,104 @@
-"""What all ranks hold together, where each holds other tensors, or other parts of them.
+"""Global save plan: what all ranks hold together, where each holds other tensors, or other shards of them.
 
 A checkpoint is of the whole. So before it is written, the ranks tell each other what they hold: names,
 shapes, dtypes and boxes, no values. Then every rank knows the content of the checkpoint, and who has which
 part of it.
 
-Where all ranks hold the same, that is one exchange of a short text.
+[Note: one short exchange]
+Where all ranks hold the same (plain data parallelism), a digest of 64 letters says so, and nothing else is
+sent. Only where the digests differ do the ranks send the descriptions themselves.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
-from colossalai.checkpoint_io._collective import num_ranks
-from colossalai.checkpoint_io._state import Store
-from colossalai.checkpoint_io.resharding import Box, Described, Entry, Held, Piece, Spread, held
-from colossalai.cluster import PlainCodec, gather_bytes
+from colossalai.checkpoint_io._collective import gather, results
+from colossalai.checkpoint_io._state import FlatStateDict, ShardedStateDict
+from colossalai.checkpoint_io.resharding import Box, ShardedTensor, pack, unpack, with_local_shards
 
-_CODEC = PlainCodec(Described)
 _PREFIX = "checkpoint_prefix"
 _TIED_NAMES = "checkpoint_tied_names"
 
 Content = dict[str, Any]
-Merge = Callable[[Sequence[Content]], Content]
-AsStore = Callable[[Content], Store]
+"""Nested dicts and lists with what stands for tensors."""
 
 
-def with_other_ranks(content: Content, *, merge: Merge, as_store: AsStore) -> Store:
-    """Return the content of all ranks together as a store of `Spread` tensors; collective.
+def with_other_ranks(
+    own_content: Callable[[], Content],
+    *,
+    merge: Callable[[Sequence[Content]], Content],
+    flatten: Callable[[Content], ShardedStateDict],
+) -> ShardedStateDict:
+    """Return the content of all ranks together as a flat state dict; collective.
+
+    See [Note: one short exchange].
 
     Args:
-        content: What this rank holds: nested dicts and lists with tensors, or what is `Held` of them.
+        own_content: Gives what this rank holds: nested dicts and lists with tensors, or their local shards.
         merge: Makes one content out of those of all ranks, in their order. Where two have the same, the
             first one's is to be taken.
-        as_store: Takes a content apart; what stands for a tensor has the same name on all ranks.
+        flatten: Takes a content apart; what stands for a tensor has the same name on all ranks.
+
+    Raises:
+        ValueError: What `own_content` raises on some rank, or tensors of one name have other shapes or dtypes
+            on other ranks; on all ranks.
     """
-    content = _held_entries(content)
-    own = as_store(content).tensors
-    described = tree_map_only(Held, _Once(_describe), content)
-    everywhere = _exchange(described)
-    if everywhere is None:
-        same = as_store(described).tensors
-        return _replaced(
-            as_store(content),
-            {name: _ranks_of([entry] * num_ranks()) for name, entry in same.items()},
-            own,
-        )
-    tables = [as_store(part).tensors for part in everywhere]
-    merged = as_store(merge(everywhere))
-    _refuse_disagreement(tables)
-    ranks_of = {name: _ranks_of([table.get(name) for table in tables]) for name in merged.tensors}
-    return _replaced(merged, ranks_of, own)
+    told, own = "", FlatStateDict[ShardedTensor]({}, None)
+
+    def digest() -> str:
+        nonlocal told, own
+        content = with_local_shards(own_content())
+        told, own = _described(content), flatten(content)
+        return hashlib.sha256(told.encode()).hexdigest()
+
+    digests = results(digest)
+    if len(set(digests)) == 1:
+        return _held_by_all(own, len(digests))
+    contents = [_content_of(text, rank) for rank, text in enumerate(gather(told))]
+    tables = [flatten(content).tensors for content in contents]
+    _refuse_disagreement(tables)  # every rank compares the same, so all of them raise or none
+    merged = flatten(merge(contents))
+    found: dict[int, ShardedTensor] = {}
+    tensors: dict[str, ShardedTensor] = {}
+    for name, tensor in merged.tensors.items():
+        if id(tensor) not in found:
+            shards = own.tensors[name].shards if name in own.tensors else {}
+            held_by = _ranks_of([table[name] for table in tables if name in table])
+            found[id(tensor)] = replace(tensor, shards=shards, ranks_of=held_by)
+        tensors[name] = found[id(tensor)]
+    return FlatStateDict(tensors, merged.tree)
 
 
-def names_elsewhere(names: Collection[str]) -> frozenset[str]:
-    """Return the names that other ranks hold and this one does not; collective."""
-    held_names = _exchange(list(names))
-    if held_names is None:
-        return frozenset()
-    return frozenset(name for other in held_names for name in other) - set(names)
+def names_elsewhere(own_names: Callable[[], Sequence[Collection[str]]]) -> list[frozenset[str]]:
+    """Return of each list the names that other ranks hold and this one does not; collective.
+
+    See [Note: one short exchange].
+
+    Args:
+        own_names: Gives the lists of this rank, as many on all.
+
+    Raises:
+        ValueError: What `own_names` raises on some rank; on all ranks.
+    """
+    lists: list[list[str]] = []
+
+    def digest() -> str:
+        lists.extend(list(names) for names in own_names())
+        return hashlib.sha256(json.dumps(lists).encode()).hexdigest()
+
+    if len(set(results(digest))) == 1:
+        return [frozenset() for _ in lists]
+    everywhere = gather(lists)
+    return [
+        frozenset(name for lists_of_rank in everywhere for name in lists_of_rank[number]) - set(names)
+        for number, names in enumerate(lists)
+    ]
 
 
 def merge_by_name(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -89,88 +126,71 @@ def set_tied_names(param: nn.Parameter, names: Sequence[str]) -> None:
     setattr(param, _TIED_NAMES, tuple(names))
 
 
-def tied_names(tensor: Any) -> tuple[str, ...]:
+def tied_names(tensor: object) -> tuple[str, ...]:
     """Return the names that `set_tied_names` has set."""
     return getattr(tensor, _TIED_NAMES, ())
 
 
-def _exchange(value: Any) -> list[Any] | None:
-    """Return the values of all ranks, None if they are all the same; collective."""
-    if num_ranks() == 1:
-        return None
-    told = _CODEC.encode(value)
-    if len(set(gather_bytes(hashlib.sha256(told).digest()))) == 1:
-        return None
-    return [_CODEC.decode(data) for data in gather_bytes(told)]
+def _held_by_all(own: ShardedStateDict, num_ranks: int) -> ShardedStateDict:
+    """Return the state dict of ranks that hold the same, each all of it."""
+    found: dict[int, ShardedTensor] = {}
+    for tensor in own.tensors.values():
+        # Values that may differ are taken from the first rank; tied names keep one tensor.
+        ranks = (0,) if tensor.may_differ else tuple(range(num_ranks))
+        found[id(tensor)] = replace(tensor, ranks_of=dict.fromkeys(tensor.shards, ranks))
+    return FlatStateDict({name: found[id(tensor)] for name, tensor in own.tensors.items()}, own.tree)
 
 
-class _Once:
-    """Makes one thing for each object, however often it is asked.
-
-    Args:
-        make: Makes it.
-    """
-
-    def __init__(self, make: Callable[[Any], Any]) -> None:
-        self._make = make
-        self._made: dict[int, tuple[Any, Any]] = {}  # with the object: its id stays its own
-
-    def __call__(self, key: Any) -> Any:
-        if id(key) not in self._made:
-            self._made[id(key)] = (key, self._make(key))
-        return self._made[id(key)][1]
-
-
-def _held_entries(content: Content) -> Content:
-    """Return the content with what this rank holds of its tensors in their places; tied ones stay one."""
-    return tree_map_only(torch.Tensor, _Once(held), content)
+def _described(content: Content) -> str:
+    """Return a content as JSON: its tree, the name of each tensor's row, and the rows; no values."""
+    tree, tensors = pack(content)
+    numbers: dict[int, int] = {}
+    rows: list[Any] = []
+    names: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        assert isinstance(tensor, ShardedTensor), "local shards stand for all tensors"
+        if id(tensor) not in numbers:
+            numbers[id(tensor)] = len(rows)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            boxes = [[box.offsets, box.sizes] for box in tensor.shards]
+            rows.append([tensor.shape, dtype, boxes, tensor.may_differ])
+        names[name] = numbers[id(tensor)]
+    return json.dumps([tree, names, rows], separators=(",", ":"))
 
 
-def _describe(entry: Held) -> Described:
-    boxes = tuple(piece.box for piece in entry.pieces)
-    return Described(entry.shape, entry.dtype, boxes, entry.may_differ)
+def _content_of(text: str, rank: int) -> Content:
+    """Return the content that a rank has described; its tensors say which boxes that rank holds."""
+    tree, names, rows = json.loads(text)
+    tensors = []
+    for shape, dtype, boxes, may_differ in rows:
+        held = {Box(tuple(offsets), tuple(sizes)): (rank,) for offsets, sizes in boxes}
+        found = getattr(torch, dtype)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"there is no dtype {dtype!r}")
+        tensors.append(ShardedTensor(tuple(shape), found, {}, may_differ, held))
+    content: Content = unpack(tree, {name: tensors[number] for name, number in names.items()})
+    return content
 
 
-def _ranks_of(entries: Sequence[Described | None]) -> dict[Box, tuple[int, ...]]:
-    """Return for each part of a tensor the ranks whose values of it can be saved."""
-    ranks: dict[Box, list[int]] = {}
-    for rank, entry in enumerate(entries):
-        if entry is None:
-            continue
-        for box in entry.boxes:
-            having = ranks.setdefault(box, [])
-            if not having or not entry.may_differ:
-                having.append(rank)
-    return {box: tuple(having) for box, having in ranks.items()}
+def _ranks_of(tensors: Sequence[ShardedTensor]) -> dict[Box, tuple[int, ...]]:
+    """Return for each box the ranks whose values of it can be saved; tensors are in the order of ranks."""
+    ranks: dict[Box, tuple[int, ...]] = {}
+    for tensor in tensors:
+        for box, holding in tensor.ranks_of.items():
+            if box not in ranks or not tensor.may_differ:
+                ranks[box] = ranks.get(box, ()) + holding
+    return ranks
 
 
-def _refuse_disagreement(tables: Sequence[Mapping[str, Described]]) -> None:
+def _refuse_disagreement(tables: Sequence[Mapping[str, ShardedTensor]]) -> None:
     """Refuse tensors of one name that are of other shapes or dtypes on other ranks; the same on all ranks."""
-    first: dict[str, tuple[int, Described]] = {}
+    first: dict[str, tuple[int, ShardedTensor]] = {}
     for rank, table in enumerate(tables):
-        for name, entry in table.items():
-            other_rank, other = first.setdefault(name, (rank, entry))
-            if (entry.shape, entry.dtype) != (other.shape, other.dtype):
+        for name, tensor in table.items():
+            other_rank, other = first.setdefault(name, (rank, tensor))
+            if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
                 raise ValueError(
-                    f"{name} is {other.shape} {other.dtype} on rank {other_rank} and {entry.shape} "
-                    f"{entry.dtype} on rank {rank}: parts of one tensor must agree, other tensors need other "
-                    f"names"
+                    f"{name} is {other.shape} {other.dtype} on rank {other_rank} and {tensor.shape} "
+                    f"{tensor.dtype} on rank {rank}: parts of one tensor must agree, other tensors need "
+                    f"other names"
                 )
-
-
-def _replaced(
-    store: Store, ranks_of: Mapping[str, Mapping[Box, tuple[int, ...]]], own: Mapping[str, Held]
-) -> Store:
-    """Return a store with what all ranks hold of its tensors in their places; tied ones stay one."""
-    names: dict[int, str] = {}
-    spread: dict[str, Entry] = {}
-    for name, entry in store.tensors.items():
-        first = names.setdefault(id(entry), name)
-        if first != name:
-            spread[name] = spread[first]
-            continue
-        pieces: tuple[Piece, ...] = own[name].pieces if name in own else ()
-        spread[name] = Spread(
-            entry.shape, entry.dtype, ranks_of[name], {piece.box: piece.tensor for piece in pieces}
-        )
-    return Store(spread, store.tree)

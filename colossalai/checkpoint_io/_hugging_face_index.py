@@ -1,4 +1,4 @@
-"""A folder of shards and its index, in the layout of Hugging Face's libraries.
+"""Index and file names of a folder of shards, in the layout of Hugging Face's libraries.
 
     pytorch_model-00001-of-00003.bin  ...  pytorch_model.bin.index.json       torch's format
     model-00001-of-00003.safetensors  ...  model.safetensors.index.json       safetensors
@@ -16,14 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from colossalai.checkpoint_io._load_report import listed
 from colossalai.checkpoint_io.storage import (
     damage_named,
     json_checksum,
+    listed,
     of_kind,
     read_json,
+    refuse_other_form,
     refuse_strays,
-    texts_of,
 )
 
 _MB = 1024 * 1024
@@ -79,7 +79,7 @@ def _infix(variant: str | None) -> str:
 
 
 @dataclass(frozen=True)
-class Index:
+class HuggingFaceIndex:
     """The content of an index file: which file holds which name, and the rest."""
 
     weight_map: dict[str, str]
@@ -101,6 +101,9 @@ def plan_shards(sizes: Mapping[str, int], *, size_per_shard: float) -> list[list
 
     Returns:
         The names of each shard; one empty shard if there are no tensors.
+
+    Raises:
+        ValueError: `size_per_shard` is not above 0.
     """
     if not size_per_shard > 0:
         raise ValueError(f"size_per_shard={size_per_shard} MB is not a size: give a number above 0")
@@ -119,7 +122,8 @@ def find_weights(folder: Path, stems: Stems, *, variant: str | None = None) -> P
     """Return the only file of a folder or its index: the first of the names that `from_pretrained` looks for.
 
     Raises:
-        ValueError: The folder holds no checkpoint of this kind.
+        ValueError: `folder` holds no checkpoint of this kind.
+        OSError: `folder` cannot be read.
     """
     names = [
         name
@@ -139,18 +143,20 @@ def find_weights(folder: Path, stems: Stems, *, variant: str | None = None) -> P
     raise ValueError(f"{folder} holds none of {', '.join(names)}; there is {listed(present)}")
 
 
-def read_index(path: Path) -> Index:
+def read_index(path: Path) -> HuggingFaceIndex:
     """Read an index file.
 
     Raises:
-        ValueError: It is damaged, names a file outside its folder, or a file that is not there.
+        ValueError: The index is damaged, names a file outside its folder, or a file that is not there.
+        OSError: The index cannot be read.
     """
     content = read_json(path)
     with damage_named(path):
         if not isinstance(content, dict) or not isinstance(content.get("weight_map"), dict):
             raise ValueError("it is not an index of shards, which has a weight_map")
+        refuse_other_form(content["weight_map"], {str: str}, "weight_map")
         metadata = of_kind(content.get("metadata") or {}, dict, "metadata")
-        index = Index(texts_of(content["weight_map"], "weight_map"), dict(metadata))
+        index = HuggingFaceIndex(content["weight_map"], dict(metadata))
         checksum = index.metadata.pop(_CHECKSUM, None)  # others write none
         if checksum is not None and checksum != json_checksum([index.weight_map, index.metadata]):
             raise ValueError("its checksum does not match its content")
@@ -161,7 +167,7 @@ def read_index(path: Path) -> Index:
     return index
 
 
-def index_text(index: Index) -> str:
+def index_text(index: HuggingFaceIndex) -> str:
     """Return the content of an index file."""
     checksum = json_checksum([index.weight_map, index.metadata])
     metadata = {**index.metadata, _CHECKSUM: checksum}

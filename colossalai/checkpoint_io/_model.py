@@ -1,4 +1,4 @@
-"""The weights of a model: saved as full tensors by name, loaded into slices.
+"""State dict of a model: saved as full tensors by name, loaded into slices.
 
 Saving: names are those of `module.state_dict()`, values are full tensors, whatever cut them.
 Loading: everything is compared first; only then is the first value overwritten, each rank copying its own
@@ -22,71 +22,86 @@ from colossalai.checkpoint_io._global_plan import (
     with_other_ranks,
 )
 from colossalai.checkpoint_io._hugging_face_index import Stems
-from colossalai.checkpoint_io._load_report import LoadReport, common_prefix, listed
-from colossalai.checkpoint_io._state import Kind, Layout, Store, names_by_tensor
-from colossalai.checkpoint_io._streaming import DEFAULT_BUFFER_MB
-from colossalai.checkpoint_io.formats import load_store, save_slices, save_store
+from colossalai.checkpoint_io._state import (
+    FileLayout,
+    FlatStateDict,
+    Kind,
+    LoadReport,
+    ShardedStateDict,
+    StoredStateDict,
+    common_prefix,
+    names_by_tensor,
+)
+from colossalai.checkpoint_io.formats import load_state, save_sharded, save_whole
 from colossalai.checkpoint_io.resharding import (
-    Entry,
-    Stored,
-    copy_into,
+    StoredTensor,
+    TensorMetadata,
+    fill,
     new_like,
     pack,
     unpack,
-    whole_shape,
+    whole_shapes,
     with_own_memory,
 )
+from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, MODEL_FOLDER, listed
 from colossalai.logging import get_dist_logger
 
 _OTHERS = "extra state"  # under it are the values that are not tensors
 
 
-def model_store(module: nn.Module, *, prefix: str = "") -> Store:
+def model_state(module: nn.Module, *, prefix: str = "") -> ShardedStateDict:
     """Return what is to be saved of a model: its own tensors, and whatever else its state dict holds.
 
     Collective: under a pipeline it is what all stages hold.
     """
+    full_prefix = prefix + prefix_of(module)
     # keep_vars: the parameters themselves, by whose identity tied ones are known.
-    state = {prefix_of(module) + name: value for name, value in module.state_dict(keep_vars=True).items()}
-    values = {prefix + name: value for name, value in state.items()}
-    return with_other_ranks(values, merge=merge_by_name, as_store=_as_store)
+    values = {full_prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
+    return with_other_ranks(lambda: values, merge=merge_by_name, flatten=_flatten)
 
 
-def stored_values(store: Store) -> dict[str, Any]:
-    """Return the values of the state dict that a store was made of.
+def stored_values(state: FlatStateDict[TensorMetadata]) -> dict[str, Any]:
+    """Return the values of the state dict that a flat one was made of.
 
     Raises:
-        ValueError: The store is none that a model was made of.
+        ValueError: `state` is none that a model was made of.
     """
-    others = unpack(store.tree, store.tensors) if store.tree is not None else {}
+    if state.tree is None:
+        return dict(state.tensors)
+    others = unpack(state.tree, state.tensors)
     if not isinstance(others, dict) or not all(isinstance(name, str) for name in others):
         raise ValueError("damaged checkpoint: the values that are no tensors have no names")
     inner = pack(others, at=_OTHERS)[1].keys()
-    return {name: tensor for name, tensor in store.tensors.items() if name not in inner} | others
+    return {name: tensor for name, tensor in state.tensors.items() if name not in inner} | others
 
 
-def _as_store(values: Mapping[str, Any]) -> Store:
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor | Entry)}
-    others = {name: value for name, value in values.items() if name not in tensors}
-    tree, inner = pack(others, at=_OTHERS)
-    return Store(tensors | inner, tree if others else None)
+def _flatten(values: Mapping[str, Any]) -> FlatStateDict[Any]:
+    tensors = {
+        name: value for name, value in values.items() if isinstance(value, torch.Tensor | TensorMetadata)
+    }
+    if len(tensors) == len(values):
+        return FlatStateDict(tensors, None)
+    tree, inner = pack({name: value for name, value in values.items() if name not in tensors}, at=_OTHERS)
+    return FlatStateDict(tensors | inner, tree)
 
 
-def _split(content: Any) -> Store:
+def _split(content: object) -> FlatStateDict[torch.Tensor]:
     if isinstance(content, nn.Module):  # a pickled one, which the caller has allowed
         content = content.state_dict()
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise ValueError(f"there are no weights by name in it, but a {type(content).__name__}")
     if {"epoch", "model"} <= content.keys():
         raise ValueError("it was written by save_checkpoint: read it with load_checkpoint")
-    return _as_store(content)
+    return _flatten(content)
 
 
-MODEL = Kind("model", Stems(torch="pytorch_model", safetensors="model"), join=stored_values, split=_split)
+MODEL = Kind(
+    MODEL_FOLDER, Stems(torch="pytorch_model", safetensors="model"), join=stored_values, split=_split
+)
 
 
 @dataclass(frozen=True)
-class ModelLoading:
+class ModelLoadPlan:
     """A checkpoint that was compared with a model, ready to be copied.
 
     Attributes:
@@ -97,14 +112,13 @@ class ModelLoading:
     """
 
     module: nn.Module
-    copies: list[tuple[torch.Tensor, Stored]]
+    copies: list[tuple[torch.Tensor, StoredTensor]]
     computed: dict[str, Any]
     report: LoadReport
 
     def apply(self) -> None:
-        """Overwrite the model; no communication."""
-        for target, stored in self.copies:
-            copy_into(target, stored)
+        """Overwrite the model; no communication: every rank reads its own slices."""
+        fill(self.copies)
         if self.computed:
             self.module.load_state_dict(self.computed, strict=False)
         if not self.report.is_clean:
@@ -115,23 +129,24 @@ class ModelLoading:
 
 def module_names(module: nn.Module) -> list[str]:
     """Return the names of what a checkpoint holds of a module."""
-    return [prefix_of(module) + name for name in module.state_dict(keep_vars=True)]
+    prefix = prefix_of(module)
+    return [prefix + name for name in module.state_dict(keep_vars=True)]
 
 
 def plan_model_loading(
     module: nn.Module,
-    store: Store,
+    state: StoredStateDict,
     *,
     source: str,
     strict: bool,
     elsewhere: Collection[str] = (),
     saved_prefix: str | None = None,
-) -> ModelLoading:
+) -> ModelLoadPlan:
     """Compare a checkpoint with a model and overwrite nothing.
 
     Args:
         module: The model, or a part of one.
-        store: The checkpoint.
+        state: The checkpoint.
         source: What to call it.
         strict: Whether a misfit is an error.
         elsewhere: Names of the parts of the model that other ranks hold.
@@ -141,41 +156,46 @@ def plan_model_loading(
         ValueError: Something does not fit and `strict` is set; all of it is named.
     """
     prefix = prefix_of(module)
-    state = {prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
-    _refuse_meta(state)
+    wanted = {prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
+    _refuse_meta(wanted)
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    targets = {name: value for name, value in state.items() if id(value) in own}
+    targets = {name: value for name, value in wanted.items() if id(value) in own}
     groups = names_by_tensor(targets)
-    stored = stored_values(store)
+    stored = stored_values(state)
     if saved_prefix is None:
-        stored = _without_common_prefix(stored, state.keys() | set(elsewhere), groups)
+        stored = _without_common_prefix(stored, wanted.keys() | set(elsewhere), groups)
     else:
         stored = dict(_without_prefix(stored, saved_prefix))
-    stored |= _under_other_names(state, stored)
+    stored |= _under_other_names(wanted, stored)
 
-    common = [name for name in state if name in stored]
-    wrong_shape = {name for name in common if _shape(state[name]) != _shape(stored[name])}
-    wrong_dtype = {name for name in common if _dtype(state[name]) != _dtype(stored[name])}
-    covered = {name for names in groups.values() for name in names if not stored.keys().isdisjoint(names)}
+    common = [name for name in wanted if name in stored]
+    kinds = _kinds(wanted)
+    stored_kinds = {
+        name: (value.shape, value.dtype)
+        for name, value in stored.items()
+        if isinstance(value, TensorMetadata)
+    }
+    wrong = [name for name in common if kinds.get(name) != stored_kinds.get(name)]
     mismatched = [
-        f"{name}: {_kind(stored[name])} in the checkpoint, {_kind(state[name])} in the model"
-        for name in common
-        if name in wrong_shape | wrong_dtype
+        f"{name}: {_shown(stored_kinds.get(name))} in the checkpoint, {_shown(kinds.get(name))} in the model"
+        for name in wrong
     ]
+    wrong_shape = {name for name in wrong if _shape(kinds.get(name)) != _shape(stored_kinds.get(name))}
+    covered = {name for names in groups.values() for name in names if not stored.keys().isdisjoint(names)}
     report = LoadReport(
-        missing=tuple(name for name in state if name not in stored and name not in covered),
-        unexpected=tuple(name for name in stored if name not in state and name not in elsewhere),
+        missing=tuple(name for name in wanted if name not in stored and name not in covered),
+        unexpected=tuple(name for name in stored if name not in wanted and name not in elsewhere),
         mismatched=(*mismatched, *_torn(groups, stored)),
     )
     if strict and not report.is_clean:
         raise ValueError(f"{source} does not fit the model; nothing was loaded.\n{report.describe()}")
 
     fitting = [name for name in common if name not in wrong_shape]
-    return ModelLoading(
+    return ModelLoadPlan(
         module=module,
         copies=[(targets[name], stored[name]) for name in fitting if name in targets],
         computed={
-            name.removeprefix(prefix): _own(stored[name], state[name])
+            name.removeprefix(prefix): _own(stored[name], wanted[name])
             for name in fitting
             if name not in targets
         },
@@ -200,24 +220,31 @@ def _without_common_prefix(
 
 def _under_other_names(state: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return values for what the checkpoint has under a name that the whole model ties to the wanted one."""
-    found = {}
-    for name, value in state.items():
-        tied = next((other for other in tied_names(value) if other in stored), None)
-        if name not in stored and tied is not None:
-            found[name] = stored[tied]
+    others = {name: tied_names(value) for name, value in state.items()}
+    found: dict[str, Any] = {}
+    for name, tied in others.items():
+        for other in tied if name not in stored else ():
+            if other in stored:
+                found.setdefault(name, stored[other])
     return found
 
 
-def _shape(value: Any) -> tuple[int, ...] | None:
-    return whole_shape(value) if isinstance(value, torch.Tensor | Entry) else None
+_TensorKind = tuple[tuple[int, ...], torch.dtype]
 
 
-def _dtype(value: Any) -> torch.dtype | None:
-    return value.dtype if isinstance(value, torch.Tensor | Entry) else None
+def _kinds(state: Mapping[str, Any]) -> dict[str, _TensorKind]:
+    """Return the shape of the whole and the dtype of each tensor of a state dict."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    shapes = whole_shapes(tensors)
+    return {name: (shapes[name], tensor.dtype) for name, tensor in tensors.items()}
 
 
-def _kind(value: Any) -> str:
-    return f"{whole_shape(value)} {value.dtype}" if isinstance(value, torch.Tensor | Entry) else "no tensor"
+def _shape(kind: _TensorKind | None) -> tuple[int, ...] | None:
+    return None if kind is None else kind[0]
+
+
+def _shown(kind: _TensorKind | None) -> str:
+    return "no tensor" if kind is None else f"{kind[0]} {kind[1]}"
 
 
 def _torn(groups: Mapping[str, list[str]], stored: Mapping[str, Any]) -> Iterator[str]:
@@ -230,13 +257,13 @@ def _torn(groups: Mapping[str, list[str]], stored: Mapping[str, Any]) -> Iterato
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    if isinstance(first, Stored) and isinstance(second, Stored):
+    if isinstance(first, StoredTensor) and isinstance(second, StoredTensor):
         return first.is_same_as(second)
     return first is second
 
 
 def _own(stored: Any, here: Any) -> Any:
-    if isinstance(stored, Stored) and isinstance(here, torch.Tensor):
+    if isinstance(stored, StoredTensor) and isinstance(here, torch.Tensor):
         return new_like(stored, here)
     return with_own_memory(stored)
 
@@ -289,18 +316,18 @@ def save_model(
             parameters that are both slices and DTensors.
         OSError: The checkpoint cannot be written; on all ranks. What was there before is still there.
     """
-    store = model_store(module, prefix=prefix or "")
+    state = model_state(module, prefix=prefix or "")
     if not gather_dtensor:
-        save_slices(checkpoint, store, MODEL)
+        save_sharded(checkpoint, state, MODEL)
         return
-    layout = Layout(
+    layout = FileLayout(
         shard=shard,
         size_per_shard=size_per_shard,
         use_safetensors=use_safetensors,
         variant=variant,
         buffer_size=buffer_size,
     )
-    save_store(checkpoint, store, MODEL, layout, texts=_config_files(module))
+    save_whole(checkpoint, state, MODEL, layout, texts=_config_files(module))
 
 
 def load_model(
@@ -336,15 +363,16 @@ def load_model(
             overwritten.
         OSError: It cannot be read.
     """
-    store = load_store(checkpoint, MODEL, variant=variant, allow_pickle=allow_pickle)
-    elsewhere = names_elsewhere(module_names(module))
-    loading = on_every_rank(
+    state = load_state(checkpoint, MODEL, variant=variant, allow_pickle=allow_pickle)
+    names = module_names(module)
+    (elsewhere,) = names_elsewhere(lambda: [names])
+    plan = on_every_rank(
         lambda: plan_model_loading(
-            module, store, source=str(checkpoint), strict=strict, elsewhere=elsewhere, saved_prefix=prefix
+            module, state, source=str(checkpoint), strict=strict, elsewhere=elsewhere, saved_prefix=prefix
         )
     )
-    on_every_rank(loading.apply)
-    return loading.report
+    on_every_rank(plan.apply)
+    return plan.report
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""The state of an optimizer: saved by parameter name with full tensors, loaded into slices.
+"""Optimizer checkpoints: saved by parameter name with full tensors, loaded into slices.
 
 torch numbers parameters by their place in the groups. Names depend neither on the place nor on how the
 parameters were cut, so a state loads under another plan, another order of groups, another number of ranks.
@@ -15,40 +15,39 @@ from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._collective import on_every_rank
 from colossalai.checkpoint_io._global_plan import names_elsewhere
-from colossalai.checkpoint_io._load_report import common_prefix, listed
 from colossalai.checkpoint_io._optimizer_state import (
     OPTIMIZER,
     ParamNames,
     hyper_parameters,
     named_parameters,
     opened,
-    optimizer_store,
+    optimizer_state,
     stored_content,
 )
-from colossalai.checkpoint_io._state import Layout, Store
-from colossalai.checkpoint_io._streaming import DEFAULT_BUFFER_MB
-from colossalai.checkpoint_io.formats import load_store, save_slices, save_store
+from colossalai.checkpoint_io._state import FileLayout, StoredStateDict, common_prefix
+from colossalai.checkpoint_io.formats import load_state, save_sharded, save_whole
 from colossalai.checkpoint_io.resharding import (
-    Stored,
+    StoredTensor,
     is_cut_by_spec,
-    new_replicated,
-    new_state,
+    new_states,
     pack,
     unpack,
-    whole_shape,
+    whole_shapes,
     with_own_memory,
 )
+from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, listed
 from colossalai.logging import get_dist_logger
 from colossalai.tensor import range_of_states
 
 
 @dataclass(frozen=True)
-class OptimizerLoading:
+class OptimizerLoadPlan:
     """A checkpoint that was compared with an optimizer, ready to be copied.
 
     Attributes:
         optimizer: The optimizer.
         states: The new state of each parameter that has one, in whole tensors.
+        shapes: The shapes of the whole parameters.
         groups: The new hyper-parameters of each of its groups.
         other_state: The new state that belongs to no parameter.
         saved_class: The name of the class that was saved.
@@ -56,48 +55,69 @@ class OptimizerLoading:
 
     optimizer: Optimizer
     states: dict[nn.Parameter, dict[str, Any]]
+    shapes: dict[nn.Parameter, tuple[int, ...]]
     groups: list[dict[str, Any]]
     other_state: dict[Any, Any]
     saved_class: str
 
     def apply(self) -> None:
-        """Overwrite the optimizer; no communication."""
+        """Overwrite the optimizer; no communication: every rank reads its own slices."""
         if self.saved_class != type(self.optimizer).__name__:
             get_dist_logger().warning(
                 f"a state of {self.saved_class} is loaded into {type(self.optimizer).__name__}", ranks=[0]
             )
         self.optimizer.state.clear()
         self.optimizer.state.update(with_own_memory(self.other_state))
+        group_of: dict[nn.Parameter, dict[str, Any]] = {}
         for group, hyper in zip(self.optimizer.param_groups, self.groups, strict=True):
             group.update(with_own_memory(hyper))
-            for parameter in group["params"]:
-                placed = _placed(self.states.get(parameter, {}), parameter, group)
-                if placed:
-                    self.optimizer.state[parameter] = placed
+            group_of |= dict.fromkeys(group["params"], group)
+        ranges = {param: range_of_states(param) for param in group_of}
+        packed = {
+            param: pack(dict(self.states[param]))
+            for param, part in ranges.items()
+            if self.states.get(param) and (part is None or part.numel > 0)
+        }
+        placed = self._placed({param: tensors for param, (_, tensors) in packed.items()}, group_of)
+        for param, (tree, _) in packed.items():
+            self.optimizer.state[param] = unpack(tree, placed[param])
 
-
-def optimizer_names_elsewhere(optimizer: Optimizer, param_names: ParamNames) -> frozenset[str]:
-    """Return the names of parameters whose state other ranks hold and this one does not; collective.
-
-    Raises:
-        ValueError: A parameter has no name, or two have the same.
-    """
-    return names_elsewhere(on_every_rank(lambda: list(named_parameters(optimizer, param_names))))
+    def _placed(
+        self,
+        stored: dict[nn.Parameter, dict[str, StoredTensor]],
+        group_of: Mapping[nn.Parameter, Mapping[str, Any]],
+    ) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
+        """Return what this rank has of the states, each where the optimizer expects it."""
+        placed: dict[nn.Parameter, dict[str, torch.Tensor]] = {param: {} for param in stored}
+        places: list[tuple[str, nn.Parameter]] = []
+        for param, tensors in stored.items():
+            group = group_of[param]
+            for key, tensor in tensors.items():
+                if key == "step":
+                    # torch's optimizers count on the host unless the whole update runs on the device.
+                    on_device = group.get("capturable") or group.get("fused")
+                    placed[param][key] = tensor.whole().to(param.device if on_device else "cpu")
+                else:
+                    places.append((key, param))
+        states = new_states([(stored[param][key], param) for key, param in places], self.shapes)
+        for (key, param), state in zip(places, states, strict=True):
+            placed[param][key] = state
+        return placed
 
 
 def plan_optimizer_loading(
     optimizer: Optimizer,
-    store: Store,
+    state: StoredStateDict,
     param_names: ParamNames,
     *,
     source: str,
     elsewhere: Collection[str] = (),
-) -> OptimizerLoading:
+) -> OptimizerLoadPlan:
     """Compare a checkpoint with an optimizer and overwrite nothing.
 
     Args:
         optimizer: The optimizer.
-        store: The checkpoint.
+        state: The checkpoint.
         param_names: The name of each of its parameters.
         source: What to call the checkpoint.
         elsewhere: Names of parameters whose state other ranks hold.
@@ -105,7 +125,7 @@ def plan_optimizer_loading(
     Raises:
         ValueError: Something does not fit; all of it is named.
     """
-    content = stored_content(store)
+    content = stored_content(state)
     if not content:
         raise ValueError(f"{source}: there is no optimizer in it that save_optimizer wrote")
     named = named_parameters(optimizer, param_names)
@@ -124,18 +144,20 @@ def plan_optimizer_loading(
     groups = [
         frozenset(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups
     ]
+    whole = whole_shapes(named)
     states = _here({name.removeprefix(prefix): state for name, state in content["state"].items()}, elsewhere)
     misfits = [
-        *_name_misfits(shapes, named),
+        *_name_misfits(shapes, whole),
         *_group_misfits([members for members, _ in saved_groups], groups),
-        *_state_misfits(states, named),
+        *_state_misfits(states, named, whole),
     ]
     if misfits:
         raise ValueError("\n".join([f"{source} does not fit the optimizer; nothing was loaded.", *misfits]))
     hyper_of = dict(saved_groups)
-    return OptimizerLoading(
+    return OptimizerLoadPlan(
         optimizer=optimizer,
         states={named[name]: state for name, state in states.items()},
+        shapes={param: whole[name] for name, param in named.items()},
         groups=[
             hyper_of[members] if members else _hyper_of_empty(saved_groups, number)
             for number, members in enumerate(groups)
@@ -154,17 +176,20 @@ def _hyper_of_empty(saved: list[tuple[frozenset[str], dict[str, Any]]], number: 
     return saved[number][1] if number < len(saved) else {}
 
 
-def _name_misfits(saved: Mapping[str, tuple[int, ...]], named: Mapping[str, nn.Parameter]) -> Iterator[str]:
-    missing = [name for name in named if name not in saved]
+def _name_misfits(
+    saved: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]
+) -> Iterator[str]:
+    """Yield which names, with their shapes, are on one side only, or of other shapes."""
+    missing = [name for name in wanted if name not in saved]
     if missing:
         yield f"{len(missing)} missing in the checkpoint: {listed(missing, shown=50)}"
-    unexpected = [name for name in saved if name not in named]
+    unexpected = [name for name in saved if name not in wanted]
     if unexpected:
         yield f"{len(unexpected)} unexpected in the checkpoint: {listed(unexpected, shown=50)}"
     wrong = [
-        f"{name}: {saved[name]} in the checkpoint, {whole_shape(parameter)} in the optimizer"
-        for name, parameter in named.items()
-        if name in saved and saved[name] != whole_shape(parameter)
+        f"{name}: {saved[name]} in the checkpoint, {shape} in the optimizer"
+        for name, shape in wanted.items()
+        if name in saved and saved[name] != shape
     ]
     if wrong:
         yield f"{len(wrong)} of another shape: {listed(wrong, shown=50)}"
@@ -181,40 +206,20 @@ def _group_misfits(saved: list[frozenset[str]], present: list[frozenset[str]]) -
 
 
 def _state_misfits(
-    states: Mapping[str, Mapping[str, Any]], named: Mapping[str, nn.Parameter]
+    states: Mapping[str, Mapping[str, Any]],
+    named: Mapping[str, nn.Parameter],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[str]:
     """Yield the states of which it is not known how to cut them."""
-    for name, state in states.items():
-        if name in named and is_cut_by_spec(named[name]):
-            strange = [
-                f"{key} {stored.shape}"
-                for key, stored in pack(state)[1].items()
-                if stored.shape and stored.shape != whole_shape(named[name])
-            ]
-            if strange:
-                yield f"{name} is a tensor-parallel slice, and it is not known how to cut {listed(strange)}"
-
-
-def _placed(state: Mapping[str, Any], parameter: nn.Parameter, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what this rank has of a parameter's state, placed where the optimizer expects it."""
-    part = range_of_states(parameter)
-    if part is not None and part.numel == 0:
-        return {}
-    tree, tensors = pack(dict(state))
-    found: dict[str, Any] = unpack(
-        tree, {key: _place(key, stored, parameter, group) for key, stored in tensors.items()}
-    )
-    return found
-
-
-def _place(key: str, stored: Stored, parameter: nn.Parameter, group: Mapping[str, Any]) -> torch.Tensor:
-    if key == "step":
-        # torch's optimizers count on the host unless the whole update runs on the device.
-        on_device = group.get("capturable") or group.get("fused")
-        return stored.whole().to(parameter.device if on_device else "cpu")
-    if stored.shape == whole_shape(parameter):
-        return new_state(stored, parameter)
-    return new_replicated(stored, parameter)
+    sliced = {name for name, param in named.items() if is_cut_by_spec(param)}
+    for name in filter(sliced.__contains__, states):
+        strange = [
+            f"{key} {stored.shape}"
+            for key, stored in pack(states[name])[1].items()
+            if stored.shape and stored.shape != shapes[name]
+        ]
+        if strange:
+            yield f"{name} is a tensor-parallel slice, and it is not known how to cut {listed(strange)}"
 
 
 def save_optimizer(
@@ -249,7 +254,7 @@ def save_optimizer(
             shape than the slice that its parameter is.
         OSError: The checkpoint cannot be written; on all ranks. What was there before is still there.
     """
-    layout = Layout(
+    layout = FileLayout(
         shard=shard,
         size_per_shard=size_per_shard,
         use_safetensors=use_safetensors,
@@ -257,11 +262,11 @@ def save_optimizer(
     )
     with opened(optimizer, loads=False) as raw:
         assert raw is not None
-        store = optimizer_store(raw, param_names, prefix=prefix or "")
+        state = optimizer_state(raw, param_names, prefix=prefix or "")
         if gather_dtensor:
-            save_store(checkpoint, store, OPTIMIZER, layout)
+            save_whole(checkpoint, state, OPTIMIZER, layout)
         else:
-            save_slices(checkpoint, store, OPTIMIZER)
+            save_sharded(checkpoint, state, OPTIMIZER)
 
 
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path, *, param_names: ParamNames) -> None:
@@ -280,13 +285,13 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path, *, param_names:
             overwritten.
         OSError: It cannot be read.
     """
-    store = load_store(checkpoint, OPTIMIZER)
+    state = load_state(checkpoint, OPTIMIZER)
     with opened(optimizer, loads=True) as raw:
         assert raw is not None
-        elsewhere = optimizer_names_elsewhere(raw, param_names)
-        loading = on_every_rank(
+        (elsewhere,) = names_elsewhere(lambda: [named_parameters(raw, param_names)])
+        plan = on_every_rank(
             lambda: plan_optimizer_loading(
-                raw, store, param_names, source=str(checkpoint), elsewhere=elsewhere
+                raw, state, param_names, source=str(checkpoint), elsewhere=elsewhere
             )
         )
-        on_every_rank(loading.apply)
+        on_every_rank(plan.apply)

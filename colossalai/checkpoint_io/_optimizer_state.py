@@ -1,4 +1,4 @@
-"""The state of an optimizer as a store, and back.
+"""State dict of an optimizer: by parameter name, as a flat state dict, and back.
 
 The content, which is also what a single torch file holds:
 
@@ -18,17 +18,33 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp import OptimizerWrapper
-from colossalai.checkpoint_io._collective import on_every_rank
 from colossalai.checkpoint_io._global_plan import merge_by_name, prefix_of, tied_names, with_other_ranks
 from colossalai.checkpoint_io._hugging_face_index import Stems
-from colossalai.checkpoint_io._load_report import listed
-from colossalai.checkpoint_io._state import Kind, Store
-from colossalai.checkpoint_io.resharding import follows, held_state, is_cut_by_spec, pack, unpack, whole_shape
-from colossalai.checkpoint_io.storage import counts_of, field_of, of_kind
+from colossalai.checkpoint_io._state import FlatStateDict, Kind, ShardedStateDict
+from colossalai.checkpoint_io.resharding import (
+    TensorMetadata,
+    pack,
+    shards_of_states,
+    unpack,
+    whole_shapes,
+)
+from colossalai.checkpoint_io.storage import (
+    OPTIMIZER_FOLDER,
+    Count,
+    Form,
+    listed,
+    refuse_other_form,
+)
 
 ParamNames = Mapping[nn.Parameter, str]
 
-_PARTS = {"state", "param_groups", "shapes", "other_state", "optimizer"}
+_FORM: dict[str | type, Form] = {
+    "state": {str: dict},
+    "param_groups": [{"params": [str]}],
+    "shapes": {str: [Count()]},
+    "other_state": dict,
+    "optimizer": str,
+}
 # Not hyper-parameters: these, the second being torch's own, name the parameters at hand.
 _NAMES_IN_GROUP = ("params", "param_names")
 
@@ -93,15 +109,16 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _NAMES_IN_GROUP}
 
 
-def optimizer_store(optimizer: Optimizer, param_names: ParamNames, *, prefix: str = "") -> Store:
+def optimizer_state(optimizer: Optimizer, param_names: ParamNames, *, prefix: str = "") -> ShardedStateDict:
     """Return what is to be saved of an optimizer; collective, under a pipeline it is that of all stages.
 
     Raises:
         ValueError: A parameter has no name, or the state holds something that is not plain, or of which it is
-            not known how it is cut.
+            not known how it is cut; on all ranks.
     """
-    own = on_every_rank(lambda: _own_content(optimizer, param_names, prefix))
-    return with_other_ranks(own, merge=_merge, as_store=_as_store)
+    return with_other_ranks(
+        lambda: _own_content(optimizer, param_names, prefix), merge=_merge, flatten=_flatten
+    )
 
 
 def _own_content(optimizer: Optimizer, param_names: ParamNames, prefix: str) -> dict[str, Any]:
@@ -112,64 +129,36 @@ def _own_content(optimizer: Optimizer, param_names: ParamNames, prefix: str) -> 
             f"'param_groups': what belongs to no parameter and no group cannot be saved by parameter name"
         )
     named = {prefix + name: param for name, param in named_parameters(optimizer, param_names).items()}
-    names = {parameter: name for name, parameter in named.items()}
+    names = {param: name for name, param in named.items()}
     state = optimizer.state
+    # Three passes: the states taken apart, their tensors asked for what cuts them, and put together again.
+    packed = {name: pack(dict(state[param])) for name, param in named.items() if param in state}
+    shards = shards_of_states({name: tensors for name, (_, tensors) in packed.items()}, named)
+    shapes = whole_shapes(named)
     return {
-        "state": {
-            name: state_as_cut(state[param], param, name=name)
-            for name, param in named.items()
-            if param in state
-        },
+        "state": {name: unpack(tree, shards[name]) for name, (tree, _) in packed.items()},
         "param_groups": [
             {"params": [names[parameter] for parameter in group["params"]], **hyper_parameters(group)}
             for group in optimizer.param_groups
         ],
-        "shapes": {name: list(whole_shape(parameter)) for name, parameter in named.items()},
+        "shapes": {name: list(shapes[name]) for name in named},
         "other_state": {key: item for key, item in state.items() if not isinstance(key, torch.Tensor)},
         "optimizer": type(optimizer).__name__,
     }
 
 
-def state_as_cut(state: Mapping[str, Any], param: nn.Parameter, *, name: str) -> dict[str, Any]:
-    """Return the state of a parameter with what this rank holds of its tensors in their places.
+def stored_content(state: FlatStateDict[TensorMetadata]) -> dict[str, Any]:
+    """Return the content that a flat state dict was made of; an empty one if there is no optimizer in it.
 
     Raises:
-        ValueError: The parameter is a tensor-parallel slice, and a tensor is of another shape; it is named.
+        ValueError: `state` has the parts of an optimizer, and one of them is something else.
     """
-    tree, tensors = pack(dict(state))
-    if is_cut_by_spec(param):
-        strange = [
-            f"{key} {tuple(tensor.shape)}"
-            for key, tensor in tensors.items()
-            if tensor.ndim and not follows(tensor, param)
-        ]
-        if strange:
-            raise ValueError(
-                f"the state of {name!r}, a tensor-parallel slice of shape {tuple(param.shape)}, holds "
-                f"{listed(strange)}: only states of the slice's shape, and numbers, can be saved"
-            )
-    found: dict[str, Any] = unpack(tree, {key: held_state(tensor, param) for key, tensor in tensors.items()})
-    return found
-
-
-def stored_content(store: Store) -> dict[str, Any]:
-    """Return the content that a store was made of; an empty one if there is no optimizer in it.
-
-    Raises:
-        ValueError: It has the parts of an optimizer, and one of them is something else.
-    """
-    content = unpack(store.tree, store.tensors)
+    content = unpack(state.tree, state.tensors)
     if not _is_ours(content):
         return {}
-    of_kind(content["optimizer"], str, "optimizer")
-    of_kind(content["other_state"], dict, "other_state")
-    for name, state in of_kind(content["state"], dict, "state").items():
-        of_kind(of_kind(name, str, "name") and state, dict, name)
-    for name, shape in of_kind(content["shapes"], dict, "shapes").items():
-        counts_of(of_kind(name, str, "name") and shape, name)
-    for group in of_kind(content["param_groups"], list, "param_groups"):
-        for name in field_of(of_kind(group, dict, "group"), "params", list):
-            of_kind(name, str, "params")
+    refuse_other_form(content, _FORM, "optimizer")
+    for names in (content["state"], content["shapes"]):
+        refuse_other_form(list(names), [str], "name")
     return content
 
 
@@ -192,18 +181,18 @@ def _merge(contents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _is_ours(content: Any) -> bool:
-    return isinstance(content, dict) and content.keys() >= _PARTS
+def _is_ours(content: object) -> bool:
+    return isinstance(content, dict) and content.keys() >= _FORM.keys()
 
 
-def _as_store(content: Mapping[str, Any]) -> Store:
+def _flatten(content: Mapping[str, Any]) -> FlatStateDict[Any]:
     tree, tensors = pack(content)
-    return Store(tensors, tree)
+    return FlatStateDict(tensors, tree)
 
 
-def _split(content: Any) -> Store:
-    if _is_ours(content):
-        return _as_store(content)
+def _split(content: object) -> FlatStateDict[torch.Tensor]:
+    if isinstance(content, dict) and _is_ours(content):
+        return _flatten(content)
     if isinstance(content, dict) and content.keys() >= {"state", "param_groups"}:
         raise ValueError(
             "it is torch's own optimizer.state_dict(), which numbers the parameters: load that one with "
@@ -213,7 +202,7 @@ def _split(content: Any) -> Store:
 
 
 OPTIMIZER = Kind(
-    "optimizer",
+    OPTIMIZER_FOLDER,
     Stems(torch="pytorch_optim", safetensors="optim"),
     join=stored_content,
     split=_split,

@@ -1,4 +1,4 @@
-"""A folder of training states: which is the newest complete one, and which go.
+"""Retention of training states: which in a folder is the newest complete one, and which are removed.
 
 Order is the order of saving, kept as a serial number in each manifest. Steps would not do: a run that goes
 back to an earlier step saves smaller ones, and clocks of different machines disagree.
@@ -20,14 +20,20 @@ from functools import partial
 from pathlib import Path
 
 from colossalai.checkpoint_io._collective import Agreement
-from colossalai.checkpoint_io._load_report import listed
-from colossalai.checkpoint_io._streaming import DEFAULT_BUFFER_MB
-from colossalai.checkpoint_io.formats import INDEX, read_chunk_index
+from colossalai.checkpoint_io.formats import ShardedIndex, read_sharded_index
 from colossalai.checkpoint_io.storage import (
+    DEFAULT_BUFFER_MB,
+    INDEX,
     MANIFEST,
+    MODEL_FOLDER,
+    OPTIMIZER_FOLDER,
+    RANDOM_FOLDER,
+    SMALL_FILE,
     FileEntry,
     Manifest,
     first_misfit,
+    listed,
+    random_file,
     read_manifest,
     verify_files,
 )
@@ -36,12 +42,27 @@ from colossalai.monitor import still_moving
 
 _OURS = re.compile(r"step-\d{8,}")
 _LEFTOVER = re.compile(r"\.step-\d{8,}\.(new|old)-[0-9a-f]+")
-_ENTRIES = {MANIFEST, "parts.pt", "random", "model", "optimizer"}
+_ENTRIES = {MANIFEST, SMALL_FILE, RANDOM_FOLDER, MODEL_FOLDER, OPTIMIZER_FOLDER}
 _HOW = "`colossalai checkpoint verify {}` tells what is wrong"
 
 
 @dataclass(frozen=True)
-class Shelf:
+class CheckedState:
+    """A training state of which the manifest, the files and the indices fit each other.
+
+    Attributes:
+        path: Where it is.
+        manifest: Its manifest.
+        indices: Those of its sharded folders, by the name of the folder.
+    """
+
+    path: Path
+    manifest: Manifest
+    indices: dict[str, ShardedIndex]
+
+
+@dataclass(frozen=True)
+class StateFolder:
     """What is in a folder of training states.
 
     Attributes:
@@ -59,7 +80,7 @@ def step_folder(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def look_at(folder: Path) -> Shelf:
+def look_at(folder: Path) -> StateFolder:
     """Return what is in a folder; of the states only the manifests are read.
 
     Raises:
@@ -77,7 +98,7 @@ def look_at(folder: Path) -> Shelf:
             if _OURS.fullmatch(path.name) or _has_tensors(path):
                 damaged[path] = str(error)
     states.sort(key=lambda item: (not item[0].name.startswith("."), item[1].serial), reverse=True)
-    return Shelf(tuple(states), damaged)
+    return StateFolder(tuple(states), damaged)
 
 
 def next_serial(folder: Path) -> int:
@@ -87,7 +108,7 @@ def next_serial(folder: Path) -> int:
 
 def newest_complete(
     folder: Path, agreement: Agreement, *, num_ranks: int, buffer_size: float = DEFAULT_BUFFER_MB
-) -> Path | None:
+) -> CheckedState | None:
     """Return the newest training state in a folder whose files are all as its manifest says, or None.
 
     Every rank takes part, and reads its part of the files.
@@ -95,16 +116,58 @@ def newest_complete(
     Raises:
         OSError: The folder cannot be read.
     """
-    check = partial(_misfit, num_parts=num_ranks, buffer_size=buffer_size)
-    candidates = agreement.gather(agreement.on_writer(lambda: _candidates(folder)))[0]
-    for name in candidates or []:
-        path = folder / name
-        misfits = agreement.gather(check(path, part=agreement.rank))
-        first = next(filter(None, misfits), None)
+    for name in agreement.from_writer(partial(_candidates, folder)):
+        path, state, misfit = folder / name, None, None
+        try:
+            state = check_state(path, part=agreement.rank, num_parts=num_ranks, buffer_size=buffer_size)
+        except (ValueError, OSError) as error:
+            misfit = str(error)
+        # A state counts if it does for all ranks: what one of them cannot read, none goes on from.
+        first = next(filter(None, agreement.gather(misfit)), None)
         if first is None:
-            return path
+            return state
         _warn_of(path, first)
     return None
+
+
+def check_state(
+    path: Path, *, part: int = 0, num_parts: int = 1, is_verified: bool = False, buffer_size: float
+) -> CheckedState:
+    """Read what a training state says of itself and compare it with its files.
+
+    Args:
+        path: The training state.
+        part: Which of the readers who share the checksums this is.
+        num_parts: How many they are.
+        is_verified: Whether to leave the checksums out.
+        buffer_size: The memory, in MB, that reading may take.
+
+    Raises:
+        ValueError: The manifest or an index is damaged, a file is missing or differs, or one is read for
+            which the manifest does not vouch.
+        OSError: Something cannot be read.
+    """
+    manifest = read_manifest(path)
+    if not is_verified:
+        verify_files(path, manifest, part=part, num_parts=num_parts, buffer_size=buffer_size)
+    named: dict[str, FileEntry | None] = {
+        random_file(rank, manifest.num_ranks): None
+        for rank in range(min(manifest.num_ranks, 1 + len(manifest.files)))
+    }
+    indices = {}
+    for folder in (MODEL_FOLDER, OPTIMIZER_FOLDER):
+        if (path / folder).exists():
+            index = indices[folder] = read_sharded_index(path / folder, buffer_size=buffer_size)
+            named[f"{folder}/{INDEX}"] = None
+            named |= {f"{folder}/{name}": entry for name, entry in index.files.items()}
+    strange = [
+        name
+        for name, entry in named.items()
+        if name not in manifest.files or entry not in (None, manifest.files[name])
+    ]
+    if strange:
+        raise ValueError(f"{path / MANIFEST} does not list {listed(strange)} as it should")
+    return CheckedState(path, manifest, indices)
 
 
 def refuse_lost(folder: Path) -> None:
@@ -136,30 +199,6 @@ def refuse_lost(folder: Path) -> None:
         )
 
 
-def refuse_unlisted(path: Path, manifest: Manifest) -> None:
-    """Raise unless a manifest vouches for every file that is read of a training state.
-
-    Raises:
-        ValueError: The indices or the number of ranks name a file that it does not list as they do.
-        OSError: An index cannot be read.
-    """
-    named: dict[str, FileEntry | None] = {
-        f"random/{rank:05d}-of-{manifest.num_ranks:05d}.pt": None
-        for rank in range(min(manifest.num_ranks, 1 + len(manifest.files)))
-    }
-    for part in ("model", "optimizer"):
-        if (path / part).exists():
-            named[f"{part}/{INDEX}"] = None
-            named |= {f"{part}/{name}": entry for name, entry in read_chunk_index(path / part).files.items()}
-    strange = [
-        name
-        for name, entry in named.items()
-        if name not in manifest.files or entry not in (None, manifest.files[name])
-    ]
-    if strange:
-        raise ValueError(f"{path / MANIFEST} does not list {listed(strange)} as it should")
-
-
 def make_way(path: Path) -> None:
     """See that a training state can be saved at a path; a damaged one there is moved aside.
 
@@ -189,34 +228,23 @@ def prune(folder: Path, agreement: Agreement, *, keep_last: int) -> None:
 
     Every rank takes part: to remove large files takes time.
     """
-    found = agreement.on_writer(lambda: [path.name for path in _retire(folder, keep_last=keep_last)])
-    found_by_rank = agreement.gather(found)
-    retired = [folder / name for name in found_by_rank[0] or []]
-    agreement.on_every_rank(lambda: _remove_files(retired, part=agreement.rank, num_parts=len(found_by_rank)))
-    agreement.on_writer(lambda: _remove_folders(retired))
+    # The writer decides, and gives what goes a hidden name, before anybody removes a file.
+    told = agreement.results(lambda: _retire(folder, keep_last=keep_last) if agreement.rank == 0 else [])
+    retired = [folder / name for name in told[0]]
+    agreement.on_every_rank(lambda: _remove_files(retired, part=agreement.rank, num_parts=len(told)))
+    agreement.on_writer(partial(_remove_folders, retired))
 
 
 def _candidates(folder: Path) -> list[str]:
     """Return the names of what may be complete, the newest first, and warn of what is not."""
-    shelf = look_at(folder)
-    for path, problem in shelf.damaged.items():
+    found = look_at(folder)
+    for path, problem in found.damaged.items():
         _warn_of(path, problem)
-    return [path.name for path, _ in shelf.states]
+    return [path.name for path, _ in found.states]
 
 
 def _warn_of(path: Path, problem: str) -> None:
     get_dist_logger().warning(f"passing over {path}: {problem}; {_HOW.format(path)}", ranks=[0])
-
-
-def _misfit(path: Path, *, part: int, num_parts: int, buffer_size: float) -> str | None:
-    try:
-        manifest = read_manifest(path)
-        verify_files(path, manifest, part=part, num_parts=num_parts, buffer_size=buffer_size)
-        if part == 0:
-            refuse_unlisted(path, manifest)
-    except (ValueError, OSError) as error:
-        return str(error)
-    return None
 
 
 def _quick_misfit(path: Path) -> str | None:
@@ -234,19 +262,19 @@ def _is_ours_or_empty(path: Path) -> bool:
 
 def is_like_a_state(path: Path) -> bool:
     """Return whether a folder has the manifest or the other parts of a training state, intact or not."""
-    parts = (path / "parts.pt", path / "model" / INDEX)
+    parts = (path / SMALL_FILE, path / MODEL_FOLDER / INDEX)
     return os.path.isfile(path / MANIFEST) or all(map(os.path.isfile, parts))
 
 
 def _has_tensors(path: Path) -> bool:
-    return os.path.isfile(path / "model" / INDEX)  # other programs write a manifest.json, too
+    return os.path.isfile(path / MODEL_FOLDER / INDEX)  # other programs write a manifest.json, too
 
 
-def _retire(folder: Path, *, keep_last: int) -> list[Path]:
-    """Return the folders that are to go, under names by which nobody takes them for training states."""
-    shelf = look_at(folder)
-    complete, damaged = [], dict(shelf.damaged)
-    for path, manifest in shelf.states:
+def _retire(folder: Path, *, keep_last: int) -> list[str]:
+    """Return the names of the folders that are to go, by which nobody takes them for training states."""
+    found = look_at(folder)
+    complete, damaged = [], dict(found.damaged)
+    for path, manifest in found.states:
         if not _OURS.fullmatch(path.name):
             continue
         problem = f"{path} is a link" if path.is_symlink() else first_misfit(path, manifest)
@@ -260,12 +288,12 @@ def _retire(folder: Path, *, keep_last: int) -> list[Path]:
                 f"{path} stays and does not count in keep_last, as it is no complete training state of ours: "
                 f"{problem}; {_HOW.format(path)}"
             )
-    retired = list(_leftovers(folder))
+    retired = [path.name for path in _leftovers(folder)]
     for path in complete[keep_last:]:
         aside = path.with_name(f".{path.name}.old-{secrets.token_hex(4)}")
         path.rename(aside)
         (aside / MANIFEST).unlink(missing_ok=True)
-        retired.append(aside)
+        retired.append(aside.name)
     return retired
 
 

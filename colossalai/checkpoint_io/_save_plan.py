@@ -1,4 +1,4 @@
-"""A training state on its way to disk: what is to be written, and which rank writes what of it.
+"""Save plan of a training state: what is to be written, and which rank writes what of it.
 
 To make one takes collectives; to write one takes none but the agreement of the ranks, so it can be written in
 the background.
@@ -7,6 +7,7 @@ the background.
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +16,36 @@ import torch
 from colossalai._version import __version__
 from colossalai.checkpoint_io._collective import COLLECTIVE, Agreement, global_rank
 from colossalai.checkpoint_io._retention import make_way, next_serial, prune
-from colossalai.checkpoint_io._state import Store
-from colossalai.checkpoint_io._streaming import DEFAULT_BUFFER_MB
+from colossalai.checkpoint_io._state import FlatStateDict
 from colossalai.checkpoint_io.formats import (
-    INDEX,
-    WRITTEN_CODEC,
-    Part,
-    Written,
+    WriteItem,
+    WriteResult,
     file_of_rank,
-    index_as_text,
     index_of,
-    read_chunk_index,
-    total_bytes,
-    write_parts,
+    write_items,
+    write_sharded_index,
     write_torch,
 )
-from colossalai.checkpoint_io.resharding import with_own_memory
+from colossalai.checkpoint_io.resharding import Json, TensorMetadata, with_own_memory
 from colossalai.checkpoint_io.storage import (
+    DEFAULT_BUFFER_MB,
     FileEntry,
     HostCopies,
     Manifest,
-    clear_os_errors,
-    shared_folder,
     write_manifest,
+    write_shared_folder,
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Draft:
+class SavePlan:
     """What is to be written.
 
     Attributes:
         path: Where.
         step: The step it is of.
         keep_last: How many training states stay in the folder.
-        stores: The large parts, by the name of their folder.
+        states: The flat state dicts, by the name of their folder.
         shares: What each rank writes of them.
         small_files: Plain values by the name of the file.
         config: The options of the run, as JSON.
@@ -59,10 +55,10 @@ class Draft:
     path: Path
     step: int
     keep_last: int
-    stores: Mapping[str, Store]
-    shares: Mapping[str, Sequence[Sequence[Part]]]
+    states: Mapping[str, FlatStateDict[TensorMetadata]]
+    shares: Mapping[str, Sequence[Sequence[WriteItem]]]
     small_files: Mapping[str, Any]
-    config: Any
+    config: Json
     buffer_size: float = DEFAULT_BUFFER_MB
 
     @property
@@ -70,94 +66,101 @@ class Draft:
         """Number of ranks that write it."""
         return len(next(iter(self.shares.values())))
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(state.nbytes for state in self.states.values())
 
-def in_host_memory(draft: Draft, copies: HostCopies) -> Draft:
-    """Return a draft with copies of what this rank writes, so that training can go on."""
+
+def in_host_memory(plan: SavePlan, copies: HostCopies) -> SavePlan:
+    """Return a plan with copies of what this rank writes, so that training can go on.
+
+    The copies are `copies`' own: their memory is used again by the next save, when this one has been written.
+    """
     rank = global_rank()
     copies.begin()
 
-    def copied(folder: str, part: Part) -> Part:
-        assert isinstance(part.tensor, torch.Tensor), "a rank writes what it holds"
-        return replace(part, tensor=copies.copy_of(part.tensor, (folder, part.name, part.box)))
+    def copied(folder: str, item: WriteItem) -> WriteItem:
+        assert isinstance(item.data, torch.Tensor), "a rank writes what it holds"
+        return replace(item, data=copies.copy_of(item.data, (folder, item.name, item.box)))
 
     shares = {
         name: [
-            [copied(name, part) for part in parts] if owner == rank else parts
-            for owner, parts in enumerate(of)
+            [copied(name, item) for item in items] if owner == rank else items
+            for owner, items in enumerate(of)
         ]
-        for name, of in draft.shares.items()
+        for name, of in plan.shares.items()
     }
-    small_files = {name: with_own_memory(content) for name, content in draft.small_files.items()}
-    return replace(draft, shares=shares, small_files=small_files)
+    small_files = {name: with_own_memory(content) for name, content in plan.small_files.items()}
+    return replace(plan, shares=shares, small_files=small_files)
 
 
-def write_draft(draft: Draft, agreement: Agreement) -> None:
+def write_training_state(plan: SavePlan, agreement: Agreement) -> None:
     """Write a training state and remove older ones; every rank takes part.
 
     Raises:
-        OSError: It cannot be written; on all ranks.
+        OSError: The training state cannot be written; on all ranks.
     """
-    num_bytes = sum(total_bytes(store) for store in draft.stores.values())
-    with shared_folder(draft.path, num_bytes=num_bytes, agreement=agreement) as target:
-        agreement.on_writer(lambda: _make_folders(target, draft))
-        # Here, and not only around the folder: it is this error that the other ranks are told.
-        clear = clear_os_errors(draft.path.resolve(), num_bytes)
-        written = agreement.on_every_rank(lambda: clear(_write_own)(target, draft, rank=agreement.rank))
-        of_all_ranks = agreement.gather(written, WRITTEN_CODEC)
-        agreement.on_writer(lambda: clear(_finish)(target, draft, of_all_ranks))
-    prune(draft.path.parent, agreement, keep_last=draft.keep_last)
+    write_shared_folder(
+        plan.path,
+        num_bytes=plan.num_bytes,
+        agreement=agreement,
+        write=lambda target: _write_own(target, plan, rank=agreement.rank),
+        finish=partial(_finish, plan=plan),
+    )
+    prune(plan.path.parent, agreement, keep_last=plan.keep_last)
 
 
-def write_draft_alone(draft: Draft) -> None:
+def write_training_state_alone(plan: SavePlan) -> None:
     """Write in one process what all ranks would write; older training states stay as they are.
 
     Raises:
         ValueError: There is something at its place that is no training state.
-        OSError: It cannot be written.
+        OSError: The training state cannot be written.
     """
-    make_way(draft.path)
-    num_bytes = sum(total_bytes(store) for store in draft.stores.values())
-    with shared_folder(draft.path, num_bytes=num_bytes, agreement=COLLECTIVE) as target:
-        clear = clear_os_errors(draft.path.resolve(), num_bytes)
-        clear(_make_folders)(target, draft)
-        written = [clear(_write_own)(target, draft, rank=rank) for rank in range(draft.num_ranks)]
-        clear(_finish)(target, draft, written)
+    make_way(plan.path)
+    write_shared_folder(
+        plan.path,
+        num_bytes=plan.num_bytes,
+        agreement=COLLECTIVE,
+        write=lambda target: [_write_own(target, plan, rank=rank) for rank in range(plan.num_ranks)],
+        finish=lambda target, told: _finish(target, told[0], plan=plan),
+    )
 
 
-def _make_folders(target: Path, draft: Draft) -> None:
-    for name in {*draft.stores, *(str(Path(file).parent) for file in draft.small_files)}:
+def _write_own(target: Path, plan: SavePlan, *, rank: int) -> dict[str, WriteResult]:
+    """Write the files of a rank's shards, in folders that the first one to come makes."""
+    written = {}
+    for name, shares in plan.shares.items():
         (target / name).mkdir(exist_ok=True)
+        path = target / name / file_of_rank(rank, plan.num_ranks)
+        written[name] = write_items(path, shares[rank], buffer_size=plan.buffer_size)
+    return written
 
 
-def _write_own(target: Path, draft: Draft, *, rank: int) -> dict[str, Written]:
-    return {
-        name: write_parts(
-            target / name / file_of_rank(rank, draft.num_ranks), shares[rank], buffer_size=draft.buffer_size
-        )
-        for name, shares in draft.shares.items()
-    }
+def _finish(target: Path, told: Sequence[Mapping[str, Sequence[Any]]], *, plan: SavePlan) -> None:
+    """Write what there is once, when all ranks have written: indices, small files, and the manifest last.
 
-
-def _finish(target: Path, draft: Draft, written: Sequence[Mapping[str, Written]]) -> None:
-    """Write what there is once, when all ranks have written: indices, small files, and the manifest last."""
+    Args:
+        target: The folder.
+        told: What each rank has told of its files: `WriteResult`s by the folders of the state dicts.
+        plan: What is written.
+    """
     files: dict[str, FileEntry] = {}
-    for name, store in draft.stores.items():
-        index = index_of(store, draft.shares[name], [of_rank[name] for of_rank in written])
-        (target / name / INDEX).write_text(index_as_text(index), encoding="utf-8")
-        read_chunk_index(target / name)  # as a reader would: files there and as large as they should be
+    for name, state in plan.states.items():
+        results = [WriteResult(*of_rank[name]) for of_rank in told]
+        index = index_of(state, plan.shares[name], results, target / name)
+        write_sharded_index(target / name, index)
         files |= {f"{name}/{file}": entry for file, entry in index.files.items()}
-    for name, content in draft.small_files.items():
+    for name, content in plan.small_files.items():
+        (target / name).parent.mkdir(exist_ok=True)
         write_torch(target / name, content)
     manifest = Manifest(
-        serial=next_serial(draft.path.parent),
-        step=draft.step,
-        num_ranks=draft.num_ranks,
-        versions=_versions(),
-        config=draft.config,
+        serial=next_serial(plan.path.parent),
+        step=plan.step,
+        num_ranks=plan.num_ranks,
+        versions={"colossalai": __version__, "torch": torch.__version__, "python": platform.python_version()},
+        config=plan.config,
         files=files,
     )
     write_manifest(target, manifest)
-
-
-def _versions() -> dict[str, str]:
-    return {"colossalai": __version__, "torch": torch.__version__, "python": platform.python_version()}

@@ -1,7 +1,7 @@
-"""One file for everything: the checkpoint of the Engine door.
+"""Single-file checkpoint of the Engine door: model, optimizer, scheduler and epoch in one torch file.
 
-A torch file of a dictionary: `epoch`, `model` (a state dict), and if they were given `optimizer` (by
-parameter name) and `lr_scheduler`.
+It is a dictionary: `epoch`, `model` (a state dict), and if they were given `optimizer` (by parameter name)
+and `lr_scheduler`.
 """
 
 from os import PathLike
@@ -13,18 +13,24 @@ from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._collective import on_every_rank
 from colossalai.checkpoint_io._global_plan import names_elsewhere
-from colossalai.checkpoint_io._load_report import listed
-from colossalai.checkpoint_io._model import MODEL, ModelLoading, model_store, module_names, plan_model_loading
-from colossalai.checkpoint_io._optimizer import (
-    OptimizerLoading,
-    optimizer_names_elsewhere,
-    plan_optimizer_loading,
+from colossalai.checkpoint_io._model import (
+    MODEL,
+    ModelLoadPlan,
+    model_state,
+    module_names,
+    plan_model_loading,
 )
-from colossalai.checkpoint_io._optimizer_state import OPTIMIZER, opened, optimizer_store, parameter_names
-from colossalai.checkpoint_io._streaming import DEFAULT_BUFFER_MB
-from colossalai.checkpoint_io.formats import Stateful, read_plain, store_of, total_bytes, write_torch_store
+from colossalai.checkpoint_io._optimizer import OptimizerLoadPlan, plan_optimizer_loading
+from colossalai.checkpoint_io._optimizer_state import (
+    OPTIMIZER,
+    named_parameters,
+    opened,
+    optimizer_state,
+    parameter_names,
+)
+from colossalai.checkpoint_io.formats import Stateful, read_plain, state_of, write_torch_states
 from colossalai.checkpoint_io.resharding import plain, with_own_memory
-from colossalai.checkpoint_io.storage import atomic_file, staged
+from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, atomic_file, listed, staged
 
 
 def save_checkpoint(
@@ -76,16 +82,16 @@ def _save(
     *,
     buffer_size: float,
 ) -> None:
-    stores = {"model": (model_store(model), MODEL)}
+    states = {MODEL: model_state(model)}
     if optimizer is not None:
-        stores["optimizer"] = (optimizer_store(optimizer, parameter_names(model)), OPTIMIZER)
+        states[OPTIMIZER] = optimizer_state(optimizer, parameter_names(model))
     content: dict[str, Any] = {"epoch": epoch}
     if lr_scheduler is not None:
         content["lr_scheduler"] = plain(lr_scheduler.state_dict(), at="lr_scheduler")
-    num_bytes = sum(total_bytes(store) for store, _ in stores.values())
-    with staged(atomic_file, file, num_bytes=num_bytes) as write:
-        content |= {part: kind.join(store) for part, (store, kind) in stores.items()}
-        write_torch_store(write, content, [store for store, _ in stores.values()], buffer_size=buffer_size)
+    with staged(atomic_file, file, num_bytes=sum(state.nbytes for state in states.values())) as write:
+        content |= {kind.part: kind.join(state) for kind, state in states.items()}
+        # All ranks: those that hold what the writer does not send it, block by block.
+        write_torch_states(write, content, states.values(), buffer_size=buffer_size)
 
 
 def load_checkpoint(
@@ -129,30 +135,31 @@ def _load(
     strict: bool,
     allow_pickle: bool,
 ) -> int:
-    elsewhere = names_elsewhere(module_names(model))
     names = parameter_names(model)
-    states_elsewhere: frozenset[str] = frozenset()
-    if optimizer is not None:
-        states_elsewhere = optimizer_names_elsewhere(optimizer, names)
 
-    def plan() -> tuple[dict[str, Any], ModelLoading, OptimizerLoading | None]:
+    def own_names() -> list[list[str]]:
+        named = named_parameters(optimizer, names) if optimizer is not None else {}
+        return [module_names(model), list(named)]
+
+    models, optimizers = names_elsewhere(own_names)
+    source = str(path)
+
+    def plan() -> tuple[dict[str, Any], ModelLoadPlan, OptimizerLoadPlan | None]:
         content = read_plain(path, mapped=True, allow_pickle=allow_pickle)
-        wanted = {"epoch": True, "model": True, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        wanted = {"epoch": True, MODEL.part: True, OPTIMIZER.part: optimizer, "lr_scheduler": lr_scheduler}
         missing = [part for part, want in wanted.items() if want is not None and part not in content]
         if missing:
             raise ValueError(f"{path} holds no {listed(missing)}; there is {listed(map(str, content))}")
         weights = plan_model_loading(
-            model, store_of(content["model"], MODEL), source=str(path), strict=strict, elsewhere=elsewhere
+            model, state_of(content[MODEL.part], MODEL), source=source, strict=strict, elsewhere=models
         )
         if optimizer is None:
             return content, weights, None
-        store = store_of(content["optimizer"], OPTIMIZER)
-        return (
-            content,
-            weights,
-            plan_optimizer_loading(optimizer, store, names, source=str(path), elsewhere=states_elsewhere),
-        )
+        state = state_of(content[OPTIMIZER.part], OPTIMIZER)
+        updates = plan_optimizer_loading(optimizer, state, names, source=source, elsewhere=optimizers)
+        return content, weights, updates
 
+    # Everything is read and compared here; if one rank cannot go on, none has overwritten anything.
     content, weights, updates = on_every_rank(plan)
     on_every_rank(weights.apply)
     if updates is not None:

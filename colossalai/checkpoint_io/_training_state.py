@@ -1,7 +1,7 @@
-"""Everything that a run needs to go on as if it had never stopped, in a folder per saved step.
+"""Training states: model, optimizer, scheduler, random states, position in the data, in a folder per step.
 
     step-00000120/
-        model/  optimizer/            the tensors in chunks, a file for each rank, and an index
+        model/  optimizer/            sharded folders: a file for each rank, and an index
         parts.pt                      lr_scheduler, dataloader, scaler, the caller's own values
         random/00000-of-00002.pt      the random states of each rank
         manifest.json                 sizes and checksums of all of these
@@ -22,47 +22,54 @@ from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._collective import (
     COLLECTIVE,
-    broadcast_from_writer,
-    gather,
+    from_writer,
     global_rank,
     num_ranks,
     on_every_rank,
     on_writer,
+    results,
 )
 from colossalai.checkpoint_io._global_plan import names_elsewhere
-from colossalai.checkpoint_io._load_report import listed
-from colossalai.checkpoint_io._model import MODEL, ModelLoading, model_store, module_names, plan_model_loading
-from colossalai.checkpoint_io._optimizer import (
-    OptimizerLoading,
-    optimizer_names_elsewhere,
-    plan_optimizer_loading,
+from colossalai.checkpoint_io._model import (
+    MODEL,
+    ModelLoadPlan,
+    model_state,
+    module_names,
+    plan_model_loading,
 )
+from colossalai.checkpoint_io._optimizer import OptimizerLoadPlan, plan_optimizer_loading
 from colossalai.checkpoint_io._optimizer_state import (
     OPTIMIZER,
     ParamNames,
+    named_parameters,
     opened,
-    optimizer_store,
+    optimizer_state,
     parameter_names,
 )
 from colossalai.checkpoint_io._retention import (
+    CheckedState,
+    check_state,
     make_way,
     newest_complete,
     refuse_lost,
-    refuse_unlisted,
     step_folder,
 )
-from colossalai.checkpoint_io._save_plan import Draft, in_host_memory, write_draft
-from colossalai.checkpoint_io._streaming import DEFAULT_BUFFER_MB, block_size
-from colossalai.checkpoint_io.formats import Stateful, read_plain, read_store, share_out
+from colossalai.checkpoint_io._save_plan import SavePlan, in_host_memory, write_training_state
+from colossalai.checkpoint_io._state import Kind, StoredStateDict
+from colossalai.checkpoint_io.formats import Stateful, read_plain, share_out
 from colossalai.checkpoint_io.resharding import plain
 from colossalai.checkpoint_io.storage import (
+    DEFAULT_BUFFER_MB,
     MANIFEST,
+    SMALL_FILE,
     Manifest,
+    block_size,
+    damage_named,
     host_copies,
+    listed,
     locked,
-    read_manifest,
+    random_file,
     start_save,
-    verify_files,
     wait_for_saves,
 )
 from colossalai.context import (
@@ -73,35 +80,6 @@ from colossalai.context import (
     set_random_state,
 )
 from colossalai.logging import get_dist_logger
-
-
-def random_files() -> dict[str, Any]:
-    """Return the random states of all ranks, by the name of the file that each goes to; collective."""
-    states = gather(plain(random_state(), at="random state"))
-    return {_file_name(rank, len(states)): state for rank, state in enumerate(states)}
-
-
-def read_random_state(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], str]:
-    """Return the random state with which this rank goes on, and what that means if the layout is another one.
-
-    Raises:
-        ValueError: A file is damaged.
-        OSError: It cannot be read.
-    """
-    count = manifest.num_ranks
-    if count == num_ranks():
-        own = read_plain(folder / _file_name(global_rank(), count))
-        if is_of_this_place(own):
-            return fitting_random_state([own], step=manifest.step), ""
-    saved = [read_plain(folder / _file_name(rank, count)) for rank in range(count)]
-    return fitting_random_state(saved, step=manifest.step), say_other_layout(saved, step=manifest.step)
-
-
-def _file_name(rank: int, count: int) -> str:
-    return f"random/{rank:05d}-of-{count:05d}.pt"
-
-
-_PARTS_FILE = "parts.pt"
 
 
 @dataclass(kw_only=True)
@@ -175,16 +153,21 @@ def save_training_state(
     block_size(buffer_size)  # refuses one that is too small
     wait_for_saves()
     path = Path(folder) / step_folder(step)
-    with locked(path.parent):
-        on_writer(lambda: make_way(path))
+    with locked(path.parent, then=partial(make_way, path)):
         with opened(state.optimizer, loads=False) as raw:
-            draft = _draft(path, replace(state, optimizer=raw), step=step, keep_last=keep_last)
-            draft = replace(draft, buffer_size=buffer_size)
+            plan = _save_plan(
+                path,
+                replace(state, optimizer=raw),
+                step=step,
+                keep_last=keep_last,
+                buffer_size=buffer_size,
+            )
             if not save_async:
-                write_draft(draft, COLLECTIVE)
+                write_training_state(plan, COLLECTIVE)
                 return path
-            staged = on_every_rank(lambda: in_host_memory(draft, host_copies()))
-        start_save(partial(write_draft, staged), name=str(path), watch=state.optimizer)
+            # When all have their copies, training may change what was copied.
+            staged = on_every_rank(lambda: in_host_memory(plan, host_copies()))
+        start_save(partial(write_training_state, staged), name=str(path), watch=state.optimizer)
     return path
 
 
@@ -193,9 +176,13 @@ def latest_training_state(folder: str | Path) -> Path | None:
 
     Complete is one whose files are all as its manifest says; the newest is the one that was saved last. A
     damaged one is named in a warning and passed over. What is being saved in the background is waited for.
+
+    Raises:
+        OSError: The folder cannot be read.
     """
     wait_for_saves()
-    return newest_complete(Path(folder), COLLECTIVE, num_ranks=num_ranks())
+    newest = newest_complete(Path(folder), COLLECTIVE, num_ranks=num_ranks())
+    return None if newest is None else newest.path
 
 
 def load_training_state(
@@ -220,7 +207,9 @@ def load_training_state(
         OSError: It cannot be read.
     """
     wait_for_saves()  # it may be the one that is being saved
-    return _opened_and_loaded(Path(path), state, is_verified=False, buffer_size=buffer_size)
+    block_size(buffer_size)  # refuses one that is too small
+    with opened(state.optimizer, loads=True) as raw:
+        return _load(Path(path), replace(state, optimizer=raw), None, buffer_size)
 
 
 def resume_training_state(
@@ -244,117 +233,162 @@ def resume_training_state(
     wait_for_saves()
     block_size(buffer_size)  # refuses one that is too small, which no folder is damaged by
     path = Path(folder)
-    if broadcast_from_writer(on_writer(lambda: (path / MANIFEST).is_file())):
+    if from_writer((path / MANIFEST).is_file):
         return load_training_state(path, state, buffer_size=buffer_size)
     newest = newest_complete(path, COLLECTIVE, num_ranks=num_ranks(), buffer_size=buffer_size)
     if newest is None:
-        on_writer(lambda: refuse_lost(path))
+        on_writer(partial(refuse_lost, path))
         return None
-    return _opened_and_loaded(newest, state, is_verified=True, buffer_size=buffer_size)
-
-
-def _opened_and_loaded(
-    path: Path, state: TrainingState, *, is_verified: bool, buffer_size: float
-) -> dict[str, Any]:
-    block_size(buffer_size)  # refuses one that is too small
     with opened(state.optimizer, loads=True) as raw:
-        return _load(path, replace(state, optimizer=raw), is_verified=is_verified, buffer_size=buffer_size)
+        return _load(newest.path, replace(state, optimizer=raw), newest, buffer_size)
 
 
-def _load(path: Path, state: TrainingState, *, is_verified: bool, buffer_size: float) -> dict[str, Any]:
-    elsewhere = names_elsewhere(module_names(state.model))
-    states_elsewhere: frozenset[str] = frozenset()
-    if state.optimizer is not None:
-        states_elsewhere = optimizer_names_elsewhere(state.optimizer, _names(state))
-    loading = on_every_rank(
-        lambda: _plan(
-            path, state, elsewhere, states_elsewhere, is_verified=is_verified, buffer_size=buffer_size
-        )
-    )
-    for name, part in state.small_parts.items():
-        part.load_state_dict(loading.content[name])
-    on_every_rank(loading.weights.apply)
-    if loading.updates is not None:
-        on_every_rank(loading.updates.apply)
-    set_random_state(loading.random)
-    if loading.note:
-        get_dist_logger().info(f"loaded {path}: {loading.note}", ranks=[0])
-    return {**loading.content["extra"], "step": loading.manifest.step}
+def random_files() -> dict[str, Any]:
+    """Return the random states of all ranks, by the name of the file that each goes to; collective."""
+    states = results(lambda: plain(random_state(), at="random state"))
+    return {random_file(rank, len(states)): state for rank, state in enumerate(states)}
 
 
-def _draft(path: Path, state: TrainingState, *, step: int, keep_last: int) -> Draft:
+def _save_plan(
+    path: Path, state: TrainingState, *, step: int, keep_last: int, buffer_size: float
+) -> SavePlan:
     """Return what is to be written, and by which rank; collective."""
-    stores = {MODEL.part: model_store(state.model)}
+    states = {MODEL.part: model_state(state.model)}
     if state.optimizer is not None:
-        stores[OPTIMIZER.part] = optimizer_store(state.optimizer, _names(state))
-    content = on_every_rank(lambda: _small_content(state))
-    small_files = {_PARTS_FILE: content, **random_files()}
-    return Draft(
+        states[OPTIMIZER.part] = optimizer_state(state.optimizer, _names(state))
+    small: dict[str, Any] = {}
+
+    def small_parts() -> object:
+        parts = {name: part.state_dict() for name, part in state.small_parts.items()}
+        small.update(plain({**parts, "extra": state.extra}, at="training state"))
+        return plain(random_state(), at="random state")
+
+    # Of the small parts rank 0 writes its own; of the random states those that all ranks tell it.
+    random_states = results(small_parts)
+    count = len(random_states)
+    return SavePlan(
         path=path,
         step=step,
         keep_last=keep_last,
-        stores=stores,
-        shares={name: share_out(store, num_ranks()) for name, store in stores.items()},
-        small_files=small_files,
+        states=states,
+        shares={name: share_out(flat, count) for name, flat in states.items()},
+        small_files={
+            SMALL_FILE: small,
+            **{random_file(rank, count): each for rank, each in enumerate(random_states)},
+        },
         config=json.loads(json.dumps(dict(state.config), default=str)),
+        buffer_size=buffer_size,
     )
-
-
-def _small_content(state: TrainingState) -> dict[str, Any]:
-    parts = {name: part.state_dict() for name, part in state.small_parts.items()}
-    content: dict[str, Any] = plain({**parts, "extra": state.extra}, at="training state")
-    return content
 
 
 def _names(state: TrainingState) -> ParamNames:
     return parameter_names(state.model) if state.param_names is None else state.param_names
 
 
+def _load(
+    path: Path, state: TrainingState, checked: CheckedState | None, buffer_size: float
+) -> dict[str, Any]:
+    """Compare a training state with the objects of `state`, then overwrite them; collective.
+
+    Args:
+        path: The training state.
+        state: What to load into; its optimizer is the raw one.
+        checked: The training state, if its checksums have been compared.
+        buffer_size: The memory, in MB, that loading may take.
+    """
+    names = _names(state) if state.optimizer is not None else {}
+
+    def own_names() -> list[list[str]]:
+        named = named_parameters(state.optimizer, names) if state.optimizer is not None else {}
+        return [module_names(state.model), list(named)]
+
+    elsewhere = names_elsewhere(own_names)
+    # Everything is read and compared here; if one rank cannot go on, none has overwritten anything.
+    plan = on_every_rank(lambda: _load_plan(path, state, names, checked, elsewhere, buffer_size))
+    for name, part in state.small_parts.items():
+        part.load_state_dict(plan.content[name])
+    on_every_rank(plan.apply)
+    set_random_state(plan.random)
+    if plan.note:
+        get_dist_logger().info(f"loaded {path}: {plan.note}", ranks=[0])
+    return {**plan.content["extra"], "step": plan.manifest.step}
+
+
 @dataclass(frozen=True)
-class _Loading:
+class _LoadPlan:
     """A training state that was compared with the objects to load it into."""
 
     manifest: Manifest
     content: dict[str, Any]
-    weights: ModelLoading
-    updates: OptimizerLoading | None
+    weights: ModelLoadPlan
+    updates: OptimizerLoadPlan | None
     random: dict[str, Any]
     note: str
 
+    def apply(self) -> None:
+        """Overwrite the model and the optimizer; no communication."""
+        self.weights.apply()
+        if self.updates is not None:
+            self.updates.apply()
 
-def _plan(
+
+def _load_plan(
     path: Path,
     state: TrainingState,
-    elsewhere: frozenset[str],
-    states_elsewhere: frozenset[str],
-    *,
-    is_verified: bool,
+    names: ParamNames,
+    checked: CheckedState | None,
+    elsewhere: list[frozenset[str]],
     buffer_size: float,
-) -> _Loading:
+) -> _LoadPlan:
     """Read and compare everything on this rank, and overwrite nothing."""
-    manifest = read_manifest(path)
-    if not is_verified:
-        verify_files(path, manifest, part=global_rank(), num_parts=num_ranks(), buffer_size=buffer_size)
-        refuse_unlisted(path, manifest)
-    content = read_plain(path / _PARTS_FILE)
+    if checked is None:
+        checked = check_state(path, part=global_rank(), num_parts=num_ranks(), buffer_size=buffer_size)
+    content = read_plain(path / SMALL_FILE)
     missing = [name for name in state.small_parts if name not in content]
-    if state.optimizer is not None and not (path / "optimizer").is_dir():
-        missing.append("optimizer")
+    if state.optimizer is not None and OPTIMIZER.part not in checked.indices:
+        missing.append(OPTIMIZER.part)
     if missing:
         raise ValueError(f"{path} holds no {listed(missing)}: leave that out to load the rest")
-    model = read_store(path / "model", MODEL, is_verified=True, buffer_size=buffer_size)
     updates = None
     if state.optimizer is not None:
-        optimizer = read_store(path / "optimizer", OPTIMIZER, is_verified=True, buffer_size=buffer_size)
         updates = plan_optimizer_loading(
-            state.optimizer, optimizer, _names(state), source=str(path), elsewhere=states_elsewhere
+            state.optimizer,
+            _stored(checked, OPTIMIZER),
+            names,
+            source=str(path),
+            elsewhere=elsewhere[1],
         )
-    random, note = read_random_state(path, manifest)
-    return _Loading(
-        manifest=manifest,
+    random, note = _random_state_of(path, checked.manifest)
+    return _LoadPlan(
+        manifest=checked.manifest,
         content=content,
-        weights=plan_model_loading(state.model, model, source=str(path), strict=True, elsewhere=elsewhere),
+        weights=plan_model_loading(
+            state.model, _stored(checked, MODEL), source=str(path), strict=True, elsewhere=elsewhere[0]
+        ),
         updates=updates,
         random=random,
         note=note,
     )
+
+
+def _stored(checked: CheckedState, kind: Kind) -> StoredStateDict:
+    state = checked.indices[kind.part].state()
+    with damage_named(checked.path / kind.part):
+        kind.join(state)  # what the tree says of the tensors is there
+    return state
+
+
+def _random_state_of(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], str]:
+    """Return the random state with which this rank goes on, and what that means if the layout is another one.
+
+    Raises:
+        ValueError: A file is damaged.
+        OSError: A file cannot be read.
+    """
+    count = manifest.num_ranks
+    if count == num_ranks():
+        own = read_plain(folder / random_file(global_rank(), count))
+        if is_of_this_place(own):
+            return fitting_random_state([own], step=manifest.step), ""
+    saved = [read_plain(folder / random_file(rank, count)) for rank in range(count)]
+    return fitting_random_state(saved, step=manifest.step), say_other_layout(saved, step=manifest.step)

@@ -20,7 +20,7 @@ from colossalai.checkpoint_io.tools import (
     Opened,
     convert_checkpoint,
     differences,
-    merge_stores,
+    merge_states,
     open_checkpoint,
     size_of,
     verify_checkpoint,
@@ -106,13 +106,13 @@ def merge(
 ) -> int:
     """Write the weights of several files into one."""
     opened = [open_checkpoint(source, variant=variant, allow_pickle=allow_pickle) for source in sources]
-    empty = [str(item.path) for item in opened if MODEL.part not in item.stores]
+    empty = [str(item.path) for item in opened if MODEL.part not in item.states]
     if empty:
         raise ValueError(f"{', '.join(empty)}: there is no model in it")
     for item in opened:
         _check(item)
-    store = merge_stores({str(item.path): item.stores[MODEL.part] for item in opened})
-    whole = dataclasses.replace(opened[0], stores={MODEL.part: store}, small={})
+    state = merge_states({str(item.path): item.states[MODEL.part] for item in opened})
+    whole = dataclasses.replace(opened[0], states={MODEL.part: state}, small={})
     if Path(target).resolve() in {item.path.resolve() for item in opened}:
         raise ValueError(f"{target} is one of the sources: give another name")
     to = "safetensors" if target.endswith(".safetensors") else "pt"
@@ -125,7 +125,7 @@ def diff(
     """Show in what two checkpoints differ; return 1 if they do."""
     both = [open_checkpoint(path, variant=variant, allow_pickle=allow_pickle) for path in (first, second)]
     found = []
-    num_names = sum(len(store.tensors) for opened in both for store in opened.stores.values())
+    num_names = sum(len(state.tensors) for opened in both for state in opened.states.values())
     with _progress("comparing", num_names, is_silent=as_json, of_bytes=False) as done:
         for item in differences(*both):
             done(1 if item.note.startswith("only") else 2)
@@ -181,10 +181,10 @@ def _facts(opened: Opened) -> Iterator[str]:
 
 def _tensors(opened: Opened) -> dict[str, list[dict[str, Any]]]:
     found: dict[str, list[dict[str, Any]]] = {}
-    for part, store in opened.stores.items():
+    for part, state in opened.states.items():
         found[part] = []
-        for name, names in names_by_tensor(store.tensors).items():
-            tensor = store.tensors[name]
+        for name, names in names_by_tensor(state.tensors).items():
+            tensor = state.tensors[name]
             places = [
                 {"file": _name_in(opened.path, file), "offsets": part.offsets, "sizes": part.sizes}
                 for file, part in opened.places_of(part, name)

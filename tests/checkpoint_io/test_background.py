@@ -30,7 +30,7 @@ STEPS = 40
 
 def make_slow(seconds: float, *, only: int | None = None, then: Exception | None = None) -> None:
     """Let a rank take its time to write its part, and fail then."""
-    write = _save_plan.write_parts
+    write = _save_plan.write_items
 
     def write_slowly(*args: Any, **options: Any) -> Any:
         if only in (None, gpc.get_global_rank()):
@@ -39,7 +39,7 @@ def make_slow(seconds: float, *, only: int | None = None, then: Exception | None
                 raise then
         return write(*args, **options)
 
-    _save_plan.write_parts = write_slowly
+    _save_plan.write_items = write_slowly
 
 
 def until_it_fails(step_once: Any) -> tuple[int, str]:

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 
 import colossalai
 from colossalai.checkpoint_io import TrainingState, load_model, load_training_state, save_training_state
-from colossalai.checkpoint_io._model import ModelLoading
+from colossalai.checkpoint_io._model import ModelLoadPlan
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer import next_linear, restart
 from tests.ranks import run_ranks
@@ -50,14 +50,14 @@ def read_mb(folder: Path) -> float:
 def counted(folder: Path) -> Iterator[list[float]]:
     """Count from here to the end of the last copy: then the files are let go."""
     found: list[float] = []
-    apply = ModelLoading.apply
+    apply = ModelLoadPlan.apply
 
-    def note(self: ModelLoading) -> None:
+    def note(self: ModelLoadPlan) -> None:
         apply(self)
         found.append(read_mb(folder) - before)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelLoading, "apply", note)
+        patch.setattr(ModelLoadPlan, "apply", note)
         before = read_mb(folder)
         yield found
 

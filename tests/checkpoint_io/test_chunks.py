@@ -13,14 +13,18 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colossalai.checkpoint_io._state import Store
-from colossalai.checkpoint_io.formats import _sharded_reader, _sharded_writer
-from colossalai.checkpoint_io.formats._sharded_index import INDEX, index_as_text, read_chunk_index
-from colossalai.checkpoint_io.formats._sharded_reader import read_chunks
-from colossalai.checkpoint_io.formats._sharded_writer import file_of_rank, index_of, share_out, write_parts
+from colossalai.checkpoint_io._state import FlatStateDict, ShardedStateDict, StoredStateDict
+from colossalai.checkpoint_io.formats import _sharded_index, _sharded_writer
+from colossalai.checkpoint_io.formats._sharded_index import (
+    file_of_rank,
+    read_sharded_index,
+    write_sharded_index,
+)
+from colossalai.checkpoint_io.formats._sharded_writer import index_of, share_out, write_items
 from colossalai.checkpoint_io.resharding._box import Box, whole_box
-from colossalai.checkpoint_io.resharding._entries import Spread
-from colossalai.checkpoint_io.storage._manifest import json_checksum
+from colossalai.checkpoint_io.resharding._tensors import ShardedTensor
+from colossalai.checkpoint_io.storage._manifest import INDEX
+from colossalai.checkpoint_io.storage._untrusted import json_checksum
 from tests.checkpoint_io.cuts import SHAPES, boxes_in, cuts_of
 
 pytestmark = pytest.mark.unit
@@ -35,7 +39,11 @@ FEW_BYTES = 48  # of a block, instead of megabytes: every tensor takes several
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sharded_writer, "_BLOCK", FEW_BYTES)
-    monkeypatch.setattr(_sharded_reader, "_BLOCK", FEW_BYTES)
+    monkeypatch.setattr(_sharded_index, "read_block_size", lambda buffer_size: FEW_BYTES)
+
+
+def read(folder: Path) -> StoredStateDict:
+    return read_sharded_index(folder).state()
 
 
 def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -55,7 +63,7 @@ def permuted_copy(tensor: torch.Tensor, dims: list[int]) -> torch.Tensor:
 
 
 @st.composite
-def written(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[Store], int]:
+def written(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[ShardedStateDict], int]:
     """Tensors, and what each of some ranks knows of them: who has what, and its own values."""
     num_ranks = draw(st.integers(1, 4))
     wholes, ranks_of, pieces = {}, {}, {}
@@ -71,26 +79,26 @@ def written(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], list[Store], int]
     stores = []
     for rank in range(num_ranks):
         tensors = {
-            name: Spread(
+            name: ShardedTensor(
                 tuple(whole.shape),
                 whole.dtype,
-                ranks_of[name],
                 {box: pieces[name][box] for box, ranks in ranks_of[name].items() if rank in ranks},
+                ranks_of=ranks_of[name],
             )
             for name, whole in wholes.items()
         }
-        stores.append(Store({**tensors, "tied": tensors["t0"]}, {"step": 3}))
+        stores.append(FlatStateDict({**tensors, "tied": tensors["t0"]}, {"step": 3}))
     return wholes, stores, num_ranks
 
 
-def write(folder: Path, stores: list[Store]) -> None:
+def write(folder: Path, stores: list[ShardedStateDict]) -> None:
     """Do what all ranks do, one after the other."""
     shares = [share_out(store, len(stores)) for store in stores]
     results = [
-        write_parts(folder / file_of_rank(rank, len(stores)), shares[rank][rank])
+        write_items(folder / file_of_rank(rank, len(stores)), shares[rank][rank])
         for rank in range(len(stores))
     ]
-    (folder / INDEX).write_text(index_as_text(index_of(stores[0], shares[0], results)))
+    write_sharded_index(folder, index_of(stores[0], shares[0], results, folder))
 
 
 @settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -99,7 +107,7 @@ def test_any_boxes_in_any_boxes_out(data: st.DataObject, case: Any) -> None:
     wholes, stores, _ = case
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), stores)
-        found = read_chunks(Path(folder))
+        found = read(Path(folder))
         assert found.tree == {"step": 3}
         assert found.tensors["tied"] is found.tensors["t0"]
         for name, whole in wholes.items():
@@ -125,9 +133,9 @@ def test_others_can_look_into_the_files(case: Any) -> None:
     wholes, stores, num_ranks = case
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), stores)
-        for tensor in read_chunk_index(Path(folder)).tensors.values():
-            for chunk in tensor.chunks:
-                assert chunk.begin % tensor.dtype.itemsize == 0
+        for tensor in read_sharded_index(Path(folder)).tensors.values():
+            for shard in tensor.shards:
+                assert shard.begin % tensor.dtype.itemsize == 0
         for rank in range(num_ranks):
             path = Path(folder, file_of_rank(rank, num_ranks))
             if path.exists():
@@ -140,20 +148,19 @@ def test_others_can_look_into_the_files(case: Any) -> None:
 
 def test_a_single_element_that_keeps_its_stride(tmp_path: Path) -> None:
     matrix, box = torch.arange(6.0).view(3, 2), Box((0, 1), (1, 1))
-    store = Store(
-        {"w": Spread((1,), matrix.dtype, {whole_box((1,)): (0,)}, {whole_box((1,)): matrix[:1, 1]})}, None
-    )
+    held, ranks_of = {whole_box((1,)): matrix[:1, 1]}, {whole_box((1,)): (0,)}
+    store = FlatStateDict({"w": ShardedTensor((1,), matrix.dtype, held, ranks_of=ranks_of)}, None)
     write(tmp_path, [store])
     out = torch.zeros(3, 2)
-    read_chunks(tmp_path).tensors["w"].read(whole_box((1,)), box.of(out)[0])
+    read(tmp_path).tensors["w"].read(whole_box((1,)), box.of(out)[0])
     assert out.flatten().tolist() == [0, 1, 0, 0, 0, 0]
 
 
 def test_bytes_are_spread_over_the_replicas() -> None:
     whole = torch.zeros(8)
     everywhere = {whole_box((8,)): (0, 1, 2)}
-    store = Store(
-        {name: Spread((8,), whole.dtype, everywhere, {}) for name in ("a", "b", "c", "d", "e", "f")}, None
+    store = FlatStateDict(
+        {name: ShardedTensor((8,), whole.dtype, {}, ranks_of=everywhere) for name in "abcdef"}, None
     )
     assert [sum(part.nbytes for part in parts) for parts in share_out(store, 3)] == [64, 64, 64]
 
@@ -167,7 +174,9 @@ def test_bytes_are_spread_over_the_replicas() -> None:
     ],
 )
 def test_what_the_ranks_do_not_hold_once_is_refused(boxes: list[Box]) -> None:
-    store = Store({"w": Spread((4,), torch.float32, dict.fromkeys(boxes, (0,)), {})}, None)
+    store = FlatStateDict(
+        {"w": ShardedTensor((4,), torch.float32, {}, ranks_of=dict.fromkeys(boxes, (0,)))}, None
+    )
     with pytest.raises(ValueError, match=r"do not hold all of 'w', of shape \(4,\)"):
         share_out(store, 1)
 
@@ -175,7 +184,9 @@ def test_what_the_ranks_do_not_hold_once_is_refused(boxes: list[Box]) -> None:
 def test_a_sparse_tensor_is_refused(tmp_path: Path) -> None:
     sparse = torch.eye(2).to_sparse()
     box = whole_box((2, 2))
-    store = Store({"s": Spread((2, 2), sparse.dtype, {box: (0,)}, {box: sparse})}, None)
+    store = FlatStateDict(
+        {"s": ShardedTensor((2, 2), sparse.dtype, {box: sparse}, ranks_of={box: (0,)})}, None
+    )
     with pytest.raises(ValueError, match="s is not strided"):
         write(tmp_path, [store])
 
@@ -232,13 +243,16 @@ LIES: list[Callable[[dict[str, Any]], None]] = [
 @pytest.mark.parametrize("lie", LIES)
 def test_an_index_that_lies(lie: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
     whole, box = torch.arange(6.0).view(2, 3), whole_box((2, 3))
-    write(tmp_path, [Store({"w": Spread((2, 3), whole.dtype, {box: (0,)}, {box: whole})}, None)])
+    write(
+        tmp_path,
+        [FlatStateDict({"w": ShardedTensor((2, 3), whole.dtype, {box: whole}, ranks_of={box: (0,)})}, None)],
+    )
     content = json.loads((tmp_path / INDEX).read_text())
     lie(content["index"])
     (tmp_path / INDEX).write_text(json.dumps(content))
     with pytest.raises(ValueError, match=f"{INDEX} is damaged: its checksum"):
-        read_chunks(tmp_path)
+        read(tmp_path)
     content["crc32"] = json_checksum(content["index"])
     (tmp_path / INDEX).write_text(json.dumps(content))
     with pytest.raises(ValueError, match=rf"{INDEX} (is damaged: (?!its checksum)|names files outside)"):
-        read_chunks(tmp_path)
+        read(tmp_path)

@@ -9,13 +9,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colossalai.checkpoint_io.formats._sharded_index import Chunk
-from colossalai.checkpoint_io.formats._sharded_reader import Chunked
-from colossalai.checkpoint_io.formats._sharded_writer import Part, write_parts
+from colossalai.checkpoint_io.formats._sharded_writer import WriteItem, write_items
 from colossalai.checkpoint_io.resharding._box import whole_box
-from colossalai.checkpoint_io.resharding._entries import Entry
-from colossalai.checkpoint_io.storage import _checksum
-from colossalai.checkpoint_io.storage._checksum import WRITTEN, file_blocks
+from colossalai.checkpoint_io.resharding._tensors import FileShard, StoredTensor, TensorMetadata
+from colossalai.checkpoint_io.storage import _file_blocks
+from colossalai.checkpoint_io.storage._file_blocks import WRITTEN, file_blocks
 
 pytestmark = pytest.mark.unit
 
@@ -26,15 +24,15 @@ SIZE = 40_000
 def sizes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Small blocks are mapped, too; a list gets the size of each block that was read."""
     sizes: list[int] = []
-    read = _checksum._read
+    read = _file_blocks._read
 
     def counting(*arguments: Any) -> memoryview:
         block = read(*arguments)
         sizes.append(len(block))
         return block
 
-    monkeypatch.setattr(_checksum, "_SMALL", 1)
-    monkeypatch.setattr(_checksum, "_read", counting)
+    monkeypatch.setattr(_file_blocks, "_SMALL", 1)
+    monkeypatch.setattr(_file_blocks, "_read", counting)
     return sizes
 
 
@@ -52,7 +50,7 @@ def test_every_byte_once(
     is_mapped: bool, path: Path, sizes_read: list[int], monkeypatch: pytest.MonkeyPatch, data: st.DataObject
 ) -> None:
     if not is_mapped:
-        monkeypatch.setattr(_checksum, "_POPULATE_READ", 9999)  # as of a kernel that does not know it
+        monkeypatch.setattr(_file_blocks, "_POPULATE_READ", 9999)  # as of a kernel that does not know it
     sizes_read.clear()
     begin = data.draw(st.integers(0, SIZE))
     end = data.draw(st.integers(begin, SIZE))
@@ -76,8 +74,8 @@ def test_a_file_that_ends_before(path: Path, sizes_read: list[int]) -> None:
 def test_into_a_tensor(dtype: torch.dtype, begin: int, path: Path, sizes_read: list[int]) -> None:
     numel = 999
     content = path.read_bytes()[begin : begin + numel * dtype.itemsize]
-    chunk = Chunk(whole_box((numel,)), path.name, begin)
-    out = Chunked((numel,), dtype, path.parent, (chunk,), 1000).whole()
+    shard = FileShard(whole_box((numel,)), dtype, path, begin, 1000)
+    out = StoredTensor((numel,), dtype, (shard,)).whole()
     assert bytes(out.view(torch.uint8).tolist()) == content
     assert not sizes_read
 
@@ -92,8 +90,9 @@ def test_files_are_written_in_blocks_of_huge_pages(tmp_path: Path, monkeypatch: 
 
     values = torch.arange(WRITTEN * 5 // 8, dtype=torch.int32)  # two and a half blocks
     box = whole_box(values.shape)
-    parts = [Part(name, box, Entry(box.sizes, values.dtype), values) for name in ("a", "b")]
+    whole = TensorMetadata(box.sizes, values.dtype)
+    items = [WriteItem(name, box, whole, values) for name in ("a", "b")]
     monkeypatch.setattr(os, "write", recording)
-    begins = write_parts(tmp_path / "file", parts).begins
+    begins = write_items(tmp_path / "file", items).begins
     expected = {WRITTEN, 2 * WRITTEN, begins[1], 3 * WRITTEN, 4 * WRITTEN, 5 * WRITTEN}
     assert set(ends) == {begins[0], *expected, begins[1] + values.nbytes}

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from colossalai.checkpoint_io import load_model, save_checkpoint, save_model
-from colossalai.checkpoint_io._streaming import block_boxes
 from colossalai.checkpoint_io.formats._single import verify
+from colossalai.checkpoint_io.resharding._box import block_boxes
 from tests.checkpoint_io.models import assert_same_state, tied
 from tests.checkpoint_io.test_ranks import group
 from tests.ranks import run_ranks

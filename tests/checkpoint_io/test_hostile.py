@@ -30,8 +30,8 @@ from colossalai.checkpoint_io import (
     save_optimizer,
     save_training_state,
 )
-from colossalai.checkpoint_io.formats._sharded_index import INDEX
-from colossalai.checkpoint_io.storage._manifest import MANIFEST, json_checksum, read_manifest
+from colossalai.checkpoint_io.storage._manifest import INDEX, MANIFEST, read_manifest
+from colossalai.checkpoint_io.storage._untrusted import json_checksum
 from colossalai.checkpoint_io.tools._open import open_checkpoint
 from colossalai.checkpoint_io.tools._verify import verify_checkpoint
 

@@ -9,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from colossalai.checkpoint_io._hugging_face_index import (
-    Index,
+    HuggingFaceIndex,
     Stems,
     find_weights,
     index_text,
     plan_shards,
     read_index,
 )
-from colossalai.checkpoint_io._load_report import LoadReport, common_prefix, listed
+from colossalai.checkpoint_io._state import LoadReport, common_prefix
+from colossalai.checkpoint_io.storage._untrusted import listed
 
 pytestmark = pytest.mark.unit
 
@@ -53,7 +54,7 @@ def test_names_of_files() -> None:
 
 def test_an_index_round_trips(tmp_path: Path) -> None:
     (tmp_path / "one.bin").touch()
-    index = Index({"a": "one.bin", "b": "one.bin"}, {"total_size": 5})
+    index = HuggingFaceIndex({"a": "one.bin", "b": "one.bin"}, {"total_size": 5})
     path = tmp_path / "x.index.json"
     path.write_text(index_text(index))
     assert read_index(path) == index

@@ -2,7 +2,6 @@
 
 import pickle
 import resource
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colossalai.checkpoint_io._streaming import Flow, stored_blocks
 from colossalai.checkpoint_io.formats import _safetensors
 from colossalai.checkpoint_io.formats._single import (
     Format,
@@ -21,7 +19,8 @@ from colossalai.checkpoint_io.formats._single import (
     verify,
     write_torch,
 )
-from colossalai.checkpoint_io.resharding._entries import mapped
+from colossalai.checkpoint_io.formats._whole_writer import ByteStream
+from colossalai.checkpoint_io.resharding._tensors import stored_view
 
 pytestmark = pytest.mark.unit
 
@@ -37,9 +36,9 @@ class Evil:
 
 
 def write_safetensors(path: Path, tensors: dict[str, torch.Tensor], *, header: dict[str, str]) -> None:
-    entries = _safetensors.in_file_order({name: mapped(tensor) for name, tensor in tensors.items()})
-    flow = Flow(entries.values(), partial(stored_blocks, size=1024))
-    _safetensors.write_safetensors(path, entries, header=header, flow=flow)
+    entries = _safetensors.in_file_order({name: stored_view(tensor) for name, tensor in tensors.items()})
+    stream = ByteStream(entries.values(), size=1024)
+    _safetensors.write_safetensors(path, entries, header=header, blocks_of=stream.of)
 
 
 def tensors_of(spec: dict[str, tuple[list[int], torch.dtype]]) -> dict[str, torch.Tensor]:

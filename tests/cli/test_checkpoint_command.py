@@ -204,7 +204,7 @@ def test_conversion_reads_no_more_at_once_than_the_buffer(
     read = _convert._Passing.read
 
     def note(self: _convert._Passing, box: Box, out: torch.Tensor) -> None:
-        most.append(box.numel * self.dtype.itemsize)
+        most.append(box.numel * self.source.dtype.itemsize)
         read(self, box, out)
 
     monkeypatch.setattr(_convert._Passing, "read", note)

@@ -37,14 +37,14 @@ def test_a_section_that_gets_on_begins_anew():
 
 def save_with_a_dead_server(folder: Path, dead: tuple[int, ...], waits: bool) -> None:
     rank = launch(folder)
-    write = _save_plan.write_parts
+    write = _save_plan.write_items
 
     def hang(*args, **options):
         if rank in dead:
             wait_for_report(folder)
         return write(*args, **options)
 
-    _save_plan.write_parts = hang
+    _save_plan.write_items = hang
     save_training_state(folder / "states", TrainingState(model=nn.Linear(2, 2)), step=5, save_async=True)
     if not waits:  # training goes on
         while not list(folder.glob("hang-*.txt")):

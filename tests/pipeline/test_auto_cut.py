@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from colossalai.checkpoint_io._model import model_store
+from colossalai.checkpoint_io._model import model_state
 from colossalai.lazy import LazyInitContext
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.pipeline.stages._chunks import ChunkList
@@ -123,7 +123,7 @@ def test_the_rest_of_the_model_loses_its_memory():
     }
     assert all(name.startswith(("blocks.1.", "blocks.2.")) for name, _ in stage.named_parameters())
     assert 0 < sum(param.nbytes for param in stage.parameters()) < whole / 2
-    assert set(model_store(stage).tensors) == set(stage.state_dict()) == set(dict(stage.named_parameters()))
+    assert set(model_state(stage).tensors) == set(stage.state_dict()) == set(dict(stage.named_parameters()))
     assert stage.get_parameter("blocks.2.mlp.expansion.weight").shape == (64, 16)
     assert len(find_blocks(stage)) == 2
 

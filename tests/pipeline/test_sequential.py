@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from colossalai.checkpoint_io._model import model_store
+from colossalai.checkpoint_io._model import model_state
 from colossalai.checkpoint_io._optimizer_state import parameter_names
 from colossalai.pipeline.stages._chunks import ChunkList
 from colossalai.pipeline.stages._layer_list import cut_sequential
@@ -56,7 +56,7 @@ def test_several_chunks_have_names_without_prefix():
     buffers = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
     assert set(dict(chunks.named_buffers())) == buffers
     assert set(chunks.state_dict()) == own | buffers
-    assert set(model_store(chunks).tensors) == own | buffers
+    assert set(model_state(chunks).tensors) == own | buffers
     assert parameter_names(chunks)[model[3].weight] == "3.weight"
     assert chunks.get_parameter("5.bias") is model[5].bias
     assert chunks.get_submodule("3") is model[3]

@@ -1,35 +1,34 @@
-"""Files and folders of tensors: torch's, safetensors, one file or shards, slices of every rank."""
+"""File formats: sharded folders, single files of torch or safetensors, folders of Hugging Face, torch's DCP.
 
-from colossalai.checkpoint_io.formats._plain import Stateful as Stateful
-from colossalai.checkpoint_io.formats._plain import load_lr_scheduler as load_lr_scheduler
-from colossalai.checkpoint_io.formats._plain import read_plain as read_plain
-from colossalai.checkpoint_io.formats._plain import save_lr_scheduler as save_lr_scheduler
-from colossalai.checkpoint_io.formats._reader import load_store as load_store
-from colossalai.checkpoint_io.formats._reader import read_store as read_store
-from colossalai.checkpoint_io.formats._reader import store_of as store_of
-from colossalai.checkpoint_io.formats._sharded_index import INDEX as INDEX
-from colossalai.checkpoint_io.formats._sharded_index import ChunkedTensor as ChunkedTensor
+For users: `Stateful`, `save_lr_scheduler`, `load_lr_scheduler`, by the face of `checkpoint_io`. The rest is
+of this package.
+"""
+
+from colossalai.checkpoint_io.formats._reader import load_state as load_state
+from colossalai.checkpoint_io.formats._reader import read_state as read_state
+from colossalai.checkpoint_io.formats._reader import state_of as state_of
+from colossalai.checkpoint_io.formats._sharded_index import ShardedIndex as ShardedIndex
 from colossalai.checkpoint_io.formats._sharded_index import file_of_rank as file_of_rank
-from colossalai.checkpoint_io.formats._sharded_index import index_as_text as index_as_text
-from colossalai.checkpoint_io.formats._sharded_index import read_chunk_index as read_chunk_index
-from colossalai.checkpoint_io.formats._sharded_reader import Chunked as Chunked
-from colossalai.checkpoint_io.formats._sharded_reader import chunk_store as chunk_store
-from colossalai.checkpoint_io.formats._sharded_writer import WRITTEN_CODEC as WRITTEN_CODEC
-from colossalai.checkpoint_io.formats._sharded_writer import Part as Part
-from colossalai.checkpoint_io.formats._sharded_writer import Written as Written
+from colossalai.checkpoint_io.formats._sharded_index import read_sharded_index as read_sharded_index
+from colossalai.checkpoint_io.formats._sharded_index import write_sharded_index as write_sharded_index
+from colossalai.checkpoint_io.formats._sharded_writer import WriteItem as WriteItem
+from colossalai.checkpoint_io.formats._sharded_writer import WriteResult as WriteResult
 from colossalai.checkpoint_io.formats._sharded_writer import index_of as index_of
-from colossalai.checkpoint_io.formats._sharded_writer import save_slices as save_slices
+from colossalai.checkpoint_io.formats._sharded_writer import save_sharded as save_sharded
 from colossalai.checkpoint_io.formats._sharded_writer import share_out as share_out
-from colossalai.checkpoint_io.formats._sharded_writer import write_parts as write_parts
+from colossalai.checkpoint_io.formats._sharded_writer import write_items as write_items
 from colossalai.checkpoint_io.formats._single import Format as Format
+from colossalai.checkpoint_io.formats._single import Stateful as Stateful
 from colossalai.checkpoint_io.formats._single import detect_format as detect_format
 from colossalai.checkpoint_io.formats._single import has_checksums as has_checksums
+from colossalai.checkpoint_io.formats._single import load_lr_scheduler as load_lr_scheduler
+from colossalai.checkpoint_io.formats._single import read_plain as read_plain
 from colossalai.checkpoint_io.formats._single import read_torch as read_torch
+from colossalai.checkpoint_io.formats._single import save_lr_scheduler as save_lr_scheduler
 from colossalai.checkpoint_io.formats._single import verify as verify
 from colossalai.checkpoint_io.formats._single import write_torch as write_torch
 from colossalai.checkpoint_io.formats._torch_dcp import DCP_INDEX as DCP_INDEX
-from colossalai.checkpoint_io.formats._torch_dcp import DcpTensor as DcpTensor
+from colossalai.checkpoint_io.formats._torch_dcp import DcpShard as DcpShard
 from colossalai.checkpoint_io.formats._torch_dcp import read_dcp as read_dcp
-from colossalai.checkpoint_io.formats._whole_writer import save_store as save_store
-from colossalai.checkpoint_io.formats._whole_writer import total_bytes as total_bytes
-from colossalai.checkpoint_io.formats._whole_writer import write_torch_store as write_torch_store
+from colossalai.checkpoint_io.formats._whole_writer import save_whole as save_whole
+from colossalai.checkpoint_io.formats._whole_writer import write_torch_states as write_torch_states

@@ -1,4 +1,4 @@
-"""Files in the format of safetensors, written in one pass.
+"""Writer of safetensors files, in one pass.
 
 A file is the length of its header in 8 bytes, the header in JSON, and the values, one tensor after the other.
 Where everything lies is known before the values are, but the checksums of the tensors, which we put in the
@@ -8,14 +8,12 @@ second one is no longer, and is filled with blanks.
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
 
-from colossalai.checkpoint_io._streaming import Flow
-from colossalai.checkpoint_io.resharding import Entry
+from colossalai.checkpoint_io.resharding import TensorMetadata
 from colossalai.checkpoint_io.storage import damage_named, json_checksum
 
 CHECKSUMS = "crc32"  # under it the header has the CRC-32 of each tensor, in JSON
@@ -41,22 +39,6 @@ _NAMES = {
     torch.bool: "BOOL",
 }
 _METADATA = "__metadata__"
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-
-
-@dataclass(frozen=True)
-class Listing:
-    """A tensor, or a part of one, in a header.
-
-    Attributes:
-        name: What it is called.
-        dtype: Its dtype.
-        shape: Its shape.
-    """
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
 
 
 def has_name_for(dtype: torch.dtype) -> bool:
@@ -64,29 +46,27 @@ def has_name_for(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
-def dtype_called(name: str) -> torch.dtype | None:
-    """Return the dtype that the format calls so."""
-    return _DTYPES.get(name)
-
-
 def header_of(
-    listings: Sequence[Listing], sizes: Sequence[int], metadata: Mapping[str, str]
+    listings: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
+    sizes: Sequence[int],
+    metadata: Mapping[str, str],
 ) -> tuple[bytes, list[int]]:
     """Return the beginning of a file, and where each tensor begins in it.
 
     Args:
-        listings: The tensors, in order. One of a dtype that the format does not know is listed as bytes.
+        listings: Name, dtype and shape of the tensors, in order. One of a dtype that the format does not know
+            is listed as bytes.
         sizes: The bytes of each.
         metadata: Text beside them.
     """
     texts = dict(metadata)
     entries: dict[str, Mapping[str, object]] = {_METADATA: texts}
     offsets, end = [], 0
-    for listing, size in zip(listings, sizes, strict=True):
-        dtype = _NAMES.get(listing.dtype)
-        entries[listing.name] = {
-            "dtype": dtype or "U8",
-            "shape": list(listing.shape) if dtype else [size],
+    for (name, dtype, shape), size in zip(listings, sizes, strict=True):
+        known = _NAMES.get(dtype)
+        entries[name] = {
+            "dtype": known or "U8",
+            "shape": list(shape) if known else [size],
             "data_offsets": [end, end + size],
         }
         offsets.append(end)
@@ -102,8 +82,8 @@ def has_intact_header(path: Path) -> bool:
     """Return whether the header of a file matches its checksum, or has none: others write none.
 
     Raises:
-        ValueError: It is no header.
-        OSError: It cannot be read.
+        ValueError: The file begins with something else than a header.
+        OSError: The file cannot be read.
     """
     with path.open("rb") as file, damage_named(path):
         entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -111,13 +91,17 @@ def has_intact_header(path: Path) -> bool:
         return checksum is None or checksum == f"{json_checksum(entries):010d}"
 
 
-def in_file_order(tensors: Mapping[str, Entry]) -> dict[str, Entry]:
+def in_file_order(tensors: Mapping[str, TensorMetadata]) -> dict[str, TensorMetadata]:
     """Return tensors as they lie in a file: the widest dtype first, so all begin where they should."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 def write_safetensors(
-    path: Path, tensors: Mapping[str, Entry], *, header: Mapping[str, str], flow: Flow
+    path: Path,
+    tensors: Mapping[str, TensorMetadata],
+    *,
+    header: Mapping[str, str],
+    blocks_of: Callable[[TensorMetadata], Iterator[memoryview]],
 ) -> None:
     """Write tensors.
 
@@ -125,7 +109,7 @@ def write_safetensors(
         path: The file.
         tensors: By name, in the order of `in_file_order`.
         header: Additional text for the header.
-        flow: Gives their values, in the same order.
+        blocks_of: Gives the bytes of each, asked for in the same order.
 
     Raises:
         ValueError: The format has no place for one of the tensors.
@@ -136,7 +120,7 @@ def write_safetensors(
     ]
     if strange:
         raise ValueError(f"safetensors has no {strange[0]}: use use_safetensors=False")
-    listings = [Listing(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
+    listings = [(name, tensor.dtype, tensor.shape) for name, tensor in tensors.items()]
     sizes = [tensor.nbytes for tensor in tensors.values()]
 
     def start_with(checksums: Mapping[str, int]) -> bytes:
@@ -149,7 +133,7 @@ def write_safetensors(
         file.write(start)
         for name, tensor in tensors.items():
             checksum = 0
-            for block in flow.of(tensor):
+            for block in blocks_of(tensor):
                 checksum = zlib.crc32(block, checksum)
                 file.write(block)
             checksums[name] = checksum

@@ -1,13 +1,15 @@
-"""The index of a folder in which tensors lie in chunks: which box of which tensor is where in which file.
+"""Index of a sharded folder: which shard of which tensor lies at what offset of which file.
 
     tensors.json                          the index
-    00000-of-00002.safetensors  ...       what rank 0 of 2 has written: chunks, one after the other
+    00000-of-00002.safetensors  ...       what rank 0 of 2 has written: shards, one after the other
 
-A chunk is a box of a global tensor, row-major. The files are in safetensors' format, so that other programs
-can look into them; a chunk that is a whole tensor has its name there, any other the name and the box.
+A shard is a box of a global tensor, row-major. The files are in safetensors' format, so that other programs
+can look into them; a shard that is a whole tensor has its name there, any other the name and the box. (In the
+index the shards of a tensor stand under "chunks", as torch's distributed checkpoints call them.)
 """
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,78 +19,62 @@ from typing import Any
 
 import torch
 
-from colossalai.checkpoint_io._load_report import listed
-from colossalai.checkpoint_io.resharding import Box, Json, is_tiled, whole_box
+from colossalai.checkpoint_io._state import FlatStateDict
+from colossalai.checkpoint_io.resharding import Box, FileShard, Json, StoredTensor, is_tiled
 from colossalai.checkpoint_io.storage import (
+    DEFAULT_BUFFER_MB,
+    FORM_OF_FILES,
+    INDEX,
+    Count,
     FileEntry,
-    count_of,
-    counts_of,
+    Form,
     damage_named,
-    field_of,
     file_entries,
     json_checksum,
-    of_kind,
-    read_json,
+    listed,
+    read_block_size,
+    read_checked_json,
     refuse_links_out,
     refuse_strays,
-    texts_of,
 )
 
-INDEX = "tensors.json"
 _FORMAT = 1
+_FORM: Form = {
+    "files": FORM_OF_FILES,
+    "same_as": {str: str},
+    # Each shard as file, offset of its first byte there, offsets and sizes of its box.
+    "tensors": {
+        str: {"shape": [Count()], "dtype": str, "chunks": [(str, Count(), [Count()], [Count()])]},
+    },
+}
 _FILE_OF_RANK = re.compile(r"\d{5,}-of-\d{5,}\.safetensors")
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A part of a tensor in a file.
+class ShardedIndex:
+    """What lies in a sharded folder.
 
     Attributes:
-        box: Which part.
-        file: The name of the file.
-        begin: Where it begins there, in bytes.
-    """
-
-    box: Box
-    file: str
-    begin: int
-
-
-@dataclass(frozen=True)
-class ChunkedTensor:
-    """Where a tensor lies.
-
-    Attributes:
-        shape: Its shape.
-        dtype: Its dtype.
-        chunks: Its parts; together they are all of it.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    chunks: tuple[Chunk, ...]
-
-
-@dataclass(frozen=True)
-class ChunkIndex:
-    """What lies in a folder.
-
-    Attributes:
-        tensors: By name.
+        tensors: By name; their shards are `FileShard`s.
         same_as: Further names of tensors, each with the name under which it is in `tensors`.
-        tree: The plain values beside the tensors (see `_tree`).
+        tree: The plain values beside the tensors (see `resharding/_tree`).
         files: What each file must be.
     """
 
-    tensors: Mapping[str, ChunkedTensor]
+    tensors: Mapping[str, StoredTensor]
     same_as: Mapping[str, str]
     tree: Json
     files: Mapping[str, FileEntry]
 
+    def state(self) -> FlatStateDict[StoredTensor]:
+        """Return the state dict that the folder holds; tied names get one and the same tensor."""
+        tied = {name: self.tensors[first] for name, first in self.same_as.items()}
+        return FlatStateDict({**self.tensors, **tied}, self.tree)
 
-def chunk_name(name: str, box: Box, shape: tuple[int, ...]) -> str:
-    """Return what a chunk is called in its file."""
-    return name if box == whole_box(shape) else f"{name}{box}"
+
+def shard_name(name: str, box: Box, shape: tuple[int, ...]) -> str:
+    """Return what a shard is called in its file."""
+    return name if box.sizes == shape else f"{name}{box}"
 
 
 def file_of_rank(rank: int, num_ranks: int) -> str:
@@ -102,104 +88,98 @@ def is_of_a_rank(name: str) -> bool:
 
 
 def refuse_lost_index(folder: Path) -> None:
-    """Raise if a folder without an index holds files that some rank wrote.
+    """Refuse a folder without an index that holds files which some rank wrote.
 
     Raises:
-        ValueError: It is so.
+        ValueError: `folder` holds such files.
     """
     names = sorted(entry.name for entry in folder.iterdir() if is_of_a_rank(entry.name))
     if names:
         raise ValueError(f"{folder / INDEX} is missing, which tells what {listed(names)} hold")
 
 
-def index_as_text(index: ChunkIndex) -> str:
-    """Return the content of the index file."""
-    tensors = {
-        name: {
-            "shape": list(tensor.shape),
-            "dtype": str(tensor.dtype).removeprefix("torch."),
-            "chunks": [[c.file, c.begin, list(c.box.offsets), list(c.box.sizes)] for c in tensor.chunks],
-        }
-        for name, tensor in index.tensors.items()
-    }
-    files = {name: asdict(entry) for name, entry in index.files.items()}
-    body = {"files": files, "same_as": dict(index.same_as), "tree": index.tree, "tensors": tensors}
-    return json.dumps({"format": _FORMAT, "crc32": json_checksum(body), "index": body})
-
-
-def read_chunk_index(folder: Path) -> ChunkIndex:
-    """Read the index of a folder; the files that it names must have the size that it says.
+def write_sharded_index(folder: Path, index: ShardedIndex) -> None:
+    """Write the index of a folder whose files are written, and read it as a reader will.
 
     Raises:
-        ValueError: It is damaged or of a later format, a file is missing or of another size, or a tensor is
-            not all there.
-        OSError: It cannot be read.
+        ValueError: A file has another size than the index says, or a tensor is not all there.
+        OSError: The index cannot be written.
     """
-    path = folder / INDEX
-    content = read_json(path)
-    with damage_named(path):
-        number, body = field_of(content, "format", int), field_of(content, "index", dict)
-        if number != _FORMAT:
-            raise ValueError(f"{path} is of format {number}; this version reads format {_FORMAT}")
-        if json_checksum(body) != field_of(content, "crc32", int):
-            raise ValueError("its checksum does not match its content")
-        index = _parsed(body)
-        lost = _lost(index)
-        if lost:
-            raise ValueError(f"it does not have all of {listed(lost)}, once")
-    _check_files(index, folder)
-    return index
-
-
-def _parsed(content: dict[str, Any]) -> ChunkIndex:
     tensors = {}
-    for name, entry in field_of(content, "tensors", dict).items():
-        dtype = _dtypes().get(field_of(entry, "dtype", str))
+    for name, tensor in index.tensors.items():
+        rows: list[Json] = []
+        for shard in tensor.shards:
+            assert isinstance(shard, FileShard), "what is written lies in files"
+            rows.append([shard.path.name, shard.begin, list(shard.box.offsets), list(shard.box.sizes)])
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        tensors[name] = {"shape": list(tensor.shape), "dtype": dtype, "chunks": rows}
+    files = {name: asdict(entry) for name, entry in index.files.items()}
+    body = {"files": files, "same_as": dict(index.same_as), "tree": index.tree, "tensors": tensors}
+    content = json.dumps({"format": _FORMAT, "crc32": json_checksum(body), "index": body})
+    (folder / INDEX).write_text(content, encoding="utf-8")
+    read_sharded_index(folder)
+
+
+def read_sharded_index(folder: Path, *, buffer_size: float = DEFAULT_BUFFER_MB) -> ShardedIndex:
+    """Read the index of a folder; the files that it names must have the size that it says.
+
+    The values are not read, and not compared with the checksums.
+
+    Args:
+        folder: The folder.
+        buffer_size: The memory, in MB, that reading a tensor may take beside where it goes.
+
+    Raises:
+        ValueError: The index is damaged or of a later format, a file is missing or of another size, or a
+            tensor is not all there.
+        OSError: The index cannot be read.
+    """
+    path, most = folder / INDEX, read_block_size(buffer_size)
+    # Every field is there and of its kind, and no number is negative.
+    body = read_checked_json(path, "index", version=_FORMAT, form=_FORM)
+    refuse_strays(body["files"], path)
+    refuse_links_out(body["files"], folder)
+    with damage_named(path):
+        files = file_entries(body["files"])
+        tensors = _tensors_of(body, files, folder, most)
+    for name, entry in files.items():
+        file = folder / name
+        if not file.is_file():
+            raise ValueError(f"{file} is missing; {INDEX} lists it")
+        if file.stat().st_size != entry.size:
+            raise ValueError(f"{file} has {file.stat().st_size} bytes, {INDEX} says {entry.size}")
+    return ShardedIndex(tensors, body["same_as"], body.get("tree"), files)
+
+
+def _tensors_of(
+    body: dict[str, Any], files: Mapping[str, FileEntry], folder: Path, most: int
+) -> dict[str, StoredTensor]:
+    """Return the tensors of an index.
+
+    Raises:
+        ValueError: A dtype is unknown, or an element of a tensor lies in no shard, in several, or beyond the
+            end of its file.
+        KeyError: A shard lies in a file that the index does not list.
+    """
+    tensors, boxes, lost = {}, {}, set()
+    for name, entry in body["tensors"].items():
+        dtype = _dtypes().get(entry["dtype"])
         if dtype is None:
             raise ValueError(f"{name} has the dtype {entry['dtype']!r}")
-        chunks = tuple(
-            Chunk(
-                Box(counts_of(offsets, name), counts_of(sizes, name)),
-                of_kind(file, str, name),
-                count_of(begin, name),
-            )
-            for file, begin, offsets, sizes in field_of(entry, "chunks", list)
-        )
-        tensors[name] = ChunkedTensor(counts_of(field_of(entry, "shape", list), name), dtype, chunks)
-    return ChunkIndex(
-        tensors=tensors,
-        same_as=texts_of(field_of(content, "same_as", dict), "same_as"),
-        tree=content.get("tree"),
-        files=file_entries(field_of(content, "files", dict)),
-    )
+        shards = []
+        for file, begin, offsets, sizes in entry["chunks"]:
+            if begin + math.prod(sizes) * dtype.itemsize > files[file].size:
+                lost.add(name)
+            shards.append(FileShard(Box(tuple(offsets), tuple(sizes)), dtype, folder / file, begin, most))
+        tensors[name] = StoredTensor(tuple(entry["shape"]), dtype, tuple(shards))
+        boxes[name] = [shard.box for shard in shards]
+    lost |= {name for name, tensor in tensors.items() if not is_tiled(tensor.shape, boxes[name])}
+    lost |= {name for name, first in body["same_as"].items() if first not in tensors}
+    if lost:
+        raise ValueError(f"it does not have all of {listed(sorted(lost))}, once")
+    return tensors
 
 
 @cache
 def _dtypes() -> dict[str, torch.dtype]:
     return {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
-
-
-def _check_files(index: ChunkIndex, folder: Path) -> None:
-    refuse_strays(index.files, folder / INDEX)
-    refuse_links_out(index.files, folder)
-    for name, entry in index.files.items():
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{path} is missing; {INDEX} lists it")
-        if path.stat().st_size != entry.size:
-            raise ValueError(f"{path} has {path.stat().st_size} bytes, {INDEX} says {entry.size}")
-
-
-def _lost(index: ChunkIndex) -> list[str]:
-    """Return the names of the tensors that are not all there."""
-    lost = [name for name, tensor in index.tensors.items() if not _is_complete(tensor, index.files)]
-    return lost + [name for name, first in index.same_as.items() if first not in index.tensors]
-
-
-def _is_complete(tensor: ChunkedTensor, files: Mapping[str, FileEntry]) -> bool:
-    """Return whether each element of a tensor lies in one chunk, and the chunks within their files."""
-    for chunk in tensor.chunks:
-        end = chunk.begin + chunk.box.numel * tensor.dtype.itemsize
-        if chunk.begin < 0 or end > files[chunk.file].size:
-            return False
-    return is_tiled(tensor.shape, [chunk.box for chunk in tensor.chunks])

@@ -1,4 +1,4 @@
-"""One file of tensors: torch's zip format or safetensors, told apart by their first bytes.
+"""Single files: torch's zip format or safetensors, told apart by their first bytes; small states in one.
 
 Both are read memory-mapped: what comes back is a view of the file, and only what is copied out of it costs
 memory. Both carry checksums: torch's zip archive by its nature, our safetensors files as CRC-32 of each
@@ -11,15 +11,24 @@ import pickle
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors
 import safetensors.torch
 import torch
 
+from colossalai.checkpoint_io._collective import on_every_rank
 from colossalai.checkpoint_io.formats._safetensors import CHECKSUMS, has_intact_header
 from colossalai.checkpoint_io.formats._torch_file import refuse_broken_frame, refuse_truncated, seal
-from colossalai.checkpoint_io.storage import OF_DAMAGE, damage_named, of_kind, refuse_special
+from colossalai.checkpoint_io.resharding import plain
+from colossalai.checkpoint_io.storage import (
+    OF_DAMAGE,
+    atomic_file,
+    damage_named,
+    of_kind,
+    refuse_special,
+    staged,
+)
 from colossalai.logging import get_dist_logger
 
 _TORCH_ZIP = b"PK\x03\x04"
@@ -183,3 +192,55 @@ def has_checksums(path: Path) -> bool:
             return CHECKSUMS in read_safetensors(path)[1]
         case Format.TORCH_LEGACY:
             return False
+
+
+class Stateful(Protocol):
+    """An object that hands out and takes back its state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state: plain values and tensors."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+        """Go back to a state."""
+        ...
+
+
+def save_lr_scheduler(lr_scheduler: Stateful, checkpoint: str | Path) -> None:
+    """Save a learning-rate scheduler in a file; collective: every rank calls it, global rank 0 writes.
+
+    Raises:
+        ValueError: Its state holds something that is not plain.
+        OSError: The file cannot be written; on all ranks. What was there before is still there.
+    """
+    state = plain(lr_scheduler.state_dict(), at="lr_scheduler")
+    with staged(atomic_file, checkpoint) as write:
+        write(lambda path: write_torch(path, state))
+
+
+def load_lr_scheduler(lr_scheduler: Stateful, checkpoint: str | Path) -> None:
+    """Load a learning-rate scheduler from a file that `save_lr_scheduler` wrote; collective.
+
+    Raises:
+        ValueError: The file is damaged or holds something else.
+        OSError: It cannot be read.
+    """
+    lr_scheduler.load_state_dict(on_every_rank(lambda: read_plain(Path(checkpoint))))
+
+
+def read_plain(path: Path, *, mapped: bool = False, allow_pickle: bool = False) -> dict[str, Any]:
+    """Read a torch file of a dictionary of plain values, its checksums compared.
+
+    Args:
+        path: The file.
+        mapped: Leave the tensors in it views of the file.
+        allow_pickle: Run the code that it may hold, if it cannot be restored without.
+
+    Raises:
+        ValueError: It is damaged, or holds something else.
+    """
+    verify(path)
+    content = read_torch(path, mapped=mapped, allow_pickle=allow_pickle)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__} where a dict is expected")
+    return content

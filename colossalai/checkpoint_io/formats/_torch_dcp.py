@@ -1,6 +1,6 @@
-"""Folders that `torch.distributed.checkpoint.save` wrote: boxes of global tensors, as ours are.
+"""Reader of torch's distributed checkpoints (DCP): shards of global tensors, as ours are.
 
-Their index is a pickle, which could execute anything: it is read only where the caller allows it. A tensor
+Their metadata are a pickle, which could execute anything: it is read only where the caller allows it. A shard
 is a torch file within a file; only its values are mapped into memory.
 """
 
@@ -14,33 +14,35 @@ from typing import Any, BinaryIO
 
 import torch
 
-from colossalai.checkpoint_io._state import Store
-from colossalai.checkpoint_io.resharding import Box, Stored
+from colossalai.checkpoint_io._state import FlatStateDict, StoredStateDict
+from colossalai.checkpoint_io.resharding import Box, StoredShard, StoredTensor
 from colossalai.checkpoint_io.storage import refuse_strays
 
 DCP_INDEX = ".metadata"
 
 
 @dataclass(frozen=True, eq=False)
-class DcpTensor(Stored):
-    """A tensor in a folder of torch's.
+class DcpShard(StoredShard):
+    """A shard in a file of torch's.
 
     Attributes:
-        chunks: Its parts, each with the file it is in, where it begins there, and its bytes.
+        box: Which part of the tensor it is.
+        path: The file.
+        begin: The offset of the torch file within it.
+        length: Bytes of that.
     """
 
-    chunks: tuple[tuple[Box, Path, int, int], ...]
+    box: Box
+    path: Path
+    begin: int
+    length: int
 
     def read(self, box: Box, out: torch.Tensor) -> None:
         """See the base class."""
-        for chunk, path, offset, length in self.chunks:
-            common = box.overlap(chunk)
-            if common is not None:
-                source = common.moved(chunk.offsets, sign=-1).of(_values(path, offset, length))
-                common.moved(box.offsets, sign=-1).of(out).copy_(source)
+        out.copy_(box.of(_values(self.path, self.begin, self.length)))
 
 
-def read_dcp(folder: Path, *, allow_pickle: bool) -> tuple[Store, dict[str, Any]]:
+def read_dcp(folder: Path, *, allow_pickle: bool) -> tuple[StoredStateDict, dict[str, Any]]:
     """Open a folder that `torch.distributed.checkpoint.save` wrote.
 
     Args:
@@ -51,7 +53,8 @@ def read_dcp(folder: Path, *, allow_pickle: bool) -> tuple[Store, dict[str, Any]
         Its tensors by their full names, and the other values; None for one that is not plain.
 
     Raises:
-        ValueError: Reading it is not allowed, or it is damaged.
+        ValueError: Reading a pickle is not allowed, or the checkpoint is damaged.
+        OSError: It cannot be read.
     """
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -64,7 +67,7 @@ def read_dcp(folder: Path, *, allow_pickle: bool) -> tuple[Store, dict[str, Any]
     try:
         metadata = pickle.loads(path.read_bytes())
         refuse_strays({place.relative_path for place in metadata.storage_data.values()}, path, is_flat=False)
-        tensors: dict[str, Any] = {}
+        tensors: dict[str, StoredTensor] = {}
         others: dict[str, Any] = {}
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, BytesStorageMetadata):
@@ -73,21 +76,21 @@ def read_dcp(folder: Path, *, allow_pickle: bool) -> tuple[Store, dict[str, Any]
                 tensors[name] = _dcp_tensor(folder, name, entry, metadata.storage_data)
     except (pickle.UnpicklingError, AttributeError, KeyError, EOFError, TypeError) as error:
         raise ValueError(f"{path} is damaged or of another version of torch: {error!r}") from error
-    return Store(tensors, None), others
+    return FlatStateDict(tensors, None), others
 
 
-def _dcp_tensor(folder: Path, name: str, entry: Any, places: Mapping[Any, Any]) -> DcpTensor:
+def _dcp_tensor(folder: Path, name: str, entry: Any, places: Mapping[Any, Any]) -> StoredTensor:
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
-    chunks = []
+    shards = []
     for number, chunk in enumerate(entry.chunks):
         place = places[MetadataIndex(name, chunk.offsets, number)]
         if getattr(place, "transform_descriptors", None):
             kinds = place.transform_descriptors
             raise ValueError(f"{name} is stored through {kinds}: only plain tensors can be read")
         box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        chunks.append((box, folder / place.relative_path, place.offset, place.length))
-    return DcpTensor(tuple(entry.size), entry.properties.dtype, tuple(chunks))
+        shards.append(DcpShard(box, folder / place.relative_path, place.offset, place.length))
+    return StoredTensor(tuple(entry.size), entry.properties.dtype, tuple(shards))
 
 
 def _plain_value(folder: Path, place: Any) -> Any:
@@ -101,7 +104,7 @@ def _plain_value(folder: Path, place: Any) -> Any:
 
 
 def _values(path: Path, offset: int, length: int) -> torch.Tensor:
-    """Return the values of a chunk as a view of the file."""
+    """Return the values of a shard as a view of the file."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with (

@@ -1,4 +1,4 @@
-"""Files of `torch.save`, written in one pass with tensors that are nowhere whole.
+"""Writer of torch files, in one pass and with tensors that are nowhere whole; and the seal of such a file.
 
 Such a file is a zip archive that is not compressed: a pickle, in which a tensor is its shape and the key of
 its values, and a record of values for each key. The pickle comes first and needs no values; a record is
@@ -19,8 +19,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from colossalai.checkpoint_io._streaming import Flow, bytes_of
-from colossalai.checkpoint_io.resharding import Entry
+from colossalai.checkpoint_io.resharding import TensorMetadata
+from colossalai.checkpoint_io.storage import bytes_of
 
 _END = b"PK\x05\x06"
 _END_SIZE = 22  # of the record at the end, before the comment
@@ -160,19 +160,19 @@ class _Values:
 def write_torch_stream(
     path: Path,
     content: Any,
-    tensors: Iterable[Entry],
+    tensors: Iterable[TensorMetadata],
     *,
-    flow: Flow,
-    held_locally: Callable[[Entry], torch.Tensor | None],
+    blocks_of: Callable[[TensorMetadata], Iterator[memoryview]],
+    held_locally: Callable[[TensorMetadata], torch.Tensor | None],
 ) -> None:
     """Write plain values with tensors in them, as `torch.save` would.
 
     Args:
         path: The file.
-        content: Nested plain values; in the place of a tensor that is streamed is its entry.
-        tensors: These entries.
-        flow: Gives their values, in the order of `tensors`.
-        held_locally: Gives the tensor that an entry stands for where it has to be pickled (a sparse one).
+        content: Nested plain values; in the place of a tensor that is streamed are its metadata.
+        tensors: The metadata of those.
+        blocks_of: Gives the bytes of each, asked for in the order of `tensors`.
+        held_locally: Gives the tensor that metadata stand for where it has to be pickled (a sparse one).
 
     Raises:
         OSError: The file cannot be written.
@@ -186,10 +186,10 @@ def write_torch_stream(
         for tensor in tensors:
             key = pickler.key_of(tensor)
             if key is None:  # not in the content, or pickled: its values are passed by
-                for _ in flow.of(tensor):
+                for _ in blocks_of(tensor):
                     pass
             else:
-                _write_record(archive, f"data/{key}", flow.of(tensor), size=tensor.nbytes)
+                _write_record(archive, f"data/{key}", blocks_of(tensor), size=tensor.nbytes)
         for key, values in pickler.local.items():
             _write_record(archive, f"data/{key}", [bytes_of(values)], size=values.nbytes)
         _write_record(archive, "version", [b"3\n"], size=2)
@@ -204,14 +204,16 @@ class _Pickler(pickle.Pickler):
         held_locally: See `write_torch_stream`.
     """
 
-    def __init__(self, file: io.BytesIO, held_locally: Callable[[Entry], torch.Tensor | None]) -> None:
+    def __init__(
+        self, file: io.BytesIO, held_locally: Callable[[TensorMetadata], torch.Tensor | None]
+    ) -> None:
         super().__init__(file, protocol=2)
         self._held_locally = held_locally
         self._keys: dict[int, str] = {}
         self.local: dict[str, torch.Tensor] = {}
 
-    def key_of(self, tensor: Entry) -> str | None:
-        """Return the key of an entry's record, None if there is none."""
+    def key_of(self, tensor: TensorMetadata) -> str | None:
+        """Return the key of the record of a tensor, None if there is none."""
         return self._keys.get(id(tensor))
 
     def persistent_id(self, value: Any) -> Any:
@@ -220,7 +222,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Return how a tensor is made again from its record."""
-        if isinstance(value, Entry):
+        if isinstance(value, TensorMetadata):
             whole = self._held_locally(value)
             if whole is not None:
                 return whole.__reduce_ex__(2)

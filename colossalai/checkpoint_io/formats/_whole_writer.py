@@ -1,7 +1,7 @@
-"""A store becomes a file or a folder of shards, which the writer writes.
+"""Writer of whole tensors: a single file, or shards with the index of Hugging Face.
 
-Every rank takes part: tensors travel to the writer block by block (see `_gathering`) and go to disk as they
-come. So neither a shard nor a tensor is ever whole in memory, beside what the ranks hold anyway.
+Every rank takes part: tensors travel to the writer block by block and go to disk as they come. So neither a
+shard nor a tensor is ever whole in memory, beside what the ranks hold anyway.
 """
 
 import json
@@ -13,51 +13,105 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colossalai.checkpoint_io._collective import global_rank, is_writer, on_every_rank
-from colossalai.checkpoint_io._hugging_face_index import Index, index_text, plan_shards
-from colossalai.checkpoint_io._load_report import listed
-from colossalai.checkpoint_io._state import TREE_KEY, Kind, Layout, Store, names_by_tensor
-from colossalai.checkpoint_io._streaming import Flow, block_boxes, block_size, flat_bytes, stored_blocks
+from colossalai.checkpoint_io._collective import global_rank, on_every_rank
+from colossalai.checkpoint_io._hugging_face_index import HuggingFaceIndex, index_text, plan_shards
+from colossalai.checkpoint_io._state import TREE_KEY, FileLayout, FlatStateDict, Kind, names_by_tensor
 from colossalai.checkpoint_io.formats._safetensors import in_file_order, write_safetensors
-from colossalai.checkpoint_io.formats._sharded_index import INDEX
 from colossalai.checkpoint_io.formats._torch_file import write_torch_stream
-from colossalai.checkpoint_io.resharding import Box, Entry, Spread, is_tiled, whole_box
-from colossalai.checkpoint_io.storage import Write, atomic_file, atomic_folder, staged
+from colossalai.checkpoint_io.resharding import (
+    Box,
+    ShardedTensor,
+    StoredTensor,
+    TensorMetadata,
+    block_boxes,
+    is_tiled,
+    whole_box,
+)
+from colossalai.checkpoint_io.storage import (
+    INDEX,
+    Write,
+    atomic_file,
+    atomic_folder,
+    block_size,
+    bytes_of,
+    flat_bytes,
+    listed,
+    staged,
+)
+
+State = FlatStateDict[TensorMetadata]
 
 
-def gathered_blocks(tensor: Entry, *, size: int) -> Iterator[torch.Tensor]:
-    """Yield the blocks of a tensor on the writer; every other rank sends what the writer does not hold.
+class ByteStream:
+    """The bytes of several tensors, one after the other.
 
-    Every rank takes the blocks of the same tensors in the same order, all of them; on other ranks than the
-    writer there are none to be seen. In memory are a block, and what was received of it.
+    Where they come from other ranks, these send them whatever happens here: so the stream is taken to its
+    end, by `drain` if not by use.
 
     Args:
-        tensor: The tensor, `Spread`.
+        tensors: The tensors, in the order in which they are asked for.
         size: The most bytes of a block.
     """
-    assert isinstance(tensor, Spread), "what is gathered is spread"
+
+    def __init__(self, tensors: Iterable[TensorMetadata], *, size: int) -> None:
+        self._blocks = (block for tensor in tensors for block in _blocks(tensor, size))
+
+    def of(self, tensor: TensorMetadata) -> Iterator[memoryview]:
+        """Yield the bytes of the next tensor."""
+        left = tensor.nbytes
+        while left > 0:
+            block = bytes_of(next(self._blocks))
+            left -= len(block)
+            yield block
+        assert left == 0, "a block belongs to one tensor"
+
+    def drain(self) -> None:
+        """Take what has not been asked for, and forget it."""
+        for _ in self._blocks:
+            pass
+
+
+def _blocks(tensor: TensorMetadata, size: int) -> Iterator[torch.Tensor]:
+    """Return the blocks of a tensor, contiguous and in host memory."""
+    if isinstance(tensor, StoredTensor):
+        return tensor.blocks(size=size)
+    assert isinstance(tensor, ShardedTensor)
+    return gathered_blocks(tensor, size=size)
+
+
+def gathered_blocks(tensor: ShardedTensor, *, size: int) -> Iterator[torch.Tensor]:
+    """Yield the blocks of a tensor on the writer; every other rank sends what the writer does not hold.
+
+    Point to point, and only what is missing: every rank takes the blocks of the same tensors in the same
+    order, all of them, so a send and its receive meet; on other ranks than the writer there are no blocks to
+    be seen. In memory are a block, and what was received of it.
+
+    Args:
+        tensor: The tensor.
+        size: The most bytes of a block.
+    """
     whole = whole_box(tensor.shape)
     holders = {whole: tensor.ranks_of[whole]} if whole in tensor.ranks_of else tensor.ranks_of
     for box in block_boxes(tensor.shape, most=max(1, size // tensor.dtype.itemsize)):
-        if is_writer():
+        if global_rank() == 0:
             yield _received(tensor, box, holders)
         else:
             _send(tensor, box, holders)
 
 
-def refuse_what_cannot_be_gathered(store: Store, *, only_dense: bool) -> None:
+def refuse_what_cannot_be_gathered(state: State, *, only_dense: bool) -> None:
     """Find what would fail on one rank while others wait for it; no communication.
 
     Args:
-        store: What is to be written.
+        state: What is to be written.
         only_dense: Whether the format has no place for sparse tensors at all.
 
     Raises:
-        ValueError: A part of a tensor is on no rank, or it is sparse and cannot be written.
+        ValueError: A part of a tensor is on no rank, or a tensor is sparse and cannot be written.
     """
-    for name in names_by_tensor(store.tensors):
-        tensor = store.tensors[name]
-        if not isinstance(tensor, Spread):
+    for name in names_by_tensor(state.tensors):
+        tensor = state.tensors[name]
+        if not isinstance(tensor, ShardedTensor):
             continue
         whole = whole_box(tensor.shape)
         if whole not in tensor.ranks_of and not is_tiled(tensor.shape, list(tensor.ranks_of)):
@@ -65,7 +119,7 @@ def refuse_what_cannot_be_gathered(store: Store, *, only_dense: bool) -> None:
             raise ValueError(
                 f"the ranks do not hold all of {name!r}, of shape {tensor.shape}: there is {parts}"
             )
-        sparse = [piece.layout for piece in tensor.pieces.values() if piece.layout is not torch.strided]
+        sparse = [shard.layout for shard in tensor.shards.values() if shard.layout is not torch.strided]
         if sparse and only_dense:
             raise ValueError(
                 f"{name} is {sparse[0]}, safetensors holds dense tensors only: use use_safetensors=False"
@@ -76,19 +130,19 @@ def refuse_what_cannot_be_gathered(store: Store, *, only_dense: bool) -> None:
             )
 
 
-def local_sparse(tensor: Entry) -> torch.Tensor | None:
-    """Return the sparse tensor that an entry stands for, if this rank holds it."""
-    for piece in tensor.pieces.values() if isinstance(tensor, Spread) else ():
-        if piece.layout is not torch.strided:
-            return piece
+def local_sparse(tensor: TensorMetadata) -> torch.Tensor | None:
+    """Return the sparse tensor that metadata stand for, if this rank holds it."""
+    for shard in tensor.shards.values() if isinstance(tensor, ShardedTensor) else ():
+        if shard.layout is not torch.strided:
+            return shard
     return None
 
 
-def _received(tensor: Spread, box: Box, holders: Mapping[Box, tuple[int, ...]]) -> torch.Tensor:
+def _received(tensor: ShardedTensor, box: Box, holders: Mapping[Box, tuple[int, ...]]) -> torch.Tensor:
     """Return a block on the writer."""
     for part, ranks in holders.items():
         if 0 in ranks and part.overlap(box) == box:
-            return _in_host_memory(box.moved(part.offsets, sign=-1).of(tensor.pieces[part]))
+            return _in_host_memory(box.moved(part.offsets, sign=-1).of(tensor.shards[part]))
     block = torch.empty(box.sizes, dtype=tensor.dtype)
     for part, ranks in holders.items():
         common = part.overlap(box)
@@ -96,20 +150,21 @@ def _received(tensor: Spread, box: Box, holders: Mapping[Box, tuple[int, ...]]) 
             continue
         target = common.moved(box.offsets, sign=-1).of(block)
         if 0 in ranks:
-            target.copy_(common.moved(part.offsets, sign=-1).of(tensor.pieces[part]))
+            target.copy_(common.moved(part.offsets, sign=-1).of(tensor.shards[part]))
             continue
         received = target if target.is_contiguous() else torch.empty(common.sizes, dtype=tensor.dtype)
+        # The first rank that has it sends it in `_send`, for the same block; the writer waits here.
         dist.recv(flat_bytes(received), src=ranks[0])
         if received is not target:
             target.copy_(received)
     return block
 
 
-def _send(tensor: Spread, box: Box, holders: Mapping[Box, tuple[int, ...]]) -> None:
+def _send(tensor: ShardedTensor, box: Box, holders: Mapping[Box, tuple[int, ...]]) -> None:
     for part, ranks in holders.items():
         common = part.overlap(box)
         if common is not None and 0 not in ranks and global_rank() == ranks[0]:
-            own = _in_host_memory(common.moved(part.offsets, sign=-1).of(tensor.pieces[part]))
+            own = _in_host_memory(common.moved(part.offsets, sign=-1).of(tensor.shards[part]))
             dist.send(flat_bytes(own), dst=0)
 
 
@@ -117,20 +172,29 @@ def _in_host_memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().contiguous()
 
 
-def save_store(
-    path: str | Path, store: Store, kind: Kind, layout: Layout, *, texts: Mapping[str, str] | None = None
+def save_whole(
+    path: str | Path,
+    state: State,
+    kind: Kind,
+    layout: FileLayout,
+    *,
+    texts: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a checkpoint at `path`, as a whole or not at all; collective.
+    """Write a checkpoint of whole tensors at `path`, as a whole or not at all; collective.
 
     A folder that exists keeps the files in it that are not of this kind of checkpoint.
 
     Args:
         path: A file, or a folder if `layout.shard`; a file name that ends with ".safetensors" chooses that
             format.
-        store: What to write: tensors that the ranks hold, or tensors in another checkpoint.
+        state: What to write: tensors that the ranks hold, or tensors in another checkpoint.
         kind: What it is.
         layout: How to lay it out.
         texts: Text files to put beside the shards, by name.
+
+    Raises:
+        ValueError: An option does not fit, or the format cannot hold a tensor.
+        OSError: The checkpoint cannot be written; on all ranks.
     """
     size = block_size(layout.buffer_size)
     if not layout.shard:
@@ -140,8 +204,8 @@ def save_store(
                 f"put it in the name of the file"
             )
         use_safetensors = layout.use_safetensors or Path(path).suffix == ".safetensors"
-        with staged(atomic_file, path, num_bytes=total_bytes(store)) as write:
-            _write_file(write, store, kind, use_safetensors=use_safetensors, size=size)
+        with staged(atomic_file, path, num_bytes=state.nbytes) as write:
+            _write_file(write, state, kind, use_safetensors=use_safetensors, size=size)
         return
     texts = texts or {}
 
@@ -150,55 +214,56 @@ def save_store(
         is_in_slices = name == kind.part and (Path(path) / name / INDEX).is_file()  # it would be read instead
         return not is_same and not is_in_slices
 
-    with staged(partial(atomic_folder, keep=keep), path, num_bytes=total_bytes(store)) as write:
-        _write_folder(write, store, kind, layout, size=size)
+    with staged(partial(atomic_folder, keep=keep), path, num_bytes=state.nbytes) as write:
+        _write_folder(write, state, kind, layout, size=size)
         for name, text in texts.items():
             write(partial(_write_text, name=name, text=text))
 
 
-def write_torch_store(write: Write, content: Any, stores: Iterable[Store], *, buffer_size: float) -> None:
-    """Write plain values with the tensors of some stores in them as one torch file; collective.
+def write_torch_states(
+    write: Write, content: Mapping[str, Any], states: Iterable[State], *, buffer_size: float
+) -> None:
+    """Write plain values with the tensors of some state dicts in them as one torch file; collective.
 
     Args:
         write: Writes to the file.
-        content: The values; in the place of a tensor is its entry in one of the stores.
-        stores: The stores.
+        content: The values; in the place of a tensor are its metadata, as in one of the states.
+        states: The states.
         buffer_size: The most memory that this takes on a rank, in MB.
+
+    Raises:
+        ValueError: A part of a tensor is on no rank, or a tensor is sparse and cannot be written.
+        OSError: The file cannot be written; on all ranks.
     """
-    tensors = []
-    for store in stores:
-        on_every_rank(partial(refuse_what_cannot_be_gathered, store, only_dense=False))
-        tensors += [store.tensors[name] for name in names_by_tensor(store.tensors)]
+    tensors: list[TensorMetadata] = []
+    for state in states:
+        on_every_rank(partial(refuse_what_cannot_be_gathered, state, only_dense=False))
+        tensors += [state.tensors[name] for name in names_by_tensor(state.tensors)]
     _write_torch(write, content, tensors, ".", size=block_size(buffer_size))
 
 
-def total_bytes(store: Store) -> int:
-    """Return the bytes of all full tensors, tied ones counted once."""
-    return sum(store.tensors[name].nbytes for name in names_by_tensor(store.tensors))
-
-
-def _write_file(write: Write, store: Store, kind: Kind, *, use_safetensors: bool, size: int) -> None:
-    on_every_rank(partial(refuse_what_cannot_be_gathered, store, only_dense=use_safetensors))
-    tensors = {name: store.tensors[name] for name in names_by_tensor(store.tensors)}
+def _write_file(write: Write, state: State, kind: Kind, *, use_safetensors: bool, size: int) -> None:
+    on_every_rank(partial(refuse_what_cannot_be_gathered, state, only_dense=use_safetensors))
+    tensors = {name: state.tensors[name] for name in names_by_tensor(state.tensors)}
     if use_safetensors:
-        _write_safetensors(write, tensors, ".", size=size, header={TREE_KEY: json.dumps(store.tree)})
+        _write_safetensors(write, tensors, ".", size=size, header={TREE_KEY: json.dumps(state.tree)})
     else:
-        _write_torch(write, kind.join(store), tensors.values(), ".", size=size)
+        _write_torch(write, kind.join(state), tensors.values(), ".", size=size)
 
 
-def _write_folder(write: Write, store: Store, kind: Kind, layout: Layout, *, size: int) -> None:
+def _write_folder(write: Write, state: State, kind: Kind, layout: FileLayout, *, size: int) -> None:
     """Write shards and an index into the folder that is being written; collective."""
-    on_every_rank(partial(refuse_what_cannot_be_gathered, store, only_dense=layout.use_safetensors))
-    groups = names_by_tensor(store.tensors)
+    on_every_rank(partial(refuse_what_cannot_be_gathered, state, only_dense=layout.use_safetensors))
+    groups = names_by_tensor(state.tensors)
     plan = plan_shards(
-        {name: store.tensors[name].nbytes for name in groups}, size_per_shard=layout.size_per_shard
+        {name: state.tensors[name].nbytes for name in groups}, size_per_shard=layout.size_per_shard
     )
     weight_map: dict[str, str] = {}
     for number, first_names in enumerate(plan, start=1):
         file = kind.stems.shard_name(
             number, len(plan), use_safetensors=layout.use_safetensors, variant=layout.variant
         )
-        tensors = {name: store.tensors[name] for name in first_names}
+        tensors = {name: state.tensors[name] for name in first_names}
         if layout.use_safetensors:
             # No room for a second name of the same tensor: the module that ties them restores it.
             weight_map |= dict.fromkeys(first_names, file)
@@ -206,50 +271,52 @@ def _write_folder(write: Write, store: Store, kind: Kind, layout: Layout, *, siz
         else:
             names = [name for first in first_names for name in groups[first]]
             weight_map |= dict.fromkeys(names, file)
-            content = {name: store.tensors[name] for name in names}
+            content = {name: state.tensors[name] for name in names}
             _write_torch(write, content, tensors.values(), file, size=size)
-    index = Index(weight_map, {"total_size": total_bytes(store), TREE_KEY: store.tree})
+    index = HuggingFaceIndex(weight_map, {"total_size": state.nbytes, TREE_KEY: state.tree})
     index_name = kind.stems.index_name(use_safetensors=layout.use_safetensors, variant=layout.variant)
     write(partial(_write_text, name=index_name, text=index_text(index)))
 
 
-def _write_torch(write: Write, content: Any, tensors: Iterable[Entry], name: str, *, size: int) -> None:
+def _write_torch(
+    write: Write, content: Mapping[str, Any], tensors: Iterable[TensorMetadata], name: str, *, size: int
+) -> None:
     streamed = [tensor for tensor in tensors if local_sparse(tensor) is None]
 
-    def act(path: Path, flow: Flow) -> None:
-        write_torch_stream(path / name, content, streamed, flow=flow, held_locally=local_sparse)
+    def act(path: Path, stream: ByteStream) -> None:
+        write_torch_stream(path / name, content, streamed, blocks_of=stream.of, held_locally=local_sparse)
 
     _stream(write, streamed, act, size=size)
 
 
 def _write_safetensors(
-    write: Write, tensors: Mapping[str, Entry], name: str, *, size: int, header: Mapping[str, str]
+    write: Write, tensors: Mapping[str, TensorMetadata], name: str, *, size: int, header: Mapping[str, str]
 ) -> None:
     tensors = in_file_order(tensors)
 
-    def act(path: Path, flow: Flow) -> None:
-        write_safetensors(path / name, tensors, header=header, flow=flow)
+    def act(path: Path, stream: ByteStream) -> None:
+        write_safetensors(path / name, tensors, header=header, blocks_of=stream.of)
 
     _stream(write, tensors.values(), act, size=size)
 
 
 def _stream(
-    write: Write, tensors: Iterable[Entry], action: Callable[[Path, Flow], None], *, size: int
+    write: Write,
+    tensors: Iterable[TensorMetadata],
+    action: Callable[[Path, ByteStream], None],
+    *,
+    size: int,
 ) -> None:
     """Have the writer do something with the values of tensors, while the other ranks send them."""
-    flow = Flow(tensors, partial(_blocks, size=size))
+    stream = ByteStream(tensors, size=size)
 
     def act(path: Path) -> None:
         try:
-            action(path, flow)
+            action(path, stream)
         finally:
-            flow.drain()  # also after an error: the others are sending
+            stream.drain()  # also after an error: the others are sending, and would wait for ever
 
-    write(act, elsewhere=flow.drain)
-
-
-def _blocks(tensor: Entry, *, size: int) -> Iterator[torch.Tensor]:
-    return (gathered_blocks if isinstance(tensor, Spread) else stored_blocks)(tensor, size=size)
+    write(act, elsewhere=stream.drain)
 
 
 def _write_text(folder: Path, *, name: str, text: str) -> None:

@@ -1,25 +1,29 @@
-"""What a rank holds of a tensor, and how boxes of one layout become those of another."""
+"""Tensors cut in one layout, put together in any other: local shards, tensor metadata, state trees.
+
+Of this package; users need none of it. `Box`: offsets and sizes. `ShardedTensor`: a tensor in the memory of
+ranks. `StoredTensor`: a tensor in a checkpoint. `pack` and `unpack`: a nested state as a tree and flat
+tensors.
+"""
 
 from colossalai.checkpoint_io.resharding._box import Box as Box
+from colossalai.checkpoint_io.resharding._box import block_boxes as block_boxes
 from colossalai.checkpoint_io.resharding._box import is_tiled as is_tiled
 from colossalai.checkpoint_io.resharding._box import whole_box as whole_box
-from colossalai.checkpoint_io.resharding._entries import Described as Described
-from colossalai.checkpoint_io.resharding._entries import Entry as Entry
-from colossalai.checkpoint_io.resharding._entries import Held as Held
-from colossalai.checkpoint_io.resharding._entries import Mapped as Mapped
-from colossalai.checkpoint_io.resharding._entries import Piece as Piece
-from colossalai.checkpoint_io.resharding._entries import Spread as Spread
-from colossalai.checkpoint_io.resharding._entries import Stored as Stored
-from colossalai.checkpoint_io.resharding._entries import all_mapped as all_mapped
-from colossalai.checkpoint_io.resharding._local_shards import copy_into as copy_into
-from colossalai.checkpoint_io.resharding._local_shards import follows as follows
-from colossalai.checkpoint_io.resharding._local_shards import held as held
-from colossalai.checkpoint_io.resharding._local_shards import held_state as held_state
+from colossalai.checkpoint_io.resharding._local_shards import fill as fill
 from colossalai.checkpoint_io.resharding._local_shards import is_cut_by_spec as is_cut_by_spec
 from colossalai.checkpoint_io.resharding._local_shards import new_like as new_like
-from colossalai.checkpoint_io.resharding._local_shards import new_replicated as new_replicated
-from colossalai.checkpoint_io.resharding._local_shards import new_state as new_state
-from colossalai.checkpoint_io.resharding._local_shards import whole_shape as whole_shape
+from colossalai.checkpoint_io.resharding._local_shards import new_states as new_states
+from colossalai.checkpoint_io.resharding._local_shards import shards_of_states as shards_of_states
+from colossalai.checkpoint_io.resharding._local_shards import whole_shapes as whole_shapes
+from colossalai.checkpoint_io.resharding._local_shards import with_local_shards as with_local_shards
+from colossalai.checkpoint_io.resharding._tensors import FileShard as FileShard
+from colossalai.checkpoint_io.resharding._tensors import ShardedTensor as ShardedTensor
+from colossalai.checkpoint_io.resharding._tensors import StoredShard as StoredShard
+from colossalai.checkpoint_io.resharding._tensors import StoredTensor as StoredTensor
+from colossalai.checkpoint_io.resharding._tensors import TensorMetadata as TensorMetadata
+from colossalai.checkpoint_io.resharding._tensors import ViewShard as ViewShard
+from colossalai.checkpoint_io.resharding._tensors import stored_view as stored_view
+from colossalai.checkpoint_io.resharding._tensors import stored_views as stored_views
 from colossalai.checkpoint_io.resharding._tree import Json as Json
 from colossalai.checkpoint_io.resharding._tree import pack as pack
 from colossalai.checkpoint_io.resharding._tree import plain as plain

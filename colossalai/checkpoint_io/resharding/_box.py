@@ -1,4 +1,4 @@
-"""Boxes: what is cut out of a global tensor by a range in each of its dimensions.
+"""Boxes: offsets and sizes in each dimension of a global tensor, as shard metadata has them.
 
 Whatever cuts a tensor (mesh axes, a pipeline, FSDP, ZeRO), a rank holds boxes of it. Dimensions that are cut
 give one box. A flat range of a row-major tensor is not one, but it is a few:
@@ -22,8 +22,8 @@ class Box:
     """A range in each dimension of a tensor.
 
     Attributes:
-        offsets: Where it begins.
-        sizes: How far it extends.
+        offsets: Where it begins in each dimension.
+        sizes: Its extent in each dimension.
     """
 
     offsets: tuple[int, ...]
@@ -108,6 +108,23 @@ def _is_tiled(shape: tuple[int, ...], boxes: tuple[tuple[tuple[int, ...], tuple[
         if not _is_tiled(shape[1:], tuple((boxes[n][0][1:], boxes[n][1][1:]) for n in present)):
             return False
     return True
+
+
+def block_boxes(shape: Sequence[int], *, most: int) -> Iterator[Box]:
+    """Yield boxes of up to `most` elements that are, one after the other, a row-major tensor."""
+    shape, numel = tuple(shape), math.prod(shape)
+    if numel <= most:
+        if numel > 0:
+            yield whole_box(shape)
+        return
+    rows = most * shape[0] // numel
+    if rows == 0:
+        for row in range(shape[0]):
+            for box in block_boxes(shape[1:], most=most):
+                yield Box((row, *box.offsets), (1, *box.sizes))
+        return
+    for first in range(0, shape[0], rows):
+        yield Box((first, *(0 for _ in shape[1:])), (min(rows, shape[0] - first), *shape[1:]))
 
 
 def flat_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:

@@ -1,43 +1,79 @@
-"""What this rank holds of a tensor: which boxes of the whole, and where they are in its memory.
+"""Local shards: which boxes of a global tensor this rank holds, as views of its memory.
 
 A rank holds a plain tensor whole, a slice that carries its `ShardingSpec`, a `DTensor`, a `DTensor` of such a
 slice, or a flat range of any of the first two. Here, and nowhere else in this package, is it asked which.
 Boxes are in torch's order of dimensions, whatever the order in which a layer stores them.
+
+Every function takes all tensors of a model or an optimizer at once: first what cuts each of them is asked
+for, then the boxes are made, then, in loading, the values are read into them.
 """
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from colossalai.checkpoint_io.resharding._box import Box, flat_boxes, whole_box
-from colossalai.checkpoint_io.resharding._entries import Entry, Held, Piece, Stored
+from colossalai.checkpoint_io.resharding._tensors import ShardedTensor, StoredTensor
+from colossalai.checkpoint_io.storage import listed
 from colossalai.tensor import FlatRange, ShardingSpec, range_of_states, spec_of
 
-
-def held(tensor: torch.Tensor) -> Held:
-    """Return what this rank holds of a parameter, a buffer, or any other tensor."""
-    own = _held(tensor.detach(), spec_of(tensor), None)
-    return replace(own, may_differ=not isinstance(tensor, nn.Parameter))
+T = TypeVar("T")
+Shape = tuple[int, ...]
 
 
-def held_state(state: torch.Tensor, param: torch.Tensor) -> Held:
-    """Return what this rank holds of a state of a parameter, which is cut as the parameter is.
+def with_local_shards(content: T) -> T:
+    """Return a nested value with this rank's shards in the places of its tensors; tied tensors stay one."""
+    leaves, structure = tree_flatten(content)
+    distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    specs = {key: spec_of(tensor) for key, tensor in distinct.items()}
+    shards = {
+        key: _sharded(tensor.detach(), specs[key], None, may_differ=not isinstance(tensor, nn.Parameter))
+        for key, tensor in distinct.items()
+    }
+    found: T = tree_unflatten([shards.get(id(leaf), leaf) for leaf in leaves], structure)
+    return found
 
-    A number, or a state of another shape than the parameter's, is not cut.
+
+def shards_of_states(
+    states: Mapping[str, Mapping[str, torch.Tensor]], params: Mapping[str, nn.Parameter]
+) -> dict[str, dict[str, ShardedTensor]]:
+    """Return this rank's shards of states: cut as the parameter is, where the extent is the same.
+
+    Args:
+        states: The tensors of each parameter's state by their keys, by the name of the parameter.
+        params: The parameters by name.
+
+    Raises:
+        ValueError: A parameter is a tensor-parallel slice, and a tensor of its state has another shape: it is
+            not known how that is cut.
     """
-    part = range_of_states(param)
-    if not follows(state, param):
-        return _held(state.detach(), None, None)
-    return _held(state.detach(), spec_of(param), part)
-
-
-def follows(state: torch.Tensor, param: torch.Tensor) -> bool:
-    """Return whether a state has the extent of what this rank holds of its parameter."""
-    part = range_of_states(param)
-    return tuple(state.shape) == (tuple(param.shape) if part is None else part.local_shape)
+    specs = {name: spec_of(params[name]) for name in states}
+    ranges = {name: range_of_states(params[name]) for name in states}
+    found: dict[str, dict[str, ShardedTensor]] = {}
+    for name, tensors in states.items():
+        spec, part = specs[name], ranges[name]
+        extent = tuple(params[name].shape) if part is None else part.local_shape
+        strange = [
+            f"{key} {tuple(tensor.shape)}"
+            for key, tensor in tensors.items()
+            if tensor.ndim and tuple(tensor.shape) != extent
+        ]
+        if strange and spec is not None and not spec.is_identity:
+            raise ValueError(
+                f"the state of {name!r}, a tensor-parallel slice of shape {tuple(params[name].shape)}, holds "
+                f"{listed(strange)}: only states of the slice's shape, and numbers, can be saved"
+            )
+        found[name] = {
+            key: _sharded(tensor.detach(), spec, part)
+            if tuple(tensor.shape) == extent
+            else _sharded(tensor.detach(), None, None)
+            for key, tensor in tensors.items()
+        }
+    return found
 
 
 def is_cut_by_spec(tensor: torch.Tensor) -> bool:
@@ -46,98 +82,124 @@ def is_cut_by_spec(tensor: torch.Tensor) -> bool:
     return spec is not None and not spec.is_identity
 
 
-def whole_shape(tensor: torch.Tensor | Entry) -> tuple[int, ...]:
-    """Return the shape of the whole tensor."""
-    spec = spec_of(tensor) if isinstance(tensor, torch.Tensor) else None
-    return tuple(tensor.shape) if spec is None else spec.whole_shape
+def whole_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
+    """Return the shapes of the whole tensors, by name."""
+    specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
+    return {
+        name: tuple(tensor.shape) if (spec := specs[name]) is None else spec.whole_shape
+        for name, tensor in tensors.items()
+    }
 
 
-def copy_into(target: torch.Tensor, stored: Stored) -> None:
-    """Overwrite what this rank holds of a tensor; no communication."""
-    _fill(held(target), stored)
+def fill(targets: Sequence[tuple[torch.Tensor, StoredTensor]]) -> None:
+    """Overwrite what this rank holds of tensors with stored values; no communication."""
+    specs = [spec_of(tensor) for tensor, _ in targets]
+    shards = [_sharded(tensor.detach(), spec, None) for (tensor, _), spec in zip(targets, specs, strict=True)]
+    _read(shards, [stored for _, stored in targets])
 
 
-def new_like(stored: Stored, like: torch.Tensor) -> torch.Tensor:
+def new_like(stored: StoredTensor, like: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a stored tensor, cut and placed as another one is."""
     part = torch.zeros_like(like, requires_grad=False)
-    _fill(_held(part, spec_of(like), None), stored)
+    _read([_sharded(part, spec_of(like), None)], [stored])
     return part
 
 
-def new_state(stored: Stored, param: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a state that is cut as its parameter is."""
-    part = range_of_states(param)
-    if part is None:
-        state = torch.zeros_like(param, dtype=stored.dtype, requires_grad=False)
-    else:
-        state = torch.zeros(part.local_shape, dtype=stored.dtype, device=part.device)
-    _fill(held_state(state, param), stored)
-    return state
+def new_states(
+    wanted: Sequence[tuple[StoredTensor, nn.Parameter]], shapes: Mapping[nn.Parameter, Shape]
+) -> list[torch.Tensor]:
+    """Return this rank's parts of stored states, each cut and placed as its parameter is.
 
+    A state of another shape than the parameter's is one that the ranks which share the parameter all hold
+    whole.
 
-def new_replicated(stored: Stored, param: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a state that the ranks which share a parameter all hold whole.
-
-    A number stays a plain tensor beside a DTensor, as torch's optimizers keep them.
+    Args:
+        wanted: The states, each with its parameter.
+        shapes: The shapes of the whole parameters.
     """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-    if not isinstance(param, DTensor) or not stored.shape:
-        return stored.whole().to(param.device)
-    everywhere = [Replicate()] * param.device_mesh.ndim
-    return distribute_tensor(stored.whole(), param.device_mesh, everywhere, src_data_rank=None)
+    specs = {param: spec_of(param) for _, param in wanted}
+    ranges = {param: range_of_states(param) for _, param in wanted}
+    states: list[torch.Tensor] = []
+    shards: list[ShardedTensor] = []
+    sources: list[StoredTensor] = []
+    for stored, param in wanted:
+        part = ranges[param]
+        if stored.shape == shapes[param]:
+            if part is None:
+                state = torch.zeros_like(param, dtype=stored.dtype, requires_grad=False)
+            else:
+                state = torch.zeros(part.local_shape, dtype=stored.dtype, device=part.device)
+            shards.append(_sharded(state, specs[param], part))
+            sources.append(stored)
+        elif isinstance(param, DTensor) and stored.shape:
+            everywhere = [Replicate()] * param.device_mesh.ndim
+            # No source rank: every rank reads the values itself, and none sends them.
+            state = distribute_tensor(stored.whole(), param.device_mesh, everywhere, src_data_rank=None)
+        else:
+            # A number stays a plain tensor beside a DTensor, as torch's optimizers keep them.
+            state = stored.whole().to(param.device)
+        states.append(state)
+    _read(shards, sources)
+    return states
 
 
-def _fill(target: Held, stored: Stored) -> None:
+def _read(targets: Sequence[ShardedTensor], sources: Sequence[StoredTensor]) -> None:
     with torch.no_grad():
-        for piece in target.pieces:
-            stored.read(piece.box, piece.tensor)
+        for target, stored in zip(targets, sources, strict=True):
+            for box, tensor in target.shards.items():
+                stored.read(box, tensor)
 
 
-def _held(tensor: torch.Tensor, spec: ShardingSpec | None, part: FlatRange | None) -> Held:
-    if spec is not None and spec.is_identity:
-        spec = None
-    # Of the tensor that is not cut by the spec; DTensors and flat ranges are of what the spec has cut.
-    local_shape = tuple(tensor.shape) if spec is None else spec.local_shape
-    if part is not None and spec is None:
-        local_shape = part.shape
-    shape = local_shape if spec is None else spec.whole_shape
-    pieces = tuple(_local_pieces(tensor, local_shape, part))
-    if spec is not None:
-        pieces = tuple(_in_whole(pieces, spec))
-    return Held(shape, tensor.dtype, pieces)
+def _sharded(
+    tensor: torch.Tensor, spec: ShardingSpec | None, part: FlatRange | None, *, may_differ: bool = False
+) -> ShardedTensor:
+    """Return what this rank holds, of which whole.
 
-
-def _local_pieces(tensor: torch.Tensor, shape: tuple[int, ...], part: FlatRange | None) -> Iterator[Piece]:
-    """Yield what a rank holds of a tensor of a shape, spec aside."""
+    Args:
+        tensor: What is in its memory.
+        spec: How mesh axes have cut the whole; a DTensor or a flat range is of what they have left.
+        part: The flat range that `tensor` is, None if it is none.
+        may_differ: See `ShardedTensor`.
+    """
     from torch.distributed.tensor import DTensor
 
+    if spec is not None and spec.is_identity:
+        spec = None
+    shape = tuple(tensor.shape) if spec is None else spec.local_shape
+    if part is not None and spec is None:
+        shape = part.shape
+    shards: dict[Box, torch.Tensor] = {}
     if isinstance(tensor, DTensor):
         local = tensor.to_local()
-        for chunk in tensor.__create_chunk_list__():
-            if local.numel() > 0 or not tensor.numel():
-                yield Piece(Box(tuple(chunk.offsets), tuple(chunk.sizes)), local)
+        if local.numel() > 0 or not tensor.numel():
+            for chunk in tensor.__create_chunk_list__():
+                shards[Box(tuple(chunk.offsets), tuple(chunk.sizes))] = local
     elif part is not None:
         flat, start = tensor.reshape(-1), 0
         for box in flat_boxes(shape, part.begin, part.end):
-            yield Piece(box, flat[start : start + box.numel].view(box.sizes))
+            shards[box] = flat[start : start + box.numel].view(box.sizes)
             start += box.numel
     else:
-        yield Piece(whole_box(shape), tensor)
+        shards[Box((0,) * len(shape), shape)] = tensor
+    if spec is None:
+        return ShardedTensor(shape, tensor.dtype, shards, may_differ)
+    return ShardedTensor(spec.whole_shape, tensor.dtype, dict(_in_whole(shards, spec)), may_differ)
 
 
-def _in_whole(pieces: tuple[Piece, ...], spec: ShardingSpec) -> Iterator[Piece]:
-    """Yield pieces of a slice as pieces of the whole, in torch's order, without what is padding."""
+def _in_whole(shards: Mapping[Box, torch.Tensor], spec: ShardingSpec) -> Iterator[tuple[Box, torch.Tensor]]:
+    """Yield shards of a slice as shards of the whole, in torch's order, without what is padding."""
     limits = whole_box(spec.whole_shape)
-    for piece, region in itertools.product(pieces, spec.regions()):
+    for (held, tensor), region in itertools.product(shards.items(), spec.regions()):
         own = Box(
             tuple(stretch.local_offset for stretch in region), tuple(stretch.size for stretch in region)
-        ).overlap(piece.box)
+        ).overlap(held)
         if own is None:
             continue
         further = [stretch.offset - stretch.local_offset for stretch in region]
         box = own.moved(further).permuted(spec.stored_dims)
         inside = box.overlap(limits)
         if inside is not None:
-            view = own.moved(piece.box.offsets, sign=-1).of(piece.tensor).permute(spec.stored_dims)
-            yield Piece(inside, inside.moved(box.offsets, sign=-1).of(view))
+            view = own.moved(held.offsets, sign=-1).of(tensor).permute(spec.stored_dims)
+            yield inside, inside.moved(box.offsets, sign=-1).of(view)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from colossalai.checkpoint_io.resharding._entries import Entry, Stored
+from colossalai.checkpoint_io.resharding._tensors import StoredTensor, TensorMetadata
 
 Json = Any
 # A subclass (an enum, say) could not be loaded again: it is stored as its base.
@@ -70,14 +70,14 @@ def with_own_memory(value: Any) -> Any:
     return unpack(
         tree,
         {
-            name: tensor.whole() if isinstance(tensor, Stored) else tensor.clone()
+            name: tensor.whole() if isinstance(tensor, StoredTensor) else tensor.clone()
             for name, tensor in tensors.items()
         },
     )
 
 
 def _pack(value: Any, at: str, tensors: dict[str, Any]) -> Json:
-    if isinstance(value, torch.Tensor | Entry):
+    if isinstance(value, torch.Tensor | TensorMetadata):
         name = _unused(at, tensors)
         tensors[name] = value
         return {"tensor": name}

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import _get_default_store
@@ -31,9 +32,11 @@ from torch.utils.hooks import RemovableHandle
 from colossalai.amp import OptimizerWrapper
 from colossalai.checkpoint_io._collective import Agreement, global_rank, num_ranks, on_writer
 from colossalai.checkpoint_io.storage._folder_lock import FolderLocks
+from colossalai.cluster import PlainCodec
 from colossalai.context import before_end, fail_at_end, is_in_job
 from colossalai.monitor import meeting, section
 
+_PLAIN = PlainCodec()
 _CHANNEL = "saves in the background"
 _MOST_ROUNDS = 100  # of one save
 _POLL_S = 0.01
@@ -60,7 +63,7 @@ class BackgroundSave:
         self._at_end = threading.Event()
         exchange = _Alone() if num_ranks() == 1 else _StoreExchange(number, self._at_end, name)
         own_rank = global_rank()  # asked now: the group may be gone when the thread gets there
-        agreement = Agreement(exchange, lambda: own_rank)
+        agreement = Agreement(lambda value: _exchanged(value, exchange), lambda: own_rank)
         # Not a daemon: Python waits for it at exit, or the last save of a run would be lost.
         self._thread = threading.Thread(
             target=self._run, args=(write, agreement, exchange), name="checkpoint", daemon=False
@@ -98,6 +101,11 @@ class BackgroundSave:
             self.error = error
             self._raising.agree(agreement)
         exchange.close()
+
+
+def _exchanged(value: Any, exchange: Callable[[bytes], list[bytes]]) -> list[Any]:
+    """Return the plain values of all ranks; nothing that comes from another rank is unpickled."""
+    return [_PLAIN.decode(data) for data in exchange(_PLAIN.encode(value))]
 
 
 class _CommonCount:
@@ -295,17 +303,26 @@ def host_copies() -> HostCopies:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, *, then: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Have the writer hold the lock of a folder that the block saves into, or starts to; collective.
 
     It is held to the end of the job that was launched; where none was, to the end of the save.
 
+    Args:
+        folder: The folder of training states.
+        then: What the writer does when it has the lock, before any rank goes on.
+
     Raises:
-        ValueError: Another job holds it; on all ranks.
+        ValueError: Another job holds the lock; on all ranks.
     """
-    on_writer(lambda: _pending.locks.take(folder))
-    before_end(_finish_saves)
+
+    def take() -> None:
+        _pending.locks.take(folder)
+        then()
+
     try:
+        on_writer(take)
+        before_end(_finish_saves)
         yield
     finally:
         _pending.unlock_unless_in_job()

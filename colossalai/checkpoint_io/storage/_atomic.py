@@ -15,11 +15,13 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
-from colossalai.checkpoint_io._collective import Agreement, is_writer, on_every_rank, on_writer
+from colossalai.checkpoint_io._collective import Agreement, on_every_rank, on_writer
 from colossalai.logging import get_dist_logger
 from colossalai.monitor import still_moving
+
+T = TypeVar("T")
 
 _AT_CURRENT_FOLDER = -100
 _RENAME_EXCHANGE = 2
@@ -48,9 +50,9 @@ def atomic_file(path: str | Path, *, num_bytes: int = 0) -> Iterator[Path]:
         temporary = _prepare(path, num_bytes)
         try:
             yield temporary
-            sync(temporary)
+            sync(temporary)  # before it gets its name: after a crash the name must not stand for half of it
             os.replace(temporary, path)
-            sync(path.parent)
+            sync(path.parent)  # the name itself
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -90,29 +92,31 @@ def atomic_folder(
             yield temporary
             if path.is_dir():
                 _carry_over(path, temporary, keep)
-            sync_tree(temporary)
+            sync_tree(temporary)  # before it gets its name, as in atomic_file
             _put_in_place(temporary, path)
-            sync(path.parent)
+            sync(path.parent)  # the name itself
         finally:
             shutil.rmtree(temporary, ignore_errors=True)  # what stays is removed by the next writer
 
 
-def sync(path: Path) -> None:
-    """Have the operating system put a file's content, or a folder's list of names, on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    still_moving()
+def sync(*paths: Path) -> None:
+    """Have the operating system put the content of files, and the lists of names of folders, on disk.
+
+    Returns when the disk has them: for large files this is where a save waits.
+    """
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        still_moving()
 
 
 def sync_tree(folder: Path) -> None:
     """Put every file and folder below `folder` on disk, and `folder` itself."""
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            sync(Path(parent, name))
-        sync(Path(parent))
+    found = [Path(parent, name) for parent, _, names in os.walk(folder) for name in (*names, ".")]
+    sync(*found)
 
 
 def _prepare(path: Path, num_bytes: int) -> Path:
@@ -140,7 +144,7 @@ def _put_in_place(temporary: Path, path: Path) -> None:
     )
     aside = path.with_name(f".{path.name}.old-{secrets.token_hex(4)}")
     path.rename(aside)
-    temporary.rename(path)
+    temporary.rename(path)  # a crash just before this line leaves no `path`: `_put_back` undoes it
     shutil.rmtree(aside)
 
 
@@ -246,6 +250,7 @@ def staged(
     """
     path = Path(path).resolve()
     with ExitStack() as stack:
+        # Entered on the writer alone: on the other ranks the stack is empty, and there is no target.
         target = on_writer(lambda: stack.enter_context(open_target(path, num_bytes=num_bytes)))
 
         def write(
@@ -257,42 +262,62 @@ def staged(
                 with clear_os_errors(path, num_bytes):
                     action(target)
 
-            on_every_rank(act if is_writer() else elsewhere)
+            on_every_rank(elsewhere if target is None else act)
 
         yield write
+        # The rename: the other ranks leave when the writer has done it. After an error in the block it does
+        # not come to this: the stack removes what was written.
         on_writer(stack.close)
 
 
-@contextmanager
-def shared_folder(
-    path: Path, *, num_bytes: int, agreement: Agreement, keep: Callable[[str], bool] = lambda name: False
-) -> Iterator[Path]:
-    """Give all ranks an empty folder to write to; it takes the place of `path` when the block ends well.
+def write_shared_folder(
+    path: Path,
+    *,
+    num_bytes: int,
+    agreement: Agreement,
+    write: Callable[[Path], T],
+    finish: Callable[[Path, list[T]], object],
+    keep: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Have all ranks write to an empty folder, which takes the place of `path` when all have; collective.
 
     Args:
         path: The folder, on a file system that all ranks see.
         num_bytes: About how much all ranks will write.
-        agreement: How the ranks agree.
+        agreement: How the ranks agree; three exchanges.
+        write: Writes this rank's files into the folder; what it returns is told to all ranks.
+        finish: Writes what there is once, on the writer, when all ranks have written; gets what they told.
         keep: Whether an entry of the existing folder, by name, is carried over to the new one.
 
     Raises:
-        OSError: The folder cannot be written, or a rank does not see it.
+        OSError: The folder cannot be written, or a rank does not see it; on all ranks.
     """
     path = Path(path).resolve()
     with ExitStack() as stack:
-        own = agreement.on_writer(
-            lambda: stack.enter_context(atomic_folder(path, num_bytes=num_bytes, keep=keep))
+        # The writer makes the folder, under a hidden name, which it tells the others.
+        target = Path(
+            agreement.from_writer(
+                lambda: str(stack.enter_context(atomic_folder(path, num_bytes=num_bytes, keep=keep)))
+            )
         )
-        target = Path(agreement.gather(str(own))[0])
-        agreement.on_every_rank(lambda: _see(target, path))
-        yield target
-        agreement.on_writer(stack.close)
 
+        def write_here() -> T:
+            # Here, and not only in atomic_folder: it is this error that the other ranks are told.
+            with clear_os_errors(path, num_bytes):
+                if not target.is_dir():
+                    raise OSError(
+                        errno.ENOENT,
+                        f"{target.parent} as rank 0 sees it is not there: every rank writes its own part of "
+                        f"{path}, so give a folder on a file system that all ranks share",
+                    )
+                return write(target)
 
-def _see(target: Path, path: Path) -> None:
-    if not target.is_dir():
-        raise OSError(
-            errno.ENOENT,
-            f"{target.parent} as rank 0 sees it is not there: every rank writes its own part of {path}, so "
-            f"give a folder on a file system that all ranks share",
-        )
+        # Nobody goes on before all have written: the last rank's answer is the wait.
+        told = agreement.results(write_here)
+
+        def finish_here() -> None:
+            with clear_os_errors(path, num_bytes):
+                finish(target, told)
+            stack.close()  # synced to disk, and renamed into place
+
+        agreement.on_writer(finish_here)

@@ -1,4 +1,4 @@
-"""The manifest of a training state: the list of its files with sizes and checksums, written last.
+"""Manifest of a training state: its file names, and the list of them with sizes and checksums, written last.
 
 A folder is a complete training state if its manifest is intact and every file in it is as the manifest says.
 Nothing else counts: not the folder's name, not its time.
@@ -6,29 +6,42 @@ Nothing else counts: not the folder's name, not its time.
 
 import json
 import stat
-import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from colossalai.checkpoint_io._load_report import listed
-from colossalai.checkpoint_io._streaming import DEFAULT_BUFFER_MB, block_size
-from colossalai.checkpoint_io.storage._checksum import Checksum, file_blocks
+from colossalai.checkpoint_io.storage._file_blocks import DEFAULT_BUFFER_MB, file_checksum, read_block_size
 from colossalai.checkpoint_io.storage._untrusted import (
-    count_of,
-    damage_named,
-    field_of,
-    read_json,
+    Count,
+    Form,
+    json_checksum,
+    listed,
+    read_checked_json,
     refuse_links_out,
     refuse_strays,
-    texts_of,
 )
 
+# What lies in a training state; nowhere else are these names spelled.
 MANIFEST = "manifest.json"
-_IN_ALL = ("parts.pt", "model/tensors.json")  # of these every training state consists
-_BLOCK = 8 << 20  # the most
+MODEL_FOLDER, OPTIMIZER_FOLDER, RANDOM_FOLDER = "model", "optimizer", "random"
+INDEX = "tensors.json"  # in each of the first two
+SMALL_FILE = "parts.pt"
+_IN_ALL = (SMALL_FILE, f"{MODEL_FOLDER}/{INDEX}")  # of these every training state consists
 _FORMAT = 2
+FORM_OF_FILES: Form = {str: {"size": Count(), "checksum": Count()}}
+_FORM: dict[str | type, Form] = {
+    "serial": Count(),
+    "step": Count(),
+    "num_ranks": Count(1),
+    "versions": {str: str},
+    "files": FORM_OF_FILES,
+}
+
+
+def random_file(rank: int, num_ranks: int) -> str:
+    """Return the name of the file with the random states of a rank, within a training state."""
+    return f"{RANDOM_FOLDER}/{rank:05d}-of-{num_ranks:05d}.pt"
 
 
 @dataclass(frozen=True)
@@ -67,7 +80,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write a manifest, which also gets the files of the folder that it does not list yet."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in paths]
-    files = {name: manifest.files.get(name) or file_entry(folder / name) for name in names}
+    files = {}
+    for name in names:
+        # Those of tensors were summed while they were written, and are not read again.
+        size, most = (folder / name).stat().st_size, read_block_size(DEFAULT_BUFFER_MB)
+        files[name] = manifest.files.get(name) or FileEntry(
+            size, file_checksum(folder / name, size, most=most)
+        )
     body = asdict(replace(manifest, files=files))
     body |= body.pop("others")
     content = {"format": _FORMAT, "crc32": json_checksum(body), "manifest": body}
@@ -78,51 +97,29 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a folder; its files are not looked at.
 
     Raises:
-        ValueError: It is damaged, lists files outside its folder, or is of a later format.
-        OSError: It cannot be read.
+        ValueError: The manifest is damaged, lists files outside its folder, or is of a later format.
+        OSError: The manifest cannot be read.
     """
     path = folder / MANIFEST
-    content = read_json(path)
-    with damage_named(path):
-        number, body = field_of(content, "format", int), field_of(content, "manifest", dict)
-        if number != _FORMAT:
-            raise ValueError(f"{path} is of format {number}; this version reads format {_FORMAT}")
-        if json_checksum(body) != field_of(content, "crc32", int):
-            raise ValueError("its checksum does not match its content")
-        manifest = _parsed(body)
-    refuse_strays(manifest.files, path, is_flat=False)
-    unlisted = [name for name in _IN_ALL if name not in manifest.files]
+    body = read_checked_json(path, "manifest", version=_FORMAT, form=_FORM)
+    refuse_strays(body["files"], path, is_flat=False)
+    unlisted = [name for name in _IN_ALL if name not in body["files"]]
     if unlisted:
         raise ValueError(f"{path} is damaged: it does not list {listed(unlisted)}, which all have")
-    return manifest
-
-
-def _parsed(body: dict[str, Any]) -> Manifest:
-    known = {each.name for each in fields(Manifest)} - {"others"}
     return Manifest(
-        serial=count_of(field_of(body, "serial", int), "serial"),
-        step=count_of(field_of(body, "step", int), "step"),
-        num_ranks=count_of(field_of(body, "num_ranks", int), "num_ranks", least=1),
-        versions=texts_of(field_of(body, "versions", dict), "versions"),
+        serial=body["serial"],
+        step=body["step"],
+        num_ranks=body["num_ranks"],
+        versions=body["versions"],
         config=body.get("config"),
-        files=file_entries(field_of(body, "files", dict)),
-        others={name: value for name, value in body.items() if name not in known},
+        files=file_entries(body["files"]),
+        others={name: value for name, value in body.items() if name not in (*_FORM, "config")},
     )
 
 
 def file_entries(content: dict[str, Any]) -> dict[str, FileEntry]:
-    """Return what an index or a manifest says that files must be; keys of newer versions are left out.
-
-    Raises:
-        ValueError: Something is missing, or is no number.
-    """
-    return {
-        name: FileEntry(
-            size=count_of(field_of(entry, "size", int), "size"),
-            checksum=count_of(field_of(entry, "checksum", int), "checksum"),
-        )
-        for name, entry in content.items()
-    }
+    """Return what an index or a manifest, of `FORM_OF_FILES`, says that files must be."""
+    return {name: FileEntry(entry["size"], entry["checksum"]) for name, entry in content.items()}
 
 
 def first_misfit(folder: Path, manifest: Manifest) -> str | None:
@@ -168,13 +165,14 @@ def verify_file(
     """Compare a file with what it must be.
 
     Raises:
-        ValueError: It is missing or differs.
+        ValueError: The file is missing, or its size or its checksum differs.
+        OSError: It cannot be read.
     """
     if not path.is_file():
         raise ValueError(f"{path} is missing; {listed_in} lists it")
     if path.stat().st_size != expected.size:
         raise ValueError(f"{path} has {path.stat().st_size} bytes, {listed_in} says {expected.size}")
-    if file_entry(path, buffer_size=buffer_size) != expected:
+    if file_checksum(path, expected.size, most=read_block_size(buffer_size)) != expected.checksum:
         raise ValueError(f"{path} is damaged: its checksum differs from that in {listed_in}")
 
 
@@ -188,16 +186,3 @@ def share_of_files(files: Mapping[str, FileEntry], part: int, num_parts: int) ->
         if reader == part:
             share.append(name)
     return share
-
-
-def file_entry(path: Path, *, buffer_size: float = DEFAULT_BUFFER_MB) -> FileEntry:
-    """Return what a file is, read with a part of so many MB of memory."""
-    size, checksum = path.stat().st_size, Checksum()
-    for block in file_blocks(path, 0, size, most=min(_BLOCK, block_size(buffer_size))):
-        checksum.update(block)
-    return FileEntry(size, checksum.value)
-
-
-def json_checksum(content: Any) -> int:
-    """Return a checksum of what JSON can hold, the order of keys aside."""
-    return zlib.crc32(json.dumps(content, sort_keys=True).encode())

@@ -1,8 +1,8 @@
-"""What comes from a disk and may be damaged, newer than this version, or hostile: read with suspicion.
+"""Validation of metadata from a disk, which may be damaged, newer than this version, or hostile.
 
 A reader here gives what it was asked for, or one ValueError with the path. Files are regular ones (to open a
-FIFO would wait for ever), JSON is of a depth that can be walked, numbers are numbers, and names stay inside
-the folder that they are relative to.
+FIFO would wait for ever), JSON is of a depth that can be walked, and of the form that is expected, down to
+every number; names stay inside the folder that they are relative to.
 """
 
 import json
@@ -11,17 +11,19 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
-
-from colossalai.checkpoint_io._load_report import listed
+from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
+Form: TypeAlias = "type | Count | list[Form] | tuple[Form, ...] | dict[str | type, Form]"
+"""The form of a value that JSON held; see `refuse_other_form`."""
 
 MOST = 1 << 62  # more than any size of a file or a tensor, and arithmetic with it stays in 64 bits
 _SHOWN = 60
+_NAMES_SHOWN = 8
 _LONGEST_NAME, _LONGEST_PATH = 255, 1024
 _KINDS = (
     *((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder")),
@@ -71,56 +73,91 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_bytes().decode("utf-8"))
 
 
-def field_of(content: Mapping[str, Any], name: str, kind: type[T]) -> T:
-    """Return a field of an object that JSON held.
+def read_checked_json(path: Path, key: str, *, version: int, form: Form) -> dict[str, Any]:
+    """Return what a file of ours holds under a key, beside the version of its format and a checksum.
 
     Raises:
-        ValueError: It is missing, or of another kind.
+        ValueError: The file is damaged, of another version, or its content is not of the form.
+        OSError: The file cannot be read.
     """
-    if not isinstance(content, Mapping) or name not in content:
-        raise ValueError(f"it has no {name!r}")
-    return of_kind(content[name], kind, name)
+    content = read_json(path)
+    with damage_named(path):
+        refuse_other_form(content, {"format": int, "crc32": int, key: dict}, path.name)
+        if content["format"] != version:
+            raise ValueError(f"{path} is of format {content['format']}; this version reads format {version}")
+        body: dict[str, Any] = content[key]
+        if json_checksum(body) != content["crc32"]:
+            raise ValueError("its checksum does not match its content")
+        refuse_other_form(body, form, key)
+        return body
+
+
+def json_checksum(content: Any) -> int:
+    """Return a checksum of what JSON can hold, the order of keys aside."""
+    return zlib.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+@dataclass(frozen=True)
+class Count:
+    """The form of a size, an offset or a number of things.
+
+    Attributes:
+        least: The smallest that is allowed.
+    """
+
+    least: int = 0
+
+
+def refuse_other_form(value: Any, form: Form, what: str) -> None:
+    """Refuse a value that JSON held and that is not of the form that its reader relies on.
+
+    A form is a type; a `Count`; a list of one form, that of all items; a tuple of the forms of its items, as
+    many; a dictionary of the fields that there must be (others may come from newer versions); or a dictionary
+    of the type `str`, which has the form of all fields, whatever their names.
+
+    Args:
+        value: The value.
+        form: What is expected.
+        what: What to call the value.
+
+    Raises:
+        ValueError: `value` has another type somewhere, is out of range, or lacks a field.
+    """
+    match form:
+        case Count(least):
+            if not least <= of_kind(value, int, what) <= MOST:
+                raise ValueError(f"{what!r} is {_shown(value)}, where a number from {least} on is expected")
+        case [*_] as forms:
+            items = of_kind(value, list, what)
+            each = forms * len(items) if isinstance(forms, list) else forms
+            for item, its_form in zip(items, each, strict=True):
+                refuse_other_form(item, its_form, what)
+        case dict() as fields:
+            present = of_kind(value, dict, what)
+            for name in present if str in fields else fields:
+                if name not in present:
+                    raise ValueError(f"it has no {name!r}")
+                refuse_other_form(present[name], fields[str if str in fields else name], str(name))
+        case type() as kind:
+            of_kind(value, kind, what)
 
 
 def of_kind(value: Any, kind: type[T], what: str) -> T:
     """Return a value of a kind; a truth value is no number.
 
     Raises:
-        ValueError: The value is of another kind.
+        ValueError: `value` is of another kind.
     """
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
         raise ValueError(f"{what!r} is {_shown(value)}, where a {kind.__name__} is expected")
     return value
 
 
-def count_of(value: Any, what: str, *, least: int = 0) -> int:
-    """Return a size, an offset or a number of things.
-
-    Raises:
-        ValueError: The value is no whole number, or out of range.
-    """
-    number = of_kind(value, int, what)
-    if not least <= number <= MOST:
-        raise ValueError(f"{what!r} is {_shown(number)}, where a number from {least} on is expected")
-    return number
-
-
-def counts_of(values: Any, what: str) -> tuple[int, ...]:
-    """Return sizes or offsets, one for each dimension.
-
-    Raises:
-        ValueError: `values` is no list of such numbers.
-    """
-    return tuple(count_of(value, what) for value in of_kind(values, list, what))
-
-
-def texts_of(values: Any, what: str) -> dict[str, str]:
-    """Return an object whose values are texts.
-
-    Raises:
-        ValueError: `values` is something else.
-    """
-    return {name: of_kind(text, str, name) for name, text in of_kind(values, dict, what).items()}
+def listed(names: Iterable[str], *, shown: int = _NAMES_SHOWN) -> str:
+    """Return names as a text that stays readable when there are thousands."""
+    names = list(names)
+    rest = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return (", ".join(names[:shown]) or "nothing") + rest
 
 
 def refuse_strays(names: Iterable[str], path: Path, *, is_flat: bool = True) -> None:

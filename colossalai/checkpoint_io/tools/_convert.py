@@ -1,4 +1,4 @@
-"""A checkpoint of any form becomes one of another: without the model's code, and block by block."""
+"""Conversion of a checkpoint of any form to another: without the model's code, and block by block."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,12 +7,19 @@ from pathlib import Path
 import torch
 
 from colossalai.checkpoint_io._model import MODEL
-from colossalai.checkpoint_io._save_plan import Draft, write_draft_alone
-from colossalai.checkpoint_io._state import Layout, Store, names_by_tensor
-from colossalai.checkpoint_io._streaming import DEFAULT_BUFFER_MB
+from colossalai.checkpoint_io._save_plan import SavePlan, write_training_state_alone
+from colossalai.checkpoint_io._state import FileLayout, FlatStateDict, StoredStateDict, names_by_tensor
 from colossalai.checkpoint_io._training_state import random_files
-from colossalai.checkpoint_io.formats import Part, save_store, total_bytes
-from colossalai.checkpoint_io.resharding import Box, Stored, plain, whole_box, with_own_memory
+from colossalai.checkpoint_io.formats import WriteItem, save_whole
+from colossalai.checkpoint_io.resharding import (
+    Box,
+    StoredShard,
+    StoredTensor,
+    plain,
+    whole_box,
+    with_own_memory,
+)
+from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, SMALL_FILE
 from colossalai.checkpoint_io.tools._open import KINDS, Opened
 
 TARGETS = ("hf", "safetensors", "pt", "state")
@@ -43,10 +50,11 @@ class Conversion:
 
 
 @dataclass(frozen=True, eq=False)
-class _Passing(Stored):
-    """A tensor in a checkpoint on its way to another: perhaps of another dtype."""
+class _Passing(StoredShard):
+    """All of a tensor in a checkpoint on its way to another, perhaps of another dtype."""
 
-    source: Stored
+    box: Box
+    source: StoredTensor
     progress: Progress
 
     def read(self, box: Box, out: torch.Tensor) -> None:
@@ -57,7 +65,7 @@ class _Passing(Stored):
 
 def size_of(opened: Opened) -> int:
     """Return the bytes of all tensors of a checkpoint."""
-    return sum(total_bytes(store) for store in opened.stores.values())
+    return sum(state.nbytes for state in opened.states.values())
 
 
 def convert_checkpoint(opened: Opened, target: str | Path, conversion: Conversion) -> list[str]:
@@ -78,55 +86,60 @@ def convert_checkpoint(opened: Opened, target: str | Path, conversion: Conversio
     target = Path(target)
     if target.resolve() == opened.path.resolve():
         raise ValueError(f"{target} is the source itself: give another name")
-    stores = {part: _passing(store, part, conversion) for part, store in opened.stores.items()}
+    states = {part: _passing(state, part, conversion) for part, state in opened.states.items()}
     match conversion.to:
         case "state":
-            return _to_state(opened, stores, target, conversion)
+            return _to_state(opened, states, target, conversion)
         case "hf":
-            return _to_folder(opened, stores, target, conversion)
+            return _to_folder(opened, states, target, conversion)
         case "safetensors" | "pt":
-            return _to_file(opened, stores, target, conversion)
+            return _to_file(opened, states, target, conversion)
     raise ValueError(f"to={conversion.to!r} must be one of {', '.join(TARGETS)}")
 
 
-def _passing(store: Store, part: str, conversion: Conversion) -> Store:
-    tensors: dict[str, Stored] = {}
-    for first, names in names_by_tensor(store.tensors).items():
-        source: Stored = store.tensors[first]
+def _passing(state: StoredStateDict, part: str, conversion: Conversion) -> StoredStateDict:
+    tensors: dict[str, StoredTensor] = {}
+    for first, names in names_by_tensor(state.tensors).items():
+        source = state.tensors[first]
         is_cast = conversion.dtype is not None and part == MODEL.part and source.dtype in _FLOATS
         dtype = conversion.dtype if is_cast and conversion.dtype is not None else source.dtype
-        tensors |= dict.fromkeys(names, _Passing(source.shape, dtype, source, conversion.progress))
-    return Store({name: tensors[name] for name in store.tensors}, store.tree)
+        shard = _Passing(whole_box(source.shape), source, conversion.progress)
+        tensors |= dict.fromkeys(names, StoredTensor(source.shape, dtype, (shard,)))
+    return FlatStateDict({name: tensors[name] for name in state.tensors}, state.tree)
 
 
-def _to_file(opened: Opened, stores: Mapping[str, Store], target: Path, conversion: Conversion) -> list[str]:
-    part = MODEL.part if MODEL.part in stores else next(iter(stores))
+def _to_file(
+    opened: Opened, states: Mapping[str, StoredStateDict], target: Path, conversion: Conversion
+) -> list[str]:
+    part = MODEL.part if MODEL.part in states else next(iter(states))
     use_safetensors = conversion.to == "safetensors"
     if target.suffix == ".safetensors" and not use_safetensors:
         raise ValueError(f"{target} would be a torch file: give another ending, or convert to safetensors")
-    layout = Layout(use_safetensors=use_safetensors, buffer_size=conversion.buffer_size)
-    save_store(target, stores[part], KINDS[part], layout)
-    left_out = [f"the {other}" for other in stores if other != part]
+    layout = FileLayout(use_safetensors=use_safetensors, buffer_size=conversion.buffer_size)
+    save_whole(target, states[part], KINDS[part], layout)
+    left_out = [f"the {other}" for other in states if other != part]
     return left_out + _names_of(opened)
 
 
 def _to_folder(
-    opened: Opened, stores: Mapping[str, Store], target: Path, conversion: Conversion
+    opened: Opened, states: Mapping[str, StoredStateDict], target: Path, conversion: Conversion
 ) -> list[str]:
-    layout = Layout(
+    layout = FileLayout(
         shard=True,
         size_per_shard=conversion.size_per_shard,
         use_safetensors=True,
         buffer_size=conversion.buffer_size,
     )
-    for part, store in stores.items():
+    for part, state in states.items():
         texts = opened.texts if part == MODEL.part else {}
-        save_store(target, store, KINDS[part], layout, texts=texts)
+        save_whole(target, state, KINDS[part], layout, texts=texts)
     return _names_of(opened)
 
 
-def _to_state(opened: Opened, stores: Mapping[str, Store], target: Path, conversion: Conversion) -> list[str]:
-    if MODEL.part not in stores:
+def _to_state(
+    opened: Opened, states: Mapping[str, StoredStateDict], target: Path, conversion: Conversion
+) -> list[str]:
+    if MODEL.part not in states:
         raise ValueError(f"{opened.path} holds no model: a training state has one")
     num_ranks = 1 if opened.manifest is None else opened.manifest.num_ranks
     epoch = {name: opened.small[name] for name in ("epoch",) if name in opened.small}
@@ -136,17 +149,17 @@ def _to_state(opened: Opened, stores: Mapping[str, Store], target: Path, convers
     }
     small = plain(with_own_memory({**parts, "extra": extra}), at="training state")
     step = opened.manifest.step if opened.manifest is not None else conversion.step or 0
-    draft = Draft(
+    plan = SavePlan(
         buffer_size=conversion.buffer_size,
         path=target,
         step=step,
         keep_last=1,
-        stores=stores,
-        shares={part: _shares(store, num_ranks) for part, store in stores.items()},
-        small_files={"parts.pt": small, **(opened.random or random_files())},
+        states=states,
+        shares={part: _shares(state, num_ranks) for part, state in states.items()},
+        small_files={SMALL_FILE: small, **(opened.random or random_files())},
         config=None if opened.manifest is None else opened.manifest.config,
     )
-    write_draft_alone(draft)
+    write_training_state_alone(plan)
     return [name for name in _names_of(opened) if name not in {*parts, "extra", "epoch"}]
 
 
@@ -154,12 +167,13 @@ def _names_of(opened: Opened) -> list[str]:
     return [name for name, value in opened.small.items() if not isinstance(value, dict) or value]
 
 
-def _shares(store: Store, num_ranks: int) -> Sequence[Sequence[Part]]:
-    shares: list[list[Part]] = [[] for _ in range(num_ranks)]
+def _shares(state: StoredStateDict, num_ranks: int) -> Sequence[Sequence[WriteItem]]:
+    """Return for every file the tensors that are written into it, whole."""
+    shares: list[list[WriteItem]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for name in names_by_tensor(store.tensors):
-        tensor: Stored = store.tensors[name]
+    for name in names_by_tensor(state.tensors):
+        tensor = state.tensors[name]
         rank = loads.index(min(loads))
         loads[rank] += tensor.nbytes
-        shares[rank].append(Part(name, whole_box(tensor.shape), tensor, tensor))
-    return [sorted(parts, key=lambda part: -part.of.dtype.itemsize) for parts in shares]
+        shares[rank].append(WriteItem(name, whole_box(tensor.shape), tensor, tensor))
+    return [sorted(items, key=lambda item: -item.of.dtype.itemsize) for items in shares]

@@ -1,16 +1,14 @@
-"""Several files, each with some of the tensors, or with chunks of them, taken as one checkpoint."""
+"""Merged files, each with some of the tensors or of their shards, and differences of two checkpoints."""
 
 import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from colossalai.checkpoint_io._state import Store
-from colossalai.checkpoint_io._streaming import block_boxes
-from colossalai.checkpoint_io.resharding import Box, Stored, is_tiled
+from colossalai.checkpoint_io._state import FlatStateDict, StoredStateDict
+from colossalai.checkpoint_io.resharding import Box, StoredShard, StoredTensor, block_boxes, is_tiled
 from colossalai.checkpoint_io.tools._open import Opened
 
 _BLOCK = 4 << 20  # elements, of which there are some copies
@@ -40,9 +38,9 @@ class Difference:
 
 def differences(first: Opened, second: Opened) -> Iterator[Difference]:
     """Yield what two checkpoints have under each name, whether it differs or not."""
-    for part in dict.fromkeys((*first.stores, *second.stores)):
-        stores = [opened.stores.get(part) for opened in (first, second)]
-        ours, theirs = (store.tensors if store is not None else {} for store in stores)
+    for part in dict.fromkeys((*first.states, *second.states)):
+        states = [opened.states.get(part) for opened in (first, second)]
+        ours, theirs = (state.tensors if state is not None else {} for state in states)
         for name in dict.fromkeys((*ours, *theirs)):
             if _is_tied_to(name, ours, theirs) or _is_tied_to(name, theirs, ours):
                 continue
@@ -52,7 +50,7 @@ def differences(first: Opened, second: Opened) -> Iterator[Difference]:
             yield _difference(part, name, ours[name], theirs[name])
 
 
-def largest_difference(first: Stored, second: Stored) -> float:
+def largest_difference(first: StoredTensor, second: StoredTensor) -> float:
     """Return the largest absolute difference of two tensors of one shape."""
     largest = 0.0
     for box in block_boxes(first.shape, most=_BLOCK):
@@ -68,14 +66,14 @@ def largest_difference(first: Stored, second: Stored) -> float:
     return largest
 
 
-def same_values(first: Stored, second: Stored) -> bool:
+def same_values(first: StoredTensor, second: StoredTensor) -> bool:
     """Return whether two tensors are the same, dtype included."""
     if (first.shape, first.dtype) != (second.shape, second.dtype):
         return False
     return first is second or largest_difference(first, second) == 0
 
 
-def _is_tied_to(name: str, having: Mapping[str, Stored], lacking: Mapping[str, Stored]) -> bool:
+def _is_tied_to(name: str, having: Mapping[str, StoredTensor], lacking: Mapping[str, StoredTensor]) -> bool:
     """Return whether a name that one checkpoint lacks is a further name of a tensor that it has."""
     if name in lacking or name not in having:
         return False
@@ -91,7 +89,7 @@ def _largest(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().masked_fill_(both, 0).max().item())
 
 
-def _difference(part: str, name: str, ours: Stored, theirs: Stored) -> Difference:
+def _difference(part: str, name: str, ours: StoredTensor, theirs: StoredTensor) -> Difference:
     if ours.shape != theirs.shape:
         return Difference(part, name, None, f"shape {tuple(ours.shape)} and {tuple(theirs.shape)}")
     note = "" if ours.dtype == theirs.dtype else f"{ours.dtype} and {theirs.dtype}".replace("torch.", "")
@@ -99,39 +97,36 @@ def _difference(part: str, name: str, ours: Stored, theirs: Stored) -> Differenc
 
 
 _RANGE = r"(\d+):(\d+)"
-_CHUNK = re.compile(rf"(.+)\[({_RANGE}(?:, {_RANGE})*)\]")  # as `chunk_name` writes it
+_SHARD = re.compile(rf"(.+)\[({_RANGE}(?:, {_RANGE})*)\]")  # as `shard_name` writes it
 
 
 @dataclass(frozen=True, eq=False)
-class _Joined(Stored):
-    """A tensor of which the parts are in several files."""
+class _WholeShard(StoredShard):
+    """A shard that lies in a file as if it were a whole tensor."""
 
-    chunks: tuple[tuple[Box, Stored], ...]
+    box: Box
+    stored: StoredTensor
 
     def read(self, box: Box, out: torch.Tensor) -> None:
         """See the base class."""
-        for chunk, stored in self.chunks:
-            common = box.overlap(chunk)
-            if common is not None:
-                target = common.moved(box.offsets, sign=-1).of(out)
-                stored.read(common.moved(chunk.offsets, sign=-1), target)
+        self.stored.read(box, out)
 
 
-def merge_stores(stores: Mapping[str, Store]) -> Store:
-    """Return one store with the tensors of several.
+def merge_states(states: Mapping[str, StoredStateDict]) -> StoredStateDict:
+    """Return one flat state dict with the tensors of several.
 
-    Chunks, which carry their place in their name as the files of our folders have it, become whole tensors.
+    Shards, which carry their box in their name as the files of our folders have it, become whole tensors.
 
     Args:
-        stores: By a text that says where each comes from.
+        states: By a text that says where each comes from.
 
     Raises:
-        ValueError: Two hold different values under one name, or chunks do not make a whole tensor.
+        ValueError: Two hold different values under one name, or shards do not make a whole tensor.
     """
-    merged: dict[str, Any] = {}
+    merged: dict[str, StoredTensor] = {}
     homes: dict[str, str] = {}
-    for source, store in stores.items():
-        for name, tensor in store.tensors.items():
+    for source, state in states.items():
+        for name, tensor in state.tensors.items():
             if name in merged and not same_values(merged[name], tensor):
                 raise ValueError(
                     f"{name} is in {homes[name]}, {tuple(merged[name].shape)}, and in {source}, "
@@ -140,27 +135,28 @@ def merge_stores(stores: Mapping[str, Store]) -> Store:
                 )
             merged.setdefault(name, tensor)
             homes.setdefault(name, source)
-    return Store(_joined(merged), None)
+    return FlatStateDict(_joined(merged), None)
 
 
-def _joined(tensors: Mapping[str, Stored]) -> dict[str, Any]:
-    chunks: dict[str, list[tuple[Box, Stored]]] = {}
-    whole: dict[str, Any] = {}
+def _joined(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    shards: dict[str, list[_WholeShard]] = {}
+    whole: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        match = _CHUNK.fullmatch(name)
+        match = _SHARD.fullmatch(name)
         if match is None:
             whole[name] = tensor
             continue
         ranges = [(int(begin), int(end)) for begin, end in re.findall(_RANGE, match.group(2))]
         box = Box(tuple(begin for begin, _ in ranges), tuple(end - begin for begin, end in ranges))
-        chunks.setdefault(match.group(1), []).append((box, tensor))
-    for name, parts in chunks.items():
-        ends = [[o + s for o, s in zip(box.offsets, box.sizes, strict=True)] for box, _ in parts]
+        shards.setdefault(match.group(1), []).append(_WholeShard(box, tensor))
+    for name, parts in shards.items():
+        boxes = [part.box for part in parts]
+        ends = [[o + s for o, s in zip(box.offsets, box.sizes, strict=True)] for box in boxes]
         shape = tuple(map(max, zip(*ends, strict=True)))
-        if name in whole or not is_tiled(shape, [box for box, _ in parts]):
-            there = ", ".join(str(box) for box, _ in parts)
+        if name in whole or not is_tiled(shape, boxes):
+            there = ", ".join(map(str, boxes))
             raise ValueError(
                 f"the files hold {there} of {name}, which is not all of it, once: give all files"
             )
-        whole[name] = _Joined(shape, parts[0][1].dtype, tuple(parts))
+        whole[name] = StoredTensor(shape, parts[0].stored.dtype, tuple(parts))
     return whole

@@ -1,7 +1,7 @@
-"""A checkpoint of any form, opened without knowing which: what is in it, and where it lies.
+"""Opened checkpoint of any form, without a model: what is in it, and where it lies.
 
-Only descriptions are read, and small values; tensors stay where they are (`Stored`). Nothing is compared with
-checksums here.
+Only metadata are read, and small values; tensors stay where they are (`StoredTensor`). Nothing is compared
+with checksums here.
 """
 
 from collections.abc import Iterator
@@ -10,30 +10,36 @@ from pathlib import Path
 from typing import Any
 
 from colossalai.checkpoint_io._hugging_face_index import find_weights, read_index
-from colossalai.checkpoint_io._load_report import listed
 from colossalai.checkpoint_io._model import MODEL
 from colossalai.checkpoint_io._optimizer_state import OPTIMIZER, stored_content
-from colossalai.checkpoint_io._retention import is_like_a_state, refuse_unlisted
-from colossalai.checkpoint_io._state import Kind, Store
+from colossalai.checkpoint_io._retention import check_state, is_like_a_state
+from colossalai.checkpoint_io._state import FlatStateDict, Kind, StoredStateDict
 from colossalai.checkpoint_io.formats import (
     DCP_INDEX,
-    INDEX,
-    Chunked,
-    DcpTensor,
+    DcpShard,
     Format,
     detect_format,
     read_dcp,
     read_plain,
-    read_store,
+    read_state,
     read_torch,
-    store_of,
+    state_of,
 )
-from colossalai.checkpoint_io.resharding import Box, whole_box
-from colossalai.checkpoint_io.storage import MANIFEST, Manifest, read_manifest, refuse_links_out
+from colossalai.checkpoint_io.resharding import Box, FileShard
+from colossalai.checkpoint_io.storage import (
+    DEFAULT_BUFFER_MB,
+    INDEX,
+    MANIFEST,
+    RANDOM_FOLDER,
+    SMALL_FILE,
+    Manifest,
+    listed,
+    read_manifest,
+    refuse_links_out,
+)
 from colossalai.logging import get_dist_logger
 
 KINDS = {MODEL.part: MODEL, OPTIMIZER.part: OPTIMIZER}
-_PARTS_FILE = "parts.pt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +49,7 @@ class Opened:
     Attributes:
         path: The file or folder.
         form: What it is, in words.
-        stores: What it holds of "model" and "optimizer".
+        states: What it holds of "model" and "optimizer".
         files: The files that its tensors lie in.
         homes: For each part the file of each tensor, where a tensor lies in one file.
         small: Plain values by name: lr_scheduler, extra, ...
@@ -54,7 +60,7 @@ class Opened:
 
     path: Path
     form: str
-    stores: dict[str, Store]
+    states: dict[str, StoredStateDict]
     files: tuple[Path, ...]
     homes: dict[str, dict[str, Path]] = field(default_factory=dict)
     small: dict[str, Any] = field(default_factory=dict)
@@ -64,28 +70,27 @@ class Opened:
 
     def places_of(self, part: str, name: str) -> Iterator[tuple[Path, Box]]:
         """Yield where a tensor lies: which part of it in which file."""
-        tensor = self.stores[part].tensors[name]
-        if isinstance(tensor, Chunked):
-            yield from ((tensor.folder / chunk.file, chunk.box) for chunk in tensor.chunks)
-        elif isinstance(tensor, DcpTensor):
-            yield from ((path, box) for box, path, _, _ in tensor.chunks)
-        else:
-            yield self.homes[part][name], whole_box(tensor.shape)
+        tensor = self.states[part].tensors[name]
+        for shard in tensor.shards:
+            if isinstance(shard, FileShard | DcpShard):
+                yield shard.path, shard.box
+            else:
+                yield self.homes[part][name], shard.box
 
 
 def open_checkpoint(path: str | Path, *, variant: str | None = None, allow_pickle: bool = False) -> Opened:
     """Open a checkpoint of any form.
 
     Args:
-        path: A training state; a folder of chunks; a folder of Hugging Face, or its index; a torch or
+        path: A training state; a sharded folder; a folder of Hugging Face, or its index; a torch or
             safetensors file, of a model, an optimizer, or everything (`save_checkpoint`); a folder of torch's
             distributed checkpoint.
         variant: Which of the weights in a folder of Hugging Face.
         allow_pickle: Whether the index of torch's distributed checkpoint, a pickle, may be read.
 
     Raises:
-        ValueError: It is none of these, or damaged.
-        OSError: It cannot be read.
+        ValueError: `path` is none of these, or damaged.
+        OSError: `path` cannot be read.
     """
     path = Path(path)
     if not path.exists():
@@ -95,10 +100,10 @@ def open_checkpoint(path: str | Path, *, variant: str | None = None, allow_pickl
     if (path / MANIFEST).is_file():
         return _open_training_state(path)
     if (path / INDEX).is_file():
-        store = read_store(path, MODEL, is_verified=True)
-        part = _part_of(store)
+        state = read_state(path, MODEL, is_verified=True)
+        part = _part_of(state)
         return Opened(
-            path=path, form=f"{part} in chunks", stores={part: store}, files=_files_of(path, "*.safetensors")
+            path=path, form=f"{part} in chunks", states={part: state}, files=_files_of(path, "*.safetensors")
         )
     if (path / DCP_INDEX).is_file():
         return _open_dcp(path, allow_pickle=allow_pickle)
@@ -111,21 +116,22 @@ def open_checkpoint(path: str | Path, *, variant: str | None = None, allow_pickl
 
 
 def _open_training_state(path: Path) -> Opened:
-    manifest = read_manifest(path)
-    refuse_links_out(manifest.files, path)
-    refuse_unlisted(path, manifest)
-    small = read_plain(path / _PARTS_FILE)
+    refuse_links_out(read_manifest(path).files, path)
+    manifest = check_state(path, is_verified=True, buffer_size=DEFAULT_BUFFER_MB).manifest
+    small = read_plain(path / SMALL_FILE)
     return Opened(
         path=path,
         form="training state",
-        stores={
-            part: read_store(path / part, kind, is_verified=True)
+        states={
+            part: read_state(path / part, kind, is_verified=True)
             for part, kind in KINDS.items()
             if (path / part).is_dir()
         },
         files=tuple(path / name for name in manifest.files),
         small=small,
-        random={name: read_plain(path / name) for name in manifest.files if name.startswith("random/")},
+        random={
+            name: read_plain(path / name) for name in manifest.files if name.startswith(f"{RANDOM_FOLDER}/")
+        },
         manifest=manifest,
     )
 
@@ -152,7 +158,7 @@ def _open_shards(folder: Path, *, variant: str | None) -> Opened:
     return Opened(
         path=folder,
         form="Hugging Face folder",
-        stores={part: store for opened in found.values() for part, store in opened.stores.items()},
+        states={part: state for opened in found.values() for part, state in opened.states.items()},
         files=tuple(file for opened in found.values() for file in opened.files),
         homes={part: homes for opened in found.values() for part, homes in opened.homes.items()},
         texts=texts,
@@ -170,13 +176,13 @@ def _text_of(path: Path) -> str | None:
 
 def _open_index(path: Path) -> Opened:
     index = read_index(path)
-    store = read_store(path, MODEL, is_verified=True)
-    part = _part_of(store)
-    homes = {name: path.parent / index.weight_map[name] for name in store.tensors if name in index.weight_map}
+    state = read_state(path, MODEL, is_verified=True)
+    part = _part_of(state)
+    homes = {name: path.parent / index.weight_map[name] for name in state.tensors if name in index.weight_map}
     return Opened(
         path=path,
         form=f"shards of a {part}",
-        stores={part: store},
+        states={part: state},
         files=tuple(path.parent / name for name in index.files),
         homes={part: homes},
     )
@@ -184,58 +190,58 @@ def _open_index(path: Path) -> Opened:
 
 def _open_file(path: Path) -> Opened:
     if detect_format(path) is Format.SAFETENSORS:
-        store = read_store(path, MODEL, is_verified=True)
-        return _of_file(path, f"safetensors file of a {_part_of(store)}", {_part_of(store): store})
+        state = read_state(path, MODEL, is_verified=True)
+        return _of_file(path, f"safetensors file of a {_part_of(state)}", {_part_of(state): state})
     content = read_torch(path)
-    if isinstance(content, dict) and {"epoch", "model"} <= content.keys():
-        stores = {
-            part: store_of(content[part], kind)
+    if isinstance(content, dict) and {"epoch", MODEL.part} <= content.keys():
+        states = {
+            part: state_of(content[part], kind)
             for part, kind in KINDS.items()
             if content.get(part) is not None
         }
-        small = {name: value for name, value in content.items() if name not in stores}
-        return _of_file(path, "file of save_checkpoint", stores, small=small)
+        small = {name: value for name, value in content.items() if name not in states}
+        return _of_file(path, "file of save_checkpoint", states, small=small)
     refusals = []
     for part, kind in reversed(KINDS.items()):
         try:
-            return _of_file(path, f"torch file of a {part}", {part: _store_in(content, kind)})
+            return _of_file(path, f"torch file of a {part}", {part: _state_in(content, kind)})
         except ValueError as error:
             refusals.append(str(error))
     raise ValueError(f"{path}: {refusals[-1]}")
 
 
-def _store_in(content: Any, kind: Kind) -> Store:
-    store = store_of(content, kind)
-    if not store.tensors:
+def _state_in(content: Any, kind: Kind) -> StoredStateDict:
+    state = state_of(content, kind)
+    if not state.tensors:
         raise ValueError(f"there are no tensors by name in it; there is {listed(map(str, content))}")
-    return store
+    return state
 
 
 def _of_file(
-    path: Path, form: str, stores: dict[str, Store], *, small: dict[str, Any] | None = None
+    path: Path, form: str, states: dict[str, StoredStateDict], *, small: dict[str, Any] | None = None
 ) -> Opened:
-    homes = {part: dict.fromkeys(store.tensors, path) for part, store in stores.items()}
-    return Opened(path=path, form=form, stores=stores, files=(path,), homes=homes, small=small or {})
+    homes = {part: dict.fromkeys(state.tensors, path) for part, state in states.items()}
+    return Opened(path=path, form=form, states=states, files=(path,), homes=homes, small=small or {})
 
 
 def _open_dcp(folder: Path, *, allow_pickle: bool) -> Opened:
-    store, others = read_dcp(folder, allow_pickle=allow_pickle)
+    state, others = read_dcp(folder, allow_pickle=allow_pickle)
     prefix = f"{MODEL.part}."
     # What torch's own examples save is {"model": ..., "optimizer": ...}: then the weights are below one name.
     inner = {
-        name.removeprefix(prefix): item for name, item in store.tensors.items() if name.startswith(prefix)
+        name.removeprefix(prefix): item for name, item in state.tensors.items() if name.startswith(prefix)
     }
     return Opened(
         path=folder,
         form="distributed checkpoint of torch",
-        stores={MODEL.part: Store(inner or store.tensors, None)},
+        states={MODEL.part: FlatStateDict(inner or state.tensors, None)},
         files=_files_of(folder, "*.distcp"),
         small=others,
     )
 
 
-def _part_of(store: Store) -> str:
-    return OPTIMIZER.part if store.tree is not None and stored_content(store) else MODEL.part
+def _part_of(state: StoredStateDict) -> str:
+    return OPTIMIZER.part if state.tree is not None and stored_content(state) else MODEL.part
 
 
 def _files_of(folder: Path, pattern: str) -> tuple[Path, ...]:

@@ -1,4 +1,4 @@
-"""Every file of a checkpoint compared with its checksums: all that is wrong is found, not the first thing."""
+"""Verification of every file of a checkpoint by its checksums: all that is wrong is found."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from functools import partial
 from pathlib import Path
 
 from colossalai.checkpoint_io._retention import is_like_a_state
-from colossalai.checkpoint_io.formats import DCP_INDEX, INDEX, has_checksums, read_chunk_index, verify
-from colossalai.checkpoint_io.storage import MANIFEST, read_manifest, refuse_links_out, verify_file
-from colossalai.checkpoint_io.tools._open import open_checkpoint
+from colossalai.checkpoint_io.formats import DCP_INDEX, has_checksums, read_sharded_index, verify
+from colossalai.checkpoint_io.storage import INDEX, MANIFEST, read_manifest, refuse_links_out, verify_file
+from colossalai.checkpoint_io.tools._open import KINDS, open_checkpoint
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FileCheck:
     """What was found out about a file.
 
     Attributes:
@@ -28,12 +28,12 @@ class Verdict:
     is_checked: bool
 
 
-def verify_checkpoint(path: str | Path, *, variant: str | None = None) -> Iterator[Verdict]:
-    """Compare every file of a checkpoint with its checksums, then see that it can be opened; yield verdicts.
+def verify_checkpoint(path: str | Path, *, variant: str | None = None) -> Iterator[FileCheck]:
+    """Compare every file of a checkpoint with its checksums, then see that it opens; yield what was found.
 
     Raises:
-        ValueError: It is no checkpoint, or one that cannot be verified.
-        OSError: It is not there.
+        ValueError: `path` is no checkpoint, or one that cannot be verified.
+        OSError: `path` is not there.
     """
     path = Path(path)
     if not path.exists():
@@ -55,7 +55,7 @@ def verify_checkpoint(path: str | Path, *, variant: str | None = None) -> Iterat
     elif (path / INDEX).is_file():
         checks = {
             path / name: partial(verify_file, path / name, entry, listed_in=INDEX)
-            for name, entry in read_chunk_index(path).files.items()
+            for name, entry in read_sharded_index(path).files.items()
         }
     elif path.is_dir() or path.name.endswith(".json"):
         checks = {file: partial(verify, file) for file in open_checkpoint(path, variant=variant).files}
@@ -69,25 +69,25 @@ def verify_checkpoint(path: str | Path, *, variant: str | None = None) -> Iterat
     if is_whole:
         problem = _problem(partial(open_checkpoint, path, variant=variant))
         if problem is not None:
-            yield Verdict(path, None, problem, is_checked=True)
+            yield FileCheck(path, None, problem, is_checked=True)
 
 
-def _without_manifest(path: Path, problem: str) -> Iterator[Verdict]:
+def _without_manifest(path: Path, problem: str) -> Iterator[FileCheck]:
     """Yield what is wrong with a manifest, and how it is with the tensors, which have their own index."""
-    yield Verdict(path / MANIFEST, None, problem, is_checked=True)
-    for part in ("model", "optimizer"):
+    yield FileCheck(path / MANIFEST, None, problem, is_checked=True)
+    for part in KINDS:
         if (path / part / INDEX).is_file():
             try:
                 yield from verify_checkpoint(path / part)
             except (ValueError, OSError) as error:
-                yield Verdict(path / part / INDEX, None, str(error), is_checked=True)
+                yield FileCheck(path / part / INDEX, None, str(error), is_checked=True)
 
 
-def _verdict(file: Path, check: Callable[[], object], *, has_own: bool) -> Verdict:
+def _verdict(file: Path, check: Callable[[], object], *, has_own: bool) -> FileCheck:
     problem = _problem(check)
     size = file.stat().st_size if file.is_file() else None
     is_checked = problem is not None or not has_own or has_checksums(file)
-    return Verdict(file, size, problem, is_checked)
+    return FileCheck(file, size, problem, is_checked)
 
 
 def _problem(check: Callable[[], object]) -> str | None:
