@@ -17,13 +17,13 @@ from colossalai.amp._loss_scaling import StaticLossScaler as StaticLossScaler
 from colossalai.amp._loss_weights import GivenLoss as GivenLoss
 from colossalai.amp._loss_weights import LossTerm as LossTerm
 from colossalai.amp._loss_weights import Weight as Weight
+from colossalai.amp._loss_weights import check_loss as check_loss
 from colossalai.amp._loss_weights import read_loss as read_loss
 from colossalai.amp._low_weights import NaiveFP16 as NaiveFP16
 from colossalai.amp._low_weights import PureBF16 as PureBF16
 from colossalai.amp._masters import Masters as Masters
 from colossalai.amp._optimizer import OptimizerWrapper as OptimizerWrapper
 from colossalai.amp._optimizer import check_clipping as check_clipping
-from colossalai.amp._optimizer import check_loss as check_loss
 from colossalai.amp._precision import BF16Autocast as BF16Autocast
 from colossalai.amp._precision import FP16Autocast as FP16Autocast
 from colossalai.amp._precision import FullPrecision as FullPrecision

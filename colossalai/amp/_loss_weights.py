@@ -66,6 +66,27 @@ class LossTerm:
         return value if self.is_sum else (value * self.weight).masked_fill(self.weight == 0, 0.0)
 
 
+def check_loss(loss: torch.Tensor, *, is_seed_given: bool = False) -> None:
+    """Refuse what no backward can be run of.
+
+    Args:
+        loss: The loss.
+        is_seed_given: Whether the caller passes the gradient of a loss of several elements.
+
+    Raises:
+        ValueError: `loss` has several elements, or was computed without a graph.
+    """
+    if loss.numel() != 1 and not is_seed_given:
+        raise ValueError(
+            f"the loss has shape {tuple(loss.shape)}; it must be one number: take its mean first"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "the loss has no gradient: it was computed under torch.no_grad(), from detached tensors, or from "
+            "parameters that are all frozen (requires_grad=False)"
+        )
+
+
 def read_loss(loss: GivenLoss, weight: Weight | None = None) -> LossTerm:
     """Return what was given as a loss.
 

@@ -10,7 +10,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp._loss_scaling import LossScaler, Overflow, share_name
-from colossalai.amp._loss_weights import GivenLoss, LossTerm, LossWeights, Silenced, Weight, read_loss
+from colossalai.amp._loss_weights import (
+    GivenLoss,
+    LossTerm,
+    LossWeights,
+    Silenced,
+    Weight,
+    check_loss,
+    read_loss,
+)
 from colossalai.amp._masters import Masters
 from colossalai.amp._sharded_params import StandIns
 from colossalai.amp._step_decision import Decision, decide
@@ -36,27 +44,6 @@ def check_clipping(max_norm: float, norm_type: float) -> None:
         raise ValueError(
             f"max_norm is {max_norm!r} and norm_type {norm_type!r}: the bound must be above 0, or 0 for no "
             "clipping, and the p of the norm at least 1"
-        )
-
-
-def check_loss(loss: torch.Tensor, *, is_seed_given: bool = False) -> None:
-    """Refuse what no backward can be run of.
-
-    Args:
-        loss: The loss.
-        is_seed_given: Whether the caller passes the gradient of a loss of several elements.
-
-    Raises:
-        ValueError: `loss` has several elements, or was computed without a graph.
-    """
-    if loss.numel() != 1 and not is_seed_given:
-        raise ValueError(
-            f"the loss has shape {tuple(loss.shape)}; it must be one number: take its mean first"
-        )
-    if not loss.requires_grad:
-        raise ValueError(
-            "the loss has no gradient: it was computed under torch.no_grad(), from detached tensors, or from "
-            "parameters that are all frozen (requires_grad=False)"
         )
 
 

@@ -150,7 +150,9 @@ class ParallelMatmul:
         if self._is_local:
             return functional.linear(x, w.t(), bias)
         axes = (self._copy_x, self._copy_w, self._reduce_y)
-        return outside_graphs(_Product.apply)(x, w, bias, *axes, num_chunks)
+        if torch.compiler.is_compiling():
+            return outside_graphs(_Product.apply)(x, w, bias, *axes, num_chunks)
+        return _Product.apply(x, w, bias, *axes, num_chunks)
 
     def _moving_product(self, x: torch.Tensor, w: torch.Tensor, *, in_panels: bool) -> torch.Tensor:
         """Return the product where slices of an operand or of the result move between the ranks."""

@@ -41,6 +41,7 @@ class ParallelLayerNorm(ParallelModule):
         self.normalized_shape = normalized_shape
         self.eps = eps
         self.cut = cut
+        self._num_features = normalized_shape // self.mesh.axis_size(cut.features)  # of this rank
         ones = nn.init.ones_(empty_parameter(normalized_shape, dtype=dtype))
         self.weight = self.cut_parameter("weight", ones, (cut.features,))
         self.bias: nn.Parameter | None = None
@@ -53,10 +54,14 @@ class ParallelLayerNorm(ParallelModule):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of the normalized activation."""
-        self.check_share(x, self.normalized_shape, self.cut.features, what="features")
-        weight = self.shared_over(self.cut.batch, self.weight)
-        bias = None if self.bias is None else self.shared_over(self.cut.batch, self.bias)
-        if self.mesh.axis_size(self.cut.features) == 1:
+        if x.shape[-1] != self._num_features:
+            self.check_share(x, self.normalized_shape, self.cut.features, what="features")  # raises
+        weight: torch.Tensor = self.weight
+        bias: torch.Tensor | None = self.bias
+        if self.cut.batch:
+            weight = self.shared_over(self.cut.batch, weight)
+            bias = None if bias is None else self.shared_over(self.cut.batch, bias)
+        if self._num_features == self.normalized_shape:
             return nn.functional.layer_norm(x, (self.normalized_shape,), weight, bias, self.eps)
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         centered = wide - self._mean(wide)
