@@ -61,7 +61,7 @@ class Plan:
         used = {
             "data parallelism": layout.data not in (None, 1),
             f"tensor {layout.mode}": layout.tensor > 1,
-            "sequence": layout.sequence > 1,
+            f"sequence {layout.attention}": layout.sequence > 1,
             "pipeline": self.pipeline is not None or layout.pipeline > 1,
             self.data.name_in_pairs: self.data.name_in_pairs is not None,
             "mixed precision": not isinstance(self.precision, FullPrecision),

@@ -13,6 +13,7 @@ from colossalai.booster.plugin import HybridParallelPlugin, TorchDDPPlugin
 from colossalai.context import Config, ConfigException, Layout, Mesh
 from colossalai.core import global_context as gpc
 from colossalai.runtime import Plan, assemble
+from colossalai.runtime._compatibility import METHODS
 from tests.model_zoo.tiny import VOCAB, build, criterion_of
 from tests.ranks import run_ranks
 
@@ -29,7 +30,7 @@ def test_a_plugin_needs_no_job_and_its_plan_says_all_of_it() -> None:
         BF16Autocast()
     )
     assert ulysses.layout == Layout(sequence=2, attention="ulysses")
-    assert ulysses.methods == ["sequence", "mixed precision", "recompute"]
+    assert ulysses.methods == ["sequence ulysses", "mixed precision", "recompute"]
     assert "layout=Layout(pipeline=2, tensor=4, mode='2d')" in str(plan)
     assert TorchDDPPlugin().plan(FullPrecision()).layout is None  # as the job was launched
     for options, message in [
@@ -50,7 +51,8 @@ def test_a_config_says_the_layout() -> None:
     assert plan.methods == ["data parallelism", "tensor 2.5d", "mixed precision", "recompute"]
     sequence = Plan.from_config(Config(parallel={"tensor": {"size": 2, "mode": "sequence"}}))
     assert sequence.layout == Layout(sequence=2, attention="ring")
-    assert sequence.methods == ["sequence"]
+    assert sequence.methods == ["sequence ring"]
+    assert {*plan.methods, *sequence.methods} <= {*METHODS}
     assert plan.layout.over(16) is plan.layout
     assert sequence.layout is not None
     assert sequence.layout.over(6).data == 3
