@@ -43,7 +43,7 @@ from colossalai.pipeline import (
     Op,
     PipelineExecutor,
     Schedule,
-    Step,
+    ScheduleStep,
     StepKind,
     make_schedule,
     simulate,
@@ -218,7 +218,7 @@ def measure_costs(ours: Ours, schedule: Schedule, rounds: int, p2p: float) -> Co
 
     of_actions: defaultdict[Action, float] = defaultdict(float)
 
-    def timed(carry_out: Callable[[Step], None], step: Step) -> None:
+    def timed(carry_out: Callable[[ScheduleStep], None], step: ScheduleStep) -> None:
         with timed_waits() as waiting:
             start = time.perf_counter()
             carry_out(step)
@@ -226,7 +226,7 @@ def measure_costs(ours: Ours, schedule: Schedule, rounds: int, p2p: float) -> Co
 
     handlers = ours.executor._handlers  # no door of users leads to single steps
 
-    def timed_handlers(run: Any) -> dict[StepKind, Callable[[Step], None]]:
+    def timed_handlers(run: Any) -> dict[StepKind, Callable[[ScheduleStep], None]]:
         return {kind: partial(timed, handler) for kind, handler in handlers(run).items()}
 
     with mock.patch.object(ours.executor, "_handlers", timed_handlers):

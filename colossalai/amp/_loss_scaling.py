@@ -1,4 +1,12 @@
-"""Loss scaling: multiply the loss, lest small gradients vanish in float16; divide before the step."""
+"""Loss scaling: multiply the loss, lest small gradients vanish in float16; divide before the step.
+
+[Note: one overflow decision]
+An inf or nan may stand in the gradients of one rank only (each rank of a sharded model sees its own slices).
+If that rank alone skipped its step, the replicas would drift apart. So the ranks take the maximum of their
+findings, once per step, and all skip or none does. A finding is one number: 0 if all is well, else the larger
+the earlier the parameter stands in the model, then the lower the rank. Its maximum over the ranks thus says
+which parameter is the first, and who has it, without a message more.
+"""
 
 from abc import ABC, abstractmethod
 from collections import deque

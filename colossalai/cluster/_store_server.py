@@ -3,6 +3,13 @@
 torch's store and gloo listen on every interface, or on the one that the host's name leads to, and ask nobody
 who connects for a password. Where all ranks are on one machine nobody else has to reach them: the store gets
 a socket that is bound to the loopback already, and gloo is told its interface.
+
+[Note: one time limit]
+torch's client of a store keeps no limit: it looks the name up as long as the name server takes, it waits for
+ever for a server that accepts and says nothing, and where it gives up it spends seconds on writing C++ stacks
+to stderr. So whoever joins looks first, by plain sockets, whether somebody listens there yet, and torch's
+client, which then finds a server, runs in a thread. A thread that is given up is left behind: nothing ends a
+lookup, or a call of compiled code.
 """
 
 import errno

@@ -26,8 +26,8 @@ from colossalai.communication._conjugate import (
 )
 from colossalai.communication._conjugate import slice_of as slice_of
 from colossalai.communication._conjugate import split_forward_gather_backward as split_forward_gather_backward
-from colossalai.communication._ledger import Entry as Entry
 from colossalai.communication._ledger import Ledger as Ledger
+from colossalai.communication._ledger import LedgerEntry as LedgerEntry
 from colossalai.communication._ledger import is_timed as is_timed
 from colossalai.communication._ledger import ledger as ledger
 from colossalai.communication._ledger import record as record

@@ -15,7 +15,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Entry:
+class LedgerEntry:
     """One operation of this rank.
 
     Attributes:
@@ -40,7 +40,7 @@ class Ledger:
         timed: Whether they carry seconds.
     """
 
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[LedgerEntry] = field(default_factory=list)
     timed: bool = False
 
     def num_bytes(self, op: str | None = None, axis: str | None = None) -> float:
@@ -55,7 +55,7 @@ class Ledger:
         """Return the number of operations, of one kind and along one axis where given."""
         return len(self._of(op, axis))
 
-    def _of(self, op: str | None, axis: str | None) -> list[Entry]:
+    def _of(self, op: str | None, axis: str | None) -> list[LedgerEntry]:
         return [entry for entry in self.entries if op in (None, entry.op) and axis in (None, entry.axis)]
 
 
@@ -109,7 +109,7 @@ def _recorded(op: str, axis: str, num_bytes: float) -> Iterator[None]:
     yield
     seconds = _now() - start if timed else 0.0
     for book in books:
-        book.entries.append(Entry(op, axis, num_bytes, seconds if book.timed else 0.0))
+        book.entries.append(LedgerEntry(op, axis, num_bytes, seconds if book.timed else 0.0))
 
 
 def _now() -> float:

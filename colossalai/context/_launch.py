@@ -30,7 +30,7 @@ from colossalai.context._config import ConfigException
 from colossalai.context._ending import before_end, fail_at_end, let_gloo_threads_rest, prepare_end
 from colossalai.context._launch_arguments import (
     LOOPBACK,
-    Place,
+    LaunchPlace,
     check_arguments,
     chosen_backend,
     device_of,
@@ -152,7 +152,7 @@ def launch_from_torch(
             "no launcher has started this process, so it runs alone; for N processes: "
             f"colossalai run --nproc_per_node N {Path(sys.argv[0]).name or 'script.py'}"
         )
-        place = Place(rank=0, world_size=1, local_rank=0, host=LOOPBACK, port=free_port())
+        place = LaunchPlace(rank=0, world_size=1, local_rank=0, host=LOOPBACK, port=free_port())
     launch(config, **asdict(place), backend=backend, seed=seed, verbose=verbose, timeout=timeout)
 
 
@@ -271,7 +271,7 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
     Raises:
         ConnectionError: The store cannot be opened or reached, or ranks are missing; all within `timeout`.
     """
-    where, deadline = f"{host}:{port}", time.monotonic() + timeout  # see [Note: one time limit] in _reach
+    where, deadline = f"{host}:{port}", time.monotonic() + timeout  # see [Note: one time limit]
     # A store may outlive a launch, or a restart of the job: what an earlier one left in it must not be read.
     prefix = f"launch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_launches)}"
     keys = [f"arrived/{other}" for other in range(world_size)]

@@ -108,7 +108,7 @@ _GIVE = "give host, the machine of rank 0, and port, a free port on it"
 
 
 @dataclass(frozen=True)
-class Place:
+class LaunchPlace:
     """The place of a process in its job; the fields are arguments of `launch`."""
 
     rank: int
@@ -118,7 +118,7 @@ class Place:
     port: int
 
 
-def torch_place(environment: Mapping[str, str] = os.environ) -> Place | None:
+def torch_place(environment: Mapping[str, str] = os.environ) -> LaunchPlace | None:
     """Return what `colossalai run` or torchrun says; None if no launcher has started this process.
 
     Raises:
@@ -134,7 +134,7 @@ def torch_place(environment: Mapping[str, str] = os.environ) -> Place | None:
                     f"variables are not set: call colossalai.{function} instead of launch_from_torch"
                 )
         return None
-    return Place(
+    return LaunchPlace(
         rank=_number(environment, "RANK", starter),
         world_size=_number(environment, "WORLD_SIZE", starter),
         host=_variable(environment, "MASTER_ADDR", starter),
@@ -143,7 +143,9 @@ def torch_place(environment: Mapping[str, str] = os.environ) -> Place | None:
     )
 
 
-def slurm_place(host: str | None, port: int | None, *, environment: Mapping[str, str] = os.environ) -> Place:
+def slurm_place(
+    host: str | None, port: int | None, *, environment: Mapping[str, str] = os.environ
+) -> LaunchPlace:
     """Return what srun says.
 
     A host that is not given is MASTER_ADDR, or else the first node of the step, which has task 0; or, if its
@@ -163,7 +165,7 @@ def slurm_place(host: str | None, port: int | None, *, environment: Mapping[str,
         )
     host = host or environment.get("MASTER_ADDR") or _slurm_host(environment)
     job = [environment.get(f"SLURM_{name}", "0") for name in ("JOB_ID", "STEP_ID")]
-    return Place(
+    return LaunchPlace(
         rank=rank,
         world_size=world_size,
         host=host,
@@ -174,7 +176,7 @@ def slurm_place(host: str | None, port: int | None, *, environment: Mapping[str,
 
 def openmpi_place(
     host: str | None, port: int | None, *, environment: Mapping[str, str] = os.environ
-) -> Place:
+) -> LaunchPlace:
     """Return what mpirun says.
 
     A host that is not given is MASTER_ADDR, or else this one if all ranks are on it, or else the one on which
@@ -191,7 +193,7 @@ def openmpi_place(
     if not host:
         local_size = _number(environment, "OMPI_COMM_WORLD_LOCAL_SIZE", starter)
         host = LOOPBACK if local_size == world_size else _mpirun_host(environment, rank)
-    return Place(
+    return LaunchPlace(
         rank=rank,
         world_size=world_size,
         host=host,

@@ -2,6 +2,12 @@
 
 A group is asked for by the axes it runs along and made when first asked for: by its members alone, so that
 a group which only some ranks use costs the others nothing and cannot make them wait.
+
+[Note: names of groups]
+Members meet in the store under the name of the group. torch derives the name from the members and from how
+many groups this process has made so far. Where some ranks have made one more (the two ends of a pipeline that
+share an embedding, say), they and the others would wait for each other under different names, for ever. So
+the name here says the members and nothing else of this process.
 """
 
 import math

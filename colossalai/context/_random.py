@@ -33,7 +33,7 @@ State = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Place:
+class SeedPlace:
     """Where in the mesh a process is, as far as its random states depend on that.
 
     Attributes:
@@ -53,7 +53,7 @@ class _Seeds:
         self.states: dict[Hashable, State] = {}
         self.current: Hashable | None = None
         self.expert_rank = 0
-        self.place = Place()
+        self.place = SeedPlace()
 
     def require(self, mode: Hashable) -> None:
         if mode not in self.states:
@@ -87,7 +87,7 @@ def seed_layout_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> No
         sequence_seed = mix_seed(seed, "sequence", dp_rank, pp_rank, mesh.axis_rank("sp"))
         add_seed(ParallelMode.SEQUENCE, sequence_seed, overwrite=True)
     _seeds.expert_rank = mesh.axis_rank("ep")
-    _seeds.place = Place((dp_rank, pp_rank, tensor_rank), (dp_size, pp_size, tensor_size))
+    _seeds.place = SeedPlace((dp_rank, pp_rank, tensor_rank), (dp_size, pp_size, tensor_size))
 
 
 def set_seed(seed: int) -> None:
@@ -181,7 +181,7 @@ def reset_seeds() -> None:
     _seeds.states.clear()
     _seeds.current = None
     _seeds.expert_rank = 0
-    _seeds.place = Place()
+    _seeds.place = SeedPlace()
 
 
 def moe_set_seed(seed: int) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from colossalai.context._parallel_mode import ParallelMode
 from colossalai.context._random import (
-    Place,
+    SeedPlace,
     State,
     _seeds,
     fresh_state,
@@ -160,10 +160,10 @@ def _seed_of_run(saved: Sequence[Saved]) -> int:
     return int(_seeds.seeds.get(ParallelMode.GLOBAL, 0) if found is None else found)
 
 
-def _place(state: Saved) -> Place:
+def _place(state: Saved) -> SeedPlace:
     dp_rank, pp_rank, tensor_rank = state.get("place", (0, 0, 0))
     dp_size, pp_size, tensor_size = state.get("sizes", (1, 1, 1))
-    return Place((dp_rank, pp_rank, tensor_rank), (dp_size, pp_size, tensor_size))
+    return SeedPlace((dp_rank, pp_rank, tensor_rank), (dp_size, pp_size, tensor_size))
 
 
 def _layout(sizes: tuple[int, int, int]) -> str:

@@ -379,6 +379,7 @@ class _Controller:
         return not self._has_started and num_gone > len(self._cluster.hosts) - self._cluster.min_nodes
 
     def _new_agent(self, host: Host, attempt: int) -> AgentHandle:
+        # See [Note: a restart is a new start].
         command = self._cluster.agent_command(host, attempt=attempt)
         return AgentHandle(host, command, self._cluster.variables(host), self._screen, self._news.set)
 

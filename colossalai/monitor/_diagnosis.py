@@ -41,6 +41,7 @@ def diagnose(
         absent: How it is with those that say nothing: "(host2, pid 77) has died".
         axis_of: What is the mesh axis along some ranks?
     """
+    # See [Note: who is to blame].
     waits = [(rank, wait) for rank, answer in sorted(reports.items()) for wait in answer.waiting]
     signatures = {rank: items for answer in reports.values() for rank, items in answer.signatures.items()}
     findings = [

@@ -157,6 +157,7 @@ class NeighborSignatures:
 
     def open(self, rank: int, *, pid: int, descriptor: int) -> None:
         """Hold the file of a rank, if this process may."""
+        # See [Note: a signature outlives its rank].
         if descriptor >= 0 and rank not in self._files:
             with suppress(OSError):
                 self._files[rank] = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)

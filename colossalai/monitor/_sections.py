@@ -12,7 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
@@ -24,6 +24,26 @@ PACKAGE_FOLDER = str(Path(__file__).parents[1])
 _STANDARD = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), "<frozen")
 _LIBRARIES = (*_STANDARD, TORCH_FOLDER, PACKAGE_FOLDER)
 _NUM_FRAMES = 12  # between an autograd function and the module that uses it
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What threads of this process are in, which others ask about from outside; the registry of the package.
+
+    Attributes:
+        sections: By thread, the sections that it is in, the innermost last: name, since when, whether a wait.
+        meetings: By thread, the meeting that it waits in.
+        reached: By channel, the last meeting.
+        models: Those whose modules have names.
+    """
+
+    sections: dict[int, list[tuple[str, float, bool]]] = field(default_factory=dict)
+    meetings: dict[int, "meeting"] = field(default_factory=dict)
+    reached: dict[str, int] = field(default_factory=dict)
+    models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+
+
+_known = _Known()
 
 
 class section:
@@ -41,14 +61,14 @@ class section:
 
     def __enter__(self) -> None:
         entry = (self._name, time.monotonic(), self._is_wait)
-        _of_threads.setdefault(threading.get_ident(), []).append(entry)
+        _known.sections.setdefault(threading.get_ident(), []).append(entry)
 
     def __exit__(self, *error: object) -> None:
         thread = threading.get_ident()
-        sections = _of_threads[thread]
+        sections = _known.sections[thread]
         sections.pop()
         if not sections:  # threads come and go
-            del _of_threads[thread]
+            del _known.sections[thread]
 
 
 class meeting(section):
@@ -68,29 +88,29 @@ class meeting(section):
 
     def __enter__(self) -> None:
         super().__enter__()
-        _reached[self.channel] = self.number
-        _meetings[threading.get_ident()] = self
+        _known.reached[self.channel] = self.number
+        _known.meetings[threading.get_ident()] = self
 
     def __exit__(self, *error: object) -> None:
-        del _meetings[threading.get_ident()]
+        del _known.meetings[threading.get_ident()]
         super().__exit__(*error)
 
 
 def still_moving() -> None:
     """Say that this thread gets on, if it is in a section that is a wait."""
-    sections = _of_threads.get(threading.get_ident())
+    sections = _known.sections.get(threading.get_ident())
     if sections and sections[-1][2]:
         sections[-1] = (sections[-1][0], time.monotonic(), True)
 
 
 def meetings() -> dict[int, meeting]:
     """Return the meetings that this rank waits in, by thread."""
-    return dict(_meetings)
+    return dict(_known.meetings)
 
 
 def meetings_reached() -> dict[str, int]:
     """Return how many meetings this rank has come to, by channel."""
-    return dict(_reached)
+    return dict(_known.reached)
 
 
 @dataclass(frozen=True)
@@ -113,7 +133,7 @@ class OpenSection:
 def innermost_sections() -> list[OpenSection]:
     """Return the innermost section of every thread that is in one."""
     found: list[OpenSection] = []
-    for thread, sections in list(_of_threads.items()):
+    for thread, sections in list(_known.sections.items()):
         found.extend(OpenSection(name, thread, start, is_wait) for name, start, is_wait in sections[-1:])
     return found
 
@@ -134,7 +154,7 @@ def current_module() -> weakref.ref[nn.Module] | None:
 
 def name_modules(model: nn.Module) -> None:
     """Have the modules of a model called by their names in it."""
-    _models.add(model)
+    _known.models.add(model)
 
 
 def name_of(module: nn.Module, outermost: nn.Module) -> str:
@@ -144,7 +164,7 @@ def name_of(module: nn.Module, outermost: nn.Module) -> str:
         module: The module.
         outermost: The model, if none is known that holds it.
     """
-    for model in [*_models, outermost]:
+    for model in [*_known.models, outermost]:
         for name, part in model.named_modules():
             if part is module:
                 return name or type(model).__name__
@@ -153,7 +173,7 @@ def name_of(module: nn.Module, outermost: nn.Module) -> str:
 
 def owner_of(param: torch.Tensor) -> str | None:
     """Return the name of the module that holds a parameter, None if no model that is known has it."""
-    for model in list(_models):
+    for model in list(_known.models):
         for name, held in model.named_parameters(remove_duplicate=False):
             if held is param:
                 return name.rpartition(".")[0] or type(model).__name__
@@ -176,9 +196,3 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-_of_threads: dict[int, list[tuple[str, float, bool]]] = {}
-_meetings: dict[int, meeting] = {}
-_reached: dict[str, int] = {}
-_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()

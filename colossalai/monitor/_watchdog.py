@@ -411,6 +411,7 @@ class Watchdog:
         Returns:
             By rank, how it is with those that are gone; and a line if the store is at none of them.
         """
+        # See [Note: what may fail while a job hangs].
         reason = str(error).strip().splitlines()[0]
         neighbors = self._neighbors_in(self._known)
         troubles = {rank: how for rank, process in neighbors.items() if (how := process.trouble())}

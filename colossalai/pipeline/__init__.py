@@ -14,7 +14,7 @@ from colossalai.pipeline.schedules import Message as Message
 from colossalai.pipeline.schedules import Op as Op
 from colossalai.pipeline.schedules import Schedule as Schedule
 from colossalai.pipeline.schedules import ScheduleError as ScheduleError
-from colossalai.pipeline.schedules import Step as Step
+from colossalai.pipeline.schedules import ScheduleStep as ScheduleStep
 from colossalai.pipeline.schedules import StepKind as StepKind
 from colossalai.pipeline.schedules import Timeline as Timeline
 from colossalai.pipeline.schedules import forward_only as forward_only

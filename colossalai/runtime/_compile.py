@@ -97,6 +97,7 @@ def apply_compile(
         ValueError: `torch.compile` does not take the options, what it needs is not installed, or the pipeline
             runs a backward in two parts.
     """
+    # See [Note: what is compiled].
     if plan.compile is False:
         return
     options = {} if plan.compile is True else dict(plan.compile)

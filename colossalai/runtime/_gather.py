@@ -97,6 +97,7 @@ def _unpacked(row: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 def _joined(parts: list[Tensor], in_hand: InHand | None) -> Tensor:
     """Return the rows of all replicas as one tensor."""
+    # See [Note: whose samples these are].
     if parts[0].dim() == 0:
         return torch.stack(parts)
     if in_hand is None:

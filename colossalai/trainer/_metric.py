@@ -49,6 +49,7 @@ class MetricTable:
 
     def add(self, name: str, numerator: Tensor | float, denominator: Tensor | float) -> None:
         """Add to both sums of a declared metric."""
+        # See [Note: ratios of sums].
         for sums in (self._step, self._epoch):
             sums.add(name, numerator, denominator)
         self._step_values = None
@@ -80,6 +81,7 @@ class MetricTable:
         self._epoch_values = self._reduce(self._epoch)
 
     def _reduce(self, sums: "_Sums") -> dict[str, float]:
+        # See [Note: one reduction].
         vector = sums.as_vector()  # (2 * metrics,): the numerators, then the denominators
         if self._replicas.size > 1 and len(vector) > 0:
             dist.all_reduce(vector, group=self._replicas.group)

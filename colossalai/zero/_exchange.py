@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from colossalai.communication import is_timed, record
 from colossalai.context import Axis
-from colossalai.zero._layout import Bucket
+from colossalai.zero._layout import FlatBucket
 
 Finish = Callable[[torch.Tensor | None], torch.Tensor]
 
 
-def start_mean(flat: torch.Tensor, bucket: Bucket, dtype: torch.dtype | None) -> Finish:
+def start_mean(flat: torch.Tensor, bucket: FlatBucket, dtype: torch.dtype | None) -> Finish:
     """Begin to average a bucket; return what waits for it and returns this rank's section of the mean.
 
     Here gradients are divided, once. What is returned takes where the mean is to be
@@ -54,7 +54,7 @@ def start_mean(flat: torch.Tensor, bucket: Bucket, dtype: torch.dtype | None) ->
     return finish
 
 
-def start_gather(flat: torch.Tensor, bucket: Bucket) -> Callable[[], None]:
+def start_gather(flat: torch.Tensor, bucket: FlatBucket) -> Callable[[], None]:
     """Begin to fill a bucket with the sections of its ranks, each of which has its own in place."""
     axis = bucket.axis
     if axis.size == 1:

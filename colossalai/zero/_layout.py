@@ -20,7 +20,7 @@ Kind = tuple[torch.dtype, torch.dtype, torch.device, GradientSync]
 
 
 @dataclass(frozen=True, eq=False)
-class Bucket:
+class FlatBucket:
     """The layout of some parameters in one flat piece of memory.
 
     Attributes:
@@ -84,7 +84,7 @@ class Bucket:
 
 def lay_out(
     params: Sequence[nn.Parameter], replicas: Axis, *, cap_bytes: int, owners: Mapping[nn.Parameter, int]
-) -> list[Bucket]:
+) -> list[FlatBucket]:
     """Lay parameters out in buckets, in the order in which those become full.
 
     Args:
@@ -126,7 +126,7 @@ def deal_out(params: Sequence[nn.Parameter], replicas: Axis) -> dict[nn.Paramete
 
 def _make_bucket(
     params: Sequence[nn.Parameter], replicas: Axis, owners: Mapping[nn.Parameter, int]
-) -> Bucket:
+) -> FlatBucket:
     sync = gradient_sync(params[0], replicas)
     num_ranks = sync.axis.size
     cuts_params = params[0] not in owners
@@ -143,7 +143,7 @@ def _make_bucket(
         held = [sum(p.numel() for p in params if owners[p] <= rank) for rank in range(num_ranks)]
         ends = held
     bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
-    return Bucket(tuple(params), tuple(starts), bounds, _grad_dtype(params[0]), cuts_params, sync)
+    return FlatBucket(tuple(params), tuple(starts), bounds, _grad_dtype(params[0]), cuts_params, sync)
 
 
 def _kind_of(param: nn.Parameter, replicas: Axis) -> Kind:

@@ -21,7 +21,7 @@ from colossalai.communication import all_reduce_in_place
 from colossalai.context import Axis
 from colossalai.nn.parallel import adopt_grad
 from colossalai.zero._exchange import Finish, start_mean
-from colossalai.zero._layout import Bucket
+from colossalai.zero._layout import FlatBucket
 
 _MAX_UNDER_WAY = 2  # each has receive buffers, together nearly as large as the bucket
 
@@ -34,7 +34,7 @@ class BucketGrads:
         is_kept: Whether the memory of full gradients is kept between rounds.
     """
 
-    def __init__(self, bucket: Bucket, *, is_kept: bool) -> None:
+    def __init__(self, bucket: FlatBucket, *, is_kept: bool) -> None:
         self.bucket = bucket
         self.slice: torch.Tensor | None = None
         self.seen: set[int] = set()  # parameters that have had a gradient here since `forget`
@@ -146,8 +146,8 @@ class ShardedReducer:
 
     def __init__(
         self,
-        parts: Sequence[Sequence[Bucket]],
-        late: Sequence[Bucket],
+        parts: Sequence[Sequence[FlatBucket]],
+        late: Sequence[FlatBucket],
         replicas: Axis,
         *,
         stage: int,
@@ -159,7 +159,7 @@ class ShardedReducer:
         self._overlap = overlap
         self._dtype = dtype
 
-        def grads_of(buckets: Sequence[Bucket]) -> list[BucketGrads]:
+        def grads_of(buckets: Sequence[FlatBucket]) -> list[BucketGrads]:
             return [BucketGrads(bucket, is_kept=stage == 1) for bucket in buckets]
 
         self._parts = [grads_of(buckets) for buckets in parts]

@@ -27,7 +27,7 @@ from colossalai.nn.parallel import (
     broadcast_from_first,
 )
 from colossalai.zero._elementwise import is_elementwise
-from colossalai.zero._layout import Bucket, deal_out, lay_out
+from colossalai.zero._layout import FlatBucket, deal_out, lay_out
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._shards import Shards
 
@@ -139,7 +139,7 @@ class _Cut(AppliedDataMethod):
         if not is_elementwise(optimizer):
             owners = deal_out([*(param for params in own for param in params), *shared], replicas)
 
-        def buckets_of(params: list[nn.Parameter]) -> list[Bucket]:
+        def buckets_of(params: list[nn.Parameter]) -> list[FlatBucket]:
             cap_bytes = int(options.bucket_cap_mb * 2**20)
             return lay_out(params, replicas, cap_bytes=cap_bytes, owners=owners)
 

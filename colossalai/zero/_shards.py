@@ -21,7 +21,7 @@ from colossalai.amp import STATE_KEY, StandIns
 from colossalai.context import Axis
 from colossalai.tensor import FlatRange, set_fragment, set_range_of_states
 from colossalai.zero._exchange import start_gather
-from colossalai.zero._layout import Bucket
+from colossalai.zero._layout import FlatBucket
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._states import StateExchange
 
@@ -75,7 +75,7 @@ class Shards(StandIns):
         self._reducer = reducer
         self._reducers = reducers
         self._before_step = before_step
-        self._flats: list[tuple[Bucket, torch.Tensor]] = []
+        self._flats: list[tuple[FlatBucket, torch.Tensor]] = []
         self._views: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._fragments: dict[nn.Parameter, Fragment] = {}
         for grads in reducer.all_grads:
@@ -262,7 +262,7 @@ class Shards(StandIns):
                     found[param] = bucket.view(flat, index)
         return found
 
-    def _add_bucket(self, bucket: Bucket, master_of: MasterOf, offload: bool) -> None:
+    def _add_bucket(self, bucket: FlatBucket, master_of: MasterOf, offload: bool) -> None:
         first = bucket.params[0]
         flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
         self._flats.append((bucket, flat))

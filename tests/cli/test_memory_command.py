@@ -15,7 +15,7 @@ from colossalai.amp import AMP_TYPE, FullPrecision, OptimizerWrapper, apply_prec
 from colossalai.cli._benchmark._measure import saved_bytes
 from colossalai.cli._main import main
 from colossalai.cli._memory._command import size_text
-from colossalai.cli._memory._formulas import STORAGE, BlockShape, block_bytes, output_row, state_bytes
+from colossalai.cli._memory._formulas import STORAGE, BlockExtents, block_bytes, output_row, state_bytes
 from colossalai.cli._memory._report import TrainingSetup, report_of
 from colossalai.cli._memory._shape import MODEL_NAMES, count_parameters, shape_of
 from colossalai.core import global_context as gpc
@@ -36,7 +36,7 @@ PRECISIONS = {
     "fp16": precision_of(AMP_TYPE.TORCH),
     "fp16_naive": precision_of(AMP_TYPE.NAIVE),
 }
-BLOCK = BlockShape(
+BLOCK = BlockExtents(
     seq=64, batch=4, hidden=128, heads=4, inner=512, has_dropout=False, has_attention_dropout=False
 )
 
@@ -68,7 +68,7 @@ def test_the_states_are_those_of_the_zero_paper():
 @pytest.mark.unit
 def test_a_block_is_that_of_the_activation_paper():
     """Section 4 of 2205.05198, for 16 bits: s b h (34 + 5 a s / h), and (10 + 24/t + 5 a s / h t) with tp."""
-    block = BlockShape(seq=2048, batch=2, hidden=4096, heads=32, inner=4 * 4096, has_scores=True)
+    block = BlockExtents(seq=2048, batch=2, hidden=4096, heads=32, inner=4 * 4096, has_scores=True)
     sbh, scores = 2048 * 2 * 4096, 5 * 32 * 2048 / 4096
     storage = STORAGE["bf16_master"]
     assert block_bytes(block, storage) == sbh * (34 + scores)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from colossalai.context import Axis, Mesh
-from colossalai.zero._layout import Bucket, deal_out, lay_out
+from colossalai.zero._layout import FlatBucket, deal_out, lay_out
 
 pytestmark = pytest.mark.unit
 
@@ -18,7 +18,7 @@ def replicas(num_ranks: int) -> Axis:
     return Mesh({"dp": num_ranks}, rank=0).axis("dp")
 
 
-def covered(bucket: Bucket, index: int, num_ranks: int) -> list[int]:
+def covered(bucket: FlatBucket, index: int, num_ranks: int) -> list[int]:
     """Return the elements of a parameter that the fragments of the ranks have, in order."""
     ranges = [range(*bucket.overlap(index, rank)) for rank in range(num_ranks)]
     return [element for part in ranges for element in part]

@@ -126,6 +126,7 @@ class _CommonCount:
 
     def agree(self, agreement: Agreement) -> None:
         """Fix the count with the other ranks, in threads of theirs."""
+        # See [Note: the step at which an error is raised].
         ahead = 1
         try:
             while not all(agreement.gather(self._propose(ahead + max(agreement.gather(self._calls))))):

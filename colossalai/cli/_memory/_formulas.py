@@ -136,7 +136,7 @@ def float32_grads_row(num_params: int, *, is_copied: bool) -> Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockShape:
+class BlockExtents:
     """What goes through a transformer block.
 
     Attributes:
@@ -160,7 +160,7 @@ class BlockShape:
     has_scores: bool = False
 
 
-def block_bytes(block: BlockShape, storage: Storage, *, tp: int = 1) -> int:
+def block_bytes(block: BlockExtents, storage: Storage, *, tp: int = 1) -> int:
     """Return the bytes that a block keeps for its backward on each tensor-parallel rank."""
     e, r = storage.element, storage.residual
     d = 2 * block.has_dropout
@@ -173,7 +173,7 @@ def block_bytes(block: BlockShape, storage: Storage, *, tp: int = 1) -> int:
 
 
 def block_rows(
-    block: BlockShape, storage: Storage, *, num_blocks: int, num_live: int, tp: int, recompute: bool
+    block: BlockExtents, storage: Storage, *, num_blocks: int, num_live: int, tp: int, recompute: bool
 ) -> list[Row]:
     """Return the activations of a rank's blocks.
 
@@ -203,7 +203,7 @@ def block_rows(
     ]
 
 
-def embedding_row(block: BlockShape, *, num_live: int) -> Row:
+def embedding_row(block: BlockExtents, *, num_live: int) -> Row:
     """Return the dropout mask behind the embedding."""
     size = num_live * block.seq * block.batch * block.hidden
     return _row(
@@ -212,7 +212,7 @@ def embedding_row(block: BlockShape, *, num_live: int) -> Row:
     )  # fmt: skip
 
 
-def output_row(block: BlockShape, storage: Storage, *, num_outputs: int, per_token: bool, tp: int) -> Row:
+def output_row(block: BlockExtents, storage: Storage, *, num_outputs: int, per_token: bool, tp: int) -> Row:
     """Return what the last norm and the head take, and the float32 outputs that the loss keeps."""
     tokens = block.seq * block.batch
     num_outs = tokens if per_token else block.batch

@@ -7,7 +7,7 @@ from typing import Any
 
 from colossalai.cli._memory._formulas import (
     STORAGE,
-    BlockShape,
+    BlockExtents,
     Row,
     Storage,
     block_rows,
@@ -17,7 +17,7 @@ from colossalai.cli._memory._formulas import (
     output_row,
     state_rows,
 )
-from colossalai.cli._memory._shape import Count, ModelShape
+from colossalai.cli._memory._shape import ModelShape, ParamCount
 from colossalai.nn.layer import VOCAB_PARALLEL_LIMIT
 from colossalai.pipeline import partition_balanced
 from colossalai.runtime import REFUSED
@@ -124,7 +124,7 @@ def _of_stage(shape: ModelShape, job: TrainingSetup, stage: int) -> Report:
     storage = STORAGE[job.precision]
     start, end = _blocks_of(shape, job.pp)[stage]
     is_first, is_last = stage == 0, stage == job.pp - 1
-    held = sum(shape.blocks[start:end], Count())
+    held = sum(shape.blocks[start:end], ParamCount())
     if is_first:
         held += shape.first
     if is_last:
@@ -166,7 +166,7 @@ def _activations(
     is_first: bool,
     is_last: bool,
 ) -> list[Row]:
-    block = BlockShape(
+    block = BlockExtents(
         seq=job.seq,
         batch=job.batch,
         hidden=shape.hidden,

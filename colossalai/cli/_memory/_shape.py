@@ -38,7 +38,7 @@ MODEL_NAMES = tuple(_MODELS)
 
 
 @dataclass(frozen=True)
-class Count:
+class ParamCount:
     """Numbers of parameters.
 
     Attributes:
@@ -51,8 +51,8 @@ class Count:
     whole: int = 0
     matrices: int = 0
 
-    def __add__(self, other: "Count") -> "Count":
-        return Count(self.cut + other.cut, self.whole + other.whole, self.matrices + other.matrices)
+    def __add__(self, other: "ParamCount") -> "ParamCount":
+        return ParamCount(self.cut + other.cut, self.whole + other.whole, self.matrices + other.matrices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +86,10 @@ class ModelShape:
     has_dropout: bool
     has_attention_dropout: bool
     has_embedding_dropout: bool
-    blocks: tuple[Count, ...]
-    first: Count
-    last: Count
-    tied: Count
+    blocks: tuple[ParamCount, ...]
+    first: ParamCount
+    last: ParamCount
+    tied: ParamCount
 
     @property
     def num_params(self) -> int:
@@ -220,7 +220,7 @@ def count_parameters(module: nn.Module) -> dict[str, Any]:
     }
 
 
-def _count(params: list[nn.Parameter], *, is_block: bool = False) -> Count:
+def _count(params: list[nn.Parameter], *, is_block: bool = False) -> ParamCount:
     """Count; tensor parallelism cuts the matrices of blocks, and outside them large vocabularies."""
     matrices = [param for param in params if param.dim() >= 2]
     cut = [
@@ -228,4 +228,4 @@ def _count(params: list[nn.Parameter], *, is_block: bool = False) -> Count:
     ]
     num_cut = sum(param.numel() for param in cut)
     num_params = sum(param.numel() for param in params)
-    return Count(num_cut, num_params - num_cut, sum(param.numel() for param in matrices))
+    return ParamCount(num_cut, num_params - num_cut, sum(param.numel() for param in matrices))

@@ -47,6 +47,7 @@ class CurveLR(LRScheduler, ABC):
 
     def get_lr(self) -> list[float | Tensor]:
         """Return the rate of every parameter group at the current step."""
+        # See [Note: closed form].
         step = min(self.last_epoch, self.total_steps) - self.warmup_steps
         if step <= 0:
             ramp = (self.warmup_steps + step + 1) / (self.warmup_steps + 1)

@@ -23,7 +23,7 @@ from colossalai.nn.optimizer._adam_kernel import (
 )
 from colossalai.nn.optimizer._check import check_decay_rates, check_not_negative
 from colossalai.nn.optimizer._disk import DiskOffload, DiskOptions
-from colossalai.nn.optimizer._disk_layout import MASTER, Block, Piece
+from colossalai.nn.optimizer._disk_layout import MASTER, DiskBlock, DiskPiece
 from colossalai.nn.optimizer._stepping import SteppingOptimizer
 
 # What torch's Adam has in a group beside the options here: with it a state dict goes from one to the other.
@@ -43,7 +43,7 @@ class _Interrupted:
 
     grads: list[Tensor]
     versions: list[int]
-    done: set[Block]
+    done: set[DiskBlock]
 
     def is_of(self, grads: list[Tensor]) -> bool:
         return len(grads) == len(self.grads) and all(
@@ -272,7 +272,7 @@ def disk_offload(fraction: float, folder: str | Path | None, options: DiskOption
     return DiskOffload(fraction, folder, options)
 
 
-def _slot_of_piece(piece: Piece, values: Mapping[str, Tensor], grad: Tensor, step: Tensor) -> Slot:
+def _slot_of_piece(piece: DiskPiece, values: Mapping[str, Tensor], grad: Tensor, step: Tensor) -> Slot:
     return Slot(
         param=flat(local(piece.param).detach())[piece.start : piece.stop],
         grad=grad[piece.start : piece.stop],

@@ -30,8 +30,8 @@ from colossalai.nn.optimizer._disk_file import PAGE, PrivateFolder, StateFile
 from colossalai.nn.optimizer._disk_layout import (
     KEYS,
     MASTER,
-    Block,
-    Piece,
+    DiskBlock,
+    DiskPiece,
     cut_into_blocks,
     is_able,
     kind_of,
@@ -75,12 +75,12 @@ class _Buffer:
 
     memory: mmap.mmap
     size: int
-    block: Block | None = None  # whose states are in it
+    block: DiskBlock | None = None  # whose states are in it
 
     def part(self, number: int, num_bytes: int) -> memoryview:
         return memoryview(self.memory)[number * self.size : number * self.size + num_bytes]
 
-    def states_of(self, piece: Piece, block: Block) -> dict[str, Tensor]:
+    def states_of(self, piece: DiskPiece, block: DiskBlock) -> dict[str, Tensor]:
         numel = piece.stop - piece.start
         return {
             key: torch.frombuffer(
@@ -89,7 +89,7 @@ class _Buffer:
             for number, key in enumerate(block.files)
         }
 
-    def exchange(self, following: Block | None, *, read: bool) -> tuple["_Buffer", Block | None]:
+    def exchange(self, following: DiskBlock | None, *, read: bool) -> tuple["_Buffer", DiskBlock | None]:
         """Write what is in the buffer, then read the following block into it; return both."""
         if self.block is not None:
             for number, file in enumerate(self.block.files.values()):
@@ -106,7 +106,7 @@ class _Pass:
     """One walk over blocks: how far it is."""
 
     buffers: list[_Buffer]
-    visited: set[Block] = field(default_factory=set)
+    visited: set[DiskBlock] = field(default_factory=set)
 
 
 class DiskOffload:
@@ -134,7 +134,7 @@ class DiskOffload:
         self._options = options
         self._folder = PrivateFolder(folder) if fraction else None
         self._seen: set[Tensor] = set()
-        self._blocks_of: dict[Tensor, list[Block]] = {}  # of the parameters on disk
+        self._blocks_of: dict[Tensor, list[DiskBlock]] = {}  # of the parameters on disk
         self._mapped: dict[Tensor, dict[str, Tensor]] = {}
         self._files: list[StateFile] = []
         self._file_names = map("{:04d}".format, count())
@@ -157,7 +157,7 @@ class DiskOffload:
         """Return whether the states of a parameter are on disk."""
         return param in self._blocks_of
 
-    def num_left(self, param: Tensor, done: Collection[Block]) -> int:
+    def num_left(self, param: Tensor, done: Collection[DiskBlock]) -> int:
         """Return how many blocks of a parameter on disk are not done."""
         return sum(block not in done for block in self._blocks_of[param])
 
@@ -195,8 +195,8 @@ class DiskOffload:
             file.check()
 
     def visit(
-        self, states: States, params: Collection[Tensor], *, done: set[Block]
-    ) -> Iterator[list[tuple[Piece, dict[str, Tensor]]]]:
+        self, states: States, params: Collection[Tensor], *, done: set[DiskBlock]
+    ) -> Iterator[list[tuple[DiskPiece, dict[str, Tensor]]]]:
         """Yield pieces of parameters with their states, to be updated in place before the next are asked for.
 
         States that are in memory go to disk on the way, of all parameters.
@@ -224,13 +224,18 @@ class DiskOffload:
         self._settle(walk, states)
 
     def _walk(
-        self, walk: _Pass, blocks: Sequence[Block], states: States, params: set[Tensor], done: set[Block]
-    ) -> Iterator[list[tuple[Piece, dict[str, Tensor]]]]:
+        self,
+        walk: _Pass,
+        blocks: Sequence[DiskBlock],
+        states: States,
+        params: set[Tensor],
+        done: set[DiskBlock],
+    ) -> Iterator[list[tuple[DiskPiece, dict[str, Tensor]]]]:
         upcoming = iter(blocks)
 
         with ThreadPoolExecutor(len(walk.buffers), thread_name_prefix="states") as pool:
 
-            def start_exchange(buffer: _Buffer) -> Future[tuple[_Buffer, Block | None]]:
+            def start_exchange(buffer: _Buffer) -> Future[tuple[_Buffer, DiskBlock | None]]:
                 following = next(upcoming, None)
                 read = following is not None and any(
                     self._is_mapped(states, piece.param) for piece in following.pieces
@@ -268,7 +273,7 @@ class DiskOffload:
                 states[param].update(self._in_memory(param, walk, states, unwritten))
 
     def _in_memory(
-        self, param: Tensor, walk: _Pass, states: States, unwritten: Mapping[Block, _Buffer]
+        self, param: Tensor, walk: _Pass, states: States, unwritten: Mapping[DiskBlock, _Buffer]
     ) -> dict[str, Tensor]:
         """Put the states of a parameter together from wherever they are."""
         is_mapped = self._is_mapped(states, param)
@@ -292,13 +297,13 @@ class DiskOffload:
         state = states.get(param, {})
         return all(state.get(key) is tensor for key, tensor in self._mapped[param].items())
 
-    def _blocks_to_visit(self, states: States, params: set[Tensor], done: set[Block]) -> list[Block]:
+    def _blocks_to_visit(self, states: States, params: set[Tensor], done: set[DiskBlock]) -> list[DiskBlock]:
         in_memory = {
             param
             for param, tensors in self._mapped.items()
             if not self._is_mapped(states, param) and states.get(param, {}).keys() & tensors.keys()
         }
-        blocks: dict[Block, None] = {}
+        blocks: dict[DiskBlock, None] = {}
         for param, blocks_of_param in self._blocks_of.items():
             for block in blocks_of_param:
                 if param in in_memory or (param in params and block not in done):
@@ -339,7 +344,7 @@ class DiskOffload:
         return self._buffers
 
 
-def _fill(piece: Piece, values: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+def _fill(piece: DiskPiece, values: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
     """Take the states of a piece from memory; those that there are not yet begin as they should."""
     held = local(piece.param)
     for key, value in values.items():

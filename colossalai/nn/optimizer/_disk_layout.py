@@ -17,7 +17,7 @@ MASTER = "master"
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class DiskPiece:
     """The elements `start` to `stop` of a parameter, as they lie in memory, in a block.
 
     Attributes:
@@ -34,14 +34,14 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False)
-class Block:
+class DiskBlock:
     """A run of bytes at the same place in the files of all keys."""
 
     files: Mapping[str, StateFile]
     dtype: torch.dtype
     offset: int
     num_bytes: int
-    pieces: Sequence[Piece]
+    pieces: Sequence[DiskPiece]
 
 
 def kind_of(param: Tensor) -> tuple[torch.dtype, tuple[str, ...]]:
@@ -91,24 +91,24 @@ def cut_into_blocks(
     files: Mapping[str, StateFile],
     dtype: torch.dtype,
     size: int,
-) -> Iterator[Block]:
+) -> Iterator[DiskBlock]:
     begin = end = 0  # of the block, in the file
-    pieces: list[Piece] = []
+    pieces: list[DiskPiece] = []
     for param, offset in zip(params, offsets, strict=True):
         numel = local(param).numel()
         start = 0
         while start < numel:
             position = offset + start * dtype.itemsize
             if position - begin == size:
-                yield Block(files, dtype, begin, end - begin, pieces)
+                yield DiskBlock(files, dtype, begin, end - begin, pieces)
                 begin, pieces = position, []
             room = (begin + size - position) // dtype.itemsize
             stop = min(numel, start + room)
-            pieces.append(Piece(param, start, stop, position - begin))
+            pieces.append(DiskPiece(param, start, stop, position - begin))
             end = offset + _pages(stop * dtype.itemsize)
             start = stop
     if pieces:
-        yield Block(files, dtype, begin, end - begin, pieces)
+        yield DiskBlock(files, dtype, begin, end - begin, pieces)
 
 
 def _pages(num_bytes: int) -> int:

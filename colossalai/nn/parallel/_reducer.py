@@ -104,6 +104,7 @@ class GradReducer:
 
     def _on_grad(self, param: torch.Tensor) -> None:
         """Called by autograd when a backward has added to the gradient of a parameter."""
+        # See [Note: the order of buckets].
         bucket, index = self._place[param]  # type: ignore[index]
         if bucket in self._started:
             raise ValueError(
@@ -147,6 +148,7 @@ def _trainable(parts: Sequence[nn.Module]) -> tuple[list[list[nn.Parameter]], li
 
 def _give_grads(bucket: Bucket) -> None:
     """Give averaged gradients to the parameters that had none here and have one on another replica."""
+    # See [Note: marks].
     missing = [index for index, param in enumerate(bucket.params) if param.grad is None]
     if missing:
         marks = bucket.marks.tolist()

@@ -8,9 +8,7 @@ per microbatch and tensor that requires one; no token where the shape is fixed b
 [Note: groups of a pipeline]
 Two groups hold all ranks of the pipeline axis: one for messages to a higher rank, one for messages to a lower
 one. Where a backend keeps the messages of a communicator in order (NCCL has one for each pair in each group),
-a receive that was posted early then never holds up a send. There are no groups of two ranks: torch names a
-group that is made by its members alone after the number of groups that a process has, and a rank in the
-middle of a pipeline would have more of them than its neighbour at the end, so that they would never meet.
+a receive that was posted early then never holds up a send.
 
 A backend may make the connection of a pair when it is first used, and both have to come for that; so each
 pair uses its two directions once, in the same order on all ranks, before there is any schedule.
@@ -43,7 +41,7 @@ from colossalai.communication import all_gather
 from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
 from colossalai.pipeline.execution._nested import PayloadSpec, TensorSpec, digest
-from colossalai.pipeline.schedules import Message, MessageKind, Step
+from colossalai.pipeline.schedules import Message, MessageKind, ScheduleStep
 
 Expected = tuple[tuple[int, ...], torch.dtype]
 SpecKey = tuple[int, int, int]
@@ -179,6 +177,7 @@ class Channel:
         )
 
     def _group(self, source: int, destination: int) -> dist.ProcessGroup:
+        # See [Note: groups of a pipeline].
         group = self._to_higher if source < destination else self._to_lower
         assert group is not None, "a pipeline of one rank sends nothing"
         return group
@@ -281,7 +280,7 @@ class Exchange:
         ]
         self._send(tensors, message)
 
-    def post(self, step: Step) -> None:
+    def post(self, step: ScheduleStep) -> None:
         """Begin to receive a message, and those of its sender before it, as far as their shapes are known."""
         message = step.message
         assert message is not None, "a message is received"
@@ -289,7 +288,7 @@ class Exchange:
         unposted.append(message)
         self._post_known(unposted)
 
-    def wait(self, step: Step) -> None:
+    def wait(self, step: ScheduleStep) -> None:
         """Put down what came with a message, as soon as it has come, and free what is over by then.
 
         Raises:

@@ -29,7 +29,7 @@ from colossalai.pipeline.execution._split_backward import PendingBackward, input
 from colossalai.pipeline.schedules import (
     Op,
     Schedule,
-    Step,
+    ScheduleStep,
     StepKind,
     lower,
     messages_between,
@@ -91,7 +91,7 @@ class _Lowered:
     """
 
     schedule: Schedule
-    steps: tuple[Step, ...]
+    steps: tuple[ScheduleStep, ...]
     callers: Mapping[int, Callable[[Any, Any], Any]]
     pairs: tuple[tuple[int, int], ...]
     digest: int
@@ -210,11 +210,11 @@ class PipelineExecutor:
         exchange.finish()
         return PipelineResult(_in_order(run.outputs), _in_order(run.losses))
 
-    def _handlers(self, run: "_Run") -> dict[StepKind, Callable[[Step], None]]:
+    def _handlers(self, run: "_Run") -> dict[StepKind, Callable[[ScheduleStep], None]]:
         """Return what carries out a step of each kind; a benchmark puts a clock around it."""
         return run.handlers
 
-    def _describe(self, step: Step, schedule: Schedule) -> str:
+    def _describe(self, step: ScheduleStep, schedule: Schedule) -> str:
         action = step.action
         return (
             f"the {_NAMES[action.op]} of microbatch {action.microbatch} on stage {action.stage} "
@@ -309,7 +309,7 @@ class _Run:
         self._made: Any = None  # by a computation, for the step behind it, which sends or hands it on
 
     @property
-    def handlers(self) -> dict[StepKind, Callable[[Step], None]]:
+    def handlers(self) -> dict[StepKind, Callable[[ScheduleStep], None]]:
         """What carries out a step of each kind."""
         return {
             StepKind.FORWARD: self._forward,
@@ -326,7 +326,7 @@ class _Run:
             StepKind.CLOSE: self._close,
         }
 
-    def _forward(self, step: Step) -> None:
+    def _forward(self, step: ScheduleStep) -> None:
         stage, microbatch = step.action.stage, step.action.microbatch
         received: Any = None
         inputs: list[torch.Tensor] = []
@@ -366,7 +366,7 @@ class _Run:
             return []
         return [get_gradient_edge(loss * self._loss_factors[microbatch]) if loss.requires_grad else None]
 
-    def _pass_output_on(self, step: Step) -> None:
+    def _pass_output_on(self, step: ScheduleStep) -> None:
         """Send an output, or hand it to the next stage of this rank, and keep where its gradients enter."""
         stage, microbatch = step.action.stage, step.action.microbatch
         spec, tensors = take_apart(self._made)
@@ -383,7 +383,7 @@ class _Run:
                 if tensor_spec.requires_grad
             ]
 
-    def _backward(self, step: Step) -> None:
+    def _backward(self, step: ScheduleStep) -> None:
         live = self._live[step.action.stage].pop(step.action.microbatch)
         outputs, grads = self._useful(live, step)
         if outputs:
@@ -392,17 +392,17 @@ class _Run:
         for leaf in live.inputs:
             leaf.grad = None
 
-    def _input_grad(self, step: Step) -> None:
+    def _input_grad(self, step: ScheduleStep) -> None:
         live = self._live[step.action.stage][step.action.microbatch]
         self._made, live.pending = input_grads(*self._useful(live, step), live.inputs)
         live.outputs, live.inputs = [], []
 
-    def _weight_grad(self, step: Step) -> None:
+    def _weight_grad(self, step: ScheduleStep) -> None:
         live = self._live[step.action.stage].pop(step.action.microbatch)
         assert live.pending is not None, "the input gradient comes first"
         live.pending.weight_grads()
 
-    def _useful(self, live: _Live, step: Step) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+    def _useful(self, live: _Live, step: ScheduleStep) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Return where gradients of use enter the graph of a microbatch, and the gradients."""
         stage, microbatch = step.action.stage, step.action.microbatch
         if stage == self._last_stage:
@@ -416,23 +416,23 @@ class _Run:
         ]
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
-    def _send_gradients(self, step: Step) -> None:
+    def _send_gradients(self, step: ScheduleStep) -> None:
         assert step.message is not None, "a message is sent"
         self._exchange.send_gradients(step.message, self._made)
         self._made = None
 
-    def _hand_gradients(self, step: Step) -> None:
+    def _hand_gradients(self, step: ScheduleStep) -> None:
         self._exchange.gradients[step.action.stage - 1, step.action.microbatch] = self._made
         self._made = None
 
-    def _begin_stage(self, step: Step) -> None:
+    def _begin_stage(self, step: ScheduleStep) -> None:
         """Tell the next stage what the output depends on besides the data: the mode, what has a gradient."""
         chunk = self._chunks[self._chunk_of[step.action.stage]]
         has_grad = "".join("01"[param.requires_grad] for param in chunk.parameters())
         state = (chunk.training, has_grad) if torch.is_grad_enabled() else None
         self._exchange.begin_stage(step.action.stage, state, step.message)
 
-    def _close(self, step: Step) -> None:
+    def _close(self, step: ScheduleStep) -> None:
         if self._on_last_backward is not None:
             self._on_last_backward(self._chunk_of[step.action.stage])
 

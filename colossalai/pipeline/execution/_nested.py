@@ -204,7 +204,7 @@ def _named_tensors(value: Any, place: str = "batch") -> list[tuple[str, torch.Te
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorSlot:
     """Where a tensor stands in a nested value."""
 
     index: int
@@ -257,7 +257,7 @@ class _Made:
     parts: tuple[Any, ...]
 
 
-_CODEC = PlainCodec(Slot, TensorSpec, _Made)
+_CODEC = PlainCodec(TensorSlot, TensorSpec, _Made)
 
 
 def _as_told(value: Any) -> Any:
@@ -315,7 +315,7 @@ def take_apart(value: Any) -> tuple[PayloadSpec, list[torch.Tensor]]:
     def slot(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf)
-            return Slot(len(tensors) - 1)
+            return TensorSlot(len(tensors) - 1)
         if not isinstance(leaf, _SENT_CONSTANTS):
             raise ValueError(
                 f"a stage returned a {type(leaf).__name__}, which cannot be sent to the next one: "
@@ -331,16 +331,18 @@ def take_apart(value: Any) -> tuple[PayloadSpec, list[torch.Tensor]]:
 def put_together(spec: PayloadSpec, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the nested value that `take_apart` took apart."""
     return map_leaves(
-        lambda leaf: tensors[leaf.index] if isinstance(leaf, Slot) else leaf, spec.structure, records=False
+        lambda leaf: tensors[leaf.index] if isinstance(leaf, TensorSlot) else leaf,
+        spec.structure,
+        records=False,
     )
 
 
 def fixed_spec(shapes: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dtype) -> PayloadSpec:
     """Return the spec of a tensor of a known shape, or of a tuple of tensors of known shapes."""
     if all(isinstance(extent, int) for extent in shapes):
-        return PayloadSpec(Slot(0), (TensorSpec(tuple(shapes), dtype, dtype.is_floating_point),))  # type: ignore[arg-type]
+        return PayloadSpec(TensorSlot(0), (TensorSpec(tuple(shapes), dtype, dtype.is_floating_point),))  # type: ignore[arg-type]
     specs = tuple(TensorSpec(tuple(shape), dtype, dtype.is_floating_point) for shape in shapes)  # type: ignore[arg-type]
-    return PayloadSpec(tuple(Slot(index) for index in range(len(specs))), specs)
+    return PayloadSpec(tuple(TensorSlot(index) for index in range(len(specs))), specs)
 
 
 def shape_digest(data: Any) -> int:

@@ -8,7 +8,7 @@ from colossalai.pipeline.schedules._csv import write_schedule as write_schedule
 from colossalai.pipeline.schedules._generators import SCHEDULES as SCHEDULES
 from colossalai.pipeline.schedules._generators import forward_only as forward_only
 from colossalai.pipeline.schedules._generators import make_schedule as make_schedule
-from colossalai.pipeline.schedules._lowered import Step as Step
+from colossalai.pipeline.schedules._lowered import ScheduleStep as ScheduleStep
 from colossalai.pipeline.schedules._lowered import StepKind as StepKind
 from colossalai.pipeline.schedules._lowered import lower as lower
 from colossalai.pipeline.schedules._messages import Message as Message

@@ -48,7 +48,7 @@ class StepKind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScheduleStep:
     """One step of a rank.
 
     Attributes:
@@ -80,7 +80,7 @@ _COMPUTATIONS = frozenset(StepKind(op) for op in Op)
 _LETTERS = {MessageKind.ACTIVATION: "F", MessageKind.GRADIENT: "B", MessageKind.TOKEN: "T"}
 
 
-def lower(schedule: Schedule, rank: int, *, has_tokens: bool = True) -> tuple[Step, ...]:
+def lower(schedule: Schedule, rank: int, *, has_tokens: bool = True) -> tuple[ScheduleStep, ...]:
     """Return the steps of a pipeline rank, in order.
 
     Messages between two ranks keep the order of the sender's list on both sides. A receive is posted as soon
@@ -100,7 +100,7 @@ class _Lowering:
     """The list while it is made."""
 
     def __init__(self, schedule: Schedule, rank: int, *, has_tokens: bool) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[ScheduleStep] = []
         self._schedule, self._rank, self._has_tokens = schedule, rank, has_tokens
         self._incoming = {
             source: deque(self._with_tokens(messages))
@@ -120,7 +120,7 @@ class _Lowering:
         closing = {action.stage: action for action in actions if action.op in (Op.BACKWARD, Op.WEIGHT_GRAD)}
         for action in actions:
             if closing.get(action.stage) == action:
-                self.steps.append(Step(StepKind.CLOSE, action))
+                self.steps.append(ScheduleStep(StepKind.CLOSE, action))
             self._lower(action)
 
     def _lower(self, action: Action) -> None:
@@ -130,19 +130,19 @@ class _Lowering:
         needed = message_needed_by(action, self._schedule)
         if needed is not None:
             self._wait(needed, action)
-        self.steps.append(Step(StepKind(action.op), action))
+        self.steps.append(ScheduleStep(StepKind(action.op), action))
         sent = message_sent_by(action, self._schedule)
         is_forward = action.op is Op.FORWARD
         if sent is not None:
-            self.steps.append(Step(StepKind.SEND_F if is_forward else StepKind.SEND_B, action, sent))
+            self.steps.append(ScheduleStep(StepKind.SEND_F if is_forward else StepKind.SEND_B, action, sent))
             self._on_their_way.setdefault(sent.destination, []).append(sent)
             if is_forward:  # a gradient has the shape of its activation
                 self._known.add((MessageKind.GRADIENT, action.stage, action.microbatch))
                 self._post_ahead(sent.destination, action)
         elif is_forward and action.stage + 1 < self._schedule.num_stages:
-            self.steps.append(Step(StepKind.HAND_F, action))
+            self.steps.append(ScheduleStep(StepKind.HAND_F, action))
         elif action.op in (Op.BACKWARD, Op.INPUT_GRAD) and action.stage > 0:
-            self.steps.append(Step(StepKind.HAND_B, action))
+            self.steps.append(ScheduleStep(StepKind.HAND_B, action))
 
     def _begin_stage(self, action: Action) -> None:
         """Before the first forward of a stage: take the token of the stage before, tell the next one."""
@@ -155,7 +155,7 @@ class _Lowering:
         if stage + 1 < self._schedule.num_stages:
             is_told = holders[stage + 1] != self._rank
             message = _token(self._rank, holders[stage + 1], stage + 1) if is_told else None
-            self.steps.append(Step(StepKind.TOKEN, action, message))
+            self.steps.append(ScheduleStep(StepKind.TOKEN, action, message))
             if message is not None:
                 self._on_their_way.setdefault(message.destination, []).append(message)
 
@@ -168,7 +168,7 @@ class _Lowering:
             sent = self._on_their_way.pop(peer, [])
             over = tuple(each for each in sent if self._needed_at[each] <= self._made_at[message])
             self._on_their_way[peer] = [each for each in sent if each not in over]
-        self.steps.append(Step(StepKind.WAIT, action, message, over))
+        self.steps.append(ScheduleStep(StepKind.WAIT, action, message, over))
         self._num_ahead[peer] -= 1
         if message.kind is MessageKind.TOKEN:
             self._known.add((MessageKind.ACTIVATION, message.stage, 0))
@@ -184,7 +184,7 @@ class _Lowering:
         message = self._incoming[peer].popleft()
         self._posted.add(message)
         self._num_ahead[peer] += 1
-        self.steps.append(Step(StepKind.RECV, action, message))
+        self.steps.append(ScheduleStep(StepKind.RECV, action, message))
 
     def _has_known_shape(self, message: Message) -> bool:
         if message.kind is MessageKind.GRADIENT:

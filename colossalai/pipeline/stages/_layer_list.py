@@ -19,7 +19,7 @@ from colossalai.pipeline.stages._partition import (
 
 
 @dataclass(frozen=True)
-class Step:
+class LayerStep:
     """A layer with the functions around it.
 
     Attributes:
@@ -55,7 +55,7 @@ class LayerChain(nn.Module):
         steps: The layers and the functions around them.
     """
 
-    def __init__(self, steps: Sequence[Step]) -> None:
+    def __init__(self, steps: Sequence[LayerStep]) -> None:
         super().__init__()
         self._steps = tuple(steps)
         for step in steps:

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from colossalai.logging import get_dist_logger
 from colossalai.pipeline.stages._chunks import as_model
-from colossalai.pipeline.stages._layer_list import LayerChain, Step, parts_by
+from colossalai.pipeline.stages._layer_list import LayerChain, LayerStep, parts_by
 from colossalai.pipeline.stages._partition import Part
 
 Entry = str | tuple[Callable[..., Any], Literal["front", "behind"]]
@@ -39,7 +39,7 @@ class _Order:
         cuts: Numbers of layers, each the first one of a part.
     """
 
-    steps: tuple[Step, ...]
+    steps: tuple[LayerStep, ...]
     cuts: tuple[int, ...]
 
 
@@ -169,14 +169,14 @@ class PipelinableContext:
 
 
 def _read(model: nn.Module, entries: Sequence[Entry]) -> _Order:
-    steps: list[Step] = []
+    steps: list[LayerStep] = []
     cuts: list[int] = []
     waiting: list[Callable[..., Any]] = []
     for entry in entries:
         if entry == SPLIT_NODE:
             cuts.append(len(steps))
         elif isinstance(entry, str):
-            steps.append(Step(entry, _named(model, entry), tuple(waiting)))
+            steps.append(LayerStep(entry, _named(model, entry), tuple(waiting)))
             waiting = []
         else:
             function, place = entry
@@ -194,7 +194,7 @@ def _read(model: nn.Module, entries: Sequence[Entry]) -> _Order:
     return _Order(tuple(steps), tuple(cuts))
 
 
-def _check_once(steps: Sequence[Step]) -> None:
+def _check_once(steps: Sequence[LayerStep]) -> None:
     names = [step.name for step in steps if next(step.module.parameters(), None) is not None]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from colossalai.pipeline.stages._stage import Flow
+from colossalai.pipeline.stages._stage import StageFlow
 
 MakeTensor = Callable[[torch.Tensor], torch.Tensor]
 
@@ -60,7 +60,7 @@ class _Elsewhere(nn.Module):
         flow: That of the stage.
     """
 
-    def __init__(self, name: str, outline: nn.Module, flow: Flow) -> None:
+    def __init__(self, name: str, outline: nn.Module, flow: StageFlow) -> None:
         super().__init__()
         self.name = name
         self.flow = flow
@@ -96,7 +96,7 @@ class FrontElsewhere(_Elsewhere):
             communicate.)
     """
 
-    def __init__(self, name: str, part: nn.Module, flow: Flow, *, feeds_blocks: bool) -> None:
+    def __init__(self, name: str, part: nn.Module, flow: StageFlow, *, feeds_blocks: bool) -> None:
         super().__init__(name, copy_with(part, on_meta), flow)  # this rank may hold the part in another chunk
         self.feeds_blocks = feeds_blocks
 

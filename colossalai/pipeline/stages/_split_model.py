@@ -18,8 +18,8 @@ from colossalai.pipeline.stages._partition import Part, balanced_parts, even_par
 from colossalai.pipeline.stages._placeholders import (
     BehindElsewhere,
     BlockElsewhere,
-    Flow,
     FrontElsewhere,
+    StageFlow,
     on_meta,
 )
 from colossalai.pipeline.stages._stage import ModelStage, NoteBlocks, PartOfStack, Tie, end_stage
@@ -30,7 +30,7 @@ Wishes = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageCut:
     """Which stage holds what of a model; the same on every rank.
 
     Attributes:
@@ -63,7 +63,7 @@ class Cut:
 
 def plan_cut(
     model: nn.Module, num_stages: int, *, balance: Balance, stack: str | None, wishes: Wishes, sample: Any
-) -> Cut:
+) -> StageCut:
     """Decide which stage holds what; the arguments are those of `cut_model`.
 
     Args:
@@ -79,10 +79,10 @@ def plan_cut(
     holders = _holders(model, anatomy, num_stages, trial)
     holders |= _wished(wishes, [n for n in anatomy.parts if not is_parameter(model, n)], num_stages)
     blocks = _split_blocks(model, anatomy, num_stages, balance)
-    return Cut(anatomy, tuple(blocks), holders, trial.feeding if trial else _only_front(model, holders))
+    return StageCut(anatomy, tuple(blocks), holders, trial.feeding if trial else _only_front(model, holders))
 
 
-def ties_of(model: nn.Module, cut: Cut) -> list[Tie]:
+def ties_of(model: nn.Module, cut: StageCut) -> list[Tie]:
     """Return the parameters that several stages hold, in the order of their names."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -279,9 +279,9 @@ def _check(model: nn.Module, num_stages: int, stages: Sequence[int]) -> None:
             raise ValueError(f"config.{flag} is set, but a stage sees only its own blocks: switch it off")
 
 
-def _stage(model: nn.Module, cut: Cut, index: int, ties: Sequence[Tie]) -> ModelStage:
+def _stage(model: nn.Module, cut: StageCut, index: int, ties: Sequence[Tie]) -> ModelStage:
     """Make a stage: copies of the containers around the parts themselves, or stand-ins for them."""
-    flow = Flow()
+    flow = StageFlow()
     anatomy = cut.anatomy
     own = anatomy.block_names[slice(*cut.blocks[index])]
     containers = {name: _shallow_copy(model.get_submodule(name)) for name in anatomy.containers}
@@ -311,7 +311,7 @@ def _stage(model: nn.Module, cut: Cut, index: int, ties: Sequence[Tie]) -> Model
     )
 
 
-def _stand_in(model: nn.Module, cut: Cut, name: str, flow: Flow) -> nn.Module:
+def _stand_in(model: nn.Module, cut: StageCut, name: str, flow: StageFlow) -> nn.Module:
     part = model.get_submodule(name)
     if 0 in cut.holders[name]:
         return FrontElsewhere(name, part, flow, feeds_blocks=name == cut.feeding)
@@ -327,7 +327,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     return copied
 
 
-def _forget_others(model: nn.Module, cut: Cut, stages: set[int]) -> None:
+def _forget_others(model: nn.Module, cut: StageCut, stages: set[int]) -> None:
     """Take the memory of all parts that none of these stages holds."""
     stack = cut.anatomy.stack
     parts = [f"{stack}.{key}" for key in cut.anatomy.block_names]

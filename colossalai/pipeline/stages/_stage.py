@@ -117,7 +117,7 @@ class StageEnd(BaseException):
 
 
 @dataclass
-class Flow:
+class StageFlow:
     """What the stand-ins of one stage know during its forward.
 
     Attributes:
@@ -194,7 +194,7 @@ class ModelStage(PipelineStage):
     def __init__(
         self,
         model: nn.Module,
-        flow: Flow,
+        flow: StageFlow,
         *,
         index: int,
         num_stages: int,
@@ -300,7 +300,7 @@ class NoteBlocks:
         flow: What the stand-ins share.
     """
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: StageFlow) -> None:
         self._flow = flow
 
     def __call__(self, module: nn.Module, args: Any) -> None:

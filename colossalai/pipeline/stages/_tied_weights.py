@@ -2,12 +2,6 @@
 
 Each of the stages holds a parameter of its own. They are made equal once; as each step sums their gradients
 (`sync_shared_grads`) and their optimizers do the same to each, they stay equal, bit for bit.
-
-[Note: no group for those that share]
-The first of the ranks, the owner, collects the gradients and sends their sum, in the default group. A process
-group of a few pipeline ranks cannot be made without the others: torch names a group that is made by its
-members alone after the number of groups that a process has, and those that had made one more than their
-neighbours would never meet them in a later one.
 """
 
 import itertools

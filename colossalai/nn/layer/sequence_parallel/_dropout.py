@@ -14,7 +14,7 @@ from contextlib import nullcontext
 import torch
 
 from colossalai.context import ParallelMode, get_seeds, seed
-from colossalai.nn.layer.sequence_parallel._order import Span
+from colossalai.nn.layer.sequence_parallel._order import TokenSpan
 
 _GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
 _MIX_64 = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
@@ -32,8 +32,8 @@ def draw_seed() -> int:
 
 def dropout_factors(
     like: torch.Tensor,
-    queries: Span,
-    keys: Span,
+    queries: TokenSpan,
+    keys: TokenSpan,
     *,
     dropout_seed: int,
     dropout_p: float,

@@ -17,7 +17,7 @@ Order = Literal["zigzag", "contiguous"]
 
 
 @dataclass(frozen=True)
-class Span:
+class TokenSpan:
     """Consecutive positions that a rank holds.
 
     Attributes:
@@ -39,12 +39,12 @@ class Span:
         return torch.arange(self.start, self.start + self.size, device=device)
 
 
-def spans(order: Order, axis_rank: int, axis_size: int, sub_seq: int, *, longest: int) -> list[Span]:
+def spans(order: Order, axis_rank: int, axis_size: int, sub_seq: int, *, longest: int) -> list[TokenSpan]:
     """Return what a rank holds as spans of at most `longest` positions, in the order that it holds them."""
     chunks = _chunks(order, axis_rank, axis_size)
     chunk_size = sub_seq // len(chunks)
     return [
-        Span(index * chunk_size + begin, chunk * chunk_size + begin, min(longest, chunk_size - begin))
+        TokenSpan(index * chunk_size + begin, chunk * chunk_size + begin, min(longest, chunk_size - begin))
         for index, chunk in enumerate(chunks)
         for begin in range(0, chunk_size, longest)
     ]

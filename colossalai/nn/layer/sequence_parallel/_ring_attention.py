@@ -14,7 +14,7 @@ from colossalai.communication import RingSum, ring_blocks
 from colossalai.context import Axis
 from colossalai.nn.layer.sequence_parallel._dropout import draw_seed
 from colossalai.nn.layer.sequence_parallel._order import Order, check_order
-from colossalai.nn.layer.sequence_parallel._tiles import Backward, Block, Forward, Rules
+from colossalai.nn.layer.sequence_parallel._tiles import Backward, Forward, Rules, ScoreBlock
 
 
 def ring_attention(
@@ -123,8 +123,8 @@ def _travelling(k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None) 
     return [k, v] if padding is None else [k, v, padding]
 
 
-def _block(k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None = None) -> Block:
-    return Block(_accumulating(k), _accumulating(v), padding)
+def _block(k: torch.Tensor, v: torch.Tensor, padding: torch.Tensor | None = None) -> ScoreBlock:
+    return ScoreBlock(_accumulating(k), _accumulating(v), padding)
 
 
 def _accumulating(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,12 +17,12 @@ from typing import NamedTuple
 import torch
 
 from colossalai.nn.layer.sequence_parallel._dropout import dropout_factors
-from colossalai.nn.layer.sequence_parallel._order import Order, Span, spans
+from colossalai.nn.layer.sequence_parallel._order import Order, TokenSpan, spans
 
 _NEVER = float("-inf")
 
 
-class Block(NamedTuple):
+class ScoreBlock(NamedTuple):
     """The keys of one rank, in the type of the accumulators.
 
     Attributes:
@@ -64,7 +64,7 @@ class Rules:
     dropout_seed: int
     lanes: torch.Tensor | None = field(default=None, compare=False)
 
-    def tiles(self, owner: int) -> list[tuple[Span, Span]]:
+    def tiles(self, owner: int) -> list[tuple[TokenSpan, TokenSpan]]:
         """Return (queries of this rank, keys of the owner) of all tiles in which anything is visible."""
         queries, keys = (
             spans(self.order, rank, self.axis_size, self.sub_seq, longest=self.tile_size)
@@ -72,7 +72,7 @@ class Rules:
         )
         return [(q, k) for k in keys for q in queries if not self.causal or k.start < q.start + q.size]
 
-    def scores(self, q: torch.Tensor, block: Block, queries: Span, keys: Span) -> torch.Tensor:
+    def scores(self, q: torch.Tensor, block: ScoreBlock, queries: TokenSpan, keys: TokenSpan) -> torch.Tensor:
         """Return the scores of a tile, minus infinity where a query does not see a key."""
         result = queries.take(q) @ keys.take(block.k).transpose(-1, -2)
         result.mul_(self.scale)
@@ -83,7 +83,7 @@ class Rules:
             result.masked_fill_(hidden, _NEVER)
         return result
 
-    def factors(self, like: torch.Tensor, queries: Span, keys: Span) -> torch.Tensor | None:
+    def factors(self, like: torch.Tensor, queries: TokenSpan, keys: TokenSpan) -> torch.Tensor | None:
         """Return the dropout factors of a tile, None without dropout."""
         if self.dropout_p == 0.0:
             return None
@@ -106,7 +106,7 @@ class Forward:
         self._total = q.new_zeros(*q.shape[:-1], 1)
         self._top = q.new_full((*q.shape[:-1], 1), _NEVER)
 
-    def add(self, block: Block, owner: int) -> None:
+    def add(self, block: ScoreBlock, owner: int) -> None:
         """Attend to the keys of one rank."""
         for queries, keys in self._rules.tiles(owner):
             self._add_tile(block, queries, keys)
@@ -117,7 +117,7 @@ class Forward:
         out = self._out.div_(self._total.masked_fill(blind, 1.0))
         return out, (self._top + self._total.log()).masked_fill_(blind, float("inf"))
 
-    def _add_tile(self, block: Block, queries: Span, keys: Span) -> None:
+    def _add_tile(self, block: ScoreBlock, queries: TokenSpan, keys: TokenSpan) -> None:
         out, total, top = (queries.take(part) for part in (self._out, self._total, self._top))
         scores = self._rules.scores(self._q, block, queries, keys)
         new_top = torch.maximum(top, scores.amax(-1, keepdim=True))
@@ -155,7 +155,7 @@ class Backward:
         self._mean = (grad * out).sum(-1, keepdim=True)
         self.grad_q = torch.zeros_like(q)
 
-    def add(self, block: Block, owner: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, block: ScoreBlock, owner: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the queries of this rank add to the gradients of the keys and values of one rank."""
         grad_k, grad_v = torch.zeros_like(block.k), torch.zeros_like(block.v)
         for queries, keys in self._rules.tiles(owner):

@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 from torch import nn
 
 from colossalai.nn.layer.tensor_parallel._launched import Point, launched_job
-from colossalai.nn.layer.tensor_parallel._record import REMEDY, Entry
+from colossalai.nn.layer.tensor_parallel._record import REMEDY, RecordEntry
 from colossalai.nn.layer.tensor_parallel._scheme import LINEAR_SCHEMES, Cut, first_cut
 
 
@@ -32,7 +32,7 @@ def entry_of(
     *,
     input_cut: Cut | None = None,
     after: nn.Module | None = None,
-) -> Entry:
+) -> RecordEntry:
     """Return how the input of a layer that is being built will be cut.
 
     Args:
@@ -48,19 +48,19 @@ def entry_of(
     if input_cut is not None and after is not None:
         raise ValueError(f"{layer} got input_cut= and after=: they say the same, so pass one of them")
     if input_cut is not None:
-        return Entry(cut=input_cut)
+        return RecordEntry(cut=input_cut)
     if after is not None:
-        return Entry(cut=output_cut_of(after, mode, by=layer))
+        return RecordEntry(cut=output_cut_of(after, mode, by=layer))
     point = launched_job().order.point(mode)
     if point.layer is None:
-        return Entry(cut=point.cut, behind="no other layer")
+        return RecordEntry(cut=point.cut, behind="no other layer")
     may_begin = point.cut == first_cut(mode)  # another model, or branch
     if not may_begin and in_features and point.features and point.features % in_features:
         raise ValueError(
             f"{layer} takes {in_features} features, but {point.layer}, which was built before it, leaves "
             f"{point.features}, cut as {point.cut}: {REMEDY}"
         )
-    return Entry(cut=point.cut, behind=point.layer)
+    return RecordEntry(cut=point.cut, behind=point.layer)
 
 
 def output_cut_of(module: nn.Module, mode: str | None, *, by: str) -> Cut:

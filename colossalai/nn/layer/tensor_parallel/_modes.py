@@ -18,7 +18,7 @@ from colossalai.nn.layer.tensor_parallel._flow import advance, end_with, entry_o
 from colossalai.nn.layer.tensor_parallel._launched import require_mode
 from colossalai.nn.layer.tensor_parallel._linear import ParallelLinear
 from colossalai.nn.layer.tensor_parallel._norm import ParallelLayerNorm
-from colossalai.nn.layer.tensor_parallel._record import Entry, Passage
+from colossalai.nn.layer.tensor_parallel._record import Passage, RecordEntry
 from colossalai.nn.layer.tensor_parallel._scheme import (
     COLUMN,
     HEAD_SCHEMES,
@@ -92,14 +92,14 @@ class ModeLinear(ParallelLinear):
 
     def _entry(
         self, layer: str, in_features: int, *, input_cut: Cut | None, after: nn.Module | None
-    ) -> Entry:
+    ) -> RecordEntry:
         """Return how the input is cut; a scheme that is fixed says it itself."""
         if self.fixed_scheme is None or input_cut is not None or after is not None:
             entry = entry_of(self.mode, layer, in_features, input_cut=input_cut, after=after)
             if self.fixed_scheme is not None and entry.cut != self.fixed_scheme.x:
                 raise ValueError(f"{layer} takes an input cut as {self.fixed_scheme.x}, not as {entry.cut}")
             return entry
-        return Entry(cut=self.fixed_scheme.x)
+        return RecordEntry(cut=self.fixed_scheme.x)
 
     def forward(self, x: torch.Tensor) -> Any:
         """Return this rank's slice of the output; with `skip_bias_add` the output and the bias.
@@ -167,7 +167,7 @@ class Linear1D_Row(ModeLinear):
         self.parallel_input = parallel_input
         self.num_chunks = stream_chunk_num
         if not parallel_input:
-            self.passage = replace(self.passage, entry=Entry(cut=Cut()))
+            self.passage = replace(self.passage, entry=RecordEntry(cut=Cut()))
 
     def forward(self, x: torch.Tensor) -> Any:
         """Return the output, whole on every rank.
@@ -405,7 +405,7 @@ def _beginning(module: nn.Module, mode: str | None, *sizes: int) -> Passage:
     """Return the passage of a layer that begins a model, and let the next one follow it."""
     layer, cut = numbered(type(module).__name__, *sizes), first_cut(mode)
     advance(mode, cut, layer=layer, features=sizes[-1])
-    return Passage(mode=mode, layer=layer, entry=Entry(cut=cut), output_cut=cut)
+    return Passage(mode=mode, layer=layer, entry=RecordEntry(cut=cut), output_cut=cut)
 
 
 def of_mode(base: type[Layer], mode: str | None, name: str) -> type[Layer]:

@@ -57,7 +57,7 @@ _PLAIN = frozenset(mode for mode, schemes in LINEAR_SCHEMES.items() if schemes =
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry:
+class RecordEntry:
     """How the input of a layer will be cut.
 
     Attributes:
@@ -83,7 +83,7 @@ class Passage:
 
     mode: str | None
     layer: str
-    entry: Entry
+    entry: RecordEntry
     output_cut: Cut
 
     def enter(self, x: Tensor) -> Tensor:
@@ -147,7 +147,7 @@ def mark_cut(y: Tensor, cut: Cut) -> Tensor:
         ValueError: The axes of `cut` are not those of one tensor mode.
     """
     own = y.view_as(y)  # the node of `y` belongs to who computed it
-    marked = Passage(mode=_mode_of(cut), layer="mark_cut", entry=Entry(cut=cut), output_cut=cut)
+    marked = Passage(mode=_mode_of(cut), layer="mark_cut", entry=RecordEntry(cut=cut), output_cut=cut)
     return marked.leave(_plain(own))
 
 

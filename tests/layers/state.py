@@ -1,0 +1,152 @@
+"""Rules of what a reader has to keep in mind: state of modules, hung attributes, names, folders, Notes.
+
+What is allowed, and why, stands in `allowed.py`; the page of design lists the same.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tests.layers.checker import Package
+
+MOST_FILES = 15
+_CONTAINERS = frozenset(
+    {"dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict", "WeakKeyDictionary"}
+    | {"WeakValueDictionary", "WeakSet", "local", "ContextVar", "count"}
+)
+_CHANGES = frozenset(
+    {"append", "appendleft", "add", "update", "setdefault", "pop", "popleft", "popitem", "clear", "remove"}
+    | {"discard", "extend", "insert", "sort", "reverse", "set", "difference_update"}
+)
+
+
+def module_state(package: Package) -> Iterator[tuple[str, str, int]]:
+    """Yield (file, name, line) of what a module keeps and changes.
+
+    That is a container that is changed somewhere in its module, an object of which an attribute is set or a
+    container is changed there, and a name under `global`. Constants that nobody changes do not count.
+    """
+    for module in package.modules.values():
+        held = {name for name, _ in _made_at_module_level(module.tree)}
+        mutable = {name for name, value in _made_at_module_level(module.tree) if _is_mutable(value)}
+        for name, line in sorted(_changed_names(module.tree, held, mutable).items()):
+            yield module.relative_path, name, line
+
+
+def _made_at_module_level(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None]]:
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign | ast.AnnAssign):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    yield target.id, statement.value
+
+
+def _is_mutable(value: ast.expr | None) -> bool:
+    if isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp):
+        return True
+    if not isinstance(value, ast.Call):
+        return False
+    function = value.func
+    if isinstance(function, ast.Subscript):  # dict[str, int]()
+        function = function.value
+    return getattr(function, "attr", getattr(function, "id", "")) in _CONTAINERS
+
+
+def _changed_names(tree: ast.Module, held: set[str], mutable: set[str]) -> dict[str, int]:
+    """Return what is changed after it was made, with the line of the first change."""
+    found: dict[str, int] = {}
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Global):
+            names = node.names
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            value = node.func.value
+            # `known.sections.pop()` changes `known`; `append` of an object of its own is its own affair.
+            inner = held if isinstance(value, ast.Attribute | ast.Subscript) else mutable
+            if node.func.attr in _CHANGES:
+                names = [name for name in _names_of([value]) if name in inner]
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "next":
+            names = [name for name in _names_of(node.args[:1]) if name in mutable]
+        elif isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
+            targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
+            parts = [each.value for each in targets if isinstance(each, ast.Subscript | ast.Attribute)]
+            names = [name for name in _names_of(parts) if name in held]
+        for name in names:
+            found.setdefault(name, node.lineno)
+    return found
+
+
+def _names_of(nodes: Iterable[ast.expr]) -> Iterator[str]:
+    for node in nodes:
+        while isinstance(node, ast.Subscript | ast.Attribute):
+            node = node.value
+        if isinstance(node, ast.Name):
+            yield node.id
+
+
+def hung_attributes(package: Package) -> Iterator[tuple[str, str, int]]:
+    """Yield (file, attribute, line) of what is hung on an object of somebody else under a name of our own."""
+    for module in package.modules.values():
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.Call) or len(node.args) != 3:
+                continue
+            if ast.unparse(node.func) not in ("setattr", "object.__setattr__"):
+                continue
+            owner, name = ast.unparse(node.args[0]), node.args[1]
+            is_ours = isinstance(name, ast.Constant) or (isinstance(name, ast.Name) and name.id.isupper())
+            if owner not in ("self", "cls") and is_ours:
+                yield module.relative_path, ast.unparse(name), node.lineno
+
+
+def classes_named_twice(package: Package) -> dict[str, list[str]]:
+    """Return the class names that stand in several places, with the places."""
+    places: defaultdict[str, list[str]] = defaultdict(list)
+    for module in package.modules.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{module.relative_path}:{node.lineno}")
+    return {name: found for name, found in sorted(places.items()) if len(found) > 1}
+
+
+def full_folders(folder: Path) -> dict[str, int]:
+    """Return the folders with more than `MOST_FILES` Python files, `__init__` not counted."""
+    counts = Counter(
+        path.parent.relative_to(folder).as_posix()
+        for path in folder.rglob("*.py")
+        if path.name != "__init__.py" and "__pycache__" not in path.parts
+    )
+    return {name: count for name, count in sorted(counts.items()) if count > MOST_FILES}
+
+
+_NOTE = re.compile(r"\[Note:\s+([^\]]+?)\s*\]")
+_AT_START = re.compile(r'(^|\n)\s*(#\s*|""")?$')
+
+
+def notes_out_of_place(package: Package, documents: Iterable[Path] = ()) -> Iterator[str]:
+    """Yield Notes that nobody cites, and citations of Notes that are nowhere.
+
+    A Note begins a line; whoever cites it says so in the midst of one.
+    """
+    written: dict[str, str] = {}
+    times: Counter[str] = Counter()
+    places: dict[str, str] = {}
+    texts = [(module.relative_path, module.path.read_text(), True) for module in package.modules.values()]
+    texts += [(path.name, path.read_text(), False) for path in documents]
+    for place, text, is_code in texts:
+        joined = re.sub(r"\n[ \t]*(# )?(?=\S)", lambda m: "\n", text)
+        for match in _NOTE.finditer(joined):
+            title = " ".join(match[1].split())
+            times[title] += 1
+            places.setdefault(title, place)
+            if is_code and _AT_START.search(joined[: match.start()]):
+                written.setdefault(title, place)
+    for title in sorted(times):
+        if title not in written:
+            yield f"{places[title]}: cites [Note: {title}], which is nowhere"
+        elif times[title] == 1:
+            yield f"{written[title]}: nobody cites [Note: {title}]"

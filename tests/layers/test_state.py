@@ -1,0 +1,108 @@
+"""State, attributes, class names, folders and Notes are in their places, and each breach is caught."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import colossalai
+from colossalai._aliases import ALIASES
+from tests.layers.allowed import FULL_TEST_FOLDERS, HUNG, SAME_CLASS_NAME, STATE
+from tests.layers.checker import Package
+from tests.layers.state import (
+    MOST_FILES,
+    classes_named_twice,
+    full_folders,
+    hung_attributes,
+    module_state,
+    notes_out_of_place,
+)
+
+pytestmark = pytest.mark.unit
+
+FOLDER = Path(colossalai.__file__).parent
+ROOT = FOLDER.parent
+DESIGN = ROOT / "docs" / "design"
+
+
+@pytest.fixture(scope="module")
+def package() -> Package:
+    return Package(FOLDER, frozenset(ALIASES))
+
+
+def test_state_of_modules_is_listed(package: Package) -> None:
+    found = {(file, name): line for file, name, line in module_state(package)}
+    assert not [f"{place[0]}:{found[place]}: keeps {place[1]}" for place in found if place not in STATE]
+    assert not STATE.keys() - found.keys(), "listed, and not there any more"
+
+
+def test_attributes_on_foreign_objects_are_listed(package: Package) -> None:
+    found = {(file, name) for file, name, _ in hung_attributes(package)}
+    assert found == set(HUNG)
+
+
+def test_the_page_of_design_lists_the_same() -> None:
+    page = (DESIGN / "README.md").read_text()
+    listed = set(re.findall(r"^\| `([\w/.]+\.py)` \| `(\w+)` \|", page, re.M))
+    assert listed == set(STATE) | set(HUNG)
+
+
+def test_a_class_name_exists_once(package: Package) -> None:
+    twice = classes_named_twice(package)
+    assert twice.keys() == SAME_CLASS_NAME.keys(), twice
+
+
+def test_no_folder_is_full() -> None:
+    assert not full_folders(FOLDER)
+    full = full_folders(ROOT / "tests")
+    assert not full.keys() - set(FULL_TEST_FOLDERS), full
+
+
+def test_notes_are_cited_and_citations_are_of_notes(package: Package) -> None:
+    assert not list(notes_out_of_place(package, sorted(DESIGN.glob("*.md"))))
+
+
+PLANTED = {
+    "a dictionary that is written to": ("_x = {}\ndef f():\n    _x[1] = 2", "_x"),
+    "a list that grows": ("_x: list[int] = []\ndef f():\n    _x.append(2)", "_x"),
+    "a weak set": ("_x = weakref.WeakSet()\ndef f(m):\n    _x.add(m)", "_x"),
+    "a counter": ("_x = itertools.count()\ndef f():\n    return next(_x)", "_x"),
+    "global": ("_x = 0\ndef f():\n    global _x\n    _x = 1", "_x"),
+    "an attribute of an object": ("_x = Thing()\ndef f():\n    _x.field = 1", "_x"),
+    "a container of an object": ("_x = Thing()\ndef f():\n    _x.parts.append(1)", "_x"),
+    "a constant": ("_x = {1: 2}\ndef f():\n    return _x[1]", None),
+    "a method of an object": ("_x = Logger()\ndef f():\n    _x.update(1)", None),
+    "a local list": ("def f():\n    x = []\n    x.append(1)", None),
+}
+
+
+def _package(folder: Path, text: str) -> Package:
+    (folder / "__init__.py").write_text("")
+    (folder / "_a.py").write_text(text)
+    return Package(folder)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_state_is_found(tmp_path: Path, name: str) -> None:
+    text, expected = PLANTED[name]
+    found = [held for _, held, _ in module_state(_package(tmp_path, text))]
+    assert found == ([expected] if expected else [])
+
+
+def test_planted_attributes_names_and_notes_are_found(tmp_path: Path) -> None:
+    text = (
+        '"""Doc.\n\n[Note: cited]\nText.\n\n[Note: lonely]\nText, see [Note:\nnowhere].\n"""\n'
+        "class A: ...\nclass B:\n    class A: ...\n"
+        "def f(tensor, self, name):\n    # See [Note: cited].\n    setattr(tensor, _MARK, 1)\n"
+        "    setattr(tensor, name, 1)\n    object.__setattr__(self, '_x', 1)\n"
+    )
+    package = _package(tmp_path, text)
+    assert [name for _, name, _ in hung_attributes(package)] == ["_MARK"]
+    assert list(classes_named_twice(package)) == ["A"]
+    assert list(notes_out_of_place(package)) == [
+        "_a.py: nobody cites [Note: lonely]",
+        "_a.py: cites [Note: nowhere], which is nowhere",
+    ]
+    for number in range(MOST_FILES):
+        (tmp_path / f"_{number}.py").write_text("")
+    assert full_folders(tmp_path) == {".": MOST_FILES + 1}
