@@ -1,5 +1,40 @@
 """Checkpoints: full tensors by name, saved under any plan, loaded under any other, never half written.
 
+For users:
+
+    save_model, load_model, save_optimizer, load_optimizer, save_lr_scheduler, load_lr_scheduler
+                        one part each, in a file or a folder
+    save_checkpoint, load_checkpoint
+                        all of them in one file
+    TrainingState, save_training_state, load_training_state, resume_training_state, latest_training_state
+                        a run that goes on as if it had never stopped
+    wait_for_saves, check_saves
+                        saves that go on in the background
+    parameter_names, LoadReport, Stateful
+                        what these take and return
+    CheckpointIO, GeneralCheckpointIO
+                        saving and loading as an object
+    ChunkStorageReader  lets torch's distributed checkpoints (DCP) read ours
+    atomic_file, atomic_folder
+                        files of your own, replaced as a whole or not at all
+
+For the other packages: `set_prefix` and `set_tied_names` (what the names of a pipeline stage are in the whole
+model), `MODEL` and `names_by_tensor`, and `colossalai.checkpoint_io.tools` (for the command line).
+
+A tensor on its way to disk and back, in the terms of this package:
+
+| noun | what it is | home |
+| --- | --- | --- |
+| `Box` | offsets and sizes of a part of a global tensor | `resharding/_box` |
+| `TensorMetadata` | shape and dtype of a global tensor | `resharding/_tensors` |
+| `ShardedTensor` | in the memory of ranks: which of them hold which box, and views of our own | the same |
+| `StoredTensor` | in a checkpoint: `StoredShard`s, boxes of which any part can be read | the same |
+| `FlatStateDict` | such tensors by name, and a JSON tree of all else in a state dict | `_state` |
+| `WriteItem` | a box that one rank writes; `WriteResult`: what it has written | `formats/_sharded_writer` |
+| `SavePlan` | the items of all ranks, and the small files of a training state | `_save_plan` |
+| `ModelLoadPlan` | a checkpoint compared with a model, ready to be copied into it | `_model` |
+| `OptimizerLoadPlan` | the same of an optimizer | `_optimizer` |
+
 The reader for torch's distributed checkpoints, which take a second to import, comes when it is asked for.
 """
 

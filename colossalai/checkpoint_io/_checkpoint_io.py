@@ -1,8 +1,8 @@
-"""Saving and loading as an object to be handed around: `CheckpointIO`, and the one that does it here."""
+"""`CheckpointIO`: saving and loading as an object to be handed around, and the one that does it here."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import nn
 from torch.optim import Optimizer
@@ -11,7 +11,7 @@ from colossalai.amp import OptimizerWrapper
 from colossalai.checkpoint_io._model import load_model, save_model
 from colossalai.checkpoint_io._optimizer import load_optimizer, save_optimizer
 from colossalai.checkpoint_io._optimizer_state import ParamNames, parameter_names
-from colossalai.checkpoint_io.formats import load_lr_scheduler, save_lr_scheduler
+from colossalai.checkpoint_io.formats import Stateful, load_lr_scheduler, save_lr_scheduler
 
 
 class CheckpointIO(ABC):
@@ -54,11 +54,11 @@ class CheckpointIO(ABC):
         """Load the state of an optimizer."""
 
     @abstractmethod
-    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+    def save_lr_scheduler(self, lr_scheduler: Stateful, checkpoint: str | Path) -> None:
         """Save the state of a scheduler."""
 
     @abstractmethod
-    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+    def load_lr_scheduler(self, lr_scheduler: Stateful, checkpoint: str | Path) -> None:
         """Load the state of a scheduler."""
 
 
@@ -141,11 +141,11 @@ class GeneralCheckpointIO(CheckpointIO):
         """
         load_optimizer(optimizer, checkpoint, param_names=self._names(optimizer))
 
-    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+    def save_lr_scheduler(self, lr_scheduler: Stateful, checkpoint: str | Path) -> None:
         """See the base class."""
         save_lr_scheduler(lr_scheduler, checkpoint)
 
-    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+    def load_lr_scheduler(self, lr_scheduler: Stateful, checkpoint: str | Path) -> None:
         """See the base class."""
         load_lr_scheduler(lr_scheduler, checkpoint)
 

@@ -9,7 +9,7 @@ In a process without a process group these functions just call their argument.
 """
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
@@ -29,17 +29,25 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+class Exchange(Protocol):
+    """Takes this rank's plain value and returns those of all ranks, by rank."""
+
+    def __call__(self, value: T, /) -> list[T]:
+        """Tell the others a value, and wait for theirs."""
+        ...
+
+
 class Agreement:
     """All ranks succeed or all ranks raise; every method is called by all of them, in the same order.
 
     Each method is one exchange.
 
     Args:
-        exchange: Takes this rank's plain value and returns those of all ranks.
+        exchange: Tells this rank's plain value, and returns those of all ranks.
         rank: Tells the rank of this process.
     """
 
-    def __init__(self, exchange: Callable[[Any], list[Any]], rank: Callable[[], int]) -> None:
+    def __init__(self, exchange: Exchange, rank: Callable[[], int]) -> None:
         self._exchange = exchange
         self._rank = rank
 
@@ -128,7 +136,7 @@ def _nothing() -> Any:
     return None
 
 
-def _over_default_group(value: Any) -> list[Any]:
+def _over_default_group(value: T, /) -> list[T]:
     return gather_values(value) if dist.is_available() and dist.is_initialized() else [value]
 
 

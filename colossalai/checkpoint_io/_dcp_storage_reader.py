@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint import LoadPlan, LoadPlanner, Metadata, StorageReader
@@ -22,12 +21,12 @@ from colossalai.checkpoint_io.storage import INDEX
 
 
 class ChunkStorageReader(StorageReader):
-    """Lets `torch.distributed.checkpoint.load(state_dict, storage_reader=...)` read tensors in chunks.
+    """Lets `torch.distributed.checkpoint.load(state_dict, storage_reader=...)` read sharded folders.
 
     Checksums are not compared; `colossalai checkpoint verify` does that.
 
     Args:
-        folder: A training state, of which the model is read, or a folder of chunks.
+        folder: A training state, of which the model is read, or a sharded folder.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -36,15 +35,15 @@ class ChunkStorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it is a folder of chunks."""
-        return (_chunk_folder(Path(checkpoint_id)) / INDEX).is_file()
+        """Return whether it is a sharded folder."""
+        return (_sharded_folder(Path(checkpoint_id)) / INDEX).is_file()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Look at another folder."""
         if checkpoint_id is not None:
-            self.folder = _chunk_folder(Path(checkpoint_id))
+            self.folder = _sharded_folder(Path(checkpoint_id))
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         """Return which boxes of which tensors there are.
 
         Raises:
@@ -58,7 +57,7 @@ class ChunkStorageReader(StorageReader):
         )
 
     def set_up_storage_reader(
-        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+        self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object
     ) -> None:
         """Get ready to read on this rank."""
         if not hasattr(self, "_tensors"):  # the coordinator alone has read the index
@@ -89,7 +88,7 @@ class ChunkStorageReader(StorageReader):
         return done
 
 
-def _chunk_folder(folder: Path) -> Path:
+def _sharded_folder(folder: Path) -> Path:
     return folder if (folder / INDEX).is_file() else folder / MODEL.part
 
 

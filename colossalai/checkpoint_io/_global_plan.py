@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -21,11 +21,13 @@ from torch import nn
 from colossalai.checkpoint_io._collective import gather, results
 from colossalai.checkpoint_io._state import FlatStateDict, ShardedStateDict
 from colossalai.checkpoint_io.resharding import Box, ShardedTensor, pack, unpack, with_local_shards
+from colossalai.checkpoint_io.storage import of_kind
 
 _PREFIX = "checkpoint_prefix"
 _TIED_NAMES = "checkpoint_tied_names"
 
-Content = dict[str, Any]
+T = TypeVar("T")
+Content: TypeAlias = dict[str, Any]
 """Nested dicts and lists with what stands for tensors."""
 
 
@@ -101,9 +103,9 @@ def names_elsewhere(own_names: Callable[[], Sequence[Collection[str]]]) -> list[
     ]
 
 
-def merge_by_name(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merge_by_name(parts: Iterable[Mapping[str, T]]) -> dict[str, T]:
     """Return the entries of all parts; of several with one name the first."""
-    merged: dict[str, Any] = {}
+    merged: dict[str, T] = {}
     for part in parts:
         for name, value in part.items():
             merged.setdefault(name, value)
@@ -168,8 +170,8 @@ def _content_of(text: str, rank: int) -> Content:
         if not isinstance(found, torch.dtype):
             raise ValueError(f"there is no dtype {dtype!r}")
         tensors.append(ShardedTensor(tuple(shape), found, {}, may_differ, held))
-    content: Content = unpack(tree, {name: tensors[number] for name, number in names.items()})
-    return content
+    content = unpack(tree, {name: tensors[number] for name, number in names.items()})
+    return of_kind(content, dict, "content")
 
 
 def _ranks_of(tensors: Sequence[ShardedTensor]) -> dict[Box, tuple[int, ...]]:

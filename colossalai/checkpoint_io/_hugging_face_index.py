@@ -14,9 +14,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from colossalai.checkpoint_io.storage import (
+    Json,
     damage_named,
     json_checksum,
     listed,
@@ -83,7 +83,7 @@ class HuggingFaceIndex:
     """The content of an index file: which file holds which name, and the rest."""
 
     weight_map: dict[str, str]
-    metadata: dict[str, Any]
+    metadata: dict[str, Json]
 
     @property
     def files(self) -> list[str]:

@@ -60,14 +60,14 @@ def model_state(module: nn.Module, *, prefix: str = "") -> ShardedStateDict:
     return with_other_ranks(lambda: values, merge=merge_by_name, flatten=_flatten)
 
 
-def stored_values(state: FlatStateDict[TensorMetadata]) -> dict[str, Any]:
+def stored_values(state: FlatStateDict[TensorMetadata]) -> Mapping[str, object]:
     """Return the values of the state dict that a flat one was made of.
 
     Raises:
         ValueError: `state` is none that a model was made of.
     """
     if state.tree is None:
-        return dict(state.tensors)
+        return state.tensors
     others = unpack(state.tree, state.tensors)
     if not isinstance(others, dict) or not all(isinstance(name, str) for name in others):
         raise ValueError("damaged checkpoint: the values that are no tensors have no names")
@@ -113,7 +113,7 @@ class ModelLoadPlan:
 
     module: nn.Module
     copies: list[tuple[torch.Tensor, StoredTensor]]
-    computed: dict[str, Any]
+    computed: dict[str, object]
     report: LoadReport
 
     def apply(self) -> None:
@@ -161,7 +161,7 @@ def plan_model_loading(
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     targets = {name: value for name, value in wanted.items() if id(value) in own}
     groups = names_by_tensor(targets)
-    stored = stored_values(state)
+    stored: dict[str, Any] = {**stored_values(state)}
     if saved_prefix is None:
         stored = _without_common_prefix(stored, wanted.keys() | set(elsewhere), groups)
     else:
@@ -361,7 +361,7 @@ def load_model(
     Raises:
         ValueError: The checkpoint is damaged, or does not fit: all misfits are named, and nothing was
             overwritten.
-        OSError: It cannot be read.
+        OSError: The checkpoint cannot be read.
     """
     state = load_state(checkpoint, MODEL, variant=variant, allow_pickle=allow_pickle)
     names = module_names(module)

@@ -7,7 +7,7 @@ parameters were cut, so a state loads under another plan, another order of group
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -54,10 +54,10 @@ class OptimizerLoadPlan:
     """
 
     optimizer: Optimizer
-    states: dict[nn.Parameter, dict[str, Any]]
+    states: dict[nn.Parameter, dict[str, object]]
     shapes: dict[nn.Parameter, tuple[int, ...]]
-    groups: list[dict[str, Any]]
-    other_state: dict[Any, Any]
+    groups: list[dict[str, object]]
+    other_state: Mapping[object, object]
     saved_class: str
 
     def apply(self) -> None:
@@ -67,7 +67,8 @@ class OptimizerLoadPlan:
                 f"a state of {self.saved_class} is loaded into {type(self.optimizer).__name__}", ranks=[0]
             )
         self.optimizer.state.clear()
-        self.optimizer.state.update(with_own_memory(self.other_state))
+        others: Any = with_own_memory(self.other_state)  # by the optimizer's own keys, which are no tensors
+        self.optimizer.state.update(others)
         group_of: dict[nn.Parameter, dict[str, Any]] = {}
         for group, hyper in zip(self.optimizer.param_groups, self.groups, strict=True):
             group.update(with_own_memory(hyper))
@@ -78,7 +79,10 @@ class OptimizerLoadPlan:
             for param, part in ranges.items()
             if self.states.get(param) and (part is None or part.numel > 0)
         }
-        placed = self._placed({param: tensors for param, (_, tensors) in packed.items()}, group_of)
+        placed = self._placed(
+            {param: cast("dict[str, StoredTensor]", tensors) for param, (_, tensors) in packed.items()},
+            group_of,
+        )
         for param, (tree, _) in packed.items():
             self.optimizer.state[param] = unpack(tree, placed[param])
 
@@ -125,7 +129,7 @@ def plan_optimizer_loading(
     Raises:
         ValueError: Something does not fit; all of it is named.
     """
-    content = stored_content(state)
+    content: dict[str, Any] = stored_content(state)
     if not content:
         raise ValueError(f"{source}: there is no optimizer in it that save_optimizer wrote")
     named = named_parameters(optimizer, param_names)
@@ -283,7 +287,7 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path, *, param_names:
     Raises:
         ValueError: The checkpoint is damaged, or does not fit: all misfits are named, and nothing was
             overwritten.
-        OSError: It cannot be read.
+        OSError: The checkpoint cannot be read.
     """
     state = load_state(checkpoint, OPTIMIZER)
     with opened(optimizer, loads=True) as raw:

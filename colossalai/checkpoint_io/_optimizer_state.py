@@ -11,7 +11,7 @@ The content, which is also what a single torch file holds:
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -104,7 +104,7 @@ def named_parameters(optimizer: Optimizer, param_names: ParamNames) -> dict[str,
     return named
 
 
-def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+def hyper_parameters(group: Mapping[str, object]) -> dict[str, object]:
     """Return what a parameter group holds beside its parameters."""
     return {key: value for key, value in group.items() if key not in _NAMES_IN_GROUP}
 
@@ -133,7 +133,9 @@ def _own_content(optimizer: Optimizer, param_names: ParamNames, prefix: str) -> 
     state = optimizer.state
     # Three passes: the states taken apart, their tensors asked for what cuts them, and put together again.
     packed = {name: pack(dict(state[param])) for name, param in named.items() if param in state}
-    shards = shards_of_states({name: tensors for name, (_, tensors) in packed.items()}, named)
+    shards = shards_of_states(
+        {name: cast("dict[str, torch.Tensor]", tensors) for name, (_, tensors) in packed.items()}, named
+    )
     shapes = whole_shapes(named)
     return {
         "state": {name: unpack(tree, shards[name]) for name, (tree, _) in packed.items()},
@@ -147,14 +149,14 @@ def _own_content(optimizer: Optimizer, param_names: ParamNames, prefix: str) -> 
     }
 
 
-def stored_content(state: FlatStateDict[TensorMetadata]) -> dict[str, Any]:
+def stored_content(state: FlatStateDict[TensorMetadata]) -> dict[str, object]:
     """Return the content that a flat state dict was made of; an empty one if there is no optimizer in it.
 
     Raises:
         ValueError: `state` has the parts of an optimizer, and one of them is something else.
     """
     content = unpack(state.tree, state.tensors)
-    if not _is_ours(content):
+    if not isinstance(content, dict) or not _is_ours(content):
         return {}
     refuse_other_form(content, _FORM, "optimizer")
     for names in (content["state"], content["shapes"]):

@@ -177,8 +177,8 @@ def refuse_lost(folder: Path) -> None:
         folder: What a run is to go on from, in which none was found.
 
     Raises:
-        ValueError: The path is such a state, or a file, or only such states are in it.
-        FileNotFoundError: It has the name of a training state, and is not there.
+        ValueError: `folder` is such a state, or a file, or only such states are in it.
+        FileNotFoundError: `folder` has the name of a training state, and is not there.
     """
     if not folder.exists():
         if _OURS.fullmatch(folder.name):
@@ -203,8 +203,8 @@ def make_way(path: Path) -> None:
     """See that a training state can be saved at a path; a damaged one there is moved aside.
 
     Raises:
-        ValueError: There is something that is not ours.
-        OSError: It cannot be read or moved.
+        ValueError: Something that is not ours has the name.
+        OSError: `path` cannot be read or moved.
     """
     if path.is_symlink():
         raise ValueError(

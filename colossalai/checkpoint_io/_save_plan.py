@@ -26,11 +26,12 @@ from colossalai.checkpoint_io.formats import (
     write_sharded_index,
     write_torch,
 )
-from colossalai.checkpoint_io.resharding import Json, TensorMetadata, with_own_memory
+from colossalai.checkpoint_io.resharding import TensorMetadata, with_own_memory
 from colossalai.checkpoint_io.storage import (
     DEFAULT_BUFFER_MB,
     FileEntry,
     HostCopies,
+    Json,
     Manifest,
     write_manifest,
     write_shared_folder,
@@ -57,7 +58,7 @@ class SavePlan:
     keep_last: int
     states: Mapping[str, FlatStateDict[TensorMetadata]]
     shares: Mapping[str, Sequence[Sequence[WriteItem]]]
-    small_files: Mapping[str, Any]
+    small_files: Mapping[str, object]
     config: Json
     buffer_size: float = DEFAULT_BUFFER_MB
 

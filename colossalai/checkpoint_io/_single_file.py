@@ -119,7 +119,7 @@ def load_checkpoint(
 
     Raises:
         ValueError: The file is damaged, lacks something wanted, or does not fit; nothing was overwritten.
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     _check(file, model, optimizer, "load_checkpoint(file, model, optimizer, lr_scheduler)")
     with opened(optimizer, loads=True) as raw:

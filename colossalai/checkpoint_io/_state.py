@@ -8,13 +8,13 @@ says which files there shall be.
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
 from colossalai.checkpoint_io._hugging_face_index import Stems
-from colossalai.checkpoint_io.resharding import Json, ShardedTensor, StoredTensor, TensorMetadata
-from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, listed
+from colossalai.checkpoint_io.resharding import ShardedTensor, StoredTensor, TensorMetadata
+from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, Json, listed
 
 TensorT = TypeVar("TensorT", bound=torch.Tensor | TensorMetadata, covariant=True)
 TREE_KEY = "colossalai"  # under it the tree stands in a safetensors header and in an index file
@@ -58,7 +58,7 @@ class Kind:
 
     part: str
     stems: Stems
-    join: Callable[[FlatStateDict[TensorMetadata]], dict[str, Any]]
+    join: Callable[[FlatStateDict[TensorMetadata]], Mapping[str, object]]
     split: Callable[[object], FlatStateDict[torch.Tensor]]
     needs_tree: bool = False
 

@@ -103,8 +103,8 @@ class TrainingState:
     lr_scheduler: Stateful | None = None
     dataloader: Stateful | None = None
     scaler: Stateful | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
+    config: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def small_parts(self) -> dict[str, Stateful]:
@@ -144,7 +144,7 @@ def save_training_state(
     Raises:
         ValueError: Something in it cannot be saved, an option is out of range, another job saves into the
             folder, or something that is no training state has its name.
-        OSError: It cannot be written; on all ranks. The earlier ones stay.
+        OSError: The training state cannot be written; on all ranks. The earlier ones stay.
     """
     if step < 0:
         raise ValueError(f"step={step} must be at least 0")
@@ -187,7 +187,7 @@ def latest_training_state(folder: str | Path) -> Path | None:
 
 def load_training_state(
     path: str | Path, state: TrainingState, *, buffer_size: float = DEFAULT_BUFFER_MB
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Load a training state into the objects of `state`; collective.
 
     The number of ranks and the way the model is cut may be others than when it was saved. Under the same
@@ -204,7 +204,7 @@ def load_training_state(
 
     Raises:
         ValueError: The training state is damaged, lacks a part, or does not fit; nothing was overwritten.
-        OSError: It cannot be read.
+        OSError: The training state cannot be read.
     """
     wait_for_saves()  # it may be the one that is being saved
     block_size(buffer_size)  # refuses one that is too small
@@ -214,7 +214,7 @@ def load_training_state(
 
 def resume_training_state(
     folder: str | Path, state: TrainingState, *, buffer_size: float = DEFAULT_BUFFER_MB
-) -> dict[str, Any] | None:
+) -> dict[str, object] | None:
     """Load the newest complete training state of a folder, or the one that a path is; collective.
 
     Args:
@@ -228,7 +228,8 @@ def resume_training_state(
     Raises:
         ValueError: All that there are are damaged, the one that is meant has no manifest, or the newest
             complete one does not fit.
-        OSError: It cannot be read; also if the path is that of a single state which is not there.
+        OSError: The training state cannot be read; also if the path is that of a single one which is not
+            there.
     """
     wait_for_saves()
     block_size(buffer_size)  # refuses one that is too small, which no folder is damaged by
@@ -243,7 +244,7 @@ def resume_training_state(
         return _load(newest.path, replace(state, optimizer=raw), newest, buffer_size)
 
 
-def random_files() -> dict[str, Any]:
+def random_files() -> dict[str, dict[str, object]]:
     """Return the random states of all ranks, by the name of the file that each goes to; collective."""
     states = results(lambda: plain(random_state(), at="random state"))
     return {random_file(rank, len(states)): state for rank, state in enumerate(states)}

@@ -135,7 +135,9 @@ def resume_run(folder: str | Path, run: Run, *, buffer_size: float = 512) -> Res
             fit; nothing was overwritten.
         OSError: It cannot be read.
     """
-    found = resume_training_state(folder, _training_state(run), buffer_size=buffer_size)
+    found: dict[str, Any] | None = resume_training_state(
+        folder, _training_state(run), buffer_size=buffer_size
+    )
     if found is None:
         return None
     if run.optimizer is not None:

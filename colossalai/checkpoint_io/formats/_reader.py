@@ -39,7 +39,7 @@ def load_state(
 
     Raises:
         ValueError: The checkpoint is damaged, incomplete, or something else; the message names the file.
-        OSError: It cannot be read.
+        OSError: The checkpoint cannot be read.
     """
     return on_every_rank(
         lambda: read_state(Path(path), kind, is_verified=False, variant=variant, allow_pickle=allow_pickle)
@@ -58,7 +58,7 @@ def read_state(
 
     Raises:
         ValueError: The checkpoint is damaged, incomplete, or something else; the message names the file.
-        OSError: It cannot be read.
+        OSError: The checkpoint cannot be read.
     """
     if path.is_dir() and not (path / INDEX).is_file() and (path / kind.part).is_dir():
         path = path / kind.part  # of a training state

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from colossalai.checkpoint_io._state import FlatStateDict
-from colossalai.checkpoint_io.resharding import Box, FileShard, Json, StoredTensor, is_tiled
+from colossalai.checkpoint_io.resharding import Box, FileShard, StoredTensor, is_tiled
 from colossalai.checkpoint_io.storage import (
     DEFAULT_BUFFER_MB,
     FORM_OF_FILES,
@@ -28,6 +28,7 @@ from colossalai.checkpoint_io.storage import (
     Count,
     FileEntry,
     Form,
+    Json,
     damage_named,
     file_entries,
     json_checksum,
@@ -136,7 +137,7 @@ def read_sharded_index(folder: Path, *, buffer_size: float = DEFAULT_BUFFER_MB) 
     """
     path, most = folder / INDEX, read_block_size(buffer_size)
     # Every field is there and of its kind, and no number is negative.
-    body = read_checked_json(path, "index", version=_FORMAT, form=_FORM)
+    body: dict[str, Any] = read_checked_json(path, "index", version=_FORMAT, form=_FORM)
     refuse_strays(body["files"], path)
     refuse_links_out(body["files"], folder)
     with damage_named(path):

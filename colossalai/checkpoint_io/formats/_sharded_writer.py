@@ -200,7 +200,7 @@ def save_sharded(path: str | Path, state: ShardedStateDict, kind: Kind) -> None:
 
     Raises:
         ValueError: The sub-folder is there and holds something else, or something cannot be saved.
-        OSError: It cannot be written; on all ranks. What was there before is still there.
+        OSError: The folder cannot be written; on all ranks. What was there before is still there.
     """
     target = Path(path) / kind.part
     on_writer(partial(_refuse_other, target))

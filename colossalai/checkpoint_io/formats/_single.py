@@ -10,8 +10,9 @@ import json
 import pickle
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import safetensors
 import safetensors.torch
@@ -52,8 +53,8 @@ def detect_format(path: Path) -> Format:
     """Tell a file's format by its first bytes.
 
     Raises:
-        ValueError: It is none of them, or no regular file.
-        OSError: It cannot be read.
+        ValueError: The file has none of the formats, or is no regular file.
+        OSError: The file cannot be read.
     """
     refuse_special(path)
     with path.open("rb") as file:
@@ -71,8 +72,12 @@ def detect_format(path: Path) -> Format:
     )
 
 
-def write_torch(path: Path, content: Any) -> None:
-    """Write plain values and tensors with `torch.save`."""
+def write_torch(path: Path, content: object) -> None:
+    """Write plain values and tensors with `torch.save`, and put the seal on the file.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     try:
         with path.open("wb") as file:
             torch.save(content, file)
@@ -84,7 +89,7 @@ def write_torch(path: Path, content: Any) -> None:
         raise
 
 
-def read_torch(path: Path, *, mapped: bool = True, allow_pickle: bool = False) -> Any:
+def read_torch(path: Path, *, mapped: bool = True, allow_pickle: bool = False) -> object:
     """Read a torch file of plain values and tensors, memory-mapped or into memory.
 
     Args:
@@ -94,6 +99,7 @@ def read_torch(path: Path, *, mapped: bool = True, allow_pickle: bool = False) -
 
     Raises:
         ValueError: The file is damaged, or holds objects that only code could restore.
+        OSError: The file cannot be read.
     """
     is_zip = detect_format(path) is Format.TORCH_ZIP
     try:
@@ -119,6 +125,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
 
     Raises:
         ValueError: The file is damaged.
+        OSError: The file cannot be read.
     """
     refuse_special(path)
     try:
@@ -133,7 +140,8 @@ def verify(path: Path) -> None:
     """Read a file from end to end and compare it with the checksums in it, if it has any.
 
     Raises:
-        ValueError: Something differs; the message names the file and the entry.
+        ValueError: The content differs from a checksum; the message names the file and the entry.
+        OSError: The file cannot be read.
     """
     match detect_format(path):
         case Format.TORCH_ZIP:
@@ -197,11 +205,11 @@ def has_checksums(path: Path) -> bool:
 class Stateful(Protocol):
     """An object that hands out and takes back its state."""
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Mapping[str, object]:
         """Return the state: plain values and tensors."""
         ...
 
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
+    def load_state_dict(self, state_dict: dict[str, object], /) -> object:
         """Go back to a state."""
         ...
 
@@ -210,7 +218,7 @@ def save_lr_scheduler(lr_scheduler: Stateful, checkpoint: str | Path) -> None:
     """Save a learning-rate scheduler in a file; collective: every rank calls it, global rank 0 writes.
 
     Raises:
-        ValueError: Its state holds something that is not plain.
+        ValueError: The state of `lr_scheduler` holds something that is not plain.
         OSError: The file cannot be written; on all ranks. What was there before is still there.
     """
     state = plain(lr_scheduler.state_dict(), at="lr_scheduler")
@@ -223,12 +231,12 @@ def load_lr_scheduler(lr_scheduler: Stateful, checkpoint: str | Path) -> None:
 
     Raises:
         ValueError: The file is damaged or holds something else.
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     lr_scheduler.load_state_dict(on_every_rank(lambda: read_plain(Path(checkpoint))))
 
 
-def read_plain(path: Path, *, mapped: bool = False, allow_pickle: bool = False) -> dict[str, Any]:
+def read_plain(path: Path, *, mapped: bool = False, allow_pickle: bool = False) -> dict[str, object]:
     """Read a torch file of a dictionary of plain values, its checksums compared.
 
     Args:
@@ -237,7 +245,8 @@ def read_plain(path: Path, *, mapped: bool = False, allow_pickle: bool = False) 
         allow_pickle: Run the code that it may hold, if it cannot be restored without.
 
     Raises:
-        ValueError: It is damaged, or holds something else.
+        ValueError: The file is damaged, or holds something else.
+        OSError: The file cannot be read.
     """
     verify(path)
     content = read_torch(path, mapped=mapped, allow_pickle=allow_pickle)

@@ -42,7 +42,7 @@ class DcpShard(StoredShard):
         out.copy_(box.of(_values(self.path, self.begin, self.length)))
 
 
-def read_dcp(folder: Path, *, allow_pickle: bool) -> tuple[StoredStateDict, dict[str, Any]]:
+def read_dcp(folder: Path, *, allow_pickle: bool) -> tuple[StoredStateDict, dict[str, object]]:
     """Open a folder that `torch.distributed.checkpoint.save` wrote.
 
     Args:
@@ -54,7 +54,7 @@ def read_dcp(folder: Path, *, allow_pickle: bool) -> tuple[StoredStateDict, dict
 
     Raises:
         ValueError: Reading a pickle is not allowed, or the checkpoint is damaged.
-        OSError: It cannot be read.
+        OSError: The checkpoint cannot be read.
     """
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
@@ -68,7 +68,7 @@ def read_dcp(folder: Path, *, allow_pickle: bool) -> tuple[StoredStateDict, dict
         metadata = pickle.loads(path.read_bytes())
         refuse_strays({place.relative_path for place in metadata.storage_data.values()}, path, is_flat=False)
         tensors: dict[str, StoredTensor] = {}
-        others: dict[str, Any] = {}
+        others: dict[str, object] = {}
         for name, entry in metadata.state_dict_metadata.items():
             if isinstance(entry, BytesStorageMetadata):
                 others[name] = _plain_value(folder, metadata.storage_data[MetadataIndex(name)])

@@ -38,7 +38,7 @@ def seal(path: Path) -> None:
     """Put the seal on an archive that has no comment yet.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     with path.open("r+b") as file:
         file.seek(-_END_SIZE, os.SEEK_END)
@@ -56,8 +56,8 @@ def refuse_truncated(path: Path, archive: zipfile.ZipFile) -> None:
     """See that an archive ends where its last record says: readers take a comment that is cut off.
 
     Raises:
-        ValueError: It does not.
-        OSError: It cannot be read.
+        ValueError: The archive is cut off, or there is something behind its end.
+        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _END_SIZE - len(archive.comment)))
@@ -70,8 +70,8 @@ def refuse_broken_frame(path: Path, archive: zipfile.ZipFile) -> None:
     """Compare the frame of an archive with its seal, or where it has none with itself.
 
     Raises:
-        ValueError: It differs.
-        OSError: It cannot be read.
+        ValueError: The frame differs from its seal, or a header from the directory.
+        OSError: The file cannot be read.
     """
     refuse_truncated(path, archive)
     with path.open("rb") as file:
@@ -159,7 +159,7 @@ class _Values:
 
 def write_torch_stream(
     path: Path,
-    content: Any,
+    content: object,
     tensors: Iterable[TensorMetadata],
     *,
     blocks_of: Callable[[TensorMetadata], Iterator[memoryview]],

@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -221,7 +220,7 @@ def save_whole(
 
 
 def write_torch_states(
-    write: Write, content: Mapping[str, Any], states: Iterable[State], *, buffer_size: float
+    write: Write, content: Mapping[str, object], states: Iterable[State], *, buffer_size: float
 ) -> None:
     """Write plain values with the tensors of some state dicts in them as one torch file; collective.
 
@@ -279,7 +278,7 @@ def _write_folder(write: Write, state: State, kind: Kind, layout: FileLayout, *,
 
 
 def _write_torch(
-    write: Write, content: Mapping[str, Any], tensors: Iterable[TensorMetadata], name: str, *, size: int
+    write: Write, content: Mapping[str, object], tensors: Iterable[TensorMetadata], name: str, *, size: int
 ) -> None:
     streamed = [tensor for tensor in tensors if local_sparse(tensor) is None]
 

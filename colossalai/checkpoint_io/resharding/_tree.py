@@ -1,4 +1,4 @@
-"""Nested plain values with tensors in them, taken apart into a JSON tree and a flat dictionary of tensors.
+"""State tree: nested plain values with tensors, as a JSON tree and a flat dictionary of the tensors.
 
 Optimizer states, scheduler states and the like are such values. The two halves fit every file format: JSON
 text goes into a safetensors header or an index file, a flat dictionary of tensors into shards. Values come
@@ -13,19 +13,21 @@ loaded with `weights_only=True`.
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
 from colossalai.checkpoint_io.resharding._tensors import StoredTensor, TensorMetadata
+from colossalai.checkpoint_io.storage import Json
 
-Json = Any
+T = TypeVar("T")
+TensorLike: TypeAlias = torch.Tensor | TensorMetadata
 # A subclass (an enum, say) could not be loaded again: it is stored as its base.
-_SCALARS: dict[type, Callable[[Any], Any]] = {bool: bool, int: int, float: float, str: str.__str__}
+_SCALARS: dict[type, Callable[..., Json]] = {bool: bool, int: int, float: float, str: str.__str__}
 
 
-def pack(value: Any, *, at: str = "") -> tuple[Json, dict[str, Any]]:
+def pack(value: object, *, at: str = "") -> tuple[Json, dict[str, TensorLike]]:
     """Take a nested value apart.
 
     Args:
@@ -37,17 +39,17 @@ def pack(value: Any, *, at: str = "") -> tuple[Json, dict[str, Any]]:
         The tree, which `json` can write, and the tensors (the same objects) by name.
 
     Raises:
-        ValueError: There is something else in it; the message says where.
+        ValueError: `value` holds something else; the message says where.
     """
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, TensorLike] = {}
     return _pack(value, at, tensors), tensors
 
 
-def unpack(tree: Json, tensors: Mapping[str, Any]) -> Any:
+def unpack(tree: Json, tensors: Mapping[str, object]) -> object:
     """Put together what `pack` took apart.
 
     Raises:
-        ValueError: A tensor is missing, or the tree is not one of ours.
+        ValueError: A tensor is missing, or `tree` is not one of ours.
     """
     try:
         return _unpack(tree, tensors)
@@ -55,28 +57,30 @@ def unpack(tree: Json, tensors: Mapping[str, Any]) -> Any:
         raise ValueError(f"damaged checkpoint: {error}") from error
 
 
-def plain(value: Any, *, at: str) -> Any:
+def plain(value: T, *, at: str) -> T:
     """Return a nested value with nothing in it that `torch.load(weights_only=True)` would refuse.
 
     Raises:
-        ValueError: There is something in it that cannot be expressed so; the message says where.
+        ValueError: `value` holds something that cannot be expressed so; the message says where.
     """
-    return unpack(*pack(value, at=at))
+    copy: Any = unpack(*pack(value, at=at))
+    found: T = copy
+    return found
 
 
-def with_own_memory(value: Any) -> Any:
+def with_own_memory(value: T) -> T:
     """Return a nested value whose tensors are copies: no longer views of a file, say."""
     tree, tensors = pack(value)
-    return unpack(
-        tree,
-        {
-            name: tensor.whole() if isinstance(tensor, StoredTensor) else tensor.clone()
-            for name, tensor in tensors.items()
-        },
-    )
+    copies: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        assert isinstance(tensor, StoredTensor | torch.Tensor), "there are values to copy"
+        copies[name] = tensor.whole() if isinstance(tensor, StoredTensor) else tensor.clone()
+    copy: Any = unpack(tree, copies)
+    found: T = copy
+    return found
 
 
-def _pack(value: Any, at: str, tensors: dict[str, Any]) -> Json:
+def _pack(value: Any, at: str, tensors: dict[str, TensorLike]) -> Json:
     if isinstance(value, torch.Tensor | TensorMetadata):
         name = _unused(at, tensors)
         tensors[name] = value
@@ -92,7 +96,7 @@ def _pack(value: Any, at: str, tensors: dict[str, Any]) -> Json:
         items = [_pack(item, _below(at, number), tensors) for number, item in enumerate(value)]
         return items if isinstance(value, list) else {"tuple": items}
     if isinstance(value, Mapping):
-        pairs = [
+        pairs: list[Json] = [
             [_pack(key, at, tensors), _pack(item, _below(at, key), tensors)] for key, item in value.items()
         ]
         return {"counter" if isinstance(value, Counter) else "dict": pairs}
@@ -102,7 +106,7 @@ def _pack(value: Any, at: str, tensors: dict[str, Any]) -> Json:
     )
 
 
-def _unpack(tree: Json, tensors: Mapping[str, Any]) -> Any:
+def _unpack(tree: Any, tensors: Mapping[str, object]) -> Any:
     if isinstance(tree, list):
         return [_unpack(item, tensors) for item in tree]
     if not isinstance(tree, dict):

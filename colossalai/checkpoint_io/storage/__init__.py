@@ -45,6 +45,7 @@ from colossalai.checkpoint_io.storage._manifest import write_manifest as write_m
 from colossalai.checkpoint_io.storage._untrusted import OF_DAMAGE as OF_DAMAGE
 from colossalai.checkpoint_io.storage._untrusted import Count as Count
 from colossalai.checkpoint_io.storage._untrusted import Form as Form
+from colossalai.checkpoint_io.storage._untrusted import Json as Json
 from colossalai.checkpoint_io.storage._untrusted import damage_named as damage_named
 from colossalai.checkpoint_io.storage._untrusted import json_checksum as json_checksum
 from colossalai.checkpoint_io.storage._untrusted import listed as listed

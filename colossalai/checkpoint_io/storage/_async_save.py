@@ -1,4 +1,4 @@
-"""A save that goes on in a thread while training does.
+"""Asynchronous save: in a thread, while training goes on.
 
 [Note: no collectives in the background]
 The thread writes while the main thread communicates over the same process groups, where the order of
@@ -61,6 +61,7 @@ class BackgroundSave:
         self._writing = section(name, is_wait=True)
         self._raising = _CommonCount()
         self._at_end = threading.Event()
+        # Keys of the job's store, not a process group: see [Note: no collectives in the background].
         exchange = _Alone() if num_ranks() == 1 else _StoreExchange(number, self._at_end, name)
         own_rank = global_rank()  # asked now: the group may be gone when the thread gets there
         agreement = Agreement(lambda value: _exchanged(value, exchange), lambda: own_rank)
@@ -99,6 +100,8 @@ class BackgroundSave:
                 write(agreement)
         except Exception as error:  # raised by `wait`, in the main thread
             self.error = error
+            # All threads are here: `write` ends with the same outcome on all ranks.
+            # See [Note: the step at which an error is raised].
             self._raising.agree(agreement)
         exchange.close()
 
@@ -121,6 +124,7 @@ class _CommonCount:
         """Count a call, and return whether it is the one; wait if that is about to be decided."""
         with self._changed:
             self._calls += 1
+            # The only wait of a training step: from the proposal to the agreement of the threads.
             self._changed.wait_for(lambda: self._is_agreed or not self._is_reached())
             return self._is_reached()
 
@@ -192,6 +196,7 @@ class _StoreExchange:
         """
         keys = [self._key(self._round, rank) for rank in range(self._num_ranks)]
         own = self._rank
+        # Told before it is waited for: so no rank waits for one that waits for it.
         self._store.set(keys[own], data)  # type: ignore[arg-type]
         begin = time.monotonic()
         step = self._number * _MOST_ROUNDS + self._round + 1
@@ -253,7 +258,7 @@ class HostCopies:
         self._kept, self._used = self._used, {}
 
     def copy_of(self, tensor: torch.Tensor, key: Hashable) -> torch.Tensor:
-        """Return a contiguous copy.
+        """Return a contiguous copy, in memory that is this object's and is used again by the next save.
 
         Args:
             tensor: What to copy, on any device.
@@ -262,7 +267,7 @@ class HostCopies:
         copy = self._kept.pop(key, None)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
             copy = torch.empty(tensor.shape, dtype=tensor.dtype)
-        copy.copy_(tensor)
+        copy.copy_(tensor)  # waits for the device: the training step may change the tensor at once
         self._used[key] = copy
         return copy
 

@@ -1,4 +1,4 @@
-"""Files and folders that are replaced as a whole or not at all.
+"""Atomic files and folders: replaced as a whole or not at all.
 
 New content is written beside its place, in the same directory, synced to disk and then renamed into place.
 Whoever opens the path, at any moment and after any crash, finds the old content or the new one, complete.

@@ -1,4 +1,4 @@
-"""The lock of a folder of training states: two jobs that save into one would remove each other's states.
+"""Lock of a folder of training states: two jobs that save into one would remove each other's states.
 
 A job takes it with its first save and keeps it to its end; outside of a job it is held while something is
 saved. It is a lock of the operating system on a file, which goes with the process, however that ends, and

@@ -15,6 +15,7 @@ from colossalai.checkpoint_io.storage._file_blocks import DEFAULT_BUFFER_MB, fil
 from colossalai.checkpoint_io.storage._untrusted import (
     Count,
     Form,
+    Json,
     json_checksum,
     listed,
     read_checked_json,
@@ -71,9 +72,9 @@ class Manifest:
     step: int
     num_ranks: int
     versions: dict[str, str]
-    config: Any
+    config: Json
     files: dict[str, FileEntry]
-    others: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, Json] = field(default_factory=dict)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -101,7 +102,7 @@ def read_manifest(folder: Path) -> Manifest:
         OSError: The manifest cannot be read.
     """
     path = folder / MANIFEST
-    body = read_checked_json(path, "manifest", version=_FORMAT, form=_FORM)
+    body: dict[str, Any] = read_checked_json(path, "manifest", version=_FORMAT, form=_FORM)
     refuse_strays(body["files"], path, is_flat=False)
     unlisted = [name for name in _IN_ALL if name not in body["files"]]
     if unlisted:
@@ -117,7 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
     )
 
 
-def file_entries(content: dict[str, Any]) -> dict[str, FileEntry]:
+def file_entries(content: Mapping[str, Mapping[str, int]]) -> dict[str, FileEntry]:
     """Return what an index or a manifest, of `FORM_OF_FILES`, says that files must be."""
     return {name: FileEntry(entry["size"], entry["checksum"]) for name, entry in content.items()}
 
@@ -166,7 +167,7 @@ def verify_file(
 
     Raises:
         ValueError: The file is missing, or its size or its checksum differs.
-        OSError: It cannot be read.
+        OSError: The file cannot be read.
     """
     if not path.is_file():
         raise ValueError(f"{path} is missing; {listed_in} lists it")

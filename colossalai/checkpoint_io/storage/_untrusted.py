@@ -18,6 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
+Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
+"""What JSON can hold."""
 Form: TypeAlias = "type | Count | list[Form] | tuple[Form, ...] | dict[str | type, Form]"
 """The form of a value that JSON held; see `refuse_other_form`."""
 
@@ -53,7 +55,7 @@ def refuse_special(path: Path) -> None:
 
     Raises:
         ValueError: `path` is a FIFO, a socket, a device or a folder.
-        OSError: It is not there, or cannot be looked at.
+        OSError: `path` is not there, or cannot be looked at.
     """
     mode = os.stat(path).st_mode
     for is_kind, name in _KINDS:
@@ -61,38 +63,38 @@ def refuse_special(path: Path) -> None:
             raise ValueError(f"{path} is {name}, where a file is expected")
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path) -> object:
     """Return the content of a JSON file.
 
     Raises:
-        ValueError: It is damaged, nested too deeply, or no regular file.
-        OSError: It cannot be read.
+        ValueError: The file is damaged, nested too deeply, or no regular file.
+        OSError: The file cannot be read.
     """
     refuse_special(path)
     with damage_named(path):
         return json.loads(path.read_bytes().decode("utf-8"))
 
 
-def read_checked_json(path: Path, key: str, *, version: int, form: Form) -> dict[str, Any]:
+def read_checked_json(path: Path, key: str, *, version: int, form: Form) -> dict[str, object]:
     """Return what a file of ours holds under a key, beside the version of its format and a checksum.
 
     Raises:
         ValueError: The file is damaged, of another version, or its content is not of the form.
         OSError: The file cannot be read.
     """
-    content = read_json(path)
+    content: Any = read_json(path)
     with damage_named(path):
         refuse_other_form(content, {"format": int, "crc32": int, key: dict}, path.name)
         if content["format"] != version:
             raise ValueError(f"{path} is of format {content['format']}; this version reads format {version}")
-        body: dict[str, Any] = content[key]
+        body: dict[str, object] = content[key]
         if json_checksum(body) != content["crc32"]:
             raise ValueError("its checksum does not match its content")
         refuse_other_form(body, form, key)
         return body
 
 
-def json_checksum(content: Any) -> int:
+def json_checksum(content: object) -> int:
     """Return a checksum of what JSON can hold, the order of keys aside."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
@@ -108,7 +110,7 @@ class Count:
     least: int = 0
 
 
-def refuse_other_form(value: Any, form: Form, what: str) -> None:
+def refuse_other_form(value: object, form: Form, what: str) -> None:
     """Refuse a value that JSON held and that is not of the form that its reader relies on.
 
     A form is a type; a `Count`; a list of one form, that of all items; a tuple of the forms of its items, as
@@ -142,7 +144,7 @@ def refuse_other_form(value: Any, form: Form, what: str) -> None:
             of_kind(value, kind, what)
 
 
-def of_kind(value: Any, kind: type[T], what: str) -> T:
+def of_kind(value: object, kind: type[T], what: str) -> T:
     """Return a value of a kind; a truth value is no number.
 
     Raises:

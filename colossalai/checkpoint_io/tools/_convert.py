@@ -81,7 +81,7 @@ def convert_checkpoint(opened: Opened, target: str | Path, conversion: Conversio
 
     Raises:
         ValueError: There is no model in it, or an option does not fit.
-        OSError: It cannot be read or written.
+        OSError: A checkpoint cannot be read or written.
     """
     target = Path(target)
     if target.resolve() == opened.path.resolve():

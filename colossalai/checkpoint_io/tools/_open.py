@@ -63,8 +63,8 @@ class Opened:
     states: dict[str, StoredStateDict]
     files: tuple[Path, ...]
     homes: dict[str, dict[str, Path]] = field(default_factory=dict)
-    small: dict[str, Any] = field(default_factory=dict)
-    random: dict[str, Any] = field(default_factory=dict)
+    small: dict[str, object] = field(default_factory=dict)
+    random: dict[str, dict[str, object]] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     manifest: Manifest | None = None
 
