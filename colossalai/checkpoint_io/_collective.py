@@ -29,7 +29,7 @@ def num_ranks() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-class Exchange(Protocol):
+class GatherValues(Protocol):
     """Takes this rank's plain value and returns those of all ranks, by rank."""
 
     def __call__(self, value: T, /) -> list[T]:
@@ -47,7 +47,7 @@ class Agreement:
         rank: Tells the rank of this process.
     """
 
-    def __init__(self, exchange: Exchange, rank: Callable[[], int]) -> None:
+    def __init__(self, exchange: GatherValues, rank: Callable[[], int]) -> None:
         self._exchange = exchange
         self._rank = rank
 
