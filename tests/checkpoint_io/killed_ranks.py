@@ -1,7 +1,7 @@
 """Ranks that save for ever, are killed at a random moment, and what they leave.
 
-Used by test_kills.py and by tools/checkpoint_kills.py. The caller is a process that has run nothing: the
-ranks are forked from it, which takes no time.
+Used by storage/test_kills.py and by tools/checkpoint_kills.py. The caller is a process that has run nothing:
+the ranks are forked from it, which takes no time.
 """
 
 import mmap

@@ -133,13 +133,14 @@ def test_the_measurement_sees_a_copy() -> None:
     del copy
 
 
-def test_extra_memory_of_saving_and_loading(tmp_path: Path) -> None:
-    saving = {name: run_ranks(save, 2, name, tmp_path) for name in LAYOUTS}
-    loading = {name: run_ranks(load, 2, name, tmp_path) for name in LAYOUTS}
-    print(f"\nextra MB in saving {saving}\nand in loading {loading}")
-    for figures in (saving, loading):
-        for name, of_ranks in figures.items():
-            assert max(of_ranks) < MOST_MB, (name, figures)
+@pytest.mark.parametrize(
+    "name", ["columns", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "turned"))]
+)
+def test_extra_memory_of_saving_and_loading(name: str, tmp_path: Path) -> None:
+    saving = run_ranks(save, 2, FROM[name], tmp_path)
+    loading = run_ranks(load, 2, name, tmp_path)
+    print(f"\nextra MB in saving {FROM[name]} {saving}\nand in loading {name} {loading}")
+    assert max(*saving, *loading) < MOST_MB
 
 
 def turned(buffer_size: float, folder: Path) -> tuple[float, float]:

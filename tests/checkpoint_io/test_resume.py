@@ -138,14 +138,23 @@ def run(door: str, kind: str, folder: str, resumes: bool, save_async: bool) -> A
     return function(kind, folder, resumes=resumes, save_async=save_async)
 
 
-@pytest.mark.parametrize("kind", ["dp", "tp2", "pp2", "zero1"])
-@pytest.mark.parametrize("door", ["booster", "engine"])
+CELLS = [(door, kind) for kind in CONFIGS for door in ("booster", "engine")]
+FIRSTS = (("engine", "tp2"), ("booster", "pp2"), ("engine", "zero1"))  # dp is in the next test
+
+
+@pytest.mark.parametrize(
+    ("door", "kind"),
+    [pytest.param(*cell, marks=[pytest.mark.long] * (cell not in FIRSTS)) for cell in CELLS],
+)
 def test_a_run_goes_on_bit_for_bit(door: str, kind: str, tmp_path: Path) -> None:
     save_async = (door == "engine") != (kind == "zero1")  # each kind once so, once so
     goes_on(2, door, kind, tmp_path, save_async)
 
 
-@pytest.mark.parametrize(("door", "kind", "world_size"), [("engine", "dp", 3), ("booster", "zero1", 3)])
+@pytest.mark.parametrize(
+    ("door", "kind", "world_size"),
+    [("engine", "dp", 3), pytest.param("booster", "zero1", 3, marks=pytest.mark.long)],
+)
 def test_so_it_does_where_the_order_of_a_sum_counts(
     door: str, kind: str, world_size: int, tmp_path: Path
 ) -> None:

@@ -15,7 +15,7 @@ from colossalai.engine import Engine
 from colossalai.trainer import Trainer
 from colossalai.trainer.hooks import LRSchedulerHook, SaveCheckpointHook
 from colossalai.utils import get_dataloader
-from tests.checkpoint_io.test_background import make_slow
+from tests.checkpoint_io.storage.test_background import make_slow
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

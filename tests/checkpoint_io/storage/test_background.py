@@ -139,7 +139,7 @@ def test_the_end_of_the_job_raises_what_went_wrong(tmp_path: Path) -> None:
 SCRIPT = """
     import os, signal, sys, torch
     import colossalai
-    from tests.checkpoint_io.test_background import make_engine, make_slow
+    from tests.checkpoint_io.storage.test_background import make_engine, make_slow
 
     folder, end = sys.argv[1:]
     engine = make_engine({})
@@ -167,7 +167,7 @@ def end_of_the_interpreter(folder: str, end: str) -> tuple[int, str]:
         return code, log.read()
 
 
-@pytest.mark.parametrize("end", ["falls off", "error and ctrl-c"])
+@pytest.mark.parametrize("end", ["falls off", pytest.param("error and ctrl-c", marks=pytest.mark.long)])
 def test_no_end_of_a_script_loses_it(end: str, tmp_path: Path) -> None:
     codes, texts = zip(*run_ranks(end_of_the_interpreter, 2, str(tmp_path / "states"), end), strict=True)
     assert codes == ((0, 0) if end == "falls off" else (1, 1)), texts

@@ -108,8 +108,16 @@ def states_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return {name: optimizer.state[param] for param, name in parameter_names(module).items()}
 
 
-@pytest.mark.parametrize(("shard", "use_safetensors"), [(False, False), (True, True)])
-@pytest.mark.parametrize("saving", [2, 4])
+@pytest.mark.parametrize(
+    ("saving", "shard", "use_safetensors"),
+    [
+        (2, False, False),
+        *(
+            pytest.param(n, each, each, marks=pytest.mark.long)
+            for n, each in ((2, True), (4, False), (4, True))
+        ),
+    ],
+)
 def test_any_number_of_parts_loads_any_other(
     saving: int, shard: bool, use_safetensors: bool, tmp_path: Path
 ) -> None:

@@ -88,7 +88,10 @@ def save_sharded(folder: Path, layout: str) -> list[float]:
         return train(model, optimizer, steps=range(2, 4))
 
 
-@pytest.mark.parametrize("layout", MESHES)
+LAYOUTS = [pytest.param(name, marks=[pytest.mark.long] * (name == "hsdp")) for name in MESHES]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_saved_under_fsdp_loaded_in_one_process(layout: str, tmp_path: Path) -> None:
     losses = run_ranks(save_sharded, 2, tmp_path, layout)
     twin = tied(seed=1)
@@ -120,7 +123,7 @@ def load_sharded(folder: Path, layout: str) -> list[tuple[list[float], dict[str,
     return results
 
 
-@pytest.mark.parametrize("layout", MESHES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_saved_in_one_process_loaded_under_fsdp(layout: str, tmp_path: Path) -> None:
     model = tied(seed=1)
     optimizer = Adam(model.parameters(), lr=1e-2)

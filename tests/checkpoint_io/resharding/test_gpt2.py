@@ -10,7 +10,7 @@ import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.core import global_context as gpc
-from tests.checkpoint_io.test_transformers import TOKENS, gpt2, quiet
+from tests.checkpoint_io.formats.test_transformers import TOKENS, gpt2, quiet
 from tests.ranks import run_ranks
 
 transformers = pytest.importorskip("transformers")
@@ -40,7 +40,7 @@ def in_parallel(folder: Path, tensor_size: int) -> torch.Tensor | None:
     return output if output is None else output["logits"] if isinstance(output, dict) else output.logits
 
 
-@pytest.mark.parametrize("tensor_size", [1, 2])
+@pytest.mark.parametrize("tensor_size", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_their_class_in_a_pipeline_and_tensor_parallelism(tensor_size: int, tmp_path: Path) -> None:
     model = gpt2(seed=1).double()
     model.save_pretrained(tmp_path / "theirs", max_shard_size="5KB")

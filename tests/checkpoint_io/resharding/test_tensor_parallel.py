@@ -29,7 +29,7 @@ from colossalai.core import global_context as gpc
 from colossalai.nn.layer import Cut, current_cut, next_linear, restart
 from colossalai.tensor import cut_dims, spec_of
 from colossalai.utils import load_checkpoint, save_checkpoint
-from tests.checkpoint_io.test_ranks import FORMATS
+from tests.checkpoint_io.resharding.test_fsdp import FORMATS
 from tests.parity.test_tensor_parallel import TORCH, Model
 from tests.ranks import run_ranks
 
@@ -46,6 +46,7 @@ TENSOR: dict[str, dict[str, Any] | None] = {
 NUM_RANKS = {"plain": 1, "dp": 2, "1d": 4, "2d": 4, "2.5d": 8, "3d": 8}  # 1d is with dp 2
 SIZES = (8, 16, 24, 8)
 TOLERANCE = 1e-10  # float64: modes sum in different orders
+FEW = ("plain", "1d", "2d")  # the modes of the first cells
 KINDS = ((True, True), (True, False), (False, True), (False, False))  # tied, vocabulary-parallel
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 
@@ -140,11 +141,11 @@ def save(name: str, folder: Path) -> None:
     save_checkpoint(folder / f"{name}.pt", 2, parts[0], optimizer)
 
 
-def load_all(name: str, folder: Path) -> None:
-    """Load what each mode saved, and take a step; all ranks have all files."""
+def load_all(name: str, folder: Path, saved_by: tuple[str, ...]) -> None:
+    """Load what some modes saved, and take a step; all ranks have all files."""
     launch(name)
     expected = twin_after(3)
-    for number, file in enumerate(sorted(folder.glob("*.pt")), start=2):
+    for number, file in enumerate((folder / f"{other}.pt" for other in saved_by), start=2):
         parts = make(seed=number)
         optimizer = AdamW(parts[0].parameters())
         assert load_checkpoint(file, parts[0], optimizer) == 2
@@ -154,22 +155,38 @@ def load_all(name: str, folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the checkpoint of each mode, after two steps."""
-    folder = tmp_path_factory.mktemp("modes")
-    for name, num_ranks in NUM_RANKS.items():
-        run_ranks(save, num_ranks, name, folder)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each mode leaves its checkpoint, after two steps, for all tests."""
+    return tmp_path_factory.mktemp("modes")
+
+
+def saved(folder: Path, names: tuple[str, ...]) -> Path:
+    """Have modes save that have not yet."""
+    for name in names:
+        if not (folder / f"{name}.pt").exists():
+            run_ranks(save, NUM_RANKS[name], name, folder)
     return folder
 
 
-@pytest.mark.parametrize("name", NUM_RANKS)
-def test_a_checkpoint_is_that_of_one_process(name: str, saved: Path) -> None:
-    assert_equal(values_in(saved / f"{name}.pt"), twin_after(2), atol=TOLERANCE)
+def cells(*firsts: str) -> list[Any]:
+    """Return the modes, of which those that are no first ones are long."""
+    return [pytest.param(name, marks=[pytest.mark.long] * (name not in firsts)) for name in NUM_RANKS]
 
 
+@pytest.mark.parametrize("name", cells(*FEW))
+def test_a_checkpoint_is_that_of_one_process(name: str, folder: Path) -> None:
+    assert_equal(values_in(saved(folder, (name,)) / f"{name}.pt"), twin_after(2), atol=TOLERANCE)
+
+
+def test_slices_load_slices_of_another_mode(folder: Path) -> None:
+    run_ranks(load_all, NUM_RANKS["2d"], "2d", saved(folder, FEW), FEW)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", NUM_RANKS)
-def test_every_mode_loads_every_mode(name: str, saved: Path) -> None:
-    run_ranks(load_all, NUM_RANKS[name], name, saved)
+def test_every_mode_loads_every_mode(name: str, folder: Path) -> None:
+    every = tuple(NUM_RANKS)
+    run_ranks(load_all, NUM_RANKS[name], name, saved(folder, every), every)
 
 
 def save_in_every_format(folder: Path) -> None:
@@ -235,7 +252,7 @@ def wholes(model: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
     return [(param, spec.whole(param.detach())) for param, spec in specs if spec is not None]
 
 
-@pytest.mark.parametrize("name", [name for name in NUM_RANKS if name != "dp"])
+@pytest.mark.parametrize("name", [cell for cell in cells("1d") if cell.values != ("dp",)])
 def test_embeddings_norms_and_heads_pass_through_every_mode_unchanged(name: str, tmp_path: Path) -> None:
     for tied in (True, False):
         model = Model(TORCH, tied=tied, vocab_parallel=False)
@@ -282,7 +299,9 @@ def through_fsdp(name: str, file: Path) -> None:
     save_checkpoint(file.with_suffix(f".{name}"), 1, model, optimizer)
 
 
-@pytest.mark.parametrize("name", ["dp", "1d", "2d x dp"])
+@pytest.mark.parametrize(
+    "name", ["1d", *(pytest.param(n, marks=pytest.mark.long) for n in ("dp", "2d x dp"))]
+)
 def test_passing_through_fsdp_changes_nothing(name: str, tmp_path: Path) -> None:
     twin, file = make_twin(seed=1), tmp_path / "twin.pt"
     optimizer = AdamW(twin.parameters())

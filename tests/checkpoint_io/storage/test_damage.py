@@ -124,7 +124,12 @@ def outcome_of(load: Callable[[Path, Subject], None], folder: Path, path: Path, 
     return "named"
 
 
-@pytest.mark.parametrize("name", FORMATS)
+FIRSTS = ("training state", "torch", "safetensors")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] * (name not in FIRSTS)) for name in FORMATS]
+)
 def test_a_flipped_bit(name: str, tmp_path: Path) -> None:
     save, load = FORMATS[name]
     folder, saved, source = tmp_path / "saved", Subject(1), random.Random(4)

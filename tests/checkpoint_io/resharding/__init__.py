@@ -1,0 +1,1 @@
+"""Tests of colossalai.checkpoint_io.resharding."""

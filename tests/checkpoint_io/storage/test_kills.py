@@ -1,0 +1,32 @@
+"""Ranks that are killed at any moment while they save leave the last checkpoint or the one before."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colossalai.checkpoint_io import save_training_state
+from tests.checkpoint_io.killed_ranks import run_tries, state_of
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+NUM_TRIES = 20
+FEW_TRIES = 6
+
+
+def keeper(folder: Path, num_tries: int, seed: int) -> list[dict[str, Any]]:
+    kills = run_tries(folder, num_tries=num_tries, seed=seed)
+    save_training_state(folder, state_of(7), step=7, keep_last=1)
+    return [asdict(kill) for kill in kills]
+
+
+@pytest.mark.parametrize("num_tries", [FEW_TRIES, pytest.param(NUM_TRIES, marks=pytest.mark.long)])
+def test_kill_any_rank_at_any_moment(num_tries: int, tmp_path: Path) -> None:
+    (kills,) = run_ranks(keeper, 1, tmp_path, num_tries, 20)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]  # nothing of the killed ones
+    assert len(kills) == num_tries
+    assert kills[-1]["told"] > num_tries, "the ranks never got anything done"
+    if num_tries == NUM_TRIES:  # of a few, all may have fallen between two saves
+        assert any(kill["num_left"] for kill in kills), "not one fell into the writing of a save"
