@@ -22,7 +22,8 @@ from colossalai.model_zoo.gpt import GPT, GPTConfig, GPTLMLoss
 from colossalai.utils import get_current_device, print_rank_0
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "gpt"))
-from data import TokenWindows, load_text_data
+from data import TokenWindows
+from tokens import load_text_data
 
 MASKED = 0.15  # of the tokens, hidden from BERT
 NO_DROPOUT = {"embedding_dropout": 0.0, "dropout": 0.0, "attention_dropout": 0.0}

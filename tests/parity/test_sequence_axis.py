@@ -86,9 +86,8 @@ def train(case: Case) -> list[float]:
     )
     through = {"engine": through_engine, "booster": through_booster}[case.door]
     if case.door == "booster":
-        HybridParallelPlugin(
-            **case.plugin
-        )  # which says where the ranks are, so which part of a batch they take
+        # The mesh says which part of a batch a rank takes.
+        HybridParallelPlugin(**case.plugin).configure()
     losses = check_parity(parity, lambda _: through(case, parity), **slice_of_batch())
     gpc.destroy()
     return losses
@@ -262,9 +261,9 @@ def refusals() -> list[str]:
         {"sp_size": 3},
     ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011 - the messages are what is returned
-            HybridParallelPlugin(**options)
+            HybridParallelPlugin(**options).configure()
         found.append(str(caught.value))
-    HybridParallelPlugin(tp_size=2, sequence_parallel=True, sequence_attention="ulysses")
+    HybridParallelPlugin(tp_size=2, sequence_parallel=True, sequence_attention="ulysses").configure()
     with pytest.raises(ValueError) as caught:  # noqa: PT011
         BUILD("gpt", num_attention_heads=1)
     found.append(str(caught.value))
