@@ -8,7 +8,7 @@ it is counted in the process that the user starts, from its first line to the mo
 
     python tools/reading_distance.py                         # this checkout
     python tools/reading_distance.py --before 79c225b        # the same for a commit, and both side by side
-    python tools/reading_distance.py --before 79c225b --markdown --json distance.json
+    python tools/reading_distance.py --before 79c225b --json distance.json
 """
 
 import argparse
