@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from tests._zygote import EXAMPLE_MODULES, TRANSFORMERS_MODULES
 from tests.ranks import start_zygote, stop_zygote
+from tests.tiers import mark_combinations
 
 THREAD_END_S = 2.0  # a thread that was told to end has this long for it
 # Threads that a library starts once and keeps.
@@ -45,7 +46,9 @@ def let_children_heed_signals() -> None:
             signal.signal(number, lambda number, frame: None)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_combinations(items)
     if torch.accelerator.is_available():
         return
     skip = pytest.mark.skip(reason="needs an accelerator: torch.accelerator.is_available() is False")

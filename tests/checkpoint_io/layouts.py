@@ -22,7 +22,7 @@ from colossalai.core import global_context as gpc
 from colossalai.nn.optimizer import HybridAdam, Lamb
 from colossalai.tensor import spec_of
 from tests.model_zoo.tiny import build, criterion_of, make_batch
-from tests.parity.tensor import MODES, whole
+from tests.parity.subjects.tensor import MODES, whole
 
 VOCAB, SEQ, BATCH = 13, 8, 16
 IS_FULL = os.environ.get("FULL_MATRIX") == "1"

@@ -10,13 +10,16 @@ from torch import nn
 
 from tests.examples.scripts import example_module, run_script
 from tests.ranks import RanksError, run_ranks
+from tests.tiers import after_the_first
 
 data = example_module("images/data.py")
 model = example_module("images/model.py")
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("script", ["train_engine.py", "train_trainer.py", "train_booster.py"])
+@pytest.mark.parametrize(
+    "script", after_the_first(f"train_{door}.py" for door in ("engine", "trainer", "booster"))
+)
 def test_the_promised_accuracy_is_reached(script: str, capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(run_script, 2, f"images/{script}", timeout=120.0)
     captured = capfd.readouterr()

@@ -17,7 +17,7 @@ from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.core import global_context as gpc
 from colossalai.testing import check_parity
 from colossalai.utils import get_current_device, get_dataloader
-from tests.parity.doors import make_case, through_booster, through_engine
+from tests.parity.subjects.doors import make_case, through_booster, through_engine
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu

@@ -11,8 +11,8 @@ from colossalai.core import global_context as gpc
 from colossalai.lazy import LazyInitContext
 from colossalai.testing import Subject, check_parity
 from colossalai.zero import zero_model_wrapper
-from tests.parity import doors, zero
-from tests.parity.pipeline import slice_of_batch, subject_of
+from tests.parity.subjects import doors, zero
+from tests.parity.subjects.pipeline import slice_of_batch, subject_of
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -14,7 +14,7 @@ from colossalai.model_zoo import _attention
 from colossalai.model_zoo.gpt import gpt2_small
 from colossalai.testing import ParityCase, check_parity
 from tests.model_zoo.tiny import BATCH, VOCAB, build, criterion_of, make_batch
-from tests.parity.tensor import MODES, through_engine
+from tests.parity.subjects.tensor import MODES, through_engine
 from tests.ranks import run_ranks
 from tests.tiers import after_the_first
 

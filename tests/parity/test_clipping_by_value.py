@@ -12,7 +12,7 @@ import colossalai
 import colossalai.nn as col_nn
 from colossalai.core import global_context as gpc
 from colossalai.testing import ParityCase, check_parity
-from tests.parity import pipeline, tensor
+from tests.parity.subjects import pipeline, tensor
 from tests.parity.test_pipeline import case_of
 from tests.parity.test_tensor_parallel import VOCAB, build, double, loss_of
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ from colossalai.booster.plugin import HybridParallelPlugin, LowLevelZeroPlugin, 
 from colossalai.core import global_context as gpc
 from colossalai.model_zoo.gpt import GPT, GPTConfig, GPTLMLoss
 from colossalai.testing import Subject, check_parity, full_gradients, full_parameters
-from tests.parity.doors import make_case, through_engine
+from tests.parity.subjects.doors import make_case, through_engine
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.parity.doors import both_doors
+from tests.parity.subjects.doors import both_doors
 from tests.ranks import run_ranks
 from tests.tiers import further
 

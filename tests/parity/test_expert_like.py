@@ -21,10 +21,10 @@ from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import Bucketed, FullySharded
 from colossalai.testing import ParityCase, Subject, check_parity
-from tests.parity import doors, pipeline, zero
-from tests.parity.experts import Experts, Net, cut_copy, make_batches
-from tests.parity.pipeline import slice_of_batch
-from tests.parity.tensor import whole
+from tests.parity.subjects import doors, pipeline, zero
+from tests.parity.subjects.experts import Experts, Net, cut_copy, make_batches
+from tests.parity.subjects.pipeline import slice_of_batch
+from tests.parity.subjects.tensor import whole
 from tests.ranks import run_ranks
 
 MAX_NORM = 0.2  # of a norm of about 1

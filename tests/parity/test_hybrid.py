@@ -12,7 +12,7 @@ import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.testing import ParityCase, Subject, check_parity
 from tests.model_zoo.tiny import BATCH, build, criterion_of, make_batch
-from tests.parity.pipeline import slice_of_batch, through_engine
+from tests.parity.subjects.pipeline import slice_of_batch, through_engine
 from tests.ranks import run_ranks
 from tests.tiers import further
 

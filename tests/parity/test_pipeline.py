@@ -10,8 +10,8 @@ from torch import nn
 import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.testing import check_parity
-from tests.parity.doors import Block, Net, make_case
-from tests.parity.pipeline import NUM_MICROBATCHES, slice_of_batch, through_booster, through_engine
+from tests.parity.subjects.doors import Block, Net, make_case
+from tests.parity.subjects.pipeline import NUM_MICROBATCHES, slice_of_batch, through_booster, through_engine
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

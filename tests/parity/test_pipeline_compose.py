@@ -20,8 +20,8 @@ from colossalai.utils import load_checkpoint, save_checkpoint
 from tests.model_zoo.test_sequence_mode import BUILD, MAX_NORM, make_batch
 from tests.model_zoo.tiny import criterion_of
 from tests.parity import test_hybrid
-from tests.parity.doors import Block, Net, make_case
-from tests.parity.pipeline import NUM_MICROBATCHES, slice_of_batch, subject_of, through_engine
+from tests.parity.subjects.doors import Block, Net, make_case
+from tests.parity.subjects.pipeline import NUM_MICROBATCHES, slice_of_batch, subject_of, through_engine
 from tests.ranks import run_ranks
 from tests.tiers import further
 

@@ -13,7 +13,7 @@ from colossalai.engine.schedule import InterleavedPipelineSchedule, PipelineSche
 from colossalai.lazy import LazyInitContext
 from colossalai.pipeline import PipelineSharedModuleWrapper
 from colossalai.testing import ParityCase, Subject, check_parity
-from tests.parity.pipeline import slice_of_batch, subject_of, through_engine
+from tests.parity.subjects.pipeline import slice_of_batch, subject_of, through_engine
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

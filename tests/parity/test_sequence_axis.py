@@ -17,8 +17,8 @@ from colossalai.core import global_context as gpc
 from colossalai.testing import ParityCase, Subject, check_parity
 from tests.model_zoo.test_sequence_mode import BATCH, BUILD, SEQ, make_batch
 from tests.model_zoo.tiny import SHAPE, criterion_of
-from tests.parity import pipeline, zero
-from tests.parity.pipeline import slice_of_batch
+from tests.parity.subjects import pipeline, zero
+from tests.parity.subjects.pipeline import slice_of_batch
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -185,6 +185,7 @@ def test_beside_several_other_methods(attention: str) -> None:
             Case(attention=attention, tensor="2.5d", name="bert"),
             Case(attention=attention, tensor="1d", stage=2),
             Case(attention=attention, tensor="1d", stage=3),
+            Case(attention=attention, tensor="1d", stage=3, door="booster"),
             Case(attention=attention, tensor="1d", pipeline=2, stage=1, door="booster"),
             Case(attention=attention, tensor="1d", pipeline=2, name="bert"),
         ],

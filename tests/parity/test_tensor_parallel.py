@@ -13,7 +13,7 @@ from colossalai.core import global_context as gpc
 from colossalai.nn.layer import restart
 from colossalai.tensor import spec_of
 from colossalai.testing import ParityCase, check_parity
-from tests.parity.tensor import MODES, through_engine
+from tests.parity.subjects.tensor import MODES, through_engine
 from tests.ranks import run_ranks
 from tests.tiers import further
 

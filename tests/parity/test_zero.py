@@ -10,10 +10,15 @@ import colossalai
 from colossalai.booster.plugin import LowLevelZeroPlugin
 from colossalai.core import global_context as gpc
 from colossalai.testing import check_parity
-from tests.parity.doors import make_case
-from tests.parity.pipeline import slice_of_batch
+from tests.parity.subjects.doors import make_case
+from tests.parity.subjects.pipeline import slice_of_batch
+from tests.parity.subjects.zero import (
+    pipeline_through_booster,
+    through_booster,
+    through_engine,
+    through_pipeline,
+)
 from tests.parity.test_pipeline import case_of
-from tests.parity.zero import pipeline_through_booster, through_booster, through_engine, through_pipeline
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist

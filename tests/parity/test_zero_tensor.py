@@ -12,9 +12,9 @@ import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.testing import ParityCase, Subject, check_parity
 from tests.model_zoo.tiny import BATCH, build, criterion_of, make_batch
-from tests.parity.pipeline import slice_of_batch
+from tests.parity.subjects.pipeline import slice_of_batch
+from tests.parity.subjects.zero import subject_of, through_engine, through_pipeline
 from tests.parity.test_sequence_parallel import criterion, cut, make_case, with_ring
-from tests.parity.zero import subject_of, through_engine, through_pipeline
 from tests.ranks import run_ranks
 from tests.tiers import further
 

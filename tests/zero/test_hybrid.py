@@ -12,7 +12,7 @@ from colossalai.booster.plugin import HybridParallelPlugin, TorchDDPPlugin
 from colossalai.checkpoint_io import TrainingState, load_training_state, save_training_state
 from colossalai.core import global_context as gpc
 from tests.model_zoo.tiny import build, criterion_of, make_batch
-from tests.parity.tensor import whole
+from tests.parity.subjects.tensor import whole
 from tests.ranks import run_ranks
 from tests.tiers import after_the_first
 from tests.zero.training import adamw

@@ -7,8 +7,8 @@ from torch import nn
 from colossalai.lazy import LazyInitContext
 from colossalai.pipeline.stages._split_model import cut_model
 from colossalai.pipeline.stages._trace import can_try, dissect, guess_sample, run_trial
-from tests.pipeline.chain import check_cut
-from tests.pipeline.models import VOCAB, Case, hugging_face, images, tokens
+from tests.pipeline.stages.chain import check_cut
+from tests.pipeline.stages.models import VOCAB, Case, hugging_face, images, tokens
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit
@@ -17,6 +17,7 @@ TEXT = ["GPT2LMHeadModel", "BertForMaskedLM", "OPTForCausalLM", "LlamaForCausalL
 
 
 # Where a model is cut and how it attends have nothing to do with each other: not every pair is tried.
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", TEXT)
 @pytest.mark.parametrize(("num_stages", "attention"), [(2, "sdpa"), (3, "eager"), (4, "sdpa")])
 def test_text_model_is_the_same_in_stages(name, num_stages, attention):

@@ -9,7 +9,7 @@ import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin, Plugin
 from colossalai.testing import ParityCase, Subject
-from tests.parity.tensor import whole
+from tests.parity.subjects.tensor import whole
 
 Criterion = Callable[..., Tensor]
 

@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from colossalai.pipeline.stages._split_model import cut_model
 from colossalai.pipeline.stages._stage import tied_parameters
-from tests.pipeline.models import Case
+from tests.pipeline.stages.models import Case
 
 
 def cut_all(case: Case, num_stages: int, **options: Any) -> list[nn.Module]:

@@ -10,7 +10,7 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.core import global_context as gpc
 from colossalai.testing import ParityCase, Subject
-from tests.parity.tensor import whole
+from tests.parity.subjects.tensor import whole
 
 Criterion = Callable[..., Tensor]
 

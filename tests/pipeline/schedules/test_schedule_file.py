@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from colossalai.pipeline.schedules._csv import read_schedule, write_schedule
 from colossalai.pipeline.schedules._generators import make_schedule
 from colossalai.pipeline.schedules._validate import ScheduleError, validate
-from tests.pipeline.schedule_strategies import parsed, schedules
+from tests.pipeline.schedules.schedule_strategies import parsed, schedules
 
 pytestmark = pytest.mark.unit
 

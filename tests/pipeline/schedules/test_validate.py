@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from colossalai.pipeline.schedules._action import Op, Schedule
 from colossalai.pipeline.schedules._generators import one_f_one_b, zb_v
 from colossalai.pipeline.schedules._validate import ScheduleError, completed_by, needed_by, validate
-from tests.pipeline.schedule_strategies import parse, parsed, schedules, with_row
+from tests.pipeline.schedules.schedule_strategies import parse, parsed, schedules, with_row
 
 pytestmark = pytest.mark.unit
 

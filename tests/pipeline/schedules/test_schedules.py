@@ -14,7 +14,7 @@ from colossalai.pipeline.schedules._generators import (
 )
 from colossalai.pipeline.schedules._simulate import peak_live_microbatches
 from colossalai.pipeline.schedules._validate import validate
-from tests.pipeline.schedule_strategies import schedules, sizes
+from tests.pipeline.schedules.schedule_strategies import schedules, sizes
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 
 from colossalai.pipeline.schedules._generators import forward_only, one_f_one_b, zb_v
 from colossalai.pipeline.schedules._messages import Message, MessageKind, message_needed_by, messages_between
-from tests.pipeline.schedule_strategies import schedules
+from tests.pipeline.schedules.schedule_strategies import schedules
 
 pytestmark = pytest.mark.unit
 

@@ -10,7 +10,7 @@ from colossalai.pipeline.schedules._action import Op
 from colossalai.pipeline.schedules._generators import forward_only, gpipe, make_schedule, one_f_one_b, zb_v
 from colossalai.pipeline.schedules._lowered import WINDOW, StepKind, lower
 from colossalai.pipeline.schedules._messages import MessageKind, message_needed_by, messages_between
-from tests.pipeline.schedule_strategies import schedules
+from tests.pipeline.schedules.schedule_strategies import schedules
 
 pytestmark = pytest.mark.unit
 

@@ -15,12 +15,13 @@ from colossalai.pipeline.stages._chunks import ChunkList
 from colossalai.pipeline.stages._split_model import cut_model
 from colossalai.pipeline.stages._stage import tied_parameters
 from colossalai.runtime._recompute import apply_recompute, find_blocks
-from tests.pipeline.chain import check_cut, cut_all, loss_grad, run_chain
-from tests.pipeline.models import TEXT, ZOO, Case, seeded
+from tests.pipeline.stages.chain import check_cut, cut_all, loss_grad, run_chain
+from tests.pipeline.stages.models import TEXT, ZOO, Case, seeded
 
 pytestmark = pytest.mark.unit
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", ZOO)
 def test_model_zoo_is_the_same_in_stages(name, num_stages):

@@ -99,7 +99,7 @@ def test_overlapping_wrappers():
 
 def _ties_of_a_cut_model():
     """Share the ties of a cut model whose copies differ; return the tied weight and its gradient."""
-    from tests.pipeline.models import ZOO
+    from tests.pipeline.stages.models import ZOO
 
     pp = launch(2)
     stage = cut_model(ZOO["gpt"].build(), 2, [pp.rank])

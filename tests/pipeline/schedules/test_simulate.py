@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from colossalai.pipeline.schedules._generators import forward_only, make_schedule
 from colossalai.pipeline.schedules._simulate import Costs, simulate
 from colossalai.pipeline.schedules._validate import ScheduleError, completed_by, needed_by
-from tests.pipeline.schedule_strategies import parsed, schedules
+from tests.pipeline.schedules.schedule_strategies import parsed, schedules
 
 pytestmark = pytest.mark.unit
 

@@ -12,8 +12,8 @@ from colossalai.core import global_context as gpc
 from colossalai.lazy import LazyInitContext
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.pipeline.stages._split_model import cut_model
-from tests.pipeline.chain import check_cut
-from tests.pipeline.models import TEXT, ZOO
+from tests.pipeline.stages.chain import check_cut
+from tests.pipeline.stages.models import TEXT, ZOO
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
