@@ -22,9 +22,7 @@ from colossalai.checkpoint_io._collective import gather, results
 from colossalai.checkpoint_io._state import FlatStateDict, ShardedStateDict
 from colossalai.checkpoint_io.resharding import Box, ShardedTensor, pack, unpack, with_local_shards
 from colossalai.checkpoint_io.storage import of_kind
-
-_PREFIX = "checkpoint_prefix"
-_TIED_NAMES = "checkpoint_tied_names"
+from colossalai.tensor import CHECKPOINT_PREFIX, CHECKPOINT_TIED_NAMES
 
 T = TypeVar("T")
 Content: TypeAlias = dict[str, Any]
@@ -114,23 +112,23 @@ def merge_by_name(parts: Iterable[Mapping[str, T]]) -> dict[str, T]:
 
 def set_prefix(module: nn.Module, prefix: str) -> None:
     """Let names in checkpoints start with a text, where other ranks use the same names for other things."""
-    setattr(module, _PREFIX, prefix)
+    setattr(module, CHECKPOINT_PREFIX, prefix)
 
 
 def prefix_of(module: nn.Module) -> str:
     """Return the text that `set_prefix` has set."""
-    prefix: str = getattr(module, _PREFIX, "")
+    prefix: str = getattr(module, CHECKPOINT_PREFIX, "")
     return prefix
 
 
 def set_tied_names(param: nn.Parameter, names: Sequence[str]) -> None:
     """Let a parameter know its names in the whole model, on whatever ranks; the first counts."""
-    setattr(param, _TIED_NAMES, tuple(names))
+    setattr(param, CHECKPOINT_TIED_NAMES, tuple(names))
 
 
 def tied_names(tensor: object) -> tuple[str, ...]:
     """Return the names that `set_tied_names` has set."""
-    return getattr(tensor, _TIED_NAMES, ())
+    return getattr(tensor, CHECKPOINT_TIED_NAMES, ())
 
 
 def _held_by_all(own: ShardedStateDict, num_ranks: int) -> ShardedStateDict:

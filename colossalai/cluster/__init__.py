@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from colossalai.cluster._doctor import examine_installation as examine_installation
     from colossalai.cluster._plain_values import PlainCodec as PlainCodec
     from colossalai.cluster._plain_values import broadcast_value as broadcast_value
+    from colossalai.cluster._plain_values import dtype_named as dtype_named
     from colossalai.cluster._plain_values import gather_bytes as gather_bytes
     from colossalai.cluster._plain_values import gather_values as gather_values
     from colossalai.cluster._store_server import keep_gloo_here as keep_gloo_here
@@ -48,6 +49,7 @@ _HOMES = {
     "examine_installation": "colossalai.cluster._doctor",
     "PlainCodec": "colossalai.cluster._plain_values",
     "broadcast_value": "colossalai.cluster._plain_values",
+    "dtype_named": "colossalai.cluster._plain_values",
     "gather_bytes": "colossalai.cluster._plain_values",
     "gather_values": "colossalai.cluster._plain_values",
     "keep_gloo_here": "colossalai.cluster._store_server",

@@ -16,7 +16,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -200,25 +199,33 @@ def _value_of_leaf(form: str, content: Any) -> Any:
         case "bytes":
             return base64.b64decode(content, validate=True)
         case "dtype":
-            return _dtypes()[content]
+            return _dtype(content)
         case "tensor":
             return _tensor(*content)
     raise ValueError(f"there is no form {form[:_SHOWN]!r}")
 
 
+def _dtype(name: str) -> torch.dtype:
+    dtype = dtype_named(name)
+    if dtype is None:
+        raise ValueError(f"there is no dtype {name[:_SHOWN]!r}")
+    return dtype
+
+
 def _tensor(dtype: str, shape: list[int], content: str | None) -> torch.Tensor:
     if content is None:
-        return torch.empty(shape, dtype=_dtypes()[dtype], device="meta")
+        return torch.empty(shape, dtype=_dtype(dtype), device="meta")
     data = bytearray(base64.b64decode(content, validate=True))
-    empty = torch.empty(shape, dtype=_dtypes()[dtype])
+    empty = torch.empty(shape, dtype=_dtype(dtype))
     if not data:
         return empty
     return torch.frombuffer(data, dtype=torch.uint8).view(empty.dtype).view(empty.shape)
 
 
-@cache
-def _dtypes() -> dict[str, torch.dtype]:
-    return {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+def dtype_named(name: str) -> torch.dtype | None:
+    """Return torch's dtype of a name ("bfloat16"), None if there is none."""
+    dtype = getattr(torch, name, None)
+    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _as_tensor(data: bytes, length: int) -> torch.Tensor:

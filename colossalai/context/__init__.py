@@ -8,8 +8,6 @@ from colossalai.context._check import UnknownArgumentError as UnknownArgumentErr
 from colossalai.context._check import names_arguments as names_arguments
 from colossalai.context._config import Config as Config
 from colossalai.context._config import ConfigException as ConfigException
-from colossalai.context._ending import before_end as before_end
-from colossalai.context._ending import fail_at_end as fail_at_end
 from colossalai.context._features import check_compile as check_compile
 from colossalai.context._features import precision_mode as precision_mode
 from colossalai.context._group_initializer import INITIALIZER_MAPPING as INITIALIZER_MAPPING
@@ -51,7 +49,9 @@ from colossalai.context._random_saved import is_of_this_place as is_of_this_plac
 from colossalai.context._random_saved import random_state as random_state
 from colossalai.context._random_saved import say_other_layout as say_other_layout
 from colossalai.context._random_saved import set_random_state as set_random_state
-from colossalai.context._watching import is_in_job as is_in_job
+from colossalai.context._supervision import before_end as before_end
+from colossalai.context._supervision import fail_at_end as fail_at_end
+from colossalai.context._supervision import is_in_job as is_in_job
 
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

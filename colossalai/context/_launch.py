@@ -2,7 +2,6 @@
 
 import argparse
 import atexit
-import itertools
 import os
 import sys
 import time
@@ -27,7 +26,6 @@ from colossalai.cluster import (
 )
 from colossalai.context._check import names_arguments
 from colossalai.context._config import ConfigException
-from colossalai.context._ending import before_end, fail_at_end, let_gloo_threads_rest, prepare_end
 from colossalai.context._launch_arguments import (
     LOOPBACK,
     LaunchPlace,
@@ -42,8 +40,15 @@ from colossalai.context._launch_arguments import (
 from colossalai.context._layout import Layout
 from colossalai.context._parallel_context import global_context
 from colossalai.context._parallel_mode import ParallelMode
+from colossalai.context._process import process
 from colossalai.context._random import get_seeds, seed_all_modes, seed_layout_modes
-from colossalai.context._watching import start_watching
+from colossalai.context._supervision import (
+    before_end,
+    fail_at_end,
+    let_gloo_threads_rest,
+    prepare_end,
+    start_watching,
+)
 from colossalai.logging import get_dist_logger
 from colossalai.monitor import agent_serves
 
@@ -53,8 +58,6 @@ DEFAULT_TIMEOUT = 120.0
 """Seconds that a process waits for the others to arrive."""
 
 _LEAST_WAIT_S = 0.05  # what is there is found, even if the time is over
-
-_launches = itertools.count()
 
 
 @names_arguments
@@ -273,7 +276,8 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
     """
     where, deadline = f"{host}:{port}", time.monotonic() + timeout  # see [Note: one time limit]
     # A store may outlive a launch, or a restart of the job: what an earlier one left in it must not be read.
-    prefix = f"launch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{next(_launches)}"
+    prefix = f"launch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{process.num_launches}"
+    process.num_launches += 1
     keys = [f"arrived/{other}" for other in range(world_size)]
     while True:
         try:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from colossalai.context._config import Config, load_config
-from colossalai.context._ending import prepare_end
 from colossalai.context._features import FEATURE_KEYS, check_config
 from colossalai.context._group_initializer import OwnGroup, own_groups
 from colossalai.context._layout import Layout
@@ -19,7 +18,7 @@ from colossalai.context._mesh import Axis, Mesh, make_group
 from colossalai.context._overrides import with_overrides
 from colossalai.context._parallel_mode import ParallelMode, mode_axes
 from colossalai.context._random import reset_seeds
-from colossalai.context._watching import stop_watching
+from colossalai.context._supervision import prepare_end, stop_watching
 
 Kept = TypeVar("Kept")
 

@@ -18,7 +18,6 @@ import hashlib
 import random
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -26,44 +25,10 @@ import torch
 
 from colossalai.context._mesh import Mesh
 from colossalai.context._parallel_mode import ParallelMode
+from colossalai.context._process import RandomStates, SeedPlace, State, process
 
 P = ParamSpec("P")
 R = TypeVar("R")
-State = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class SeedPlace:
-    """Where in the mesh a process is, as far as its random states depend on that.
-
-    Attributes:
-        ranks: Its ranks along `dp`, `pp`, and `sp` and the tensor axes together.
-        sizes: The number of ranks along these.
-    """
-
-    ranks: tuple[int, int, int] = (0, 0, 0)
-    sizes: tuple[int, int, int] = (1, 1, 1)
-
-
-class _Seeds:
-    """The random states of this process by mode; that of the current mode lives in torch's generators."""
-
-    def __init__(self) -> None:
-        self.seeds: dict[Hashable, int] = {}
-        self.states: dict[Hashable, State] = {}
-        self.current: Hashable | None = None
-        self.expert_rank = 0
-        self.place = SeedPlace()
-
-    def require(self, mode: Hashable) -> None:
-        if mode not in self.states:
-            known = ", ".join(map(str, self.states)) or "none: launch has not been called"
-            raise ValueError(
-                f"no random state for {mode}; there is {known}. Make one with add_seed(mode, seed)"
-            )
-
-
-_seeds = _Seeds()
 
 
 def seed_all_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> None:
@@ -86,8 +51,8 @@ def seed_layout_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> No
     if 1 < mesh.axes.get("sp", 1) < tensor_size:
         sequence_seed = mix_seed(seed, "sequence", dp_rank, pp_rank, mesh.axis_rank("sp"))
         add_seed(ParallelMode.SEQUENCE, sequence_seed, overwrite=True)
-    _seeds.expert_rank = mesh.axis_rank("ep")
-    _seeds.place = SeedPlace((dp_rank, pp_rank, tensor_rank), (dp_size, pp_size, tensor_size))
+    process.random.expert_rank = mesh.axis_rank("ep")
+    process.random.place = SeedPlace((dp_rank, pp_rank, tensor_rank), (dp_size, pp_size, tensor_size))
 
 
 def set_seed(seed: int) -> None:
@@ -103,34 +68,34 @@ def add_seed(mode: Hashable, seed: int, overwrite: bool = False) -> None:
     Raises:
         ValueError: The mode has one already and `overwrite` is False.
     """
-    if mode in _seeds.states and not overwrite:
+    if mode in process.random.states and not overwrite:
         raise ValueError(f"{mode} has a random state already: pass overwrite=True to replace it")
     fresh = fresh_state(seed)
-    _seeds.seeds[mode] = seed
-    _seeds.states[mode] = fresh
-    if mode == _seeds.current:
+    process.random.seeds[mode] = seed
+    process.random.states[mode] = fresh
+    if mode == process.random.current:
         set_generator_state(fresh)
 
 
 def set_mode(mode: Hashable) -> None:
     """Put the random state of a mode in force, after putting the present one aside."""
-    _seeds.require(mode)
-    if mode == _seeds.current:
+    _require(mode)
+    if mode == process.random.current:
         return
     sync_states()
-    _seeds.current = mode
-    set_generator_state(_seeds.states[mode])
+    process.random.current = mode
+    set_generator_state(process.random.states[mode])
 
 
 def get_current_mode() -> Hashable | None:
     """Return the mode whose random state is in force; None before launch."""
-    return _seeds.current
+    return process.random.current
 
 
 @contextmanager
 def seed(mode: Hashable) -> Iterator[None]:
     """Draw from the random state of a mode within a `with` block."""
-    before = _seeds.current
+    before = process.random.current
     set_mode(mode)
     try:
         yield
@@ -152,41 +117,37 @@ def with_seed(func: Callable[P, R], mode: Hashable) -> Callable[P, R]:
 
 def get_seeds() -> dict[Hashable, int]:
     """Return the seed that each mode started from."""
-    return dict(_seeds.seeds)
+    return dict(process.random.seeds)
 
 
 def get_states() -> dict[Hashable, State]:
     """Return the present random state of each mode, by device type ("cpu", and the accelerator's)."""
     sync_states()
-    return {mode: dict(state) for mode, state in _seeds.states.items()}
+    return {mode: dict(state) for mode, state in process.random.states.items()}
 
 
 def set_seed_states(mode: Hashable, state: Mapping[str, torch.Tensor]) -> None:
     """Replace the random state of a mode by one that `get_states` returned."""
-    _seeds.require(mode)
-    _seeds.states[mode] = dict(state)
-    if mode == _seeds.current:
-        set_generator_state(_seeds.states[mode])
+    _require(mode)
+    process.random.states[mode] = dict(state)
+    if mode == process.random.current:
+        set_generator_state(process.random.states[mode])
 
 
 def sync_states() -> None:
     """Put what the generators have reached into the state of the current mode."""
-    if _seeds.current is not None:
-        _seeds.states[_seeds.current] = generator_state()
+    if process.random.current is not None:
+        process.random.states[process.random.current] = generator_state()
 
 
 def reset_seeds() -> None:
     """Forget all modes; the generators stay as they are."""
-    _seeds.seeds.clear()
-    _seeds.states.clear()
-    _seeds.current = None
-    _seeds.expert_rank = 0
-    _seeds.place = SeedPlace()
+    process.random = RandomStates()
 
 
 def moe_set_seed(seed: int) -> None:
     """Make a random state that differs across the ranks of an expert-parallel group (mode MOE_MODEL)."""
-    add_seed(ParallelMode.MOE_MODEL, mix_seed(seed, "expert", _seeds.expert_rank), overwrite=True)
+    add_seed(ParallelMode.MOE_MODEL, mix_seed(seed, "expert", process.random.expert_rank), overwrite=True)
 
 
 @contextmanager
@@ -202,12 +163,18 @@ def replay(mode: Hashable | None, states: Mapping[Hashable, State], generator: S
 
 def snapshot() -> tuple[Hashable | None, dict[Hashable, State], State]:
     """Return the mode in force, the states of all modes and the state of the generators."""
-    return _seeds.current, get_states(), generator_state()
+    return process.random.current, get_states(), generator_state()
 
 
 def _restore(mode: Hashable | None, states: Mapping[Hashable, State], generator: State) -> None:
-    _seeds.current, _seeds.states = mode, dict(states)
+    process.random.current, process.random.states = mode, dict(states)
     set_generator_state(generator)
+
+
+def _require(mode: Hashable) -> None:
+    if mode not in process.random.states:
+        known = ", ".join(map(str, process.random.states)) or "none: launch has not been called"
+        raise ValueError(f"no random state for {mode}; there is {known}. Make one with add_seed(mode, seed)")
 
 
 def mix_seed(seed: int, *parts: str | int) -> int:

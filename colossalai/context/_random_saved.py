@@ -17,10 +17,8 @@ import numpy as np
 import torch
 
 from colossalai.context._parallel_mode import ParallelMode
+from colossalai.context._process import SeedPlace, State, process
 from colossalai.context._random import (
-    SeedPlace,
-    State,
-    _seeds,
     fresh_state,
     generator_state,
     get_states,
@@ -36,16 +34,16 @@ Saved = Mapping[str, Any]
 
 def random_state() -> dict[str, Any]:
     """Return every random state of this process (Python, numpy, torch, all modes), fit for `torch.save`."""
-    assert _seeds.current is None or isinstance(_seeds.current, ParallelMode | str)
+    assert process.random.current is None or isinstance(process.random.current, ParallelMode | str)
     return {
         "python": _python_as_plain(random.getstate()),
         "numpy": _as_plain(np.random.get_state(legacy=True)),
         "torch": generator_state(),
         "modes": {_name(mode): state for mode, state in get_states().items()},
-        "current": _name(_seeds.current),
-        "seeds": {_name(mode): seed for mode, seed in _seeds.seeds.items()},
-        "place": list(_seeds.place.ranks),
-        "sizes": list(_seeds.place.sizes),
+        "current": _name(process.random.current),
+        "seeds": {_name(mode): seed for mode, seed in process.random.seeds.items()},
+        "place": list(process.random.place.ranks),
+        "sizes": list(process.random.place.sizes),
     }
 
 
@@ -55,19 +53,19 @@ def set_random_state(state: Saved) -> None:
     random.setstate((version, tuple(words.tolist() if isinstance(words, torch.Tensor) else words), gauss))
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    by_name = {_name(mode): mode for mode in _seeds.states}
+    by_name = {_name(mode): mode for mode in process.random.states}
     for mode_name, mode_state in state["modes"].items():
         if mode_name in by_name:
-            _seeds.states[by_name[mode_name]] = dict(mode_state)
+            process.random.states[by_name[mode_name]] = dict(mode_state)
     if state["current"] in by_name:
-        _seeds.current = by_name[state["current"]]
+        process.random.current = by_name[state["current"]]
     set_generator_state(state["torch"])
 
 
 def is_of_this_place(state: Saved) -> bool:
     """Return whether a state is of this place in a mesh of the same sizes, and of the same devices."""
     same_devices = state["torch"].keys() == generator_state().keys()
-    return same_devices and _place(state) == _seeds.place
+    return same_devices and _place(state) == process.random.place
 
 
 def fitting_random_state(saved: Sequence[Saved], *, step: int) -> dict[str, Any]:
@@ -79,18 +77,18 @@ def fitting_random_state(saved: Sequence[Saved], *, step: int) -> dict[str, Any]
         saved: The states of all ranks of a run; that of this rank is enough if it `is_of_this_place`.
         step: The step at which they were saved.
     """
-    here = _seeds.place
+    here = process.random.place
     own = random_state()
     twin = next((state for state in saved if _place(state).ranks == here.ranks), None)
-    modes = {_name(mode): _of_mode(mode, saved, step=step) for mode in _seeds.states}
+    modes = {_name(mode): _of_mode(mode, saved, step=step) for mode in process.random.states}
     # What no mode says starts equal on all ranks: if they were still equal, they stay so.
     python = _of_all([state["python"] for state in saved], twin and twin["python"])
     numpy = _of_all([state["numpy"] for state in saved], twin and twin["numpy"])
     fresh = mix_seed(_seed_of_run(saved), "rank", *here.ranks, "step", step)
-    if _seeds.current is None:
+    if process.random.current is None:
         torch_state = _complete(None if twin is None else twin["torch"], fresh)
     else:
-        torch_state = modes[_name(_seeds.current)]
+        torch_state = modes[_name(process.random.current)]
     return {
         **own,
         "python": _python_as_plain(random.Random(fresh).getstate()) if python is None else python,
@@ -102,7 +100,7 @@ def fitting_random_state(saved: Sequence[Saved], *, step: int) -> dict[str, Any]
 
 def say_other_layout(saved: Sequence[Saved], *, step: int) -> str:
     """Return what `fitting_random_state` does where the layout is another one, in words."""
-    before, now = _place(saved[0]).sizes, _seeds.place.sizes
+    before, now = _place(saved[0]).sizes, process.random.place.sizes
     going_on = 1
     for size_before, size_now in zip(before, now, strict=True):
         going_on *= min(size_before, size_now)
@@ -117,7 +115,7 @@ def say_other_layout(saved: Sequence[Saved], *, step: int) -> str:
 
 def _of_mode(mode: Hashable, saved: Sequence[Saved], *, step: int) -> State:
     """Return the state of a mode on this rank."""
-    name, here = _name(mode), _seeds.place
+    name, here = _name(mode), process.random.place
     holders = [state for state in saved if name in state["modes"]]
     if len(saved) == 1 and is_of_this_place(saved[0]):
         found = next(iter(holders), None)
@@ -127,8 +125,10 @@ def _of_mode(mode: Hashable, saved: Sequence[Saved], *, step: int) -> State:
         seed = mix_seed(_seed_of_run(saved), str(name), *along, "step", step)
         return _complete(None if found is None else found["modes"][name], seed)
     else:
-        found = next((one for one in holders if one.get("seeds", {}).get(name) == _seeds.seeds[mode]), None)
-    seed = mix_seed(_seeds.seeds[mode], "step", step)
+        found = next(
+            (one for one in holders if one.get("seeds", {}).get(name) == process.random.seeds[mode]), None
+        )
+    seed = mix_seed(process.random.seeds[mode], "step", step)
     return _complete(None if found is None else found["modes"][name], seed)
 
 
@@ -157,7 +157,7 @@ def _seed_of_run(saved: Sequence[Saved]) -> int:
     """Return the seed that a run was launched with; that of this job if it was not launched."""
     name = _name(ParallelMode.GLOBAL)
     found = saved[0].get("seeds", {}).get(name)
-    return int(_seeds.seeds.get(ParallelMode.GLOBAL, 0) if found is None else found)
+    return int(process.random.seeds.get(ParallelMode.GLOBAL, 0) if found is None else found)
 
 
 def _place(state: Saved) -> SeedPlace:

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ATTRIBUTE = "lazy_tape"
+from colossalai.tensor import LAZY_TAPE
+
 _numbers = itertools.count()
 
 
@@ -90,14 +91,14 @@ def is_on_meta(tensor: Tensor) -> bool:
 
 def tape_of(tensor: Tensor) -> Tape | None:
     """Return the tape of a lazy tensor, None for any other."""
-    return getattr(tensor.untyped_storage(), _ATTRIBUTE, None) if is_on_meta(tensor) else None
+    return getattr(tensor.untyped_storage(), LAZY_TAPE, None) if is_on_meta(tensor) else None
 
 
 def start_tape(tensor: Tensor, device: torch.device) -> Tape:
     """Give the storage of a tensor on the meta device a tape."""
     storage = tensor.untyped_storage()
     tape = Tape(device, storage.nbytes())
-    setattr(storage, _ATTRIBUTE, tape)
+    setattr(storage, LAZY_TAPE, tape)
     return tape
 
 

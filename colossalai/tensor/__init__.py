@@ -4,6 +4,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from colossalai._not_landed import refuse_name
+from colossalai.tensor._attributes import CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
+from colossalai.tensor._attributes import CHECKPOINT_TIED_NAMES as CHECKPOINT_TIED_NAMES
+from colossalai.tensor._attributes import DDP_IGNORED as DDP_IGNORED
+from colossalai.tensor._attributes import LAZY_TAPE as LAZY_TAPE
+from colossalai.tensor._attributes import PART_OF_CUT_MODEL as PART_OF_CUT_MODEL
+from colossalai.tensor._attributes import PIPELINE_SHARE as PIPELINE_SHARE
 from colossalai.tensor._flat_range import FlatRange as FlatRange
 from colossalai.tensor._flat_range import range_of_states as range_of_states
 from colossalai.tensor._flat_range import set_range_of_states as set_range_of_states

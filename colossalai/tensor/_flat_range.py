@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-_ATTRIBUTE = "range_of_states"
+from colossalai.tensor._attributes import RANGE_OF_STATES
 
 
 @dataclass(frozen=True)
@@ -38,11 +38,11 @@ class FlatRange:
 def set_range_of_states(param: torch.Tensor, part: FlatRange | None) -> None:
     """Let a parameter know which range of it the states on this rank are of; None: of all of it."""
     if part is not None:
-        setattr(param, _ATTRIBUTE, part)
-    elif hasattr(param, _ATTRIBUTE):
-        delattr(param, _ATTRIBUTE)
+        setattr(param, RANGE_OF_STATES, part)
+    elif hasattr(param, RANGE_OF_STATES):
+        delattr(param, RANGE_OF_STATES)
 
 
 def range_of_states(param: torch.Tensor) -> FlatRange | None:
     """Return what `set_range_of_states` has set."""
-    return getattr(param, _ATTRIBUTE, None)
+    return getattr(param, RANGE_OF_STATES, None)

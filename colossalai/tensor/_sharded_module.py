@@ -19,6 +19,7 @@ from typing import Any, Self, TypeVar
 from torch import nn
 
 from colossalai.context import Mesh
+from colossalai.tensor._attributes import BUILT_FOR
 from colossalai.tensor._spec import ShardingSpec, set_spec, spec_of
 
 
@@ -71,7 +72,6 @@ class SpecKeeper(nn.Module):
                 set_spec(param, spec)
 
 
-_BUILT_FOR = "built_for"
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
@@ -86,12 +86,12 @@ def set_built_for(layer: Layer, **extents: str | int | None) -> Layer:
         extents: Fields of the layout: `mode` for a layer that tensor parallelism cuts, `sequence` for one
             that sees whole sequences otherwise.
     """
-    setattr(layer, _BUILT_FOR, extents)
+    setattr(layer, BUILT_FOR, extents)
     return layer
 
 
 def built_for(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
     """Yield the parts of a model that remember a layout: their names, they themselves, the fields."""
     for name, part in model.named_modules():
-        if _BUILT_FOR in part.__dict__:
-            yield name, part, part.__dict__[_BUILT_FOR]
+        if BUILT_FOR in part.__dict__:
+            yield name, part, part.__dict__[BUILT_FOR]

@@ -27,9 +27,7 @@ import torch.distributed as dist
 
 from colossalai.communication import all_gather
 from colossalai.context import Axis, Mesh
-
-_ATTRIBUTE = "sharding_spec"
-_FRAGMENT_OF = "fragment_of"
+from colossalai.tensor._attributes import FRAGMENT_OF, SHARDING_SPEC
 
 
 class Stretch(NamedTuple):
@@ -196,12 +194,12 @@ def set_spec(tensor: torch.Tensor, spec: ShardingSpec) -> None:
     """Let a tensor carry its spec."""
     if tuple(tensor.shape) != spec.local_shape:
         raise ValueError(f"a slice of shape {tuple(tensor.shape)} where the spec says {spec.local_shape}")
-    setattr(tensor, _ATTRIBUTE, spec)
+    setattr(tensor, SHARDING_SPEC, spec)
 
 
 def spec_of(tensor: torch.Tensor) -> ShardingSpec | None:
     """Return the spec that a tensor carries, None for a replicated one."""
-    return getattr(tensor, _ATTRIBUTE, None)
+    return getattr(tensor, SHARDING_SPEC, None)
 
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -220,10 +218,10 @@ def by_sharding_groups(tensors: Iterable[torch.Tensor]) -> dict[Groups, list[tor
     for tensor in tensors:
         whole: Any = tensor
         cut_again: Groups = ()
-        while (fragment := getattr(whole, _FRAGMENT_OF, None)) is not None:
+        while (fragment := getattr(whole, FRAGMENT_OF, None)) is not None:
             whole, group = fragment
             cut_again = (group, *cut_again)
-        spec = getattr(whole, _ATTRIBUTE, None)
+        spec = getattr(whole, SHARDING_SPEC, None)
         groups: Groups = ()
         if spec is not None:
             key = (spec.mesh, spec.axes)
@@ -246,7 +244,7 @@ def sharding_groups(tensor: torch.Tensor) -> Groups:
 
 def set_fragment(tensor: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Let a tensor know that it is one of the pieces, of any length, that a group has of another one."""
-    setattr(tensor, _FRAGMENT_OF, (whole, group))
+    setattr(tensor, FRAGMENT_OF, (whole, group))
 
 
 def _is_dtensor(tensor: torch.Tensor) -> bool:

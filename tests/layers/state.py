@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.layers.checker import Package
+from tests.layers.floors import ROOT
 
 MOST_FILES = 15
 _CONTAINERS = frozenset(
@@ -27,21 +28,78 @@ _CHANGES = frozenset(
 def module_state(package: Package) -> Iterator[tuple[str, str, int]]:
     """Yield (file, name, line) of what a module keeps and changes.
 
-    That is a container that is changed somewhere in its module, an object of which an attribute is set or a
-    container is changed there, and a name under `global`. Constants that nobody changes do not count.
+    That is a container that is changed somewhere, in its module or in one that imports it; an object of which
+    an attribute is set or a container is changed there; a name under `global`; an attribute that is set on a
+    class, or a container in a class's body that its methods change; and a function whose results are kept.
+    Constants that nobody changes do not count.
     """
+    names_of = {module.name: dict(_made_at_module_level(module.tree)) for module in package.modules.values()}
     for module in package.modules.values():
-        held = {name for name, _ in _made_at_module_level(module.tree)}
-        mutable = {name for name, value in _made_at_module_level(module.tree) if _is_mutable(value)}
-        for name, line in sorted(_changed_names(module.tree, held, mutable).items()):
+        made = names_of[module.name]
+        held = {name: (module.relative_path, name) for name in made}
+        mutable = {name for name, value in made.items() if _is_mutable(value)}
+        for local, source, name in _imported_names(module.tree, package):
+            if name in names_of[source]:
+                held[local] = package.modules[source].relative_path, name
+                mutable |= {local} if _is_mutable(names_of[source][name]) else set()
+        for name, line in sorted(_changed_names(module.tree, set(held), mutable).items()):
+            yield *held.get(name, (module.relative_path, name)), line
+        for name, line in [*_changed_classes(module.tree), *_cached_functions(module.tree)]:
             yield module.relative_path, name, line
 
 
+def _imported_names(tree: ast.Module, package: Package) -> Iterator[tuple[str, str, str]]:
+    """Yield (local name, module, name there) of what is imported from a file of the package."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in package.modules and node.level == 0:
+            for alias in node.names:
+                yield alias.asname or alias.name, node.module, alias.name
+
+
+def _changed_classes(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """Yield (class and attribute, line) of what is kept on a class."""
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    names = {node.name for node in classes} | {"cls"}
+    for node in ast.walk(tree):
+        for target in _targets_of(node):
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) in names | {"type(self)"}:
+                yield ast.unparse(target), node.lineno  # type: ignore[attr-defined]
+    for each in classes:
+        shared = {name for name, value in _made_in(each.body) if _is_mutable(value)}
+        own = {
+            target.attr
+            for node in ast.walk(each)
+            for target in _targets_of(node)
+            if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self"
+        }
+        changed = _changed_names(each, set(), set(), owner="self")
+        for name in sorted((shared - own) & changed.keys()):
+            yield f"{each.name}.{name}", changed[name]
+
+
+def _cached_functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            for decorator in node.decorator_list:
+                name = decorator.func if isinstance(decorator, ast.Call) else decorator
+                if ast.unparse(name).rpartition(".")[2] in ("cache", "lru_cache"):
+                    yield node.name, node.lineno
+
+
+def _targets_of(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.AugAssign | ast.AnnAssign):
+        return [node.target]
+    return node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+
+
 def _made_at_module_level(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None]]:
-    for statement in tree.body:
+    return _made_in(tree.body)
+
+
+def _made_in(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.expr | None]]:
+    for statement in body:
         if isinstance(statement, ast.Assign | ast.AnnAssign):
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-            for target in targets:
+            for target in _targets_of(statement):
                 if isinstance(target, ast.Name):
                     yield target.id, statement.value
 
@@ -57,8 +115,17 @@ def _is_mutable(value: ast.expr | None) -> bool:
     return getattr(function, "attr", getattr(function, "id", "")) in _CONTAINERS
 
 
-def _changed_names(tree: ast.Module, held: set[str], mutable: set[str]) -> dict[str, int]:
-    """Return what is changed after it was made, with the line of the first change."""
+def _changed_names(
+    tree: ast.AST, held: set[str], mutable: set[str], *, owner: str | None = None
+) -> dict[str, int]:
+    """Return what is changed after it was made, with the line of the first change.
+
+    Args:
+        tree: Where to look.
+        held: Names of objects of which a part may be changed.
+        mutable: Those of containers, which may be changed themselves.
+        owner: Look at the containers that are attributes of this name instead, whatever they are called.
+    """
     found: dict[str, int] = {}
     for node in ast.walk(tree):
         names: list[str] = []
@@ -69,24 +136,36 @@ def _changed_names(tree: ast.Module, held: set[str], mutable: set[str]) -> dict[
             # `known.sections.pop()` changes `known`; `append` of an object of its own is its own affair.
             inner = held if isinstance(value, ast.Attribute | ast.Subscript) else mutable
             if node.func.attr in _CHANGES:
-                names = [name for name in _names_of([value]) if name in inner]
+                names = [name for name in _names_of([value], owner) if owner or name in inner]
         elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "next":
-            names = [name for name in _names_of(node.args[:1]) if name in mutable]
-        elif isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
-            targets = [node.target] if isinstance(node, ast.AugAssign) else node.targets
-            parts = [each.value for each in targets if isinstance(each, ast.Subscript | ast.Attribute)]
-            names = [name for name in _names_of(parts) if name in held]
+            names = [name for name in _names_of(node.args[:1], owner) if owner or name in mutable]
+        else:
+            parts = [
+                each.value for each in _targets_of(node) if isinstance(each, ast.Subscript | ast.Attribute)
+            ]
+            names = [name for name in _names_of(parts, owner) if owner or name in held]
         for name in names:
             found.setdefault(name, node.lineno)
     return found
 
 
-def _names_of(nodes: Iterable[ast.expr]) -> Iterator[str]:
+def _names_of(nodes: Iterable[ast.expr], owner: str | None = None) -> Iterator[str]:
+    """Yield the names that expressions begin with, or the attributes of `owner` with which they do."""
     for node in nodes:
+        inner = node
         while isinstance(node, ast.Subscript | ast.Attribute):
-            node = node.value
+            inner, node = node, node.value
         if isinstance(node, ast.Name):
-            yield node.id
+            if owner is None:
+                yield node.id
+            elif node.id == owner and isinstance(inner, ast.Attribute):
+                yield inner.attr
+
+
+def attribute_names(package: Package) -> set[str]:
+    """Return the constants of `tensor/_attributes.py`: the names of what may be hung on other objects."""
+    table = package.modules.get(f"{ROOT}.tensor._attributes")
+    return set() if table is None else {name for name, _ in _made_at_module_level(table.tree)}
 
 
 def hung_attributes(package: Package) -> Iterator[tuple[str, str, int]]:

@@ -16,7 +16,8 @@ from torch.distributed import distributed_c10d
 
 import colossalai
 from colossalai.communication import all_reduce
-from colossalai.context import ParallelMode, _watching
+from colossalai.context import ParallelMode
+from colossalai.context._process import process
 from colossalai.core import global_context as gpc
 
 TP = ParallelMode.PARALLEL_1D
@@ -45,7 +46,7 @@ def meet() -> None:
 
 def note_known(folder: Path) -> None:
     """Wait until the watchdog of this rank knows where the others run, and say so."""
-    (watchdog,) = (watchdog for watchdog, _ in _watching._watching)
+    (watchdog,) = (watchdog for watchdog, _ in process.watching)
     assert watchdog is not None
     wait_for(lambda: bool(watchdog._known))
     (folder / f"knows-{dist.get_rank()}").touch()

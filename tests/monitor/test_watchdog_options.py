@@ -4,7 +4,7 @@ import pytest
 
 from colossalai.context import Config, ConfigException
 from colossalai.context._features import check_config
-from colossalai.context._watching import is_debugging
+from colossalai.context._supervision import is_debugging
 from colossalai.monitor._options import watchdog_options
 
 pytestmark = pytest.mark.unit

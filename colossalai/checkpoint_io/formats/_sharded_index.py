@@ -13,11 +13,8 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from colossalai.checkpoint_io._state import FlatStateDict
 from colossalai.checkpoint_io.resharding import Box, FileShard, StoredTensor, is_tiled
@@ -38,6 +35,7 @@ from colossalai.checkpoint_io.storage import (
     refuse_links_out,
     refuse_strays,
 )
+from colossalai.cluster import dtype_named
 
 _FORMAT = 1
 _FORM: Form = {
@@ -164,7 +162,7 @@ def _tensors_of(
     """
     tensors, boxes, lost = {}, {}, set()
     for name, entry in body["tensors"].items():
-        dtype = _dtypes().get(entry["dtype"])
+        dtype = dtype_named(entry["dtype"])
         if dtype is None:
             raise ValueError(f"{name} has the dtype {entry['dtype']!r}")
         shards = []
@@ -179,8 +177,3 @@ def _tensors_of(
     if lost:
         raise ValueError(f"it does not have all of {listed(sorted(lost))}, once")
     return tensors
-
-
-@cache
-def _dtypes() -> dict[str, torch.dtype]:
-    return {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}

@@ -11,7 +11,7 @@ model. The model's own forward is not run; a hook on a parameter sees one gradie
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 import torch.distributed as dist
@@ -25,9 +25,7 @@ from colossalai.nn.parallel._data_method import (
     NoSync,
     broadcast_from_first,
 )
-from colossalai.tensor import GradientSync, gradient_sync
-
-_IGNORED = "_ddp_params_and_buffers_to_ignore"  # where torch looks for names
+from colossalai.tensor import DDP_IGNORED, GradientSync, gradient_sync
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +45,7 @@ class Replicated(DataMethod):
     check_reduction: bool = False
     gradient_as_bucket_view: bool = False
     static_graph: bool = False
+    in_pipeline: ClassVar[bool | None] = False
 
     def allows_float32_grads(self, replicas: Axis) -> bool:
         """See the base class: `DistributedDataParallel` reduces in the dtype of the parameters only."""
@@ -146,15 +145,15 @@ def _wrap(
     """Return a module whose backward averages its gradients, but for parameters that are ignored by name."""
     if not ignored:
         return DistributedDataParallel(module, process_group=sync.axis.group, **options)
-    own = getattr(module, _IGNORED, None)  # what the user has named
+    own = getattr(module, DDP_IGNORED, None)  # what the user has named
     # Torch asks for a parameter of the module itself with a dot before its name.
-    setattr(module, _IGNORED, [*(own or ()), *ignored, *(f".{name}" for name in ignored)])
+    setattr(module, DDP_IGNORED, [*(own or ()), *ignored, *(f".{name}" for name in ignored)])
     try:
         wrapper = DistributedDataParallel(module, process_group=sync.axis.group, **options)
     finally:
-        delattr(module, _IGNORED)
+        delattr(module, DDP_IGNORED)
         if own is not None:
-            setattr(module, _IGNORED, own)
+            setattr(module, DDP_IGNORED, own)
     if sync.axis.size != sync.divisor:
         wrapper.register_comm_hook(sync, _average)
     return wrapper

@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from colossalai.pipeline.stages._stage import PipelineStage
-
-_MARK = "is_part_of_a_cut_model"
+from colossalai.tensor import PART_OF_CUT_MODEL
 
 
 class ChunkList(nn.ModuleList):
@@ -108,13 +107,13 @@ class ChunkList(nn.ModuleList):
 def as_model(chunks: list[nn.Module]) -> nn.Module:
     """Return the only chunk, or the list of several, marked as what is cut already."""
     model = chunks[0] if len(chunks) == 1 else ChunkList(chunks)
-    setattr(model, _MARK, True)
+    setattr(model, PART_OF_CUT_MODEL, True)
     return model
 
 
 def has_full_names(module: nn.Module) -> bool:
     """Return whether a module is this rank's part of a model, with the names of the whole."""
-    return isinstance(module, PipelineStage | ChunkList) or hasattr(module, _MARK)
+    return isinstance(module, PipelineStage | ChunkList) or hasattr(module, PART_OF_CUT_MODEL)
 
 
 def _find(chunks: ChunkList, kind: str, name: str) -> Any:

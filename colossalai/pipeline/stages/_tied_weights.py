@@ -14,8 +14,8 @@ from torch import nn
 
 from colossalai.communication import all_reduce_in_place
 from colossalai.context import Axis, ParallelMode, global_context
+from colossalai.tensor import PIPELINE_SHARE
 
-_ATTRIBUTE = "pipeline_share"
 _numbers = itertools.count()
 
 
@@ -105,12 +105,12 @@ def share_parameter(param: nn.Parameter, axis: Axis) -> None:
         value = param.detach().contiguous()
         dist.broadcast(value, src=axis.ranks[0], group=axis.group)
         param.copy_(value)
-    setattr(param, _ATTRIBUTE, Share(axis, next(_numbers)))
+    setattr(param, PIPELINE_SHARE, Share(axis, next(_numbers)))
 
 
 def share_of(param: torch.Tensor) -> Share | None:
     """Return how a parameter is shared, None if it is not."""
-    return getattr(param, _ATTRIBUTE, None)
+    return getattr(param, PIPELINE_SHARE, None)
 
 
 def is_shared_copy(param: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ SCRIPT = """
 
 def run_script(folder: Path, how: str, *before: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(textwrap.dedent(SCRIPT))
-    module = str(ROOT / "colossalai/context/_ending.py")
+    module = str(ROOT / "colossalai/context/_supervision.py")
     return subprocess.run(
         [sys.executable, *before, "script.py", module, how],
         cwd=folder, capture_output=True, text=True, timeout=600, check=False,
