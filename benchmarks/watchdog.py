@@ -5,8 +5,8 @@
 Every round runs some steps without the watchdog, some with the longest pause between its looks (5 s, that of
 the default), and some with a timeout of a second (0.1 s between looks), in an order that rotates; the ratio
 of two variants of the same round is nearly free of what else the machine does. "Without" is also without what
-stands in the code of a step for the watchdog: the names of its parts, the modules of backwards, and the
-recording of messages. torch's flight recorder is on in all variants: torch has it on by default.
+stands in the code of a step for the watchdog: the names of its parts, and the recording of messages.
+torch's flight recorder is on in all variants: torch has it on by default.
 """
 
 import argparse
@@ -24,9 +24,9 @@ from torch import nn
 from torch.distributed import distributed_c10d
 
 import colossalai
-from colossalai.communication import _conjugate, ledger
+from colossalai.communication import ledger
 from colossalai.context import Config
-from colossalai.context._watching import start_watching, stop_watching
+from colossalai.context._supervision import start_watching, stop_watching
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.monitor._flight_recorder import MessageRecord
 from colossalai.monitor._last_calls import SignatureRecord
@@ -94,7 +94,6 @@ def watched(options: dict[str, Any] | None, number: int) -> Iterator[None]:
         with (
             mock.patch.object(section, "__enter__", _nothing),
             mock.patch.object(section, "__exit__", _nothing),
-            mock.patch.object(_conjugate, "current_module", _nothing),
         ):
             yield
         return
@@ -119,11 +118,6 @@ def microseconds(call: Callable[[], Any], *, count: int = 2000) -> float:
     return round(1e6 * statistics.median(seconds), 2)
 
 
-class _Layer(nn.Module):
-    def forward(self, call: Callable[[], Any]) -> Any:
-        return call()
-
-
 def share_of_pieces(step_s: float, *, num_sections: int, num_backwards: int) -> dict[str, float]:
     """Return what the pieces cost, one by one, and their share of a step; the ratios above are noisier."""
 
@@ -133,18 +127,14 @@ def share_of_pieces(step_s: float, *, num_sections: int, num_backwards: int) -> 
 
     record = MessageRecord()
     progress = WaitTimer(record, watches_sections=True)
-    layer = _Layer()
     pieces = {
         "section_us": microseconds(enter),
-        "module_us": microseconds(lambda: layer(lambda: _conjugate.current_module())),
-        "without_module_us": microseconds(lambda: layer(lambda: None)),
         "look_us": microseconds(lambda: progress.look(1.0), count=300),
         **signature_pieces(),
     }
-    module = pieces["module_us"] - pieces["without_module_us"]
     signature = pieces["noted_us"] - pieces["unnoted_us"]
     num_calls = 2 * num_backwards  # each backward has a forward
-    in_step = 1e-6 * (num_sections * pieces["section_us"] + num_backwards * module + num_calls * signature)
+    in_step = 1e-6 * (num_sections * pieces["section_us"] + num_calls * signature)
     looks = 1e-6 * pieces["look_us"] / 0.1  # per second; ten looks for a timeout of a second
     return pieces | {"share_percent": round(100 * (in_step / step_s + looks), 4)}
 

@@ -1,0 +1,43 @@
+"""Every benchmark that ranks can run here runs, with the smallest sizes, and writes its figures."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import run_ranks
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROUNDS = ("--rounds", "2")
+# Not here: nvme.py trains GPT-2, start_time.py needs hosts; both are run by hand.
+SMALLEST = {
+    "adam": ("--numel", "10000", *ROUNDS),
+    "checkpoint": ("--parameters", "1e5", *ROUNDS),
+    "data_parallel": ("--seq", "8", *ROUNDS),
+    "pipeline": ("--seq", "8", "--hidden", "128", "--idle_rounds", "2", *ROUNDS),
+    "sequence_parallel": ("--seq", "64", *ROUNDS),
+    "tensor_parallel": ("--seq", "8", "--hidden", "128", *ROUNDS),
+    "watchdog": ("--seq", "8", *ROUNDS),
+    "zero": ("--seq", "8", *ROUNDS),
+}
+
+
+def run(name: str, folder: str) -> None:
+    script = str(BENCHMARKS / f"{name}.py")
+    sys.argv = [script, *SMALLEST[name], "--json", f"{folder}/figures.json"]
+    sys.path.insert(0, str(BENCHMARKS))
+    runpy.run_path(script, run_name="__main__")
+
+
+@pytest.mark.dist
+@pytest.mark.long
+@pytest.mark.parametrize("name", SMALLEST)
+def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
+    run_ranks(run, 1 if name == "adam" else 2, name, str(tmp_path), timeout=120.0)
+    assert json.loads((tmp_path / "figures.json").read_text())["rows"]
+
+
+def test_no_benchmark_is_forgotten() -> None:
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*SMALLEST, "nvme", "start_time"}
