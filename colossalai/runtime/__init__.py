@@ -19,6 +19,7 @@ from colossalai.runtime._gather import InHand as InHand
 from colossalai.runtime._gather import gather_samples as gather_samples
 from colossalai.runtime._pipeline import Pipeline as Pipeline
 from colossalai.runtime._plan import Plan as Plan
+from colossalai.runtime._plan import data_method as data_method
 from colossalai.runtime._recompute import apply_recompute as apply_recompute
 from colossalai.runtime._recompute import find_blocks as find_blocks
 from colossalai.runtime._saving import Resumed as Resumed

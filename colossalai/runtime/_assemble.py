@@ -253,7 +253,9 @@ def _check_is_cut(model: nn.Module, mesh: Mesh, replicas: Axis) -> None:
     if "sp" in mesh.batch_axes:  # those that share a sequence are replicas, too
         _check_shares_sequence(model, mesh)
     num_sharing = mesh.world_size // (replicas.size * mesh.axes.get("pp", 1))
-    if num_sharing > 1 and all(spec_of(param) is None for param in model.parameters()):
+    specs = filter(None, map(spec_of, model.parameters()))
+    # Experts are cut along the replicas: that is nothing which the ranks of a tensor group share.
+    if num_sharing > 1 and all(spec.axes and {"edp", "ep"}.issuperset(spec.axes) for spec in specs):
         get_dist_logger().log_once(
             f"tensor parallelism cuts nothing of {type(model).__name__}: {num_sharing} ranks each compute "
             "all of it: build it with layers of colossalai.nn, or leave tensor parallelism out; mode '1d' "

@@ -47,6 +47,13 @@ class Plan:
     def __post_init__(self) -> None:
         check_compile(self.compile)
         refuse_pairs(self.methods)
+        if self.data.in_pipeline not in (None, self.pipeline is not None):
+            has = "has one" if self.pipeline is not None else "has none"
+            where = "in a pipeline" if self.data.in_pipeline else "without a pipeline"
+            raise ValueError(
+                f"data={type(self.data).__name__} synchronizes gradients only {where}, and the plan {has}: "
+                "Bucketed() is for pipelines, Replicated() for plans without one"
+            )
 
     def __str__(self) -> str:
         """Return the choices that differ from the defaults, for people; `repr` has all of it."""
@@ -93,7 +100,7 @@ class Plan:
         handlers = config.get("gradient_handler") or config.get("gradient_handlers") or ()
         return Plan(
             layout=None if config.get("parallel") is None else read_layout(config["parallel"]),
-            data=_data_method(config.get("zero"), handlers, in_pipeline=pipeline is not None),
+            data=_data_method_of(config.get("zero"), handlers, in_pipeline=pipeline is not None),
             precision=_precision(config.get("fp16")),
             recompute=config.get("recompute") or False,
             compile=False if config.get("compile") is None else config["compile"],
@@ -161,10 +168,11 @@ def _pipeline_options(config: Config) -> PipelineOptions | None:
     )
 
 
-def _data_method(zero: Mapping[str, Any] | None, handlers: Sequence[Any], *, in_pipeline: bool) -> DataMethod:
+def _data_method_of(
+    zero: Mapping[str, Any] | None, handlers: Sequence[Any], *, in_pipeline: bool
+) -> DataMethod:
     if zero is None:
-        own = Bucketed() if in_pipeline else Replicated()
-        return Unsynchronized() if any(map(_averages, handlers)) else own
+        return Unsynchronized() if any(map(_averages, handlers)) else data_method(0, in_pipeline=in_pipeline)
     stage = zero.get("stage", 1)
     refuse_pairs([f"ZeRO {stage}", *(["pipeline"] if in_pipeline else [])])
     if any(handler.get("type") != "ZeROGradientHandler" for handler in handlers):
@@ -172,9 +180,22 @@ def _data_method(zero: Mapping[str, Any] | None, handlers: Sequence[Any], *, in_
             "zero makes the gradients equal itself: remove the gradient handlers (ZeROGradientHandler, which "
             "only waits for it, may stay)"
         )
-    if stage != 3:
-        return ZeroReplicas(stage=stage, cpu_offload=zero.get("cpu_offload", False))
-    return FullySharded(cpu_offload=zero.get("cpu_offload", False))
+    return data_method(stage, in_pipeline=in_pipeline, cpu_offload=zero.get("cpu_offload", False))
+
+
+def data_method(zero_stage: int, *, in_pipeline: bool, cpu_offload: bool = False) -> DataMethod:
+    """Return the data method of a stage of ZeRO.
+
+    Args:
+        zero_stage: 0 for replicas, 1 to 3.
+        in_pipeline: Whether the model is cut into stages.
+        cpu_offload: Whether what is sharded lies in host memory.
+    """
+    if zero_stage == 3:
+        return FullySharded(cpu_offload=cpu_offload)
+    if zero_stage > 0:
+        return ZeroReplicas(stage=zero_stage, cpu_offload=cpu_offload)
+    return Bucketed() if in_pipeline else Replicated()
 
 
 def _averages(handler: Mapping[str, Any]) -> bool:

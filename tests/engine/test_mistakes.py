@@ -15,6 +15,7 @@ from colossalai.context import UnknownArgumentError
 from colossalai.core import global_context as gpc
 from colossalai.engine.schedule import PipelineSchedule
 from colossalai.logging import DistributedLogger
+from colossalai.nn.parallel import Bucketed
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan
 from colossalai.trainer import Trainer, hooks
@@ -164,9 +165,12 @@ class OwnPrecision(Precision):
         ),
         (
             Plan(
-                precision=BF16Autocast(), pipeline=PipelineOptions(num_microbatches=8), accumulation_steps=2
+                data=Bucketed(),
+                precision=BF16Autocast(),
+                pipeline=PipelineOptions(num_microbatches=8),
+                accumulation_steps=2,
             ),
-            "Replicated, BF16Autocast, accumulation_steps=2, pipeline=PipelineOptions(num_microbatches=8)",
+            "Bucketed, BF16Autocast, accumulation_steps=2, pipeline=PipelineOptions(num_microbatches=8)",
         ),
     ],
 )

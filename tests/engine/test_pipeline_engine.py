@@ -252,7 +252,7 @@ def plugin_mistakes() -> None:
         ("needs a pipeline: pass pp_size", {"num_microbatches": 2}),
         ("pipeline and ZeRO 2 cannot be combined", {"pp_size": 2, "num_microbatches": 2, "zero_stage": 2}),
         ("zero_stage is 4", {"zero_stage": 4}),
-        ("use TorchFSDPPlugin", {"zero_stage": 3}),
+        ("pipeline and ZeRO 3 cannot be combined", {"pp_size": 2, "num_microbatches": 2, "zero_stage": 3}),
         ("max_norm is -1", {"max_norm": -1}),
         ("no schedule 'x'", {"pp_size": 2, "num_microbatches": 2, "schedule": "x"}),
         ("tp_size is 1, which must be at least 2", {"sequence_parallel": True}),

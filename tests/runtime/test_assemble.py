@@ -13,9 +13,11 @@ from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble, pairs_table, refuse_pairs
 from colossalai.runtime._compatibility import REFUSED
 from colossalai.zero import ZeroReplicas
+from tests.parity.subjects import experts
 from tests.ranks import ROOT, run_ranks
 
 pytestmark = pytest.mark.dist
+PIPELINE = PipelineOptions(num_microbatches=2)
 
 
 @pytest.fixture
@@ -85,6 +87,16 @@ def test_fsdp_knows_optimizers_of_other_libraries_by_name():
         FullySharded().check(model, optimizers, blocks=[], replicas=replicas)
 
 
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("data", "pipeline", "where"),
+    [(Bucketed(), None, "only in a pipeline"), (Replicated(), PIPELINE, "only without a pipeline")],
+)
+def test_a_data_method_that_would_not_synchronize_is_refused(data, pipeline, where):
+    with pytest.raises(ValueError, match=f"synchronizes gradients {where}"):
+        Plan(data=data, pipeline=pipeline)
+
+
 def test_plans_from_configs():
     assert Plan.from_config(Config()) == Plan()
     plan = Plan.from_config(Config(gradient_accumulation=4, clip_grad_norm=1, zero={"stage": 3}))
@@ -143,6 +155,19 @@ def test_a_key_without_effect_is_said_once(capfd):
 def test_tensor_parallelism_that_cuts_nothing_is_said(capfd):
     run_ranks(uncut, 2)
     assert "cuts nothing of Linear: 2 ranks each compute all of it" in capfd.readouterr().out
+
+
+def test_experts_are_not_cut_by_tensor_parallelism(capfd):
+    run_ranks(only_experts, 4)
+    assert "cuts nothing of Block: 2 ranks each compute all of it" in capfd.readouterr().out
+
+
+def only_experts():
+    parallel = {"tensor": {"size": 2, "mode": "1d"}, "moe": {"size": 2}}
+    colossalai.launch_from_torch({"parallel": parallel}, verbose=False)
+    model = experts.Block(gpc.mesh)
+    colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), verbose=False)
+    gpc.destroy()
 
 
 def uncut():

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from colossalai.context import Config, ConfigException, Mesh
+from colossalai.nn.parallel import Bucketed, Replicated
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble
 from colossalai.runtime._compile import apply_compile
@@ -154,7 +155,8 @@ def apply_to_ranks(axes, model, *, pipeline=None, tensor_axis=None):
     """Compile on one of several ranks, of which nothing but their numbers is asked."""
     sizes = {"dp": 1, **axes}
     ranks = SimpleNamespace(world_size=math.prod(sizes.values()), axes=sizes, axis_size=sizes.get)
-    plan = Plan(compile=EAGER, pipeline=pipeline)
+    data = Replicated() if pipeline is None else Bucketed()
+    plan = Plan(compile=EAGER, data=data, pipeline=pipeline)
     where = {"mesh": ranks, "tensor_axis": tensor_axis, "device": torch.device("cpu")}
     apply_compile(model, plan, blocks=list(model.blocks), **where)
 

@@ -10,10 +10,8 @@ from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_f
 from colossalai.booster.plugin._plugin import Plugin
 from colossalai.context import Layout, names_arguments, read_layout
 from colossalai.logging import get_dist_logger
-from colossalai.nn.parallel import Bucketed, Replicated
 from colossalai.pipeline import PipelineOptions, Schedule
-from colossalai.runtime import Plan, refuse_pairs
-from colossalai.zero import ZeroReplicas
+from colossalai.runtime import Plan, data_method, refuse_pairs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +35,9 @@ class HybridOptions:
 
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
-            raise ValueError(f"zero_stage is {self.zero_stage!r}; it must be 0, 1 or 2")
+            raise ValueError(f"zero_stage is {self.zero_stage!r}; it must be 0, 1, 2 or 3")
         methods = ["pipeline"] if self.pp_size > 1 else []
         refuse_pairs([*methods, *([f"ZeRO {self.zero_stage}"] if self.zero_stage else [])])
-        if self.zero_stage == 3:
-            raise ValueError("zero_stage is 3: use TorchFSDPPlugin, which shards the parameters")
         if self.sequence_attention is not None and self.sp_size == 1:
             raise ValueError(
                 f"sequence_attention is {self.sequence_attention!r}, but no ranks share a sequence: pass "
@@ -106,7 +102,7 @@ class HybridParallelPlugin(Plugin):
             `sp_size` heads on each tensor-parallel rank.
         pp_size: Number of pipeline ranks.
         zero_stage: 0; 1 shards the optimizer's states over the data-parallel ranks, 2 (without a pipeline)
-            their gradients, too.
+            their gradients, too, and 3 (the same) the parameters.
         num_microbatches: Number of microbatches of a batch; needed with a pipeline.
         schedule: "1f1b" (default), "gpipe", "interleaved", "zb-h1", "zb-v", the path of a CSV file of
             actions, or a `colossalai.pipeline.Schedule`.
@@ -189,10 +185,9 @@ class HybridParallelPlugin(Plugin):
                 raise ValueError("precision is given twice: to HybridParallelPlugin and to Booster")
             precision = options.precision.precision()
         pipeline = options.pipeline_options()
-        replicated = Replicated() if pipeline is None else Bucketed()
         return Plan(
             layout=options.layout,
-            data=ZeroReplicas(stage=options.zero_stage) if options.zero_stage else replicated,
+            data=data_method(options.zero_stage, in_pipeline=pipeline is not None),
             precision=precision,
             recompute=options.recompute,
             clip_grad_norm=options.max_norm,

@@ -6,7 +6,7 @@ a forward as a whole has no place for a wrapper. Here the gradients are averaged
 """
 
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import nn
@@ -38,6 +38,8 @@ class Bucketed(DataMethod):
     bucket_cap_mb: float = 25.0
     overlap: bool = True
     broadcast_buffers: bool = True
+
+    in_pipeline: ClassVar[bool | None] = True
 
     def __post_init__(self) -> None:
         if not self.bucket_cap_mb > 0:

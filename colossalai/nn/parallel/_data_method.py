@@ -23,9 +23,11 @@ class DataMethod(ABC):
 
     Attributes:
         shards_parameters: Whether a rank holds only slices of the parameters.
+        in_pipeline: Whether it synchronizes in pipelines only (True), only without one (False), or in both.
     """
 
     shards_parameters: ClassVar[bool] = False
+    in_pipeline: ClassVar[bool | None] = None
 
     @property
     def name_in_pairs(self) -> str | None:
