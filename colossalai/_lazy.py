@@ -19,7 +19,8 @@ def find_name(package: str, homes: Mapping[str, str], name: str) -> Any:
         name: What is asked for.
 
     Raises:
-        AttributeError: There is neither; of what has not landed it says what to use instead.
+        AttributeError: `package` has no public name and no sub-module `name`; the message says what to use
+            instead of one that has not landed.
     """
     if f"{package}.{name}" in NOT_LANDED:
         refuse_name(package, name)

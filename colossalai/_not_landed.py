@@ -129,7 +129,8 @@ def refuse_name(package: str, name: str) -> None:
         name: What is asked for.
 
     Raises:
-        AttributeError: Always; it says what to use instead of a name that has not landed.
+        AttributeError: `package` has no attribute `name` (raised on every call); the message says what to use
+            instead of a name that has not landed.
     """
     plain = f"module {package!r} has no attribute {name!r}"
     raise AttributeError(NOT_LANDED.get(f"{package}.{name}", plain), name=name)

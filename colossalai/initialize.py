@@ -60,9 +60,10 @@ def initialize(
         Engine, train dataloader, test dataloader, scheduler.
 
     Raises:
-        RuntimeError: Nothing has been launched.
+        RuntimeError: The job has not been launched.
         ConfigException: The config asks for a feature that has not landed yet.
-        ValueError: The components do not fit together.
+        ValueError: `optimizer` holds parameters that `model` has not, a component has been initialized
+            before, or `model` cannot be built for the plan of the config.
     """
     mesh, device = global_context.mesh, global_context.device
     options = schedule.options if isinstance(schedule, PipelineSchedule) else None

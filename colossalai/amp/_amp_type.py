@@ -51,7 +51,7 @@ def precision_of(mode: AMP_TYPE | str, options: Mapping[str, Any] | None = None)
     """Return the precision of a mode with its options.
 
     Raises:
-        ValueError: There is no such mode, or an option does not fit.
+        ValueError: `mode` is unknown, or `options` has an option or a value that the mode does not take.
     """
     amp_type = _amp_type(mode)
     try:
@@ -95,7 +95,8 @@ def convert_to_amp(
             the bound of the gradient norm to which every step clips.
 
     Raises:
-        ValueError: There is no such mode, an option does not fit, or model and optimizer are none.
+        ValueError: `mode` is unknown, `amp_config` has an option or a value that the mode does not take, or
+            `model` or `optimizer` is of another type or converted already.
     """
     options = {key: value for key, value in (amp_config or {}).items() if key != "mode"}
     max_norm = options.pop("clip_grad_norm", 0.0)
@@ -132,7 +133,8 @@ def convert_to_torch_amp(
         amp_config: Options as in `fp16=dict(mode=AMP_TYPE.TORCH, ...)` of a config.
 
     Raises:
-        ValueError: An option does not fit.
+        ValueError: `amp_config` has an option or a value that the mode does not take, or `model` or
+            `optimizer` is of another type or converted already.
     """
     converted, wrapped, _ = convert_to_amp(model, optimizer, _no_criterion, AMP_TYPE.TORCH, amp_config)
     return converted, wrapped, criterion
@@ -149,7 +151,8 @@ def convert_to_naive_amp(
         amp_config: Options as in `fp16=dict(mode=AMP_TYPE.NAIVE, ...)` of a config.
 
     Raises:
-        ValueError: An option does not fit.
+        ValueError: `amp_config` has an option or a value that the mode does not take, or `model` or
+            `optimizer` is of another type or converted already.
     """
     converted, wrapped, _ = convert_to_amp(model, optimizer, _no_criterion, AMP_TYPE.NAIVE, amp_config)
     return converted, wrapped
@@ -166,7 +169,8 @@ def convert_to_apex_amp(
         amp_config: Options as in `fp16=dict(mode=AMP_TYPE.APEX, ...)` of a config.
 
     Raises:
-        ValueError: An option does not fit.
+        ValueError: `amp_config` has an option or a value that the mode does not take, or `model` or
+            `optimizer` is of another type or converted already.
     """
     converted, wrapped, _ = convert_to_amp(model, optimizer, _no_criterion, AMP_TYPE.APEX, amp_config)
     return converted, wrapped

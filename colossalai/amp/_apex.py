@@ -81,7 +81,8 @@ class ApexPrecision(Precision):
         enabled: False leaves everything as it is.
 
     Raises:
-        ValueError: An option is not what it must be, or does not go with the level.
+        ValueError: `opt_level` is unknown, or an option has another type, is out of range, or does not go
+            with the level.
     """
 
     opt_level: str = "O1"

@@ -242,7 +242,8 @@ class DynamicLossScaler(CheckedLossScaler):
         quiet: Do not warn of skipped steps.
 
     Raises:
-        ValueError: A number is not what it must be.
+        ValueError: A factor, the interval or `hysteresis` is out of range, or `init_scale` is not between
+            `min_scale` and `max_scale`.
     """
 
     def __init__(

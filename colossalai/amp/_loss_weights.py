@@ -95,7 +95,8 @@ def read_loss(loss: GivenLoss, weight: Weight | None = None) -> LossTerm:
         weight: What the mean is over; None: it has no weight.
 
     Raises:
-        ValueError: It is neither, a weight is negative or not one number, or a pair has a second weight.
+        ValueError: `loss` is neither a tensor nor a pair, a weight is negative or not one number, or a pair
+            has a second weight.
     """
     if isinstance(loss, Tensor):
         if weight is None:

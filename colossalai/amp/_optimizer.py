@@ -37,7 +37,7 @@ def check_clipping(max_norm: float, norm_type: float) -> None:
     """Refuse a bound below 0, and a p below 1.
 
     Raises:
-        ValueError: One of them is.
+        ValueError: `max_norm` is below 0, `norm_type` is below 1, or either is no number.
     """
     are_numbers = all(isinstance(each, int | float) and each is not True for each in (max_norm, norm_type))
     if not are_numbers or not max_norm >= 0 or not norm_type >= 1:
@@ -69,7 +69,7 @@ class OptimizerWrapper(Optimizer):
             [Note: one scale for the optimizers of a model].
 
     Raises:
-        ValueError: `max_norm` or `norm_type` is not what it must be, or two scalers are given.
+        ValueError: `max_norm` is below 0, `norm_type` is below 1, or `scaler` and `beside` are both given.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each thing that a door knows of a step
@@ -145,8 +145,8 @@ class OptimizerWrapper(Optimizer):
             kwargs: Further arguments of `Tensor.backward`.
 
         Raises:
-            ValueError: `loss` is not what a criterion returns (see `check_loss`), a weight is not what it
-                must be, or only some of the losses of a step have one.
+            ValueError: `loss` is not what a criterion returns (see `check_loss`), `weight` is negative or not
+                one number, or only some of the losses of a step have one.
         """
         given = read_loss(loss, weight)
         check_loss(given.value, is_seed_given=kwargs.get("gradient") is not None)
@@ -191,7 +191,7 @@ class OptimizerWrapper(Optimizer):
             weight: What the sum is over; the first one of all makes the replicas agree on a unit.
 
         Raises:
-            ValueError: It is not known which ranks average their gradients.
+            ValueError: `group` has several ranks, and the optimizer was made without `replicas`.
         """
         if self.weights.replicas is None and self.group is not None and dist.get_world_size(self.group) > 1:
             raise ValueError(
@@ -271,7 +271,7 @@ class OptimizerWrapper(Optimizer):
         Raises:
             ValueError: The precision scales the loss, and a closure is given, or no optimizer of the model
                 has run the backward.
-            RepeatedOverflowError: Too many steps in a row were skipped.
+            RepeatedOverflowError: `max_consecutive_skips` steps in a row were skipped.
         """
         if closure is not None and self.scaler.skips:
             raise ValueError(
@@ -328,7 +328,7 @@ class OptimizerWrapper(Optimizer):
         """Add a group to the optimizer underneath.
 
         Raises:
-            ValueError: Its parameters would need float32 masters, which are made at the door only.
+            ValueError: The optimizer works on float32 masters or slices, which are made at the door only.
         """
         if len(self.masters):
             raise ValueError(

@@ -133,7 +133,7 @@ def refuse_misfit(precision: Precision, *, shards_parameters: bool) -> None:
         shards_parameters: Whether a rank holds slices of the parameters only.
 
     Raises:
-        ValueError: It does not.
+        ValueError: `precision` keeps float32 masters, and `shards_parameters` is set.
     """
     if shards_parameters and precision.has_masters:
         raise ValueError(

@@ -44,8 +44,9 @@ class Booster(Saving):
         compile: Compile the model's blocks: True, or a dict of options of `torch.compile`.
 
     Raises:
-        RuntimeError: Nothing has been launched.
-        ValueError: An argument is not what it must be.
+        RuntimeError: The job has not been launched.
+        ValueError: `device` or `mixed_precision` is unknown, `plugin` is no `Plugin`, `gradient_accumulation`
+            is below 1, or `mixed_precision` is given here and to the plugin.
     """
 
     @names_arguments
@@ -115,7 +116,8 @@ class Booster(Saving):
             Model, optimizer, criterion, dataloader, scheduler; None for what was not given.
 
         Raises:
-            ValueError: The components do not fit together.
+            ValueError: `optimizer` is empty or holds parameters that `model` has not, a component has been
+                boosted before, or `model` cannot be built for the plan of the plugin.
         """
         is_several = isinstance(optimizer, list | tuple)
         optimizers: list[Any] = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
@@ -159,8 +161,8 @@ class Booster(Saving):
                 and losses are not divided for accumulation. After it `optimizer.mean_loss` is that mean.
 
         Raises:
-            ValueError: The optimizer has not been boosted, a weight is not what it must be, or only some of
-                the losses of a step have one.
+            ValueError: `optimizer` has not been boosted, `loss` is not what a criterion returns, `weight` is
+                negative or not one number, or only some of the losses of a step have one.
         """
         boosted_optimizer(optimizer).backward(loss, weight)
 
@@ -194,7 +196,7 @@ class Booster(Saving):
         Raises:
             ValueError: Model or optimizer have not been boosted with a pipeline, or a loss is needed and
                 there is no criterion.
-            StopIteration: There are no more batches.
+            StopIteration: `data_iter` has no more batches.
         """
         boosted = _boosted_model(model)
         if boosted.pipeline is None:
@@ -266,8 +268,8 @@ class Booster(Saving):
                 handed out a batch last. Of one of another kind nothing is known: all rows, rank after rank.
 
         Raises:
-            ValueError: Something is no tensor, shapes differ between ranks beyond dim 0, or rows do not
-                belong to samples; on all ranks.
+            ValueError: `data` holds an object that is no tensor, its shapes differ between ranks beyond dim
+                0, or its rows do not belong to samples; on all ranks.
         """
         loader = self.plugin.last_dataloader() if dataloader is None else dataloader
         loader = loader.loader if isinstance(loader, WatchedLoader) else loader

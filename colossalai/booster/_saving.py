@@ -75,8 +75,9 @@ class Saving:
             The path of the training state; None if it was not time.
 
         Raises:
-            ValueError: Something cannot be saved.
-            OSError: It cannot be written; on all ranks. The earlier ones stay.
+            ValueError: `step`, `every`, `keep_last` or another option is out of range, a value cannot be
+                saved, or an accumulation window is under way.
+            OSError: The training state cannot be written; on all ranks. The earlier ones stay.
         """
         return save_run(
             folder,
@@ -118,9 +119,9 @@ class Saving:
             Step, epoch and extra values as they were saved; None if there is no training state.
 
         Raises:
-            ValueError: All training states are damaged, or the newest complete one lacks something or does
-                not fit; nothing was overwritten.
-            OSError: It cannot be read.
+            ValueError: All training states are damaged, or the newest complete one lacks a part or has other
+                names or shapes; nothing was overwritten.
+            OSError: The training state cannot be read.
         """
         run = self._run(model, optimizer, lr_scheduler, dataloader)
         resumed = resume_run(folder, run, buffer_size=buffer_size)
@@ -209,8 +210,8 @@ class Saving:
                 a file from somebody whom you trust.
 
         Raises:
-            ValueError: Names or shapes do not fit, or the file needs `allow_pickle`; nothing has been
-                overwritten.
+            ValueError: A name or a shape in `checkpoint` is not the model's, or the file needs
+                `allow_pickle`; nothing has been overwritten.
         """
         checkpoint_io.load_model(
             _raw_model(model),
@@ -259,7 +260,8 @@ class Saving:
         """Load the state of a boosted optimizer, saved under any plugin and number of ranks.
 
         Raises:
-            ValueError: The optimizer has not been boosted, or names or shapes do not fit.
+            ValueError: `optimizer` has not been boosted, or a name or a shape in `checkpoint` is not the
+                optimizer's.
         """
         wrapped = boosted_optimizer(optimizer)
         checkpoint_io.load_optimizer(wrapped, checkpoint, param_names=wrapped.param_names)
@@ -281,7 +283,7 @@ def boosted_optimizer(optimizer: Optimizer) -> OptimizerWrapper:
     """Return an optimizer as what `boost` returned.
 
     Raises:
-        ValueError: It has not been boosted.
+        ValueError: `optimizer` has not been boosted.
     """
     if not isinstance(optimizer, OptimizerWrapper):
         raise ValueError("this optimizer has not been boosted: use the one that booster.boost returned")

@@ -30,7 +30,8 @@ def build_from_registry(config: Mapping[str, Any], registry: Registry) -> Any:
         registry: Where the name is known, such as `colossalai.registry.LOSSES`.
 
     Raises:
-        ValueError: There is no type, nothing of that name is registered, or the arguments do not fit.
+        ValueError: `registry` is no `Registry`, `config` names no type that is registered in it, or the type
+            does not take the arguments.
     """
     if not isinstance(registry, Registry):
         raise ValueError(f"the registry is {registry!r}; it must be one such as colossalai.registry.LAYERS")
@@ -51,7 +52,8 @@ def build_module(config: Mapping[str, Any]) -> nn.Module:
     """Build the layer or model that `dict(type=..., ...)` names; further entries are its arguments.
 
     Raises:
-        ValueError: There is no type, no layer or model of that name, or it is no `nn.Module`.
+        ValueError: `config` names no registered layer or model, the arguments do not fit its signature, or
+            what it builds is no `nn.Module`.
     """
     name = config.get("type") if isinstance(config, Mapping) else None
     in_models = isinstance(name, str) and MODELS.has(name) and not LAYERS.has(name)

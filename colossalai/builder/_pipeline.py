@@ -24,7 +24,7 @@ def build_pipeline_model(layers: nn.Sequential, num_chunks: int = 1, verbose: bo
         An `nn.Sequential`, or several as a `ChunkList`; layers keep their numbers in the whole model.
 
     Raises:
-        ValueError: It is no `nn.Sequential`, or it has fewer layers than there are parts.
+        ValueError: `layers` is no `nn.Sequential`, or has fewer layers than there are parts.
     """
     return _own_part(layers, num_chunks=num_chunks, method="uniform", verbose=verbose)
 

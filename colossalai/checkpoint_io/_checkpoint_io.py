@@ -103,7 +103,7 @@ class GeneralCheckpointIO(CheckpointIO):
         """See the base class; the format is detected.
 
         Raises:
-            ValueError: Names or shapes do not fit; nothing has been overwritten.
+            ValueError: A name or a shape in `checkpoint` is not the model's; nothing has been overwritten.
         """
         load_model(_unwrapped(model), checkpoint, strict=strict)
         return model
@@ -137,7 +137,8 @@ class GeneralCheckpointIO(CheckpointIO):
         """See the base class.
 
         Raises:
-            ValueError: Names or shapes do not fit; nothing has been overwritten.
+            ValueError: A name or a shape in `checkpoint` is not the optimizer's; nothing has been
+                overwritten.
         """
         load_optimizer(optimizer, checkpoint, param_names=self._names(optimizer))
 

@@ -63,8 +63,8 @@ class Agreement:
             What `action` returned on this rank; the others are not told.
 
         Raises:
-            Exception: What `action` raised on this rank; where it did not, an error that tells what the first
-                rank that failed raised.
+            Exception: `action` failed on this rank, with its own error; or on another one, with an error that
+                tells what the first rank that failed raised.
         """
         return self._run(action, is_told=False)[0]
 
@@ -75,8 +75,8 @@ class Agreement:
             What `action` returned on the writer, None on the other ranks.
 
         Raises:
-            Exception: What `action` raised on the writer; on the others an error of the same kind with its
-                message.
+            Exception: `action` failed on the writer: there its own error, on the others one of the same kind
+                with its message.
         """
         return self._run(action if self._rank() == 0 else _nothing, is_told=False)[0]
 
@@ -87,7 +87,7 @@ class Agreement:
             What `action` returned on each rank, by rank.
 
         Raises:
-            Exception: As in `on_every_rank`.
+            Exception: `action` failed on some rank; see `on_every_rank`.
         """
         return self._run(action, is_told=True)[1]
 
@@ -98,7 +98,7 @@ class Agreement:
             What `action` returned there, on every rank.
 
         Raises:
-            Exception: As in `on_writer`.
+            Exception: `action` failed on the writer; see `on_writer`.
         """
         return self._run(action if self._rank() == 0 else _nothing, is_told=True)[1][0]
 

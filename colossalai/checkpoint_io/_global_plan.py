@@ -46,7 +46,7 @@ def with_other_ranks(
         flatten: Takes a content apart; what stands for a tensor has the same name on all ranks.
 
     Raises:
-        ValueError: What `own_content` raises on some rank, or tensors of one name have other shapes or dtypes
+        ValueError: `own_content` raises it on some rank, or tensors of one name have other shapes or dtypes
             on other ranks; on all ranks.
     """
     told, own = "", FlatStateDict[ShardedTensor]({}, None)
@@ -84,7 +84,7 @@ def names_elsewhere(own_names: Callable[[], Sequence[Collection[str]]]) -> list[
         own_names: Gives the lists of this rank, as many on all.
 
     Raises:
-        ValueError: What `own_names` raises on some rank; on all ranks.
+        ValueError: `own_names` raises it on some rank; on all ranks.
     """
     lists: list[list[str]] = []
 

@@ -64,7 +64,7 @@ def stored_values(state: FlatStateDict[TensorMetadata]) -> Mapping[str, object]:
     """Return the values of the state dict that a flat one was made of.
 
     Raises:
-        ValueError: `state` is none that a model was made of.
+        ValueError: The values of `state` that are no tensors have no names, as those of a model have.
     """
     if state.tree is None:
         return state.tensors
@@ -153,7 +153,8 @@ def plan_model_loading(
         saved_prefix: What the names in the checkpoint begin with; found out if it is not given.
 
     Raises:
-        ValueError: Something does not fit and `strict` is set; all of it is named.
+        ValueError: A name, shape or dtype in the checkpoint is not the model's and `strict` is set; all of
+            them are named.
     """
     prefix = prefix_of(module)
     wanted = {prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
@@ -312,8 +313,8 @@ def save_model(
             other options only `prefix` counts then.
 
     Raises:
-        ValueError: A file where a folder is meant or the reverse, values that the format cannot hold, or
-            parameters that are both slices and DTensors.
+        ValueError: `checkpoint` is a file where a folder is meant or the reverse, the format cannot hold a
+            value, or parameters are both slices and DTensors.
         OSError: The checkpoint cannot be written; on all ranks. What was there before is still there.
     """
     state = model_state(module, prefix=prefix or "")
@@ -359,8 +360,8 @@ def load_model(
         What did not fit.
 
     Raises:
-        ValueError: The checkpoint is damaged, or does not fit: all misfits are named, and nothing was
-            overwritten.
+        ValueError: The checkpoint is damaged, or its names or shapes are not the model's: all misfits are
+            named, and nothing was overwritten.
         OSError: The checkpoint cannot be read.
     """
     state = load_state(checkpoint, MODEL, variant=variant, allow_pickle=allow_pickle)

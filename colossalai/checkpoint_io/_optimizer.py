@@ -127,7 +127,8 @@ def plan_optimizer_loading(
         elsewhere: Names of parameters whose state other ranks hold.
 
     Raises:
-        ValueError: Something does not fit; all of it is named.
+        ValueError: `state` holds no optimizer, or its names, shapes or groups are not those of `optimizer`;
+            all misfits are named.
     """
     content: dict[str, Any] = stored_content(state)
     if not content:
@@ -254,8 +255,8 @@ def save_optimizer(
             be the one that holds the model; of the other options only `prefix` counts then.
 
     Raises:
-        ValueError: A parameter has no name, or the state holds something that is not plain, or of another
-            shape than the slice that its parameter is.
+        ValueError: A parameter has no name, or the state holds a value that is not plain, or a tensor of
+            another shape than the slice that its parameter is.
         OSError: The checkpoint cannot be written; on all ranks. What was there before is still there.
     """
     layout = FileLayout(
@@ -285,8 +286,8 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path, *, param_names:
         param_names: The name of each of its parameters.
 
     Raises:
-        ValueError: The checkpoint is damaged, or does not fit: all misfits are named, and nothing was
-            overwritten.
+        ValueError: The checkpoint is damaged, or its names, shapes or groups are not the optimizer's: all
+            misfits are named, and nothing was overwritten.
         OSError: The checkpoint cannot be read.
     """
     state = load_state(checkpoint, OPTIMIZER)

@@ -113,8 +113,8 @@ def optimizer_state(optimizer: Optimizer, param_names: ParamNames, *, prefix: st
     """Return what is to be saved of an optimizer; collective, under a pipeline it is that of all stages.
 
     Raises:
-        ValueError: A parameter has no name, or the state holds something that is not plain, or of which it is
-            not known how it is cut; on all ranks.
+        ValueError: A parameter has no name, or the state holds a value that is not plain, or a tensor whose
+            cut is not known; on all ranks.
     """
     return with_other_ranks(
         lambda: _own_content(optimizer, param_names, prefix), merge=_merge, flatten=_flatten
@@ -153,7 +153,7 @@ def stored_content(state: FlatStateDict[TensorMetadata]) -> dict[str, object]:
     """Return the content that a flat state dict was made of; an empty one if there is no optimizer in it.
 
     Raises:
-        ValueError: `state` has the parts of an optimizer, and one of them is something else.
+        ValueError: `state` has the parts of an optimizer, and one of them has another form.
     """
     content = unpack(state.tree, state.tensors)
     if not isinstance(content, dict) or not _is_ours(content):

@@ -145,7 +145,7 @@ def check_state(
     Raises:
         ValueError: The manifest or an index is damaged, a file is missing or differs, or one is read for
             which the manifest does not vouch.
-        OSError: Something cannot be read.
+        OSError: A file cannot be read.
     """
     manifest = read_manifest(path)
     if not is_verified:
@@ -177,7 +177,7 @@ def refuse_lost(folder: Path) -> None:
         folder: What a run is to go on from, in which none was found.
 
     Raises:
-        ValueError: `folder` is such a state, or a file, or only such states are in it.
+        ValueError: `folder` is a file or an incomplete training state, or holds only incomplete ones.
         FileNotFoundError: `folder` has the name of a training state, and is not there.
     """
     if not folder.exists():
@@ -203,7 +203,7 @@ def make_way(path: Path) -> None:
     """See that a training state can be saved at a path; a damaged one there is moved aside.
 
     Raises:
-        ValueError: Something that is not ours has the name.
+        ValueError: `path` is a link, or holds files that are no training state.
         OSError: `path` cannot be read or moved.
     """
     if path.is_symlink():

@@ -116,7 +116,7 @@ def write_training_state_alone(plan: SavePlan) -> None:
     """Write in one process what all ranks would write; older training states stay as they are.
 
     Raises:
-        ValueError: There is something at its place that is no training state.
+        ValueError: The path of the plan holds files that are no training state.
         OSError: The training state cannot be written.
     """
     make_way(plan.path)

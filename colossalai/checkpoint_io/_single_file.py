@@ -118,7 +118,8 @@ def load_checkpoint(
         The epoch that was saved.
 
     Raises:
-        ValueError: The file is damaged, lacks something wanted, or does not fit; nothing was overwritten.
+        ValueError: The file is damaged, lacks a part that is wanted, or has other names or shapes; nothing
+            was overwritten.
         OSError: The file cannot be read.
     """
     _check(file, model, optimizer, "load_checkpoint(file, model, optimizer, lr_scheduler)")

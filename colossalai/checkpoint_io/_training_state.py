@@ -142,8 +142,8 @@ def save_training_state(
         The path of the training state; with `save_async` it may not be there yet.
 
     Raises:
-        ValueError: Something in it cannot be saved, an option is out of range, another job saves into the
-            folder, or something that is no training state has its name.
+        ValueError: A value in `state` cannot be saved, an option is out of range, another job saves into the
+            folder, or its path holds files that are no training state.
         OSError: The training state cannot be written; on all ranks. The earlier ones stay.
     """
     if step < 0:
@@ -203,7 +203,8 @@ def load_training_state(
         The `extra` values that were saved, and "step".
 
     Raises:
-        ValueError: The training state is damaged, lacks a part, or does not fit; nothing was overwritten.
+        ValueError: The training state is damaged, lacks a part, or has other names or shapes; nothing was
+            overwritten.
         OSError: The training state cannot be read.
     """
     wait_for_saves()  # it may be the one that is being saved
@@ -226,8 +227,8 @@ def resume_training_state(
         What `load_training_state` returns; None if the folder is not there or holds no training state.
 
     Raises:
-        ValueError: All that there are are damaged, the one that is meant has no manifest, or the newest
-            complete one does not fit.
+        ValueError: All training states are damaged, the one at `folder` has no manifest, or the newest
+            complete one lacks a part or has other names or shapes.
         OSError: The training state cannot be read; also if the path is that of a single one which is not
             there.
     """

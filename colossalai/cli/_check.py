@@ -35,7 +35,8 @@ def examine(settings: DoctorSettings) -> PreflightReport:
     """Run the checks.
 
     Raises:
-        ValueError: An option cannot be used.
+        ValueError: The host options contradict one another or name no host, a word of `env` is no variable,
+            or `master_port` is no TCP port.
     """
     return preflight(
         PreflightRequest(

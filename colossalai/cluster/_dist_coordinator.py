@@ -122,8 +122,8 @@ def priority_execution(
         process_group: The ranks that take part; all without one.
 
     Raises:
-        RuntimeError: On the waiting ranks, when the block failed on the executor, which raises its own error;
-            or on every rank, when `torch.distributed` is not initialised.
+        RuntimeError: The block failed on the executor, which raises its own error: on the waiting ranks; or
+            `torch.distributed` is not initialised: on every rank.
         ValueError: The group has no such rank, or this process is not in the group.
     """
     _require_initialized()

@@ -79,7 +79,7 @@ def expand_nodelist(text: str) -> tuple[str, ...]:
     """Return the names of SLURM's "gpu[01-03,7],login" in their order: gpu01, gpu02, gpu03, gpu7, login.
 
     Raises:
-        ValueError: A bracket is not closed, or holds something other than numbers and ranges.
+        ValueError: A bracket is not closed, or holds other words than numbers and ranges.
     """
     return tuple(name for word in _OUTER_COMMA.split(text) if word.strip() for name in _expand(word.strip()))
 

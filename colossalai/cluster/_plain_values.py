@@ -47,7 +47,7 @@ class PlainCodec:
         """Return a value as bytes; the same for equal values, if dicts have one order.
 
         Raises:
-            ValueError: `value` holds something that is not plain.
+            ValueError: `value` holds an object that is not plain.
         """
         table: list[Any] = []
         tree = self._tree(value, table, {})

@@ -141,7 +141,7 @@ def wait_for_name(host: str, port: int, *, deadline: float) -> list[Any]:
         deadline: Until when, by `time.monotonic`.
 
     Raises:
-        ConnectionError: `host` is not known by then; the message says why.
+        ConnectionError: `host` is not known by `deadline`; the message says why.
     """
     reason = "no time was left to look the name up"
     while (left := deadline - time.monotonic()) > 0:
@@ -164,7 +164,7 @@ def wait_for_server(host: str, port: int, *, deadline: float) -> None:
         deadline: Until when, by `time.monotonic`.
 
     Raises:
-        ConnectionError: Nothing listens by `deadline`; the message says why.
+        ConnectionError: No server listens at the address by `deadline`; the message says why.
     """
     reason = ""
     while True:

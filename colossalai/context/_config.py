@@ -23,7 +23,7 @@ def read_json(path: Path) -> Any:
     """Return what a JSON file holds.
 
     Raises:
-        ValueError: It is no JSON, or an object has a key twice.
+        ValueError: The file is no JSON, is nested too deeply, or has an object with a key twice.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_twins)
@@ -76,7 +76,7 @@ def read_literal(text: str) -> Any:
     other word is a string, so that `bf16` needs no quotes.
 
     Raises:
-        ValueError: It is empty, or begins like a literal and is none.
+        ValueError: `text` is empty, or begins like a literal and is none.
     """
     text = text.strip()
     if not text:
@@ -99,7 +99,7 @@ def _without_twins(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     """Return pairs as a dict.
 
     Raises:
-        ValueError: A key stands twice, or cannot be one.
+        ValueError: A key stands twice, or is not hashable.
     """
     found: dict[Any, Any] = {}
     for key, value in pairs:

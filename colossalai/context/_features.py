@@ -124,7 +124,7 @@ def check_config(config: Config, world_size: int) -> Layout:
     """Check every feature key of a config and return the layout of the mesh.
 
     Raises:
-        ConfigException: A feature is not written as it must be.
+        ConfigException: A feature has an unknown key, or a value of the wrong type or out of range.
     """
     for key, check in _FEATURES.items():
         if config.get(key) is not None:
@@ -321,7 +321,7 @@ def check_compile(value: Any) -> None:
     """Require what says whether, and with which options, a model is compiled.
 
     Raises:
-        ConfigException: It is neither True, False nor a dict of options of `torch.compile`.
+        ConfigException: `value` is neither True, False nor a dict of options of `torch.compile`.
     """
     if isinstance(value, bool):
         return

@@ -93,7 +93,8 @@ def own_groups(name: str, *, arguments: Mapping[str, Any], **sizes: Any) -> dict
         sizes: The arguments of `ProcessGroupInitializer`.
 
     Raises:
-        ConfigException: The arguments do not fit, or the groups are not a partition of the ranks.
+        ConfigException: The initializer does not take `arguments`, or its groups are not a partition of the
+            ranks.
     """
     initializer_class = DIST_GROUP_INITIALIZER.get_module(INITIALIZER_MAPPING[name])
     try:

@@ -91,9 +91,10 @@ def launch(
         timeout: Seconds to wait for the other processes.
 
     Raises:
-        ConfigException: The config is wrong; no process group has been made.
-        ValueError: Another argument is not what it must be.
-        RuntimeError: This process has launched already.
+        ConfigException: `config` cannot be read, or a feature in it is invalid; no process group has been
+            made.
+        ValueError: Another argument is of the wrong type or out of range.
+        RuntimeError: The process has launched already.
         ConnectionError: Rank 0 does not answer, or some ranks do not arrive, within `timeout`.
     """
     check_arguments(
@@ -146,8 +147,8 @@ def launch_from_torch(
     A process that no launcher has started is a job of its own, of one rank; a line says so.
 
     Raises:
-        ValueError: Some of a launcher's variables are missing or no numbers, or srun or mpirun has started
-            this process as one of several.
+        ValueError: A variable of a launcher is missing or no number, or srun or mpirun has started this
+            process as one of several.
     """
     place = torch_place()
     if place is None:
@@ -215,7 +216,7 @@ def relayout(layout: Layout) -> None:
         layout: The extents; its data-parallel size may be left out.
 
     Raises:
-        RuntimeError: Nothing has been launched.
+        RuntimeError: The job has not been launched.
         ConfigException: The sizes do not fit the number of processes, or the job has been laid out otherwise.
     """
     mesh, config = global_context.mesh, global_context.config
@@ -312,9 +313,9 @@ def _store_at(host: str, port: int, *, rank: int, deadline: float) -> dist.TCPSt
     """Open the store, at rank 0 unless the launcher has, or connect to it.
 
     Raises:
-        ConnectionError: Nothing listens there by the deadline, or the name is not known.
-        TimeoutError: What listens there does not answer by then.
-        DistError: It cannot be opened, or is no store.
+        ConnectionError: No server listens at the address by the deadline, or `host` is not known.
+        TimeoutError: The server does not answer by the deadline.
+        DistError: The store cannot be opened, or the server is no store.
     """
     has_agent = agent_serves(host, port)
     if rank == 0 and not has_agent:

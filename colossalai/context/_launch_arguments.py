@@ -28,7 +28,7 @@ def check_arguments(
     """Refuse what `launch` cannot use.
 
     Raises:
-        ValueError: An argument is not what it must be.
+        ValueError: A number is of the wrong type or out of range, `host` is empty, or `backend` is unknown.
     """
     whole = {"rank": rank, "world_size": world_size, "port": port, "seed": seed}
     if local_rank is not None:
@@ -122,8 +122,8 @@ def torch_place(environment: Mapping[str, str] = os.environ) -> LaunchPlace | No
     """Return what `colossalai run` or torchrun says; None if no launcher has started this process.
 
     Raises:
-        ValueError: Some variables are missing or no numbers, or another launcher has started this process
-            as one of several.
+        ValueError: A variable of a launcher is missing or no number, or another launcher has started this
+            process as one of several.
     """
     starter = "start the script with `colossalai run --nproc_per_node N script.py` or with torchrun"
     if not any(name in environment for name in _TORCH_NAMES):

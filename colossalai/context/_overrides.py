@@ -35,7 +35,7 @@ def parse_override(word: str) -> Override:
     """Return what "KEY.KEY=VALUE" says.
 
     Raises:
-        ConfigException: It says something else.
+        ConfigException: `word` is not of the form KEY.KEY=VALUE, or its value cannot be read.
     """
     name, sign, text = word.partition("=")
     path = tuple(name.strip().split("."))
@@ -51,7 +51,7 @@ def join_overrides(words: Sequence[str], *, environment: Mapping[str, str] = os.
     """Return the variable's content: what it holds already, and then `words`, of which the last one wins.
 
     Raises:
-        ConfigException: One of them is no override.
+        ConfigException: A word is no override.
     """
     for word in words:
         parse_override(word)
@@ -69,7 +69,7 @@ def with_overrides(
         environment: Where the variable is.
 
     Raises:
-        ConfigException: An override cannot be read, or there is no such key.
+        ConfigException: An override cannot be read, or names a key that the config has not.
     """
     text = environment.get(OVERRIDES_VARIABLE, "")
     try:

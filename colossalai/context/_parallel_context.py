@@ -49,7 +49,7 @@ class ParallelContext:
         """The mesh of the job.
 
         Raises:
-            RuntimeError: Nothing has been launched.
+            RuntimeError: The job has not been launched.
         """
         if self._mesh is None:
             raise RuntimeError(
@@ -81,7 +81,8 @@ class ParallelContext:
         """Check the loaded config and lay the mesh over the ranks; no process group is needed for that.
 
         Raises:
-            ConfigException: The config does not fit the number of processes.
+            ConfigException: A feature of the config is invalid, or its sizes do not fit the number of
+                processes.
         """
         layout = check_config(self._config, world_size)
         mesh = Mesh(
@@ -102,7 +103,8 @@ class ParallelContext:
         So it is called when the ranks have met, on all of them.
 
         Raises:
-            ConfigException: The arguments of the mode do not fit, or the groups do not.
+            ConfigException: The initializer does not take the arguments of the mode, or its groups are not a
+                partition of the ranks.
         """
         layout = self._layout
         if layout.mode is None or layout.layout_mode is not None:
@@ -262,7 +264,7 @@ class ParallelContext:
         A checkpoint that is being saved in the background is waited for.
 
         Raises:
-            Exception: What went wrong in the background; the groups are destroyed all the same.
+            Exception: Work in the background failed; the groups are destroyed all the same.
         """
         try:
             prepare_end()

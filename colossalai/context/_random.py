@@ -66,7 +66,7 @@ def add_seed(mode: Hashable, seed: int, overwrite: bool = False) -> None:
     """Give a mode a random state that starts from `seed`; the state in force is not touched.
 
     Raises:
-        ValueError: The mode has one already and `overwrite` is False.
+        ValueError: `mode` has a state already and `overwrite` is False.
     """
     if mode in process.random.states and not overwrite:
         raise ValueError(f"{mode} has a random state already: pass overwrite=True to replace it")

@@ -80,7 +80,7 @@ class Engine:
         """The loss function.
 
         Raises:
-            ValueError: There is none.
+            ValueError: The engine was made without a criterion.
         """
         if self._criterion is None:
             raise ValueError("there is no criterion: pass one to colossalai.initialize")
@@ -120,7 +120,8 @@ class Engine:
                 of the mean of the means. After the step `optimizer.mean_loss` is that mean.
 
         Raises:
-            ValueError: A weight is not what it must be, or only some of the losses of a window have one.
+            ValueError: `loss` is not what a criterion returns, `weight` is negative or not one number, or
+                only some of the losses of a window have one.
         """
         self.training_step.backward(loss, weight)
 
@@ -166,7 +167,7 @@ class Engine:
             pair.
 
         Raises:
-            StopIteration: There are no more batches.
+            StopIteration: `data_iter` has no more batches.
         """
         self.training_step.loss_weight = None
         return self.schedule.forward_back_step(
@@ -212,8 +213,9 @@ class Engine:
             The path of the training state; None if it was not time.
 
         Raises:
-            ValueError: Something cannot be saved, or an accumulation window is under way.
-            OSError: It cannot be written; on all ranks. The earlier ones stay.
+            ValueError: `step`, `every`, `keep_last` or another option is out of range, a value cannot be
+                saved, or an accumulation window is under way.
+            OSError: The training state cannot be written; on all ranks. The earlier ones stay.
         """
         run = self._run(lr_scheduler, dataloader)
         return save_run(
@@ -251,9 +253,9 @@ class Engine:
             Step, epoch and extra values as they were saved; None if there is no training state.
 
         Raises:
-            ValueError: All training states are damaged, or the newest complete one lacks something or does
-                not fit; nothing was overwritten.
-            OSError: It cannot be read.
+            ValueError: All training states are damaged, or the newest complete one lacks a part or has other
+                names or shapes; nothing was overwritten.
+            OSError: The training state cannot be read.
         """
         resumed = resume_run(folder, self._run(lr_scheduler, dataloader), buffer_size=buffer_size)
         if resumed is not None:

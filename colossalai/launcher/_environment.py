@@ -66,7 +66,7 @@ def given_variables(given: Sequence[str], environment: Mapping[str, str]) -> dic
         environment: The caller's.
 
     Raises:
-        ValueError: A word of `given` is neither, or the caller has no such variable.
+        ValueError: A word of `given` is neither NAME nor NAME=VALUE, or the caller has no variable NAME.
     """
     env = {}
     for word in given:
@@ -105,7 +105,7 @@ def variables_line(env: Mapping[str, str]) -> bytes:
     """Return the line from which `READ_VARIABLES` sets these variables.
 
     Raises:
-        ValueError: A name of `env` is none that a shell takes.
+        ValueError: A name of `env` is no name of a shell variable.
     """
     for name in env:
         if not is_variable_name(name):

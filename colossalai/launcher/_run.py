@@ -62,7 +62,8 @@ def run(options: RunOptions) -> int:
     """Do what the options say and return the exit code.
 
     Raises:
-        ValueError: An option is wrong, or two do not fit one another.
+        ValueError: An option is out of range, contradicts another one or needs hosts, or the script or a host
+            cannot be found.
     """
     options = _with_overrides(_with_extra_args(options))
     hosts = find_hosts(options, os.environ)
@@ -104,8 +105,7 @@ def find_hosts(options: RunOptions, environment: Mapping[str, str]) -> tuple[Hos
 
     Raises:
         ValueError: The host options contradict one another or name no host, or a batch system has started
-        this
-            very command several times.
+            this very command several times.
     """
     if options.host_list is not None and options.hostfile is not None:
         raise ValueError("--host and --hostfile are two ways to say the same; use one of them")

@@ -25,7 +25,7 @@ def materialize_tensor(tensor: Tensor, *, device: Device = None) -> Tensor:
         device: Where to; default: where it would be had it been built eagerly.
 
     Raises:
-        ValueError: It is on the meta device without being lazy.
+        ValueError: `tensor` is on the meta device without being lazy.
     """
     tape = tape_of(tensor)
     if tape is None:

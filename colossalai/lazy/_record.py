@@ -58,7 +58,7 @@ def run_lazily(op: Any, args: Any, kwargs: Any, *, context: Surroundings | None,
         Its outputs. Tensors are lazy; they are real where nothing can be known without the values.
 
     Raises:
-        ValueError: It computes with lazy and real tensors outside of a context, or it would write into lazy
+        ValueError: `op` computes with lazy and real tensors outside of a context, or would write into lazy
             ones what has no values.
     """
     tensors = _tensors((args, kwargs))

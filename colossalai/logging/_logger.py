@@ -77,7 +77,7 @@ class DistributedLogger:
             level: The level, by name or number.
 
         Raises:
-            ValueError: There is no such level.
+            ValueError: `level` is unknown.
         """
         self._console.setLevel(_level_number(level))
         self._use_lowest_level()

@@ -59,7 +59,8 @@ class TokenLoss(nn.Module):
         With `with_count` return two of them.
 
         Raises:
-            ValueError: The shapes do not fit, or a label is not a class.
+            ValueError: `logits`, but for the classes, and this rank's `labels` differ in shape, or a label is
+                not a class.
         """
         if not self.cut.is_cut:
             loss: Tensor | tuple[Tensor, Tensor] = self.loss(logits.flatten(0, -2), labels.flatten())

@@ -76,7 +76,7 @@ class SequenceCut:
             what: What they are, for the message.
 
         Raises:
-            ValueError: One is not.
+            ValueError: A number is negative, or not below `limit`.
         """
         if self.is_cut and numbers.numel() > 0:
             low, high = (bound.item() for bound in numbers.aminmax())

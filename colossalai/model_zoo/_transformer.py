@@ -165,7 +165,7 @@ def check_heads(hidden_size: int, num_heads: int) -> None:
     """Require that the heads of an attention have one size.
 
     Raises:
-        ValueError: They have not.
+        ValueError: `num_heads` is below 1, or does not divide `hidden_size`.
     """
     if num_heads < 1 or hidden_size % num_heads:
         raise ValueError(
@@ -178,7 +178,7 @@ def check_rate(name: str, rate: float) -> None:
     """Require that a rate is from 0 to below 1.
 
     Raises:
-        ValueError: It is not.
+        ValueError: `rate` is not in [0, 1).
     """
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"{name}={rate}: a rate from 0 up to, not including, 1 is needed")

@@ -67,7 +67,7 @@ def require_settings(config: Any, supported: Mapping[str, Any]) -> None:
             is taken to have it.
 
     Raises:
-        ValueError: One has another value.
+        ValueError: A setting of `config` has another value than the one in `supported`.
     """
     for name, value in supported.items():
         found = getattr(config, name, value)
@@ -81,7 +81,7 @@ def gelu_of(activation: Any) -> str:
     """Return which GELU a Hugging Face config means, as torch names it.
 
     Raises:
-        ValueError: It is another function.
+        ValueError: `activation` is no GELU.
     """
     names = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
     if activation not in names:

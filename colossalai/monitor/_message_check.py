@@ -152,7 +152,7 @@ class MessageCheck:
         """Compare with the other half, which may be still to come.
 
         Raises:
-            DisagreementError: The halves do not fit, or the other one does not come in time.
+            DisagreementError: The two halves of the message differ, or the partner's does not come in time.
         """
         try:
             self._store.wait([half.other_key], self._timeout)
@@ -171,7 +171,7 @@ class MessageCheck:
         """Raise if the halves do not fit; the second rank to find that they do removes what both have left.
 
         Raises:
-            DisagreementError: The halves do not fit.
+            DisagreementError: The two halves of the message differ.
         """
         other = json.loads(self._store.text(half.other_key))
         both = {self._rank: half.said, half.partner: other}

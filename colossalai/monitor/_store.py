@@ -77,7 +77,7 @@ class DeadlineStore:
         """Wait until some keys are there.
 
         Raises:
-            DistError: A key is not there after so many seconds.
+            DistError: A key is missing after `seconds`.
         """
         self._ask(lambda: self._store.wait(keys, timedelta(seconds=seconds)), extra=seconds)
 

@@ -70,7 +70,7 @@ class PipelineOptions:
         """Return the schedule for a number of microbatches; default: `num_microbatches`.
 
         Raises:
-            ValueError: A schedule from a file, or given as a value, is for other numbers.
+            ValueError: The schedule from a file, or given as a value, is for other numbers.
             OSError: The file cannot be read.
         """
         count = self.num_microbatches if num_microbatches is None else num_microbatches

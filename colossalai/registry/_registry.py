@@ -37,7 +37,7 @@ class Registry:
         """Register a class or function under its `__name__`; used as a decorator.
 
         Raises:
-            ValueError: Another one has the name already.
+            ValueError: Another module is registered under the name.
         """
         module_name = module_class.__name__
         present = self._modules.get(module_name)

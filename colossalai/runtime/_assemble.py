@@ -135,7 +135,8 @@ def check_built_for(plan: Plan, module: nn.Module, mesh: Mesh) -> None:
     that their parameters are cut over. Modules of torch alone may be built at any time.
 
     Raises:
-        ValueError: One of them was built for another one; the message names it.
+        ValueError: A layer of `module` was built for another layout or mesh, or a tensor mode that is not the
+            plan's; the message names it.
     """
     layout = plan.layout
     if layout is None:
@@ -166,7 +167,7 @@ def _layout_of(plan: Plan, mesh: Mesh) -> Layout:
     """Return the layout of a plan; one that says nothing about it takes any mesh, and only `dp` counts.
 
     Raises:
-        ValueError: The mesh is laid out otherwise.
+        ValueError: The axes of `mesh` are not those of the plan.
     """
     if plan.layout is None:
         return Layout()

@@ -30,7 +30,8 @@ def refuse_pairs(methods: Iterable[str]) -> None:
     """Raise if two of the methods cannot be combined.
 
     Raises:
-        ValueError: The first such pair, with the reason.
+        ValueError: Two of the methods exclude each other; the message names the first such pair, with the
+            reason.
     """
     chosen = set(methods)
     for pair, reason in REFUSED.items():

@@ -53,7 +53,7 @@ class CompiledForward:
         """Run it.
 
         Raises:
-            RuntimeError: It cannot be compiled.
+            RuntimeError: `torch.compile` cannot compile the module.
         """
         try:
             return self._compiled(*args, **kwargs)
@@ -128,7 +128,7 @@ def refuse_compiled(module: nn.Module) -> None:
     """Raise if a module in it is what `torch.compile` returned, which gives it another name.
 
     Raises:
-        ValueError: One is.
+        ValueError: `module`, or a module in it, is what `torch.compile` returned.
     """
     for name, _ in module.named_modules():
         *around, last = name.split(".")

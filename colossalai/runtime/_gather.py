@@ -42,8 +42,8 @@ def gather_samples(nested: Any, replicas: Axis, *, in_hand: InHand | None, devic
         device: Where the exchange is made.
 
     Raises:
-        ValueError: Something is no tensor, structures or shapes differ beyond dim 0, or the rows do not
-            belong to samples; on all ranks.
+        ValueError: `nested` holds an object that is no tensor, its structures or shapes differ beyond dim 0,
+            or its rows do not belong to samples; on all ranks.
     """
     leaves, structure = tree_flatten(nested)
     for leaf in leaves:

@@ -237,7 +237,8 @@ class _Tally:
         """Take the loss of a microbatch; return the tensor that the backward starts from.
 
         Raises:
-            ValueError: It is not what a criterion may return, or the others have a weight, and this has none.
+            ValueError: `loss` is not what a criterion may return, or only some losses of the batch have a
+                weight.
         """
         given = _checked(loss)
         if self.losses and (given.weight is None) != (self.losses[0].weight is None):

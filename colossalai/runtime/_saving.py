@@ -86,8 +86,9 @@ def save_run(
         The path of the training state; None if it was not time.
 
     Raises:
-        ValueError: Something cannot be saved.
-        OSError: It cannot be written; on all ranks. The earlier ones stay.
+        ValueError: `step`, `every`, `keep_last` or another option is out of range, a value cannot be saved,
+            or an accumulation window is under way.
+        OSError: The training state cannot be written; on all ranks. The earlier ones stay.
     """
     _check_options(step=step, epoch=epoch, extra=extra, every=every, keep_last=keep_last)
     if step % every:
@@ -131,9 +132,9 @@ def resume_run(folder: str | Path, run: Run, *, buffer_size: float = 512) -> Res
         Where the run goes on; None if there is no training state, and nothing has been changed.
 
     Raises:
-        ValueError: All training states are damaged, or the newest complete one lacks something or does not
-            fit; nothing was overwritten.
-        OSError: It cannot be read.
+        ValueError: All training states are damaged, or the newest complete one lacks a part or has other
+            names or shapes; nothing was overwritten.
+        OSError: The training state cannot be read.
     """
     found: dict[str, Any] | None = resume_training_state(
         folder, _training_state(run), buffer_size=buffer_size

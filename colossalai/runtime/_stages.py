@@ -46,7 +46,7 @@ def take_stages(
         axis: The pipeline ranks.
 
     Raises:
-        ValueError: The model cannot be cut, or is not cut as the schedule needs it.
+        ValueError: The model cannot be cut, or its chunks are not those of the schedule.
     """
     schedule = options.make_schedule(axis.size)
     mine = schedule.stages_of(axis.rank)

@@ -56,7 +56,7 @@ class TrainingStep:
         """The optimizer.
 
         Raises:
-            ValueError: There is none.
+            ValueError: The step was made without an optimizer.
         """
         if self._optimizer is None:
             raise ValueError("there is no optimizer: pass one to colossalai.initialize to train")
@@ -82,8 +82,8 @@ class TrainingStep:
             weight: What the mean is over: then all of the window and of all ranks counts by its weight.
 
         Raises:
-            ValueError: Loss or weight is not what it must be, or only some of the losses of a window have
-                a weight.
+            ValueError: `loss` is not what a criterion returns, `weight` is negative or not one number, or
+                only some of the losses of a window have one.
         """
         given = read_loss(loss, weight)
         check_loss(given.value)

@@ -50,7 +50,7 @@ class ModelWrapper(nn.Module):
         """Run the model.
 
         Raises:
-            ValueError: It is a part of a model only.
+            ValueError: The module is a stage of a pipeline, and no whole model.
         """
         if self.pipeline is not None:
             raise ValueError(

@@ -39,7 +39,7 @@ class SpecKeeper(nn.Module):
         """See the base class. A parameter without a spec takes over that of the one it replaces.
 
         Raises:
-            ValueError: It does not have the shape that this spec says.
+            ValueError: `param` does not have the local shape of its spec.
         """
         spec = None if param is None else spec_of(param) or self._specs.get(name)
         if param is not None and spec is not None:

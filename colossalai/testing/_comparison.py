@@ -22,7 +22,7 @@ def assert_close(
         atol: Absolute tolerance.
 
     Raises:
-        AssertionError: They differ; the message has the greatest differences and where they are.
+        AssertionError: The tensors differ; the message has the greatest differences and where they are.
     """
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
@@ -41,7 +41,7 @@ def assert_not_equal(actual: Tensor, other: Tensor) -> None:
     """Assert that two tensors differ, in shape or in at least one element.
 
     Raises:
-        AssertionError: They are equal.
+        AssertionError: The tensors are equal.
     """
     if torch.equal(actual, other):
         raise AssertionError(f"the tensors of shape {tuple(actual.shape)} are equal, and should not be")
@@ -55,7 +55,8 @@ def assert_equal_in_group(tensor: Tensor, process_group: dist.ProcessGroup | Non
         process_group: The ranks; default: all.
 
     Raises:
-        AssertionError: They differ, on every rank; the message names the ranks that differ from the first.
+        AssertionError: The tensors differ, on every rank; the message names the ranks that differ from the
+            first.
     """
     size = dist.get_world_size(process_group)
     kinds = gather_values((tuple(tensor.shape), tensor.dtype), process_group)
@@ -84,7 +85,7 @@ def check_state_dict_equal(d1: Mapping[Any, Any], d2: Mapping[Any, Any], ignore_
         ignore_device: Whether tensors may be on different devices.
 
     Raises:
-        AssertionError: They differ; the message has the path to the first difference.
+        AssertionError: The state dicts differ; the message has the path to the first difference.
     """
     _check_equal(d1, d2, "", ignore_device)
 

@@ -45,7 +45,7 @@ def run_on_environment_flag(name: str) -> Callable[[Callable[P, R]], Callable[P,
         name: The variable, such as "LONG_TESTS".
 
     Raises:
-        ValueError: `name` is no name.
+        ValueError: `name` is empty, or no string.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(

@@ -18,7 +18,7 @@ def parameterize(argument: str, values: Iterable[Any]) -> Callable[[Callable[...
         values: The values, in order.
 
     Raises:
-        ValueError: The function has no such parameter.
+        ValueError: The function has no parameter `argument`.
     """
     values = list(values)
 

@@ -94,7 +94,8 @@ def check_parity(
         The loss of every step under the method, over the global batch.
 
     Raises:
-        AssertionError: Something differs; the message names the step, the tensor and the difference.
+        AssertionError: A loss, a gradient or a parameter differs from the twin's; the message names the step,
+            the tensor and the difference.
         ValueError: A batch cannot be cut into `num_slices` equal slices.
     """
     num_slices = _world_size() if num_slices is None else num_slices

@@ -94,7 +94,7 @@ def check_interval(interval: int, *, name: str = "interval") -> int:
     """Return a number of epochs or steps if it is a positive integer.
 
     Raises:
-        ValueError: It is not.
+        ValueError: `interval` is not a positive integer.
     """
     if not isinstance(interval, int) or interval <= 0:
         raise ValueError(f"{name}={interval!r} is out of range; give a positive integer")

@@ -28,7 +28,7 @@ class LossWatch:
         logger: Gets the warning.
 
     Raises:
-        ValueError: There is no such action.
+        ValueError: `action` is unknown.
     """
 
     def __init__(self, action: str, engine: Engine, logger: Any) -> None:
@@ -48,7 +48,7 @@ class LossWatch:
             step: The number of the iteration, from 1.
 
         Raises:
-            NanLossError: It is not finite on some rank, and training is to stop; on all ranks.
+            NanLossError: The loss is NaN or infinite on some rank, and training is to stop; on all ranks.
         """
         if self._action == "stop":
             self._stop(loss, step)

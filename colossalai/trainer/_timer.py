@@ -40,7 +40,7 @@ class Timer:
             The time since `start`.
 
         Raises:
-            ValueError: No measurement is running.
+            ValueError: The stopwatch is not running.
         """
         if self._start is None:
             raise ValueError("the timer is not running; call start() before stop()")
@@ -58,7 +58,7 @@ class Timer:
         """Return the mean of the kept times.
 
         Raises:
-            ValueError: There are none.
+            ValueError: The history is empty.
         """
         if not self._history:
             raise ValueError("the timer has no history; call stop(keep_in_history=True)")
@@ -111,7 +111,7 @@ class MultiTimer:
             The time since its start, 0 if the stopwatches are off.
 
         Raises:
-            ValueError: It is not running.
+            ValueError: The stopwatch `name` is not running.
         """
         return self.get_timer(name).stop(keep_in_history=keep_in_history) if self._is_on else 0.0
 
@@ -119,7 +119,7 @@ class MultiTimer:
         """Return the stopwatch `name`.
 
         Raises:
-            ValueError: It has never been started.
+            ValueError: The stopwatch `name` has never been started.
         """
         if name not in self._timers:
             known = ", ".join(map(repr, self._timers)) or "none"

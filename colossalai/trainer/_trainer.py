@@ -41,7 +41,7 @@ class Trainer:
             one, with step and rank; "stop" with a `NanLossError` on all ranks; or "ignore".
 
     Raises:
-        ValueError: `nan_loss` is none of these.
+        ValueError: `engine`, `schedule` or `timer` is of another type, or `nan_loss` is unknown.
 
     Attributes:
         engine: The engine.
@@ -135,8 +135,8 @@ class Trainer:
                 interrupted are those of its rest.
 
         Raises:
-            ValueError: A number is not positive, a hook is none, the loader is empty, or training states are
-                damaged or do not fit.
+            ValueError: A number is not positive, a hook is no `BaseHook`, the loader is empty, or the
+                training states are damaged or those of another run.
             NanLossError: A loss is NaN or infinite, and `nan_loss` is "stop".
         """
         _check_positive(epochs=epochs, test_interval=test_interval)
@@ -184,7 +184,7 @@ class Trainer:
             The metrics that hooks gathered, e.g. `{"Loss": 0.1}` with a `LossHook`.
 
         Raises:
-            ValueError: A hook is none, or the loader is empty.
+            ValueError: A hook is no `BaseHook`, or the loader is empty.
         """
         self._attach(hooks)
         with self._telling_hooks_of_exceptions():

@@ -62,7 +62,7 @@ def get_dataloader(
         kwargs: Further arguments of `torch.utils.data.DataLoader`.
 
     Raises:
-        RuntimeError: Nothing has been launched.
+        RuntimeError: The job has not been launched.
         ValueError: A sampler is given, or the dataset is too small.
     """
     mesh = global_context.mesh

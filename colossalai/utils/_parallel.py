@@ -53,7 +53,7 @@ def print_rank_0(message: str, logger: DistributedLogger | logging.Logger | None
         logger: A logger of `get_dist_logger`, or of the standard library; default: the former.
 
     Raises:
-        ValueError: `logger` is none.
+        ValueError: `logger` is of neither kind.
     """
     chosen = get_dist_logger() if logger is None else logger
     if isinstance(chosen, DistributedLogger):

@@ -38,7 +38,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     What is declared of a class holds for those derived from it that do not bring a `step` of their own.
 
     Raises:
-        ValueError: It treats all parameters as one vector.
+        ValueError: `optimizer` treats all parameters as one vector.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(

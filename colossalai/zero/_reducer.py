@@ -197,7 +197,7 @@ class ShardedReducer:
             part: Of this part; default: of all.
 
         Raises:
-            ValueError: It is taken back after buckets were started.
+            ValueError: `enabled` is False after buckets were started.
         """
         self._is_dirty = True
         if self._stage == 2 or (enabled and part is None):
@@ -231,7 +231,7 @@ class ShardedReducer:
         """Flush unless nothing can have come since the last time.
 
         Raises:
-            ValueError: Something has come all the same.
+            ValueError: A gradient has come of a backward that was not announced.
         """
         if self._is_dirty:
             self.flush()

@@ -116,7 +116,7 @@ class StateExchange:
             groups: The parameters of each of its groups.
 
         Raises:
-            ValueError: The groups have other sizes.
+            ValueError: The groups that were saved have other sizes.
         """
         saved = [group["params"] for group in content["param_groups"]]
         if [len(numbers) for numbers in saved] != [len(params) for params in groups]:

@@ -136,8 +136,9 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         scaler: The loss scaler, with the first optimizer of a `model`; the others share it.
 
     Raises:
-        RuntimeError: Nothing has been launched.
-        ValueError: An option is not what it must be, or the optimizer cannot be cut.
+        RuntimeError: The job has not been launched.
+        ValueError: `optimizer` is wrapped already or cannot be cut, or an option is of the wrong type or out
+            of range.
     """
 
     def __init__(  # noqa: PLR0913 - the documented options
@@ -277,8 +278,9 @@ def zero_model_wrapper(
         cpu_offload: Keep optimizer states and masters in host memory.
 
     Raises:
-        RuntimeError: Nothing has been launched.
-        ValueError: An argument is not what it must be, or a parameter has no values yet.
+        RuntimeError: The job has not been launched.
+        ValueError: `zero_stage` is not 1 or 2, `gemini_config` is given, `precision` is unknown, another
+            option is out of range, or a parameter has no values yet.
     """
     if zero_stage == 3:
         raise ValueError("zero_stage is 3, which is not there yet: use TorchFSDPPlugin, or stage 1 or 2")
@@ -345,8 +347,8 @@ def zero_optim_wrapper(
         verbose: Log every change of the loss scale.
 
     Raises:
-        ValueError: The model has not been through `zero_model_wrapper`, the optimizer cannot be cut, or an
-            option is not what it must be, or differs from that of the model's first optimizer.
+        ValueError: `model` has not been through `zero_model_wrapper`, `optimizer` cannot be cut, or an option
+            is out of range, or differs from that of the model's first optimizer.
     """
     if not isinstance(model, ZeroModel):
         raise ValueError(
@@ -376,7 +378,7 @@ def _scaler_of(
     None, too, where the precision has no scale; options that were given all the same are named in the log.
 
     Raises:
-        ValueError: Another optimizer of the model has another scale.
+        ValueError: The first optimizer of the model has another loss scale.
     """
     if not isinstance(model.precision, NaiveFP16):
         if useless := [name for name, value in options.items() if value != defaults[name]]:

@@ -1,4 +1,4 @@
-"""Rules of what a reader has to keep in mind: state of modules, hung attributes, names, folders, Notes.
+"""Rules of what a reader has to keep in mind: state of modules, attributes, names, folders, Notes, `Raises:`.
 
 What is allowed, and why, stands in `allowed.py`; the page of design lists the same.
 """
@@ -9,6 +9,7 @@ import ast
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from itertools import takewhile
 from pathlib import Path
 
 from tests.layers.checker import Package
@@ -229,3 +230,37 @@ def notes_out_of_place(package: Package, documents: Iterable[Path] = ()) -> Iter
             yield f"{places[title]}: cites [Note: {title}], which is nowhere"
         elif times[title] == 1:
             yield f"{written[title]}: nobody cites [Note: {title}]"
+
+
+# Words that point at a sentence before, or at nothing, where the subject of a condition belongs.
+_NO_SUBJECT = re.compile(
+    r"(It|Its|They|Their|There|That|This|These|Those|Something|Somebody|Nothing|Nobody|One|Not|Others?"
+    r"|Another one|Always|Never|See|As|What)\b"
+)
+_NO_CONDITION = re.compile(r"what (it|they) (must|may|should) be\b")
+
+
+def vague_raises(package: Package) -> Iterator[str]:
+    """Yield the entries of `Raises:` that do not say what must be the case of what."""
+    for module in package.modules.values():
+        for node in ast.walk(module.tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            for line, entry in _raises_of(node):
+                kind, _, condition = entry.partition(": ")
+                is_vague = _NO_SUBJECT.match(condition) or _NO_CONDITION.search(condition)
+                if is_vague or not condition or " " in kind:
+                    yield f"{module.relative_path}:{line}: {node.name} raises {entry!r}"
+
+
+def _raises_of(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[tuple[int, str]]:
+    """Yield line and text of each entry of the docstring's `Raises:`, continuation lines joined."""
+    lines = (ast.get_docstring(node) or "").splitlines()
+    if "Raises:" not in lines:
+        return
+    begin = lines.index("Raises:") + 1
+    section = list(takewhile(lambda line: not line or line.startswith("    "), lines[begin:]))
+    starts = [number for number, line in enumerate(section) if re.match(r"    \S", line)]
+    for start, end in zip(starts, [*starts[1:], len(section)], strict=True):
+        text = " ".join(line.strip() for line in section[start:end])
+        yield node.body[0].lineno + begin + start, text.strip()

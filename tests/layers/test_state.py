@@ -1,4 +1,4 @@
-"""State, attributes, class names, folders and Notes are in their places, and each breach is caught."""
+"""State, attributes, class names, folders, Notes and `Raises:` keep the rules, and each breach is caught."""
 
 import re
 from pathlib import Path
@@ -17,6 +17,7 @@ from tests.layers.state import (
     hung_attributes,
     module_state,
     notes_out_of_place,
+    vague_raises,
 )
 
 pytestmark = pytest.mark.unit
@@ -61,6 +62,11 @@ def test_no_folder_is_full() -> None:
 
 def test_notes_are_cited_and_citations_are_of_notes(package: Package) -> None:
     assert not list(notes_out_of_place(package, sorted(DESIGN.glob("*.md"))))
+
+
+def test_what_is_raised_is_a_condition_with_a_subject(package: Package) -> None:
+    vague = list(vague_raises(package))
+    assert not vague, "\n".join(vague)
 
 
 PLANTED = {
@@ -121,3 +127,27 @@ def test_planted_attributes_names_and_notes_are_found(tmp_path: Path) -> None:
     for number in range(MOST_FILES):
         (tmp_path / f"_{number}.py").write_text("")
     assert full_folders(tmp_path) == {".": MOST_FILES + 1}
+
+
+VAGUE = (
+    *("It is so.", "There is none.", "One is.", "They differ.", "Nothing has been launched.", "Not given."),
+    *("Something does not fit.", "That is so.", "This is so.", "Always.", "See above.", "As in `f`."),
+    *("What `f` raises.", "Another one has it.", "`x` is not\n            what it must be.", ""),
+)
+PLAIN = ("`x` is below 1.", "A name is unknown,\n            or two are equal.", "Another rank is gone.")
+
+
+def test_planted_vague_conditions_are_found(tmp_path: Path) -> None:
+    entries = "".join(f"        ValueError: {text}\n" for text in (*VAGUE, *PLAIN))
+    entries += "        no kind of error: so\n"
+    doc = f'    """Do it.\n\n    Raises:\n{entries}\n    Example:\n        It is no entry.\n    """\n'
+    method = doc.replace("\n    ", "\n        ")
+    package = _package(tmp_path, f"def f():\n{doc}class A:\n{doc}    async def g(self):\n    {method}")
+    found = list(vague_raises(package))
+    assert len(found) == 3 * (len(VAGUE) + 1)
+    assert [line.split(" raises ")[0] for line in (found[0], found[len(VAGUE) - 1])] == [
+        "_a.py:5: f",
+        f"_a.py:{5 + len(VAGUE)}: f",
+    ]
+    for text in PLAIN:
+        assert not any(text.split(",")[0] in line for line in found)

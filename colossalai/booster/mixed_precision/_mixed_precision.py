@@ -111,7 +111,7 @@ def mixed_precision_factory(name: str) -> MixedPrecision:
     """Return the choice of precision of a name, with its default options.
 
     Raises:
-        ValueError: There is no such name.
+        ValueError: `name` is unknown.
     """
     if str(name).lower().startswith("fp8"):
         raise ValueError(f"mixed_precision is {name!r}; it must be one of {list(_FACTORIES)}. {FP8}")

@@ -115,7 +115,8 @@ class HybridParallelPlugin(Plugin):
             is `sp_size` in the place of `tp_size`.
 
     Raises:
-        ValueError: Something does not fit together.
+        ValueError: An option is unknown or out of range, lacks another one that it needs, or contradicts
+            another one.
     """
 
     @names_arguments

@@ -47,7 +47,8 @@ class LowLevelZeroPlugin(Plugin):
         recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
 
     Raises:
-        ValueError: An option is not what it must be.
+        ValueError: `stage` is not 1 or 2, `precision` is unknown, a number is out of range, or a flag is no
+            bool.
     """
 
     @names_arguments

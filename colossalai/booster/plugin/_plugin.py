@@ -30,7 +30,7 @@ class Plugin(ABC):
         nothing, and neither does a plan without a layout: the job stays as it was launched.
 
         Raises:
-            RuntimeError: Nothing has been launched.
+            RuntimeError: The job has not been launched.
             ConfigException: The sizes do not fit the number of processes, or the job has others already.
         """
         layout = self.plan(FullPrecision()).layout

@@ -38,7 +38,7 @@ def load_state(
         allow_pickle: Run the code that a torch file may hold, if it cannot be restored without.
 
     Raises:
-        ValueError: The checkpoint is damaged, incomplete, or something else; the message names the file.
+        ValueError: The checkpoint is damaged, incomplete, or not of `kind`; the message names the file.
         OSError: The checkpoint cannot be read.
     """
     return on_every_rank(
@@ -57,7 +57,7 @@ def read_state(
     """Read a checkpoint on this rank; unless `is_verified`, compare its part of the files with checksums.
 
     Raises:
-        ValueError: The checkpoint is damaged, incomplete, or something else; the message names the file.
+        ValueError: The checkpoint is damaged, incomplete, or not of `kind`; the message names the file.
         OSError: The checkpoint cannot be read.
     """
     if path.is_dir() and not (path / INDEX).is_file() and (path / kind.part).is_dir():

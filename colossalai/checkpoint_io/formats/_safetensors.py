@@ -82,7 +82,7 @@ def has_intact_header(path: Path) -> bool:
     """Return whether the header of a file matches its checksum, or has none: others write none.
 
     Raises:
-        ValueError: The file begins with something else than a header.
+        ValueError: The file does not begin with a header.
         OSError: The file cannot be read.
     """
     with path.open("rb") as file, damage_named(path):

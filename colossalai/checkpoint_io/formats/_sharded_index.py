@@ -90,7 +90,7 @@ def refuse_lost_index(folder: Path) -> None:
     """Refuse a folder without an index that holds files which some rank wrote.
 
     Raises:
-        ValueError: `folder` holds such files.
+        ValueError: `folder` holds files of ranks.
     """
     names = sorted(entry.name for entry in folder.iterdir() if is_of_a_rank(entry.name))
     if names:

@@ -199,7 +199,8 @@ def save_sharded(path: str | Path, state: ShardedStateDict, kind: Kind) -> None:
         kind: What it is.
 
     Raises:
-        ValueError: The sub-folder is there and holds something else, or something cannot be saved.
+        ValueError: The sub-folder is there and is no sharded folder, or a tensor is sparse, or not held as a
+            whole by the ranks.
         OSError: The folder cannot be written; on all ranks. What was there before is still there.
     """
     target = Path(path) / kind.part

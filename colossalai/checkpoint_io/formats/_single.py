@@ -218,7 +218,7 @@ def save_lr_scheduler(lr_scheduler: Stateful, checkpoint: str | Path) -> None:
     """Save a learning-rate scheduler in a file; collective: every rank calls it, global rank 0 writes.
 
     Raises:
-        ValueError: The state of `lr_scheduler` holds something that is not plain.
+        ValueError: The state of `lr_scheduler` holds a value that is not plain.
         OSError: The file cannot be written; on all ranks. What was there before is still there.
     """
     state = plain(lr_scheduler.state_dict(), at="lr_scheduler")
@@ -230,7 +230,7 @@ def load_lr_scheduler(lr_scheduler: Stateful, checkpoint: str | Path) -> None:
     """Load a learning-rate scheduler from a file that `save_lr_scheduler` wrote; collective.
 
     Raises:
-        ValueError: The file is damaged or holds something else.
+        ValueError: The file is damaged, or holds no dictionary.
         OSError: The file cannot be read.
     """
     lr_scheduler.load_state_dict(on_every_rank(lambda: read_plain(Path(checkpoint))))
@@ -245,7 +245,7 @@ def read_plain(path: Path, *, mapped: bool = False, allow_pickle: bool = False) 
         allow_pickle: Run the code that it may hold, if it cannot be restored without.
 
     Raises:
-        ValueError: The file is damaged, or holds something else.
+        ValueError: The file is damaged, or holds no dictionary.
         OSError: The file cannot be read.
     """
     verify(path)

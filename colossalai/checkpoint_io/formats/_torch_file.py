@@ -56,7 +56,7 @@ def refuse_truncated(path: Path, archive: zipfile.ZipFile) -> None:
     """See that an archive ends where its last record says: readers take a comment that is cut off.
 
     Raises:
-        ValueError: The archive is cut off, or there is something behind its end.
+        ValueError: The archive is cut off, or bytes follow its end.
         OSError: The file cannot be read.
     """
     with path.open("rb") as file:

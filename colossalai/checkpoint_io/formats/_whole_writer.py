@@ -192,7 +192,8 @@ def save_whole(
         texts: Text files to put beside the shards, by name.
 
     Raises:
-        ValueError: An option does not fit, or the format cannot hold a tensor.
+        ValueError: `layout` names a variant without shards or too small a buffer, or the format cannot hold a
+            tensor.
         OSError: The checkpoint cannot be written; on all ranks.
     """
     size = block_size(layout.buffer_size)

@@ -39,7 +39,7 @@ def pack(value: object, *, at: str = "") -> tuple[Json, dict[str, TensorLike]]:
         The tree, which `json` can write, and the tensors (the same objects) by name.
 
     Raises:
-        ValueError: `value` holds something else; the message says where.
+        ValueError: `value` holds an object of another type; the message says where.
     """
     tensors: dict[str, TensorLike] = {}
     return _pack(value, at, tensors), tensors
@@ -61,7 +61,7 @@ def plain(value: T, *, at: str) -> T:
     """Return a nested value with nothing in it that `torch.load(weights_only=True)` would refuse.
 
     Raises:
-        ValueError: `value` holds something that cannot be expressed so; the message says where.
+        ValueError: `value` holds an object that has no such form; the message says where.
     """
     copy: Any = unpack(*pack(value, at=at))
     found: T = copy

@@ -40,7 +40,7 @@ class FolderLocks:
         Where nothing can be written there is nothing to lock: the writer will say why.
 
         Raises:
-            ValueError: Another process holds it, which is named; or something else has the file's name.
+            ValueError: Another process, which is named, holds the lock, or its file is not a regular one.
         """
         folder = folder.resolve()
         self._forget_those_of_the_parent()

@@ -182,7 +182,7 @@ def refuse_links_out(names: Iterable[str], folder: Path) -> None:
     """Refuse files of a folder that are, through a link somewhere on their way, outside of it.
 
     Raises:
-        ValueError: There is such a file.
+        ValueError: A file of `names` resolves to a path outside of `folder`.
     """
     home = folder.resolve()
     for name in names:

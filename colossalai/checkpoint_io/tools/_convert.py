@@ -80,7 +80,8 @@ def convert_checkpoint(opened: Opened, target: str | Path, conversion: Conversio
         What the target could not hold, in words.
 
     Raises:
-        ValueError: There is no model in it, or an option does not fit.
+        ValueError: `target` is the source or ends as no such file does, `conversion.to` is unknown, or the
+            checkpoint holds no model.
         OSError: A checkpoint cannot be read or written.
     """
     target = Path(target)

@@ -121,7 +121,7 @@ def merge_states(states: Mapping[str, StoredStateDict]) -> StoredStateDict:
         states: By a text that says where each comes from.
 
     Raises:
-        ValueError: Two hold different values under one name, or shards do not make a whole tensor.
+        ValueError: Two states hold different values under one name, or shards do not make a whole tensor.
     """
     merged: dict[str, StoredTensor] = {}
     homes: dict[str, str] = {}

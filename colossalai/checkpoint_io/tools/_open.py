@@ -89,7 +89,7 @@ def open_checkpoint(path: str | Path, *, variant: str | None = None, allow_pickl
         allow_pickle: Whether the index of torch's distributed checkpoint, a pickle, may be read.
 
     Raises:
-        ValueError: `path` is none of these, or damaged.
+        ValueError: `path` is a checkpoint of no form above, or damaged.
         OSError: `path` cannot be read.
     """
     path = Path(path)

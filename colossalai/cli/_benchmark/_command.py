@@ -43,7 +43,8 @@ def benchmark(settings: BenchmarkSettings, modes: Sequence[str] | None, output: 
         output: What to write.
 
     Raises:
-        ValueError: Something was asked that cannot be done; nothing was started.
+        ValueError: A mode is unknown or has no configuration for these processes, the machine has fewer
+            devices, or an output cannot be written; nothing was started.
     """
     _check_output(output)
     _check_devices(settings.num_procs)

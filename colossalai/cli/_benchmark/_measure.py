@@ -140,7 +140,7 @@ def measure(
         after_step: Is called `settings.warmup + settings.rounds` times.
 
     Raises:
-        ValueError: The sizes do not fit the configuration; on all ranks.
+        ValueError: The ranks of the configuration do not divide the sizes; on all ranks.
     """
     step = _prepare(build, settings)
     saved = step.count_saved()

@@ -35,7 +35,7 @@ class Attention(nn.Module):
         settings: The sizes.
 
     Raises:
-        ValueError: The heads cannot be dealt out.
+        ValueError: The heads do not divide the hidden size, or the ranks the heads.
     """
 
     def __init__(self, settings: BenchmarkSettings) -> None:

@@ -86,7 +86,7 @@ def show_memory(
         plan: The rest of a `TrainingSetup`.
 
     Raises:
-        ValueError: There is no such model, or it cannot be trained so.
+        ValueError: `model` is unknown, or cannot be trained with this plan (see `report_of`).
     """
     shape = shape_of(model)
     length = shape.max_length if seq is None else seq

@@ -95,7 +95,8 @@ def report_of(shape: ModelShape, job: TrainingSetup) -> Report:
     """Return the memory of the rank that needs most.
 
     Raises:
-        ValueError: The model cannot be trained so.
+        ValueError: The precision is unknown, `pp` exceeds the blocks or excludes `zero`, `tp` does not divide
+            the heads, or the model does not take `seq`.
     """
     check_job(shape, job)
     return max((_of_stage(shape, job, stage) for stage in range(job.pp)), key=lambda report: report.num_bytes)

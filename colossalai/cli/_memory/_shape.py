@@ -105,7 +105,8 @@ def shape_of(model: str) -> ModelShape:
         model: One of `MODEL_NAMES`, or the path of a `config.json` of Hugging Face transformers.
 
     Raises:
-        ValueError: There is no such model, or it is no transformer whose shape can be read.
+        ValueError: `model` is no known name and no file, or the file describes no transformer whose shape can
+            be read.
     """
     name = model.lower().replace("_", "-")
     if name in _MODELS:

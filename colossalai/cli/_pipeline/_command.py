@@ -65,7 +65,8 @@ def compare(settings: PipelineSettings, output: PipelineOutput) -> None:
     """Simulate schedules side by side and show step time, bubble, memory and messages.
 
     Raises:
-        ValueError: Something was asked that cannot be done, or a schedule cannot be run.
+        ValueError: An option is missing or contradicts the schedule of the file, an output cannot be written,
+            or a schedule cannot be run.
     """
     _check_output(output)
     outcomes = [_simulate(schedule, settings) for schedule in _choose(settings)]

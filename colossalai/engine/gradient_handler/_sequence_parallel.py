@@ -22,6 +22,6 @@ class SequenceParallelGradientHandler(BaseGradientHandler):
         """Average the gradients in place.
 
         Raises:
-            ValueError: In the launched job no ranks share sequences.
+            ValueError: No ranks of the launched job share sequences.
         """
         average_gradients(self._model.parameters(), global_context.axis(ParallelMode.SEQUENCE_DP))

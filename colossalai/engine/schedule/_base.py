@@ -51,7 +51,7 @@ class BaseSchedule(ABC):
         """Return data and label of the next batch, on `device`.
 
         Raises:
-            StopIteration: There are no more batches.
+            StopIteration: `data_iter` has no more batches.
         """
         batch = next(data_iter)
         if self.data_process_func is not None:

@@ -27,7 +27,7 @@ class NonPipelineSchedule(BaseSchedule):
 
         Raises:
             ValueError: A backward is asked for without a loss.
-            StopIteration: There are no more batches.
+            StopIteration: `data_iter` has no more batches.
         """
         if not forward_only and not return_loss:
             raise ValueError(

@@ -32,7 +32,7 @@ class PipelineSchedule(BaseSchedule):
             actions; or a `colossalai.pipeline.Schedule`.
 
     Raises:
-        ValueError: A number is not positive, or there is no such schedule.
+        ValueError: `num_microbatches` is below 1, or `schedule` is unknown.
     """
 
     @names_arguments
@@ -74,7 +74,7 @@ class PipelineSchedule(BaseSchedule):
 
         Raises:
             ValueError: The job has no pipeline, or a loss is needed and there is no criterion.
-            StopIteration: There are no more batches.
+            StopIteration: `data_iter` has no more batches.
         """
         data, label = self.load_batch(data_iter, engine.device)
         result = engine.training_step.run_pipeline(
@@ -101,7 +101,7 @@ class InterleavedPipelineSchedule(PipelineSchedule):
         scatter_gather_tensors: See `PipelineSchedule`.
 
     Raises:
-        ValueError: A number is too small.
+        ValueError: `num_microbatches` is below 1, or `num_model_chunks` below 2.
     """
 
     @names_arguments

@@ -5,7 +5,7 @@ def divide(numerator: int, denominator: int) -> int:
     """Return the quotient.
 
     Raises:
-        ValueError: There is a remainder.
+        ValueError: `denominator` is 0, or does not divide `numerator`.
     """
     if denominator == 0 or numerator % denominator:
         raise ValueError(f"{numerator} is not divisible by {denominator}")

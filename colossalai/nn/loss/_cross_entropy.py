@@ -39,7 +39,8 @@ class ParallelCrossEntropyLoss(nn.Module):
         Logits (batch, ..., classes), a slice; labels (batch, ...), whole.
 
     Raises:
-        ValueError: `reduction` or `label_smoothing` is not what it may be, or does not go with `with_count`.
+        ValueError: `reduction` is neither "mean" nor "sum", or not "mean" with `with_count`, or
+            `label_smoothing` is not in [0, 1].
     """
 
     def __init__(
@@ -70,8 +71,8 @@ class ParallelCrossEntropyLoss(nn.Module):
         """Return the loss over the whole batch, the same on all tensor-parallel ranks.
 
         Raises:
-            ValueError: The shapes do not fit, a label is not a class, or the logits come from a layer that
-                cuts them otherwise.
+            ValueError: `logits`, but for the classes, and this rank's `labels` differ in shape, a label is
+                not a class, or the logits come from a layer that cuts them otherwise.
         """
         logits = require_cut(logits, self.cut, by=type(self).__name__)
         self._check(labels, logits.shape[-1] * self.mesh.axis_size(self.cut.features))
@@ -174,7 +175,7 @@ class CrossEntropyLoss(nn.Module):
         options: Keyword arguments of it; in a tensor mode those of `ParallelCrossEntropyLoss`.
 
     Raises:
-        ValueError: An option is not what it may be, or does not go with `with_count`.
+        ValueError: An option is out of range, or `with_count` is set and `reduction` is not "mean".
     """
 
     def __init__(self, *args: Any, with_count: bool = False, **options: Any) -> None:

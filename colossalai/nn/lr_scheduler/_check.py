@@ -9,7 +9,7 @@ def check_total_steps(total_steps: int) -> int:
     """Return `total_steps` if it is a positive integer.
 
     Raises:
-        ValueError: It is not.
+        ValueError: `total_steps` is not a positive integer.
     """
     return check_count("total_steps", total_steps)
 
@@ -18,7 +18,7 @@ def check_count(name: str, value: int) -> int:
     """Return `value` if it is a positive integer.
 
     Raises:
-        ValueError: It is not.
+        ValueError: `value` is not a positive integer.
     """
     if not isinstance(value, int) or value <= 0:
         raise ValueError(f"{name}={value!r} is not a number of steps; give a positive integer")
@@ -32,7 +32,7 @@ def check_warmup_steps(warmup_steps: int, total_steps: int) -> int:
     documentation's warm up for 50 of 2 epochs) are to run.
 
     Raises:
-        ValueError: It is not.
+        ValueError: `warmup_steps` is negative, or no integer.
     """
     if not isinstance(warmup_steps, int) or warmup_steps < 0:
         raise ValueError(
@@ -51,7 +51,7 @@ def check_fraction(name: str, value: float) -> float:
     """Return `value` as a float if it lies in [0, 1].
 
     Raises:
-        ValueError: It does not.
+        ValueError: `value` is not in [0, 1].
     """
     if not 0.0 <= value <= 1.0:
         raise ValueError(
@@ -64,7 +64,7 @@ def check_milestones(milestones: Sequence[int], warmup_steps: int) -> list[int]:
     """Return the milestones as a list if they are integers in rising order, all after the warm-up.
 
     Raises:
-        ValueError: They are not.
+        ValueError: The milestones are not integers in rising order, or begin within the warm-up.
     """
     checked = list(milestones)
     if any(not isinstance(milestone, int) for milestone in checked) or checked != sorted(checked):

@@ -37,8 +37,8 @@ class Accuracy(nn.Module):
             labels: Class numbers, (...), whole.
 
         Raises:
-            ValueError: The shapes do not fit each other, or the logits come from a layer that cuts them
-                otherwise.
+            ValueError: `logits`, but for the classes, and this rank's `labels` differ in shape, or the logits
+                come from a layer that cuts them otherwise.
         """
         logits = require_cut(logits, self.cut, by=type(self).__name__)
         if self.cut.batch:

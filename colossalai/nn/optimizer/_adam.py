@@ -261,7 +261,7 @@ def disk_offload(fraction: float, folder: str | Path | None, options: DiskOption
     """Return the offload that the arguments of an optimizer ask for.
 
     Raises:
-        ValueError: The fraction is out of range.
+        ValueError: `fraction` is not in [0, 1].
         OSError: The folder cannot be made.
     """
     if folder is not None and fraction == 0:

@@ -131,7 +131,7 @@ def mixed_adam_step(slots: Sequence[Slot], options: AdamOptions, *, block_numel:
         block_numel: Elements of a block, a multiple of 1024.
 
     Raises:
-        ValueError: `block_numel` is not such a multiple.
+        ValueError: `block_numel` is not a positive multiple of 1024.
     """
     if block_numel <= 0 or block_numel % _CUT:
         raise ValueError(f"block_numel={block_numel} must be a positive multiple of {_CUT}")

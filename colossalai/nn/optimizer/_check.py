@@ -16,7 +16,7 @@ def check_decay_rates(**values: float) -> None:
     """Refuse a rate of a running average that is not in [0, 1); each is given under its name.
 
     Raises:
-        ValueError: A rate is outside.
+        ValueError: A rate is not in [0, 1).
     """
     for name, value in values.items():
         if not 0 <= value < 1:

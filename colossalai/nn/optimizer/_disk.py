@@ -53,7 +53,7 @@ class DiskOptions:
             writes are as fast as memory as long as the machine has memory to spare.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: `depth` is below 1, or `buffer_size` is not a positive multiple of `PAGE`.
     """
 
     depth: int = 3
@@ -120,7 +120,7 @@ class DiskOffload:
         options: How states go to disk and back.
 
     Raises:
-        ValueError: The fraction is out of range.
+        ValueError: `fraction` is not in [0, 1].
         OSError: The folder cannot be made.
     """
 

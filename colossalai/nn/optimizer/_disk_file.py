@@ -36,7 +36,7 @@ class PrivateFolder:
         parent: Where to make it; it is made if it is not there. None for the system's temporary folder.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: `parent` is no folder, or the private folder cannot be made.
 
     Attributes:
         path: The folder.
@@ -68,7 +68,7 @@ class StateFile:
         direct: Whether to go past the page cache, if the file system can.
 
     Raises:
-        OSError: It cannot be made; with the path, the bytes needed and the bytes free.
+        OSError: The file cannot be made; with the path, the bytes needed and the bytes free.
     """
 
     def __init__(self, path: Path, size: int, *, direct: bool) -> None:

@@ -25,7 +25,8 @@ class FusedAdam(SetGradNone, Adam):
         set_grad_none: Whether `zero_grad` drops gradients where it is not told.
 
     Raises:
-        ValueError: An option is out of range, or `amsgrad` is set.
+        ValueError: `lr`, `eps` or `weight_decay` is negative, a rate of `betas` is not in [0, 1), or
+            `amsgrad` is set.
     """
 
     def __init__(

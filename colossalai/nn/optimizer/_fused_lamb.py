@@ -34,7 +34,8 @@ class FusedLAMB(SetGradNone, Lamb):
         use_nvlamb: Whether parameters without weight decay have a trust ratio too.
 
     Raises:
-        ValueError: An option is out of range, or `amsgrad` is set.
+        ValueError: `lr`, `eps`, `weight_decay` or `max_grad_norm` is negative, a rate of `betas` is not in
+            [0, 1), or `amsgrad` is set.
     """
 
     def __init__(

@@ -36,7 +36,8 @@ class FusedSGD(SetGradNone, SteppingOptimizer):
         set_grad_none: Whether `zero_grad` drops gradients where it is not told.
 
     Raises:
-        ValueError: An option is out of range, or Nesterov's momentum is combined with what it excludes.
+        ValueError: `lr`, `momentum` or `weight_decay` is negative, or `nesterov` is set without momentum or
+            with dampening.
     """
 
     elementwise = True

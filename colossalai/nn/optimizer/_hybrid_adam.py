@@ -30,7 +30,8 @@ class HybridAdam(Adam):
         nvme_options: How they are read and written.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: `lr`, `eps` or `weight_decay` is negative, a rate of `betas` is not in [0, 1), or
+            `nvme_offload_fraction` is not in [0, 1].
         OSError: The folder for the states cannot be made.
     """
 

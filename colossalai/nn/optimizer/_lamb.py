@@ -37,7 +37,7 @@ class Lamb(SteppingOptimizer):
         adam: Whether the trust ratio is 1, which makes this AdamW with the same options, for comparison.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: `lr`, `eps` or `weight_decay` is negative, or a rate of `betas` is not in [0, 1).
     """
 
     elementwise = False

@@ -36,7 +36,7 @@ class Lars(SteppingOptimizer):
         epsilon: Added to the denominator of the ratio.
 
     Raises:
-        ValueError: An option is out of range.
+        ValueError: `lr`, `eeta`, `weight_decay` or `epsilon` is negative, or `momentum` is not in [0, 1).
     """
 
     elementwise = False

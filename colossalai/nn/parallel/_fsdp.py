@@ -136,7 +136,8 @@ def _parts(module: nn.Module, blocks: list[nn.Module], replicas: Axis) -> dict[n
     parameters that others share than the replicas (experts) is a part, too, and so is whatever it calls.
 
     Raises:
-        ValueError: A module has parameters of its own of both kinds.
+        ValueError: The parameters of one module itself are partly cut over data-parallel ranks and partly
+            not.
     """
     everywhere = GradientSync(replicas, replicas.size)
     apart: dict[nn.Module, GradientSync] = {}

@@ -58,7 +58,7 @@ class GradReducer:
             part: Of this part; default: of all.
 
         Raises:
-            ValueError: It is taken back after buckets were started.
+            ValueError: `enabled` is False after buckets were started.
         """
         if not enabled:
             if self._started:

@@ -245,7 +245,7 @@ class Exchange:
             The spec that the receiver goes by.
 
         Raises:
-            ValueError: It is not what the next stage expects; see [Note: what the receiver knows].
+            ValueError: `spec` is not what the next stage expects; see [Note: what the receiver knows].
         """
         stage = message.stage - 1
         if self._fixed is not None:

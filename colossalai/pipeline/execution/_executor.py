@@ -117,7 +117,7 @@ class PipelineExecutor:
             in the last run.
 
     Raises:
-        ValueError: There are not as many chunks as the schedule has stages on this rank (from `run`).
+        ValueError: The chunks are not as many as the schedule has stages on this rank (from `run`).
     """
 
     def __init__(

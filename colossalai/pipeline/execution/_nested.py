@@ -72,7 +72,7 @@ def num_samples_in(batch: Any) -> int:
     """Return the number of samples of a batch.
 
     Raises:
-        ValueError: There is no tensor in it that could be cut, or they differ in their first extent.
+        ValueError: `batch` has no tensor that could be cut, or its tensors differ in their first extent.
     """
     sizes = {place: tensor.shape[0] for place, tensor in _named_tensors(batch) if tensor.ndim}
     if not sizes:
@@ -97,7 +97,8 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
         The microbatches; fewer than asked for if so many are enough to hold all samples.
 
     Raises:
-        ValueError: There are fewer samples than microbatches, or tensors of different numbers of samples.
+        ValueError: `num_microbatches` is below 1 or exceeds the samples of `batch`, or its tensors differ in
+            their number of samples.
     """
     if num_microbatches < 1:
         raise ValueError(f"num_microbatches is {num_microbatches}; it must be at least 1")
@@ -132,7 +133,7 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
         weights: The number of samples of each microbatch.
 
     Raises:
-        ValueError: Something in them is none of these.
+        ValueError: A value in `outputs` is of no kind above.
     """
     return _merge(list(outputs), weights, "output")
 
@@ -242,7 +243,8 @@ class PayloadSpec:
         """Return the spec that `encode` made bytes of.
 
         Raises:
-            ValueError: The bytes are something else, or a container is of a class that is not known here.
+            ValueError: `encoded` is not what `encode` returns, or names a container class that is not known
+                here.
         """
         structure, tensors = _CODEC.decode(encoded.cpu().numpy().tobytes())
         return PayloadSpec(_as_was(structure), tensors)
@@ -308,7 +310,7 @@ def take_apart(value: Any) -> tuple[PayloadSpec, list[torch.Tensor]]:
     """Return the spec of a nested value and its tensors, in order.
 
     Raises:
-        ValueError: There is something in it that cannot be sent.
+        ValueError: `value` holds an object that cannot be sent.
     """
     tensors: list[torch.Tensor] = []
 

@@ -32,7 +32,7 @@ def check_sizes(**sizes: int) -> None:
     """Check that sizes are at least one.
 
     Raises:
-        ValueError: One is not.
+        ValueError: A size is below 1.
     """
     for name, size in sizes.items():
         if size < 1:
@@ -49,7 +49,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
     the larger ones first, and the bubble is still the published one.
 
     Raises:
-        ValueError: A number is less than one.
+        ValueError: `num_ranks`, `num_microbatches` or `num_chunks` is below 1.
     """
     check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
     groups = _groups(num_ranks, num_microbatches)
@@ -80,7 +80,7 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return the ZB-H1 schedule: 1F1B with split backwards, and no more memory.
 
     Raises:
-        ValueError: A number is less than one.
+        ValueError: `num_ranks` or `num_microbatches` is below 1.
     """
     check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
     microbatches = range(num_microbatches)
@@ -100,7 +100,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return the ZB-V schedule: stages 0 to p-1 on ranks 0 to p-1, stages p to 2p-1 on ranks p-1 to 0.
 
     Raises:
-        ValueError: A number is less than one.
+        ValueError: `num_ranks` or `num_microbatches` is below 1.
     """
     check_sizes(num_ranks=num_ranks, num_microbatches=num_microbatches)
     orders = [_v_order(num_ranks, num_microbatches, rank) for rank in range(num_ranks)]
@@ -201,7 +201,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return the GPipe schedule: all forwards, then all backwards.
 
     Raises:
-        ValueError: A number is less than one.
+        ValueError: `num_ranks` or `num_microbatches` is below 1.
     """
     return _plain("gpipe", num_ranks, num_microbatches, lambda rank: num_microbatches)
 
@@ -210,7 +210,7 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
     """Return the 1F1B schedule: a backward as soon as there is one, then a forward and a backward by turns.
 
     Raises:
-        ValueError: A number is less than one.
+        ValueError: `num_ranks` or `num_microbatches` is below 1.
     """
     return _plain("1f1b", num_ranks, num_microbatches, lambda rank: num_ranks - rank - 1)
 
@@ -235,7 +235,7 @@ def make_schedule(
         num_chunks: Number of stages on a rank; None: what the schedule has, and two for "interleaved".
 
     Raises:
-        ValueError: There is no such schedule, it has another number of chunks, or a number is less than one.
+        ValueError: `name` is unknown, the schedule has another number of chunks, or a number is below 1.
     """
     if name not in SCHEDULES:
         raise ValueError(f"there is no schedule {name!r}: choose one of {', '.join(SCHEDULES)}")

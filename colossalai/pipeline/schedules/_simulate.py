@@ -151,7 +151,7 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     Raises:
         ScheduleError: The schedule cannot be run.
-        ValueError: The costs do not fit its stages.
+        ValueError: The costs are not one for each stage, or one is negative.
     """
     validate(schedule)
     costs.check(schedule.num_stages)

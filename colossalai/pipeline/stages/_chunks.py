@@ -56,7 +56,7 @@ class ChunkList(nn.ModuleList):
         """Return the module of that name, from the first chunk that has it.
 
         Raises:
-            AttributeError: No chunk has it.
+            AttributeError: No chunk has a module `target`.
         """
         return self if target == "" else _find(self, "named_modules", target)
 
@@ -64,7 +64,7 @@ class ChunkList(nn.ModuleList):
         """Return the parameter of that name, from the first chunk that has it.
 
         Raises:
-            AttributeError: No chunk has it.
+            AttributeError: No chunk has a parameter `target`.
         """
         return _find(self, "named_parameters", target)
 
@@ -72,7 +72,7 @@ class ChunkList(nn.ModuleList):
         """Return the buffer of that name, from the first chunk that has it.
 
         Raises:
-            AttributeError: No chunk has it.
+            AttributeError: No chunk has a buffer `target`.
         """
         return _find(self, "named_buffers", target)
 
@@ -88,7 +88,8 @@ class ChunkList(nn.ModuleList):
         """Load a state into all chunks.
 
         Raises:
-            RuntimeError: `strict` is set and a tensor of a chunk is missing, or there is one of no chunk.
+            RuntimeError: `strict` is set, and a tensor of a chunk is missing or a tensor of no chunk is
+                given.
         """
         missing: list[str] = []
         unexpected = list(state_dict)

@@ -118,8 +118,8 @@ def cut_sequential(
         verbose: Whether each rank logs what it holds.
 
     Raises:
-        ValueError: It is no `nn.Sequential`, it has fewer layers than there are parts, or there is no such
-            method.
+        ValueError: `layers` is no `nn.Sequential` or has fewer layers than there are parts, or `method` is
+            unknown.
     """
     if not isinstance(layers, nn.Sequential):
         raise ValueError(
@@ -139,7 +139,7 @@ def parts_by(
     """Split layers by a named method; return the parts of each rank.
 
     Raises:
-        ValueError: There is no such method, or there are fewer layers than parts.
+        ValueError: `method` is unknown, or `layers` are fewer than the parts.
     """
     if method == "uniform":
         return partition_uniform(len(layers), size, num_chunks)

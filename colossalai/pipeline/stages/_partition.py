@@ -33,7 +33,7 @@ def partition_uniform(num_items: int, pipeline_parallel_size: int, num_chunks: i
         For each rank its parts (start, end), `end` excluded, in the order of the items.
 
     Raises:
-        ValueError: There are fewer items than parts.
+        ValueError: The items are fewer than the parts.
     """
     num_parts = _num_parts(num_items, pipeline_parallel_size, num_chunks)
     return _by_rank(even_parts(num_items, num_parts), pipeline_parallel_size)
@@ -57,7 +57,7 @@ def partition_balanced(
         For each rank its parts (start, end), `end` excluded, in the order of the items.
 
     Raises:
-        ValueError: There are fewer items than parts, or a weight is negative or not finite.
+        ValueError: The items are fewer than the parts, or a weight is negative or not finite.
     """
     num_parts = _num_parts(len(weights), pipeline_parallel_size, num_chunks)
     return _by_rank(balanced_parts(weights, num_parts), pipeline_parallel_size)

@@ -53,7 +53,7 @@ class PipelinableContext:
             the order of execution holds "SPLIT_NODE".
 
     Raises:
-        ValueError: There is no such policy.
+        ValueError: `policy` is unknown.
     """
 
     def __init__(self, policy: str = "balanced") -> None:
@@ -122,8 +122,8 @@ class PipelinableContext:
             rank: The pipeline rank.
 
         Raises:
-            ValueError: There are fewer layers than parts, or the number of parts in the order of execution is
-                another one.
+            ValueError: The layers are fewer than the parts, or the order of execution says another number of
+                parts.
         """
         if self._order is None:
             self.to_layer_list()

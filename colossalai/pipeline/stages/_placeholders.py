@@ -104,8 +104,8 @@ class FrontElsewhere(_Elsewhere):
         """Return something of the shape and dtype that the part would return.
 
         Raises:
-            RuntimeError: It is called after the blocks, where its values count, or it does not run on meta
-                tensors.
+            RuntimeError: The part is called after the blocks, where its values count, or cannot be run on
+                meta tensors.
         """
         if self.flow.has_reached_blocks:
             raise RuntimeError(
@@ -138,7 +138,8 @@ class BehindElsewhere(_Elsewhere):
         """Refuse.
 
         Raises:
-            RuntimeError: Always.
+            RuntimeError: The model calls a part of the last stage before its blocks, the only call that comes
+                here.
         """
         raise RuntimeError(
             f"{self.name!r} is on the last stage only, but the model calls it before its blocks: "

@@ -249,7 +249,7 @@ class ModelStage(PipelineStage):
 
         Raises:
             RuntimeError: The forward of the model has not come to the last block of this stage.
-            ValueError: A block returns something that cannot be sent to the next stage.
+            ValueError: A block returns an object that cannot be sent to the next stage.
         """
         args, kwargs = as_arguments(data)
         if self._no_cache:  # of keys and values, for generation: it would hold this stage's only
@@ -314,7 +314,7 @@ def pack(output: Any, *, block: str) -> Any:
     Tensors go as they are, and so do tuples and dicts of them; a tuple that holds None becomes a dict.
 
     Raises:
-        ValueError: There is something else in it.
+        ValueError: `output` is neither a tensor nor a tuple or dict of tensors.
     """
     if isinstance(output, torch.Tensor) or (type(output) is dict and _all_tensors(output.values())):
         return output

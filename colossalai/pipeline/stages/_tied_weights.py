@@ -46,7 +46,7 @@ class PipelineSharedModuleWrapper:
         pipeline_ranks: The ranks along the pipeline axis; duplicates count once.
 
     Raises:
-        ValueError: A rank is not one of the pipeline.
+        ValueError: `pipeline_ranks` is empty, or a rank is not one of the pipeline.
     """
 
     def __init__(self, pipeline_ranks: int | Sequence[int]) -> None:
@@ -76,7 +76,7 @@ def shared_axis(pipeline: Axis, ranks: Iterable[int]) -> Axis | None:
         ranks: Positions along it.
 
     Raises:
-        ValueError: A position is outside of it.
+        ValueError: `ranks` is empty, or a position is not one of `pipeline`.
     """
     places = sorted(set(ranks))
     if not places or not 0 <= places[0] <= places[-1] < pipeline.size:

@@ -248,7 +248,7 @@ def dissect(model: nn.Module, stack: str | None = None) -> Anatomy:
             modules of one class with parameters, the longest.
 
     Raises:
-        ValueError: There is none, or `stack` is none.
+        ValueError: `model` has no stack of blocks, or `stack` does not name one.
     """
     stacks = dict(_stacks(model, ""))
     if stack is None:

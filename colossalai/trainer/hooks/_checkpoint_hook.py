@@ -40,7 +40,7 @@ class SaveCheckpointHook(BaseHook):
         save_async: Write them in the background.
 
     Raises:
-        ValueError: The options do not go together.
+        ValueError: `save_async` is set without `keep_last`, or `keep_last` with `model` or with a file name.
     """
 
     @names_arguments

@@ -144,7 +144,7 @@ class LogTimingByEpochHook(BaseHook):
         """Check that the trainer uses the timer.
 
         Raises:
-            ValueError: It does not, or the timer is off.
+            ValueError: The trainer does not use the timer, or the timer is off.
         """
         if trainer.timer is not self.timer or not self.timer.is_on:
             raise ValueError(

@@ -29,7 +29,7 @@ class LoggerHook(BaseHook):
         priority: Hooks with a lower value run earlier; hooks that measure must.
 
     Raises:
-        ValueError: One of them is no logger, or there is none.
+        ValueError: A logger is no `MetricLogger`, or `loggers` is empty.
     """
 
     @names_arguments

@@ -94,7 +94,7 @@ class AccuracyHook(MetricHook):
         """Count the correct predictions of the batch.
 
         Raises:
-            ValueError: There is a loss, but no output to look at.
+            ValueError: The results have a loss, but no output to look at.
         """
         output, label, _ = results
         if not trainer.engine.sees_output:

@@ -36,7 +36,7 @@ class ProfilerHook(BaseHook):
         priority: Hooks with a lower value run earlier.
 
     Raises:
-        ValueError: A number is out of range.
+        ValueError: `skip` or `warmup` is negative, or `steps` is below 1.
     """
 
     @names_arguments

@@ -42,7 +42,8 @@ def resume_state(trainer: "Trainer", folder: str | Path, logger: DistributedLogg
     """Go on from the newest complete training state of a folder, if there is one; every rank calls it.
 
     Raises:
-        ValueError: The states are damaged, or do not fit, or it is not known in which epoch the run goes on.
+        ValueError: The training states are damaged, have other names or shapes, or do not say in which epoch
+            the run goes on.
     """
     resumed = trainer.engine.load(
         folder, lr_scheduler=schedule_of(trainer), dataloader=with_position(trainer.train_dataloader)

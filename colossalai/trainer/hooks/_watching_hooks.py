@@ -38,7 +38,8 @@ class MetricWatchHook(BaseHook, ABC):
         best_epoch: The number of complete epochs that it belongs to.
 
     Raises:
-        ValueError: An argument is not what it must be.
+        ValueError: `mode` is not given and not known of `metric`, `mode` or `phase` is unknown, or
+            `min_delta` is negative.
     """
 
     @names_arguments
@@ -76,7 +77,7 @@ class MetricWatchHook(BaseHook, ABC):
         """See that the metric will be there.
 
         Raises:
-            ValueError: No hook measures it, or there are no tests.
+            ValueError: No hook measures the metric, or there are no tests.
         """
         name = type(self).__name__
         known = trainer.metrics[self.phase].names
@@ -151,7 +152,8 @@ class EarlyStoppingHook(MetricWatchHook):
         priority: Hooks with a lower value run earlier.
 
     Raises:
-        ValueError: An argument is not what it must be.
+        ValueError: `mode` is not given and not known of `metric`, `mode` or `phase` is unknown, or
+            `min_delta` or `patience` is negative.
     """
 
     @names_arguments
@@ -207,7 +209,8 @@ class SaveBestHook(MetricWatchHook):
         priority: Hooks with a lower value run earlier; the one that steps the schedule must.
 
     Raises:
-        ValueError: An argument is not what it must be.
+        ValueError: `mode` is not given and not known of `metric`, `mode` or `phase` is unknown, `min_delta`
+            is negative, or `save_async` is set and `path` is a file.
     """
 
     @names_arguments

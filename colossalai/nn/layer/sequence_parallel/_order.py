@@ -54,7 +54,7 @@ def check_order(order: str, sub_seq: int) -> None:
     """Refuse an order that there is not, and a sub-sequence that it cannot have.
 
     Raises:
-        ValueError: See above.
+        ValueError: `order` is unknown, or is "zigzag" and `sub_seq` is odd.
     """
     if order not in get_args(Order):
         raise ValueError(f"order is {order!r}; it must be one of {get_args(Order)}")

@@ -64,7 +64,8 @@ def ring_attention(
         (batch, heads).
 
     Raises:
-        ValueError: Shapes, types or options do not fit; before anything is sent.
+        ValueError: `q`, `k` and `v` differ in shape or dtype, a mask or `lanes` does not match them, or an
+            option is out of range; before anything is sent.
     """
     check_operands("ring_attention", q, k, v, key_padding_mask, dropout_p, tile_size, lanes)
     sub_seq, head_size = q.shape[-2:]
@@ -145,7 +146,8 @@ def check_operands(
     """Refuse what an attention over cut sequences cannot take, before anything is sent.
 
     Raises:
-        ValueError: Shapes, types or options of attention `who` do not fit each other.
+        ValueError: `q`, `k` and `v` differ in shape or dtype, `padding` or `lanes` does not match them, or
+            `dropout_p` or `tile_size` is out of range.
     """
     found = [(tuple(tensor.shape), tensor.dtype) for tensor in (q, k, v)]
     if q.dim() != 4 or found[1:] != found[:1] * 2:

@@ -60,8 +60,8 @@ def ulysses_attention(
         (batch, heads).
 
     Raises:
-        ValueError: Shapes, types or options do not fit, or the ranks do not divide the heads; before anything
-            is sent.
+        ValueError: `q`, `k` and `v` differ in shape or dtype, a mask or `lanes` does not match them, an
+            option is out of range, or the ranks do not divide the heads; before anything is sent.
     """
     check_operands("ulysses_attention", q, k, v, key_padding_mask, dropout_p, tile_size, lanes)
     check_order(order, q.shape[2])

@@ -69,8 +69,8 @@ class ParallelModule(SpecKeeper):
             padded_shape: The shape that it is padded to before it is cut; default: its own. See `PaddedSpec`.
 
         Raises:
-            ValueError: The axes do not divide it; the message names the layer, the dimension, the axes and
-                the sizes.
+            ValueError: The axes do not divide `whole`; the message names the layer, the dimension, the axes
+                and the sizes.
         """
         try:
             spec = cut_dims(padded_shape or whole.shape, dims, self.mesh, stored_as=stored_as)
@@ -92,7 +92,7 @@ class ParallelModule(SpecKeeper):
         """Require that the last dimension of an input is this rank's share of the whole size.
 
         Raises:
-            ValueError: It is not.
+            ValueError: The last dimension of `x` is not this rank's share of `whole_size`.
         """
         num_ranks = self.mesh.axis_size(axes) if axes else 1
         if x.shape[-1] * num_ranks != whole_size:

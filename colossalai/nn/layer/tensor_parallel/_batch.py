@@ -19,7 +19,7 @@ def check_batch(batch: torch.Tensor, axes: Axes, mesh: Mesh, *, by: str) -> None
     """Require that the axes divide a whole batch, along dimension 0.
 
     Raises:
-        ValueError: They do not; the message names `by`.
+        ValueError: The ranks along `axes` do not divide `batch`; the message names `by`.
     """
     _check_divisible(batch, 0, mesh.axis(axes), by=by)
 

@@ -43,7 +43,8 @@ def entry_of(
         after: The layer whose output it takes, if the user says that.
 
     Raises:
-        ValueError: Both are given, `after` does not know its cut, or the layer does not fit the one before.
+        ValueError: `input_cut` and `after` are both given, `after` does not know its cut, or the layer built
+            before leaves other features.
     """
     if input_cut is not None and after is not None:
         raise ValueError(f"{layer} got input_cut= and after=: they say the same, so pass one of them")
@@ -67,7 +68,7 @@ def output_cut_of(module: nn.Module, mode: str | None, *, by: str) -> Cut:
     """Return how a module leaves the activation.
 
     Raises:
-        ValueError: It does not know.
+        ValueError: `module` does not know how its output is cut.
     """
     if LINEAR_SCHEMES.get(mode, LINEAR_SCHEMES[None]) == LINEAR_SCHEMES[None]:
         return Cut()  # nothing is cut, and the module may be one of torch

@@ -87,7 +87,7 @@ def require_mode(mode: str | None, *, by: str) -> None:
         by: Who needs it, for the message.
 
     Raises:
-        ValueError: Another one is in force.
+        ValueError: The tensor mode in force is another one.
     """
     found = launched_job().mode
     if mode is not None and mode != found:

@@ -90,7 +90,7 @@ class Passage:
         """Return an input, a plain tensor again, if it is cut as the layer was built for.
 
         Raises:
-            ValueError: It is not; the message names the layers.
+            ValueError: `x` is cut otherwise; the message names the layers.
         """
         if torch.compiler.is_compiling():
             return x
@@ -164,7 +164,7 @@ def require_cut(x: Tensor, cut: Cut, *, by: str) -> Tensor:
     """Return an activation, a plain tensor again, if no record says that it is cut otherwise.
 
     Raises:
-        ValueError: One does; the message names the layer and `by`.
+        ValueError: A record of `x` says that it is cut otherwise; the message names the layer and `by`.
     """
     if torch.compiler.is_compiling():
         return x

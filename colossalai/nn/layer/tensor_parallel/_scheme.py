@@ -142,7 +142,7 @@ def head_scheme(mode: str | None, x: Cut, *, vocab_parallel: bool) -> LinearSche
             batch.
 
     Raises:
-        ValueError: The mode has no such scheme.
+        ValueError: The mode has no scheme of a classifier whose input is cut like `x`.
     """
     if not vocab_parallel:
         return LinearScheme(x=x, y=Cut(batch=x.batch), w_in=x.features, copy_w=x.batch, reduce_y=x.features)
@@ -153,7 +153,7 @@ def linear_scheme(mode: str | None, x: Cut) -> LinearScheme:
     """Return the scheme of a mode whose input is cut like `x`.
 
     Raises:
-        ValueError: The mode has no such scheme.
+        ValueError: The mode has no scheme whose input is cut like `x`.
     """
     return _of_input(LINEAR_SCHEMES[mode], x, what=f"a linear layer of mode {mode!r}")
 
