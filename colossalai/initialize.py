@@ -5,12 +5,11 @@ The name is documented as a module (`from colossalai.initialize import launch`) 
 """
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -24,7 +23,7 @@ from colossalai.engine import Engine
 from colossalai.engine.gradient_handler import build_gradient_handler
 from colossalai.engine.schedule import BaseSchedule, NonPipelineSchedule, PipelineSchedule
 from colossalai.logging import get_dist_logger
-from colossalai.runtime import Plan, TrainingStep, assemble, settings_of, watched
+from colossalai.runtime import Criterion, Plan, TrainingStep, assemble, settings_of, watched
 
 Loader = Iterable[Any] | None
 
@@ -33,7 +32,7 @@ Loader = Iterable[Any] | None
 def initialize(
     model: nn.Module,
     optimizer: Optimizer | None = None,
-    criterion: Callable[..., torch.Tensor] | None = None,
+    criterion: Criterion | None = None,
     train_dataloader: Loader = None,
     test_dataloader: Loader = None,
     lr_scheduler: Any = None,

@@ -1,22 +1,24 @@
 """Booster: give it model, optimizer, criterion, dataloader and scheduler, and train with what it returns."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict, overload
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+from typing_extensions import TypeVar
 
-from colossalai.amp import GivenLoss, Weight
+from colossalai.amp import GivenLoss, OptimizerWrapper, Weight
 from colossalai.booster._saving import Saving, boosted_optimizer
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin import Plugin, TorchDDPPlugin
 from colossalai.context import Axis, ConfigException, global_context, names_arguments
 from colossalai.logging import get_dist_logger
 from colossalai.runtime import (
+    Criterion,
     DataParallelLoader,
     ModelWrapper,
     WatchedLoader,
@@ -27,7 +29,22 @@ from colossalai.runtime import (
     watched,
 )
 
-Boosted = tuple[Any, Any, Any, Any, Any]
+T = TypeVar("T")
+GivenOptimizerT = TypeVar("GivenOptimizerT", bound=Optimizer)
+OptimizerT = TypeVar("OptimizerT")
+CriterionT = TypeVar("CriterionT", bound=Criterion | None, default=None)
+LoaderT = TypeVar("LoaderT", bound=Iterable[Any] | None, default=None)
+SchedulerT = TypeVar("SchedulerT", default=None)
+
+Boosted = tuple[ModelWrapper, OptimizerT, CriterionT, LoaderT, SchedulerT]
+"""Model, optimizer, criterion, dataloader, scheduler; None for what was not given."""
+
+
+class BatchOutput(TypedDict):
+    """What a batch through the pipeline gave; None for what was not asked for or is not known here."""
+
+    loss: torch.Tensor | None
+    outputs: Any
 
 
 class Booster(Saving):
@@ -89,15 +106,55 @@ class Booster(Saving):
             )
         self.plan = replace(plan, layout=global_context.layout)
 
+    @overload
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: None = None,
+        criterion: CriterionT = ...,
+        dataloader: LoaderT = ...,
+        lr_scheduler: SchedulerT = ...,
+    ) -> Boosted[None, CriterionT, LoaderT, SchedulerT]: ...
+
+    @overload
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        criterion: CriterionT = ...,
+        dataloader: LoaderT = ...,
+        lr_scheduler: SchedulerT = ...,
+    ) -> Boosted[OptimizerWrapper, CriterionT, LoaderT, SchedulerT]: ...
+
+    @overload
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: tuple[Optimizer, ...],
+        criterion: CriterionT = ...,
+        dataloader: LoaderT = ...,
+        lr_scheduler: SchedulerT = ...,
+    ) -> Boosted[tuple[OptimizerWrapper, ...], CriterionT, LoaderT, SchedulerT]: ...
+
+    @overload
+    def boost(
+        self,
+        model: nn.Module,
+        optimizer: list[GivenOptimizerT],
+        criterion: CriterionT = ...,
+        dataloader: LoaderT = ...,
+        lr_scheduler: SchedulerT = ...,
+    ) -> Boosted[list[OptimizerWrapper], CriterionT, LoaderT, SchedulerT]: ...
+
     @names_arguments
     def boost(
         self,
         model: nn.Module,
-        optimizer: Optimizer | Sequence[Optimizer] | None = None,
-        criterion: Callable[..., torch.Tensor] | None = None,
+        optimizer: Optimizer | list[GivenOptimizerT] | tuple[Optimizer, ...] | None = None,
+        criterion: Criterion | None = None,
         dataloader: Iterable[Any] | None = None,
-        lr_scheduler: Any = None,
-    ) -> Boosted:
+        lr_scheduler: object = None,
+    ) -> Boosted[object, Criterion | None, Iterable[Any] | None, object]:
         """Build the methods in; call it once for each model, before the first step of its optimizer.
 
         Args:
@@ -119,14 +176,16 @@ class Booster(Saving):
             ValueError: `optimizer` is empty or holds parameters that `model` has not, a component has been
                 boosted before, or `model` cannot be built for the plan of the plugin.
         """
-        is_several = isinstance(optimizer, list | tuple)
-        optimizers: list[Any] = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
-        if not optimizers:
-            raise ValueError("optimizer is empty: give at least one, or leave it out")
+        if isinstance(optimizer, list | tuple):
+            given: list[Optimizer] = [*optimizer]
+            if not given:
+                raise ValueError("optimizer is empty: give at least one, or leave it out")
+        else:
+            given = [] if optimizer is None else [optimizer]
         boosted, wrapped = assemble_with_optimizers(
             self.plan,
             model,
-            [each for each in optimizers if each is not None or is_several],
+            given,
             mesh=self.mesh,
             device=self.device,
             accumulation_steps=self.gradient_accumulation,
@@ -146,8 +205,11 @@ class Booster(Saving):
             dataloader = watched(dataloader)
             for each in boosted.optimizers:
                 each.window.watch = dataloader
-        several: Any = tuple(wrapped) if isinstance(optimizer, tuple) else wrapped
-        returned = several if is_several else next(iter(wrapped), None)
+        returned: OptimizerWrapper | list[OptimizerWrapper] | tuple[OptimizerWrapper, ...] | None
+        if isinstance(optimizer, list):
+            returned = wrapped
+        else:
+            returned = tuple(wrapped) if isinstance(optimizer, tuple) else next(iter(wrapped), None)
         return boosted, returned, criterion, dataloader, lr_scheduler
 
     def backward(self, loss: GivenLoss, optimizer: Optimizer, weight: Weight | None = None) -> None:
@@ -171,11 +233,11 @@ class Booster(Saving):
         self,
         data_iter: Iterator[Any],
         model: nn.Module,
-        criterion: Callable[..., torch.Tensor] | None = None,
+        criterion: Criterion | None = None,
         optimizer: Optimizer | None = None,
         return_loss: bool = True,
         return_outputs: bool = False,
-    ) -> dict[str, Any]:
+    ) -> BatchOutput:
         """Take the next batch and run it through the pipeline: forward, and with an optimizer backward.
 
         A batch that is a pair is taken as (data, label), and the criterion gets (output, label). Any other is
@@ -253,7 +315,7 @@ class Booster(Saving):
             )
 
     @names_arguments
-    def gather_for_metrics(self, data: Any, dataloader: Any = None) -> Any:
+    def gather_for_metrics(self, data: T, dataloader: Iterable[Any] | None = None) -> T:
         """Return predictions, labels and the like with the rows of all data-parallel ranks, each sample once.
 
         Where the samples do not divide by the ranks, some stand in for missing ones in the last batch: their

@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from colossalai import checkpoint_io
 from colossalai.amp import OptimizerWrapper
+from colossalai.checkpoint_io import Stateful
 from colossalai.context import Mesh, global_context, names_arguments
 from colossalai.runtime import (
     AccumulatingOptimizer,
@@ -39,12 +39,12 @@ class Saving:
         folder: str | Path,
         model: nn.Module,
         optimizer: Optimizer | None = None,
-        lr_scheduler: Any = None,
-        dataloader: Any = None,
+        lr_scheduler: Stateful | None = None,
+        dataloader: Stateful | None = None,
         *,
         step: int,
         epoch: int | None = None,
-        extra: Mapping[str, Any] | None = None,
+        extra: Mapping[str, object] | None = None,
         save_async: bool = False,
         keep_last: int = 2,
         every: int = 1,
@@ -97,8 +97,8 @@ class Saving:
         folder: str | Path,
         model: nn.Module,
         optimizer: Optimizer | None = None,
-        lr_scheduler: Any = None,
-        dataloader: Any = None,
+        lr_scheduler: Stateful | None = None,
+        dataloader: Stateful | None = None,
         *,
         buffer_size: float = 512,
     ) -> Resumed | None:
@@ -129,7 +129,13 @@ class Saving:
             optimizer.restart_window()
         return resumed
 
-    def _run(self, model: nn.Module, optimizer: Optimizer | None, lr_scheduler: Any, dataloader: Any) -> Run:
+    def _run(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        lr_scheduler: Stateful | None,
+        dataloader: Stateful | None,
+    ) -> Run:
         if isinstance(optimizer, list | tuple):
             raise ValueError(
                 "a training state holds one optimizer, and several are given: pass none, and save each with "
@@ -266,11 +272,11 @@ class Saving:
         wrapped = boosted_optimizer(optimizer)
         checkpoint_io.load_optimizer(wrapped, checkpoint, param_names=wrapped.param_names)
 
-    def save_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+    def save_lr_scheduler(self, lr_scheduler: Stateful, checkpoint: str | Path) -> None:
         """Save the state of a scheduler to a file; every rank calls it, rank 0 writes."""
         checkpoint_io.save_lr_scheduler(lr_scheduler, checkpoint)
 
-    def load_lr_scheduler(self, lr_scheduler: Any, checkpoint: str | Path) -> None:
+    def load_lr_scheduler(self, lr_scheduler: Stateful, checkpoint: str | Path) -> None:
         """Load the state of a scheduler."""
         checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
 

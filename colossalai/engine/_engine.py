@@ -1,16 +1,18 @@
 """The Engine: one object for a model, its optimizer and its criterion, with a config's features built in."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from colossalai.amp import GivenLoss, OptimizerWrapper, Weight
+from colossalai.checkpoint_io import Stateful
 from colossalai.context import Axis, Mesh, names_arguments
 from colossalai.engine.gradient_handler import BaseGradientHandler
 from colossalai.engine.schedule import BaseSchedule
 from colossalai.runtime import (
+    Criterion,
     ModelWrapper,
     Resumed,
     Run,
@@ -19,8 +21,6 @@ from colossalai.runtime import (
     save_run,
     with_position,
 )
-
-Criterion = Callable[..., Any]
 
 
 class Engine:
@@ -50,9 +50,9 @@ class Engine:
         device: torch.device,
         observers: Axis | None = None,
         gradient_handlers: Sequence[BaseGradientHandler] = (),
-        lr_scheduler: Any = None,
-        train_dataloader: Any = None,
-        settings: Mapping[str, Any] | None = None,
+        lr_scheduler: Stateful | None = None,
+        train_dataloader: Iterable[Any] | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> None:
         self.training_step = training_step
         self.schedule = schedule
@@ -181,9 +181,9 @@ class Engine:
         *,
         step: int,
         epoch: int | None = None,
-        extra: Mapping[str, Any] | None = None,
-        lr_scheduler: Any = None,
-        dataloader: Any = None,
+        extra: Mapping[str, object] | None = None,
+        lr_scheduler: Stateful | None = None,
+        dataloader: Stateful | None = None,
         save_async: bool = False,
         keep_last: int = 2,
         every: int = 1,
@@ -235,8 +235,8 @@ class Engine:
         self,
         folder: str | Path,
         *,
-        lr_scheduler: Any = None,
-        dataloader: Any = None,
+        lr_scheduler: Stateful | None = None,
+        dataloader: Stateful | None = None,
         buffer_size: float = 512,
     ) -> Resumed | None:
         """Go on from the newest complete training state of a folder, or from the one that a path is.
@@ -262,7 +262,7 @@ class Engine:
             self.training_step.restart_window()
         return resumed
 
-    def _run(self, lr_scheduler: Any, dataloader: Any) -> Run:
+    def _run(self, lr_scheduler: Stateful | None, dataloader: Stateful | None) -> Run:
         return Run(
             model=self.model,
             optimizer=self.training_step.optimizer_or_none,

@@ -17,6 +17,7 @@ from colossalai.runtime._epoch import EpochWatch as EpochWatch
 from colossalai.runtime._epoch import WatchedLoader as WatchedLoader
 from colossalai.runtime._gather import InHand as InHand
 from colossalai.runtime._gather import gather_samples as gather_samples
+from colossalai.runtime._pipeline import Criterion as Criterion
 from colossalai.runtime._pipeline import Pipeline as Pipeline
 from colossalai.runtime._plan import Plan as Plan
 from colossalai.runtime._plan import data_method as data_method

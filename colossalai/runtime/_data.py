@@ -154,7 +154,7 @@ class DataParallelLoader(DataLoader[Any]):
             return {"epoch": self.epoch + 1, "batch": 0, "batch_samples": self._batch_samples}
         return {"epoch": self.epoch, "batch": self.batch, "batch_samples": self._batch_samples}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Let the next pass go on where `state_dict` was taken.
 
         Where batches, taken over all replicas, are of another size now, it goes on with the same sample; if
@@ -243,7 +243,7 @@ def make_dataloader(
     )
 
 
-def watched(loader: Iterable[Any]) -> Any:
+def watched(loader: Iterable[Any]) -> DataParallelLoader | WatchedLoader:
     """Return a loader that says which batch is the last of an epoch: itself if it does."""
     return loader if isinstance(loader, DataParallelLoader) else WatchedLoader(loader)
 

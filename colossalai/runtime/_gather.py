@@ -6,7 +6,7 @@ order, and what stands in for missing samples is at its end, where it is cut off
 """
 
 import zlib
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from colossalai.communication import all_gather
 from colossalai.context import Axis
+
+T = TypeVar("T")
 
 
 class InHand(NamedTuple):
@@ -29,7 +31,7 @@ class InHand(NamedTuple):
 
 
 @torch.no_grad()
-def gather_samples(nested: Any, replicas: Axis, *, in_hand: InHand | None, device: torch.device) -> Any:
+def gather_samples(nested: T, replicas: Axis, *, in_hand: InHand | None, device: torch.device) -> T:
     """Return nested tensors with the rows of all replicas; two collectives, however many tensors there are.
 
     Args:
@@ -58,7 +60,8 @@ def gather_samples(nested: Any, replicas: Axis, *, in_hand: InHand | None, devic
         parts = _exchange(tensors, str(structure), replicas, device)
     rows = in_hand if replicas.size > 1 else None
     gathered = iter([_joined([part[n] for part in parts], rows) for n in range(len(tensors))])
-    return tree_unflatten([None if leaf is None else next(gathered) for leaf in leaves], structure)
+    found: T = tree_unflatten([None if leaf is None else next(gathered) for leaf in leaves], structure)
+    return found
 
 
 def _exchange(

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colossalai.amp import LossTerm, OptimizerWrapper, Precision, read_loss
+from colossalai.amp import GivenLoss, LossTerm, OptimizerWrapper, Precision, read_loss
 from colossalai.context import Axis
 from colossalai.nn.parallel import AppliedDataMethod
 from colossalai.pipeline import (
@@ -27,7 +27,7 @@ from colossalai.pipeline import (
     sync_shared_grads,
 )
 
-Criterion = Callable[..., Any]
+Criterion = Callable[..., GivenLoss]
 _NO_WEIGHT = -1.0
 
 

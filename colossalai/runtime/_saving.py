@@ -8,13 +8,13 @@ are for a model and an optimizer that went through a door.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp import OptimizerWrapper
-from colossalai.checkpoint_io import TrainingState, resume_training_state, save_training_state
+from colossalai.checkpoint_io import Stateful, TrainingState, resume_training_state, save_training_state
 from colossalai.context import Mesh
 from colossalai.logging import get_dist_logger
 from colossalai.runtime._plan import Plan
@@ -36,9 +36,9 @@ class Run:
 
     model: nn.Module
     optimizer: Optimizer | None = None
-    lr_scheduler: Any = None
-    dataloader: Any = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    lr_scheduler: Stateful | None = None
+    dataloader: Stateful | None = None
+    settings: Mapping[str, object] = field(default_factory=dict)
     is_in_window: bool = False
 
 
@@ -63,7 +63,7 @@ def save_run(
     *,
     step: int,
     epoch: int | None = None,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
     save_async: bool = False,
     keep_last: int = 2,
     every: int = 1,
@@ -105,7 +105,7 @@ def save_run(
     )
 
 
-def _check_options(*, step: Any, epoch: Any, extra: Any, every: Any, keep_last: Any) -> None:
+def _check_options(*, step: object, epoch: object, extra: object, every: object, keep_last: object) -> None:
     """Refuse what is of another type or out of range, before a rank begins to write."""
     for name, value, least in (("step", step, 0), ("every", every, 1), ("keep_last", keep_last, 1)):
         if type(value) is not int or value < least:
@@ -151,7 +151,7 @@ def settings_of(plan: Plan, mesh: Mesh, config: Mapping[str, Any]) -> dict[str, 
     return {"mesh": dict(mesh.axes), "plan": _readable(plan), "config": _readable(config)}
 
 
-def with_position(dataloader: Any) -> Any:
+def with_position(dataloader: object) -> Stateful | None:
     """Return a loader if it knows its position, else None, and say so once."""
     if dataloader is None or _knows_position(dataloader):
         return dataloader
@@ -181,11 +181,11 @@ def _training_state(run: Run) -> TrainingState:
     )
 
 
-def _knows_position(dataloader: Any) -> bool:
+def _knows_position(dataloader: object) -> TypeGuard[Stateful]:
     return all(callable(getattr(dataloader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
-def _epoch_of(dataloader: Any) -> int | None:
+def _epoch_of(dataloader: Stateful | None) -> int | None:
     epoch = None if dataloader is None else dataloader.state_dict().get("epoch")
     return epoch if isinstance(epoch, int) else None
 
