@@ -50,7 +50,8 @@ class Masters(StandIns):
 
     def param_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the model's parameter of a master, any other tensor itself."""
-        return self._param_of.get(tensor, tensor)  # type: ignore[call-overload]
+        param: torch.Tensor = self._param_of.get(tensor, tensor)  # type: ignore[call-overload]
+        return param
 
     def with_masters(self, param_names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, str]:
         """Return names in which the masters have the names of their parameters."""

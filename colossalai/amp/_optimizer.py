@@ -441,7 +441,9 @@ class OptimizerWrapper(Optimizer):
         return {param: stage * _STAGE_PLACES + place for place, param in enumerate(param_names)}
 
     def _place(self, param: torch.Tensor) -> int:
-        return self._places.get(self.masters.param_of(param), _LAST_PLACE)  # type: ignore[call-overload]
+        known = self._places
+        place: int = known.get(self.masters.param_of(param), _LAST_PLACE)  # type: ignore[call-overload]
+        return place
 
     def _reason(self, overflow: Overflow) -> str:
         """Say where an overflow stands; under a pipeline, ranks tell each other the name."""

@@ -66,7 +66,8 @@ class Agreement:
             Exception: `action` failed on this rank, with its own error; or on another one, with an error that
                 tells what the first rank that failed raised.
         """
-        return self._run(action, is_told=False)[0]
+        returned: T = self._run(action, is_told=False)[0]
+        return returned
 
     def on_writer(self, action: Callable[[], T]) -> T | None:
         """Run `action` on the writer while the others wait.
@@ -78,7 +79,8 @@ class Agreement:
             Exception: `action` failed on the writer: there its own error, on the others one of the same kind
                 with its message.
         """
-        return self._run(action if self._rank() == 0 else _nothing, is_told=False)[0]
+        returned: T | None = self._run(action if self._rank() == 0 else _nothing, is_told=False)[0]
+        return returned
 
     def results(self, action: Callable[[], T]) -> list[T]:
         """Run `action`, which returns a plain value, on every rank.
@@ -100,7 +102,8 @@ class Agreement:
         Raises:
             Exception: `action` failed on the writer; see `on_writer`.
         """
-        return self._run(action if self._rank() == 0 else _nothing, is_told=True)[1][0]
+        returned: T = self._run(action if self._rank() == 0 else _nothing, is_told=True)[1][0]
+        return returned
 
     def gather(self, value: T) -> list[T]:
         """Return all ranks' plain values, by rank."""

@@ -41,7 +41,7 @@ def free_port() -> int:
     """Return a TCP port that nothing on this machine uses at the moment."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("", 0))
-        return listener.getsockname()[1]
+        return int(listener.getsockname()[1])
 
 
 def port_is_free(port: int, host: str = "") -> bool:

@@ -52,7 +52,8 @@ def read_yaml(path: Path) -> Any:
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
             _without_twins([(self.construct_object(key, deep=True), None) for key in own])
-            return super().construct_mapping(node, deep)
+            mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+            return mapping
 
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
     try:

@@ -249,9 +249,8 @@ def _check_size(mode: str | None, size: int, depth: int) -> None:
         )
 
 
-def _mode(mode: Any) -> str | None:
-    known = isinstance(mode, str | None) and (mode in ALLOWED_MODES or mode in INITIALIZER_MAPPING)
-    if not known:
+def _mode(mode: object) -> str | None:
+    if not isinstance(mode, str | None) or not (mode in ALLOWED_MODES or mode in INITIALIZER_MAPPING):
         raise ConfigException(f"parallel.tensor.mode is {mode!r}; it must be one of {_known_modes()}")
     return mode
 

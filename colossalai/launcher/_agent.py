@@ -140,7 +140,8 @@ class LocalAgent(LocalElasticAgent):
         """
         ranks = self.look_at_ranks()
         if all(rank.exit_code == 0 for rank in ranks):
-            return super()._monitor_workers(worker_group)
+            result: RunResult = super()._monitor_workers(worker_group)
+            return result
         self.failure = find_failure(ranks, now=time.time(), patience_s=GRACE_S)
         if self.failure is None:
             return RunResult(state=WorkerState.HEALTHY)
@@ -233,14 +234,15 @@ class ControlledAgent(LocalAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         with self._ending:
-            pids = super()._start_workers(worker_group)
+            pids: dict[int, Any] = super()._start_workers(worker_group)
         ranks = {worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers}
         self._link.send("started", pids=ranks)
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         with self._ending:
-            return super()._monitor_workers(worker_group)
+            result: RunResult = super()._monitor_workers(worker_group)
+            return result
 
     def _exit_barrier(self) -> None:
         self._link.send("done")

@@ -51,9 +51,10 @@ def decode(line: bytes) -> dict[str, Any] | None:
     if not line.startswith(_MARK):
         return None
     try:
-        return json.loads(line[len(_MARK) :])
+        message: dict[str, Any] = json.loads(line[len(_MARK) :])
     except json.JSONDecodeError:
         return None  # cut off in the middle, by an end
+    return message
 
 
 _HEARTBEAT = encode("heartbeat")

@@ -60,7 +60,8 @@ def drawing_from(state: RandomState | None) -> Iterator[dict[str, Generator]]:
 def _get(device: torch.device) -> Tensor:
     if device.type == "cpu":
         return torch.get_rng_state()
-    return torch.get_device_module(device).get_rng_state(device)
+    state: Tensor = torch.get_device_module(device).get_rng_state(device)
+    return state
 
 
 def _set(state: Tensor, device: torch.device) -> None:

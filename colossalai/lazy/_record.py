@@ -171,7 +171,8 @@ class _Recording:
 
     @property
     def _name(self) -> str:
-        return self.op._overloadpacket.__name__
+        name: str = self.op._overloadpacket.__name__
+        return name
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -192,7 +193,7 @@ def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def _device_of(kwargs: Any, otherwise: torch.device) -> torch.device:
     """Return where the output will be. A lazy tensor says it is on the meta device, and is asked for that."""
-    device = kwargs.get("device")
+    device: torch.device | None = kwargs.get("device")
     if device is None or device.type == "meta":
         return otherwise
     return device

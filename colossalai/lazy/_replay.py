@@ -6,7 +6,6 @@ between is freed after its last use.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -106,7 +105,7 @@ def _run(step: Step, memory: Memory, *, kept: set[Tape]) -> None:
             memory[place.tape] = _in_place(outputs[position], place)
 
 
-def _in_place(output: Any, place: Place) -> UntypedStorage:
+def _in_place(output: Tensor, place: Place) -> UntypedStorage:
     """Return the storage of an output, laid out as it was recorded: a kernel may choose other strides."""
     found = (tuple(output.shape), output.stride(), output.storage_offset(), output.dtype)
     if found == (place.size, place.stride, place.offset, place.dtype):

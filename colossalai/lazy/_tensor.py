@@ -62,7 +62,8 @@ class LazyTensor(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if not isinstance(self, nn.Parameter):
-            return super().__deepcopy__(memo)
+            copied: Self = super().__deepcopy__(memo)
+            return copied
         if id(self) not in memo:  # as torch copies a parameter, without its attributes
             memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
         return memo[id(self)]

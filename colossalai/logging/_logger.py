@@ -212,5 +212,5 @@ def _global_rank() -> int:
     """Return the rank in the default process group, else the launcher's RANK, else 0."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
+        return int(dist.get_rank())
     return int(os.environ.get("RANK", "0"))

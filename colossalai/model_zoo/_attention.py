@@ -105,7 +105,8 @@ class SelfAttention(SharesSequence):
                 context = scaled_dot_product(
                     query, key, value, causal=self.causal, key_padding_mask=padding, dropout_p=rate
                 )
-        return self.dropout(self.projection(context.transpose(1, 2).flatten(2)))
+        attended: Tensor = self.dropout(self.projection(context.transpose(1, 2).flatten(2)))
+        return attended
 
     def _padding(self, attention_mask: Tensor | None) -> Tensor | None:
         """Return where this rank's part of the batch, or of its sequences, is padding."""
@@ -188,9 +189,11 @@ def cut_of_heads(num_heads: int, input_cut: Cut) -> Cut:
 
 def by_head(fused: Tensor, num_heads: int) -> Tensor:
     """Reorder dim 0 of a fused weight or bias from (3, heads, head_size) to (heads, 3, head_size)."""
-    return fused.unflatten(0, (3, num_heads, -1)).transpose(0, 1).flatten(0, 2)
+    reordered: Tensor = fused.unflatten(0, (3, num_heads, -1)).transpose(0, 1).flatten(0, 2)
+    return reordered
 
 
 def by_kind(fused: Tensor, num_heads: int) -> Tensor:
     """Undo `by_head`: reorder dim 0 from (heads, 3, head_size) to (3, heads, head_size)."""
-    return fused.unflatten(0, (num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    reordered: Tensor = fused.unflatten(0, (num_heads, 3, -1)).transpose(0, 1).flatten(0, 2)
+    return reordered

@@ -70,7 +70,8 @@ class FeedForward(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Transform each position of (batch, seq, hidden) on its own."""
-        return self.dropout(self.projection(self.activation(self.expansion(hidden))))
+        transformed: Tensor = self.dropout(self.projection(self.activation(self.expansion(hidden))))
+        return transformed
 
 
 class Block(nn.Module):
@@ -114,7 +115,8 @@ class PreNormBlock(Block):
             attention_mask: (batch, seq), whole; 0 where a position is padding.
         """
         hidden = hidden + self.drop_path(self.attention(self.attention_norm(hidden), attention_mask))
-        return hidden + self.drop_path(self.mlp(self.mlp_norm(hidden)))
+        output: Tensor = hidden + self.drop_path(self.mlp(self.mlp_norm(hidden)))
+        return output
 
 
 class PostNormBlock(Block):
@@ -140,7 +142,8 @@ class PostNormBlock(Block):
             attention_mask: (batch, seq), whole; 0 where a position is padding.
         """
         hidden = self.attention_norm(hidden + self.attention(hidden, attention_mask))
-        return self.mlp_norm(hidden + self.mlp(hidden))
+        output: Tensor = self.mlp_norm(hidden + self.mlp(hidden))
+        return output
 
 
 def _norm(shape: BlockShape, input_cut: Cut) -> nn.Module:

@@ -14,9 +14,11 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 _JOIN_S = 1.0
 _Request = tuple[Callable[[], Any], "Future[Any]"]
@@ -92,7 +94,7 @@ class DeadlineStore:
             self._thread.join(_JOIN_S)
         del self._store
 
-    def _ask(self, call: Callable[[], Any], *, extra: float = 0.0) -> Any:
+    def _ask(self, call: Callable[[], T], *, extra: float = 0.0) -> T:
         """Make a call, and wait for it.
 
         Raises:
@@ -101,7 +103,7 @@ class DeadlineStore:
         with self._lock:
             if self._last is not None and not self._last.done():
                 raise SilentStoreError("it has not answered an earlier request yet")
-            answer: Future[Any] = Future()
+            answer: Future[T] = Future()
             self._last = answer
             self._requests.put((call, answer))
             try:

@@ -78,7 +78,7 @@ class Registry:
         if module_name in self._modules:
             return self._modules[module_name]
         for library in self._imported_libraries():
-            found = getattr(library, module_name, None)
+            found: Callable[..., Any] | None = getattr(library, module_name, None)
             if callable(found) and not module_name.startswith("_"):
                 return found
         return None

@@ -20,7 +20,7 @@ import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ import torch.distributed as dist
 from colossalai.communication import all_gather
 from colossalai.context import Axis, Mesh
 from colossalai.tensor._attributes import FRAGMENT_OF, SHARDING_SPEC
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class Stretch(NamedTuple):
@@ -247,7 +250,7 @@ def set_fragment(tensor: torch.Tensor, whole: torch.Tensor, group: dist.ProcessG
     setattr(tensor, FRAGMENT_OF, (whole, group))
 
 
-def _is_dtensor(tensor: torch.Tensor) -> bool:
+def _is_dtensor(tensor: torch.Tensor) -> TypeGuard["DTensor"]:
     """Whether a tensor is a DTensor; while nobody has imported the module (0.3 s) there is none."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
@@ -256,7 +259,7 @@ def _is_dtensor(tensor: torch.Tensor) -> bool:
 def local_slice(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor: the local part of a DTensor, any other tensor itself."""
     if _is_dtensor(tensor):
-        return tensor.to_local()  # type: ignore[attr-defined]
+        return tensor.to_local()
     return tensor
 
 

@@ -101,7 +101,8 @@ class Shards(StandIns):
 
     def param_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """See the base class."""
-        return self._param_of.get(tensor, tensor)  # type: ignore[call-overload]
+        param: torch.Tensor = self._param_of.get(tensor, tensor)  # type: ignore[call-overload]
+        return param
 
     def with_masters(self, param_names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, str]:
         """See the base class."""

@@ -180,7 +180,7 @@ class StateExchange:
     def _joined(
         self, param: nn.Parameter, key: str, own: State, descriptions: Sequence[State | None]
     ) -> torch.Tensor:
-        pieces = []
+        pieces: list[torch.Tensor] = []
         axis = self._axes[param]
         for rank, state in enumerate(descriptions):
             if state is None:

@@ -12,7 +12,12 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from colossalai.cli._benchmark._configurations import find_configurations, tensor_modes, why_none
+from colossalai.cli._benchmark._configurations import (
+    Configuration,
+    find_configurations,
+    tensor_modes,
+    why_none,
+)
 from colossalai.cli._benchmark._results import BenchmarkSettings, Results, Skipped
 from colossalai.cli._benchmark._show import plot, show
 from colossalai.launcher import Job, launch
@@ -61,7 +66,7 @@ def benchmark(settings: BenchmarkSettings, modes: Sequence[str] | None, output: 
     return 0
 
 
-def _choose(num_procs: int, modes: Sequence[str] | None) -> tuple[list, list[Skipped]]:
+def _choose(num_procs: int, modes: Sequence[str] | None) -> tuple[list[Configuration], list[Skipped]]:
     """Return the configurations to run, and the modes that were asked for and have none."""
     for mode in modes or ():
         if mode not in tensor_modes():

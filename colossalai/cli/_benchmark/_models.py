@@ -25,7 +25,8 @@ class MLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (batch, seq, hidden) to the same shape."""
-        return self.projection(functional.gelu(self.expansion(x)))
+        y: torch.Tensor = self.projection(functional.gelu(self.expansion(x)))
+        return y
 
 
 class Attention(nn.Module):
@@ -56,7 +57,8 @@ class Attention(nn.Module):
         parts = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))  # (batch, seq, heads, 3, head)
         query, key, value = parts.permute(3, 0, 2, 1, 4)  # (batch, heads, seq, head) each
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        return self.projection(mixed.transpose(1, 2).flatten(2))
+        y: torch.Tensor = self.projection(mixed.transpose(1, 2).flatten(2))
+        return y
 
 
 class BenchmarkBlock(nn.Module):
@@ -76,7 +78,8 @@ class BenchmarkBlock(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map (batch, seq, hidden) to the same shape."""
         x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        y: torch.Tensor = x + self.mlp(self.mlp_norm(x))
+        return y
 
 
 Builder = Callable[[BenchmarkSettings], nn.Module]

@@ -54,9 +54,9 @@ def serve() -> None:
     threading.Event().wait()
 
 
-def answer(asked: dict, link: ControllerLink) -> None:
+def answer(asked: dict[str, Any], link: ControllerLink) -> None:
     """Send the answer to one question."""
-    said: dict = {"id": asked["id"]}
+    said: dict[str, Any] = {"id": asked["id"]}
     try:
         said["answer"] = QUESTIONS[asked["question"]](**asked["arguments"])
     except BaseException as error:  # whatever it is: the asker shows it
@@ -64,12 +64,12 @@ def answer(asked: dict, link: ControllerLink) -> None:
     link.send("answer", **said)
 
 
-def interpreter() -> dict:
+def interpreter() -> dict[str, object]:
     """Return the version of Python and the name that the machine has for itself."""
     return {"python": platform.python_version(), "hostname": socket.gethostname()}
 
 
-def packages(*, distributions: list, first_path: str) -> dict:
+def packages(*, distributions: list[str], first_path: str) -> dict[str, str | None]:
     """Return the version of each package, None where it is not found; nothing is imported.
 
     Args:
@@ -95,12 +95,12 @@ def _package_version(name: str) -> str | None:
     return importlib.metadata.version(name)
 
 
-def directory(*, path: str) -> dict:
+def directory(*, path: str) -> dict[str, object]:
     """Say whether there is such a directory, and whether this user may write into it."""
     return {"exists": os.path.isdir(path), "is_writable": os.access(path, os.W_OK | os.X_OK)}
 
 
-def script(*, path: str) -> dict:
+def script(*, path: str) -> dict[str, object]:
     """Return the SHA-256 and the age of a file, or what keeps this user from reading it."""
     try:
         with open(path, "rb") as file:
@@ -110,14 +110,14 @@ def script(*, path: str) -> dict:
     return {"sha256": digest, "modified": os.path.getmtime(path)}
 
 
-def module(*, name: str, first_path: str) -> dict:
+def module(*, name: str, first_path: str) -> dict[str, object]:
     """Say where the top-level package of a module is found; None if nowhere."""
     sys.path[0] = first_path
     spec = importlib.util.find_spec(name.partition(".")[0])
     return {"origin": None if spec is None else spec.origin or "a namespace package"}
 
 
-def resolve(*, name: str) -> dict:
+def resolve(*, name: str) -> dict[str, object]:
     """Return the addresses of a name, and the line of /etc/hosts that has it."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
@@ -143,7 +143,7 @@ def clock() -> float:
     return time.time()
 
 
-def memory() -> dict:
+def memory() -> dict[str, int]:
     """Return the memory that new processes can have, and all, in bytes; a container's limit counts."""
     import psutil
 
@@ -157,13 +157,13 @@ def memory() -> dict:
     return {"available": min(available, limit_bytes - used_bytes), "total": min(total, limit_bytes)}
 
 
-def disk(*, path: str) -> dict:
+def disk(*, path: str) -> dict[str, int]:
     """Return free bytes, by folder: where the job runs, where temporary files go, the shared memory."""
     folders = [path, tempfile.gettempdir(), "/dev/shm"]
     return {folder: shutil.disk_usage(folder).free for folder in folders if os.path.isdir(folder)}
 
 
-def devices() -> list:
+def devices() -> list[dict[str, object]]:
     """Return name, and free and total bytes, of each accelerator that its vendor's tool lists."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -175,7 +175,7 @@ def devices() -> list:
     return parse_devices(listed.stdout)
 
 
-def parse_devices(text: str) -> list:
+def parse_devices(text: str) -> list[dict[str, object]]:
     """Read lines of "name, free MiB, total MiB"; memory that a device does not tell is None."""
     rows = [[cell.strip() for cell in line.rsplit(",", 2)] for line in text.splitlines() if line.strip()]
     return [
@@ -187,7 +187,7 @@ def _mebibytes(text: str) -> int | None:
     return int(text) * 2**20 if text.isdigit() else None
 
 
-def port(*, number: int) -> dict:
+def port(*, number: int) -> dict[str, object]:
     """Say whether a port can be listened on, and who holds it if not; a free one for number 0."""
     if number == 0:
         return {"port": free_port(), "is_free": True}

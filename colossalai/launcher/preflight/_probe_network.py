@@ -22,10 +22,10 @@ _CONNECT_S = 2.0
 _LOOKUP_S = 1.0  # the name of an address; more is too long, however long
 _SILENCE_S = 2.0  # nothing received for so long: it will not come
 
-_listeners: list = []
+_listeners: list[socket.socket] = []
 
 
-def interfaces(*, toward: str) -> dict:
+def interfaces(*, toward: str) -> dict[str, object]:
     """Return the network interfaces, and the address from which this node would send to another.
 
     Args:
@@ -60,7 +60,7 @@ def _source(toward: str) -> str | None:
         return None
 
 
-def lookups(*, addresses: list) -> dict:
+def lookups(*, addresses: list[str]) -> dict[str, float | None]:
     """Return how many seconds it takes to find the name of each address; None where it takes too long.
 
     torch's store asks so for the name of each peer that it accepts, and waits. It listens on IPv6, where an
@@ -70,7 +70,7 @@ def lookups(*, addresses: list) -> dict:
     Args:
         addresses: IPv4 addresses.
     """
-    seconds: dict = dict.fromkeys(addresses)
+    seconds: dict[str, float | None] = dict.fromkeys(addresses)
 
     def one(address: str) -> None:
         began = time.monotonic()
@@ -139,7 +139,9 @@ def _serve_peer(connection: socket.socket, token: bytes) -> None:
             pass  # the other side sees it too, and reports
 
 
-def exchange(*, targets: list, source_address: str | None, token: str) -> list:
+def exchange(
+    *, targets: list[tuple[str, int]], source_address: str | None, token: str
+) -> list[dict[str, object] | None]:
     """Connect to every target and exchange the payload; all at once.
 
     Args:
@@ -151,7 +153,7 @@ def exchange(*, targets: list, source_address: str | None, token: str) -> list:
         For each target `stage`, the last thing that was reached ("name", "connect", "greet", "payload" or
         "done"), `error`, and `seconds`.
     """
-    results: list = [None] * len(targets)
+    results: list[dict[str, object] | None] = [None] * len(targets)
 
     def one(index: int) -> None:
         began = time.monotonic()
@@ -166,7 +168,9 @@ def exchange(*, targets: list, source_address: str | None, token: str) -> list:
     return results
 
 
-def _exchange_with(target: list, source_address: str | None, token: bytes) -> tuple:
+def _exchange_with(
+    target: tuple[str, int], source_address: str | None, token: bytes
+) -> tuple[str, str | None]:
     """Return the stage that failed, or "done", and the error."""
     stage = "connect"
     try:

@@ -92,7 +92,8 @@ class ResNet(nn.Module):
         hidden = self.stem(images)
         for block in self.blocks:
             hidden = block(hidden)
-        return self.classifier(hidden.mean(dim=(2, 3)))
+        logits: Tensor = self.classifier(hidden.mean(dim=(2, 3)))
+        return logits
 
 
 def resnet18(

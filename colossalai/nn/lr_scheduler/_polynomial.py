@@ -34,7 +34,8 @@ class _PowerLR(CurveLR):
     def curve(self, base_lr: float | Tensor, step: int) -> float | Tensor:
         """Return the power of what is left, between the base rate and `end_lr`."""
         left = 1 - step / (self.total_steps - self.warmup_steps)
-        return self.end_lr + (base_lr - self.end_lr) * left**self.power
+        part: float = left**self.power
+        return self.end_lr + (base_lr - self.end_lr) * part
 
 
 @LR_SCHEDULERS.register_module

@@ -84,7 +84,8 @@ class FusedLAMB(SetGradNone, Lamb):
         if not grads:
             return None
         norm = torch.cat([whole_norms(members).to(grads[0][0].device) for members in grads]).norm()
-        return (self.max_grad_norm / norm).clamp(max=1.0)
+        factor: Tensor = (self.max_grad_norm / norm).clamp(max=1.0)
+        return factor
 
     def _gradients(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
         grads = super()._gradients(params, group)

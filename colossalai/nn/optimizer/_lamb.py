@@ -92,7 +92,8 @@ class Lamb(SteppingOptimizer):
 
     def _decay_of_update(self, group: dict[str, Any]) -> float:
         """Return the weight decay that is a part of the update."""
-        return group["weight_decay"]
+        weight_decay: float = group["weight_decay"]
+        return weight_decay
 
     def _has_trust_ratio(self, group: dict[str, Any]) -> bool:
         return not group["adam"]
@@ -120,7 +121,7 @@ class Lamb(SteppingOptimizer):
         return list(directions)
 
     def _state_of(self, param: Tensor) -> dict[str, Any]:
-        state = self.state[param]
+        state: dict[str, Any] = self.state[param]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)  # on the CPU: it is read in every step
             state["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)

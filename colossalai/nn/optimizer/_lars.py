@@ -83,7 +83,8 @@ class Lars(SteppingOptimizer):
         state = self.state[param]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        return state["momentum_buffer"]
+        buffer: Tensor = state["momentum_buffer"]
+        return buffer
 
 
 def _trust_ratios(param_norms: Tensor, grad_norms: Tensor, group: dict[str, Any]) -> Tensor:

@@ -164,7 +164,8 @@ def _average(sync: GradientSync, bucket: dist.GradBucket) -> torch.futures.Futur
     flat = bucket.buffer().div_(sync.divisor)
     work = dist.all_reduce(flat, group=sync.axis.group, async_op=True)
     assert work is not None
-    return work.get_future().then(lambda done: done.value()[0])
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return summed
 
 
 def _settle_buckets(applied: DistributedDataParallel) -> None:

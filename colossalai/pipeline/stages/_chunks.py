@@ -66,7 +66,8 @@ class ChunkList(nn.ModuleList):
         Raises:
             AttributeError: No chunk has a parameter `target`.
         """
-        return _find(self, "named_parameters", target)
+        param: nn.Parameter = _find(self, "named_parameters", target)
+        return param
 
     def get_buffer(self, target: str) -> torch.Tensor:
         """Return the buffer of that name, from the first chunk that has it.
@@ -74,7 +75,8 @@ class ChunkList(nn.ModuleList):
         Raises:
             AttributeError: No chunk has a buffer `target`.
         """
-        return _find(self, "named_buffers", target)
+        buffer: torch.Tensor = _find(self, "named_buffers", target)
+        return buffer
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Return the states of all chunks in one dictionary."""

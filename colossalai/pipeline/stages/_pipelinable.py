@@ -202,7 +202,7 @@ def _check_once(steps: Sequence[LayerStep]) -> None:
 
 
 def _named(model: nn.Module, name: str) -> nn.Module:
-    modules = dict(model.named_modules(remove_duplicate=False))
+    modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if not name or name not in modules:
         near = get_close_matches(name, modules, n=3) or [child for child, _ in model.named_children()]
         raise ValueError(f"exec_seq names {name!r}, which is no module of the model; there are {near}")

@@ -19,10 +19,9 @@ from colossalai.pipeline.stages._placeholders import (
     BehindElsewhere,
     BlockElsewhere,
     FrontElsewhere,
-    StageFlow,
     on_meta,
 )
-from colossalai.pipeline.stages._stage import ModelStage, NoteBlocks, PartOfStack, Tie, end_stage
+from colossalai.pipeline.stages._stage import ModelStage, NoteBlocks, PartOfStack, StageFlow, Tie, end_stage
 from colossalai.pipeline.stages._trace import Anatomy, Trial, can_try, dissect, guess_sample, run_trial
 
 Balance = Literal["uniform", "parameters"] | Sequence[float]

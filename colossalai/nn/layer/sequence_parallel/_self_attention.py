@@ -111,7 +111,8 @@ class TransformerSelfAttentionRing(SharesSequence):
         mixed = RingAV.apply(
             weights, value, batch, self.num_attention_heads, self.head_size, sub_seq, self.axis
         )
-        return self.dense(mixed.transpose(0, 1).reshape(sub_seq, batch, -1))
+        attended: torch.Tensor = self.dense(mixed.transpose(0, 1).reshape(sub_seq, batch, -1))
+        return attended
 
     def _weights(self, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Return the probabilities, some of them dropped, of (batch, heads, sub_seq, seq) scores."""
@@ -123,7 +124,8 @@ class TransformerSelfAttentionRing(SharesSequence):
         weights = scores.softmax(dim=-1).to(dtype)
         # The ranks hold different rows: each draws masks of its own.
         with seed(ParallelMode.TENSOR) if ParallelMode.TENSOR in get_seeds() else nullcontext():
-            return self.attention_dropout(weights)
+            dropped: torch.Tensor = self.attention_dropout(weights)
+        return dropped
 
 
 def _warn_of_what_has_no_effect(**options: Any) -> None:

@@ -150,9 +150,9 @@ class ParallelMatmul:
         if self._is_local:
             return functional.linear(x, w.t(), bias)
         axes = (self._copy_x, self._copy_w, self._reduce_y)
-        if torch.compiler.is_compiling():
-            return outside_graphs(_Product.apply)(x, w, bias, *axes, num_chunks)
-        return _Product.apply(x, w, bias, *axes, num_chunks)
+        product = outside_graphs(_Product.apply) if torch.compiler.is_compiling() else _Product.apply
+        result: torch.Tensor = product(x, w, bias, *axes, num_chunks)
+        return result
 
     def _moving_product(self, x: torch.Tensor, w: torch.Tensor, *, in_panels: bool) -> torch.Tensor:
         """Return the product where slices of an operand or of the result move between the ranks."""
@@ -162,9 +162,11 @@ class ParallelMatmul:
         for name in scheme.copy_w:
             w = copy_forward_reduce_backward(w, axes[name])
         if scheme.contracts_in_panels and in_panels:
-            return _Panels.apply(x, w, *self._panel_axes)
+            product: torch.Tensor = _Panels.apply(x, w, *self._panel_axes)
+            return product
         if scheme.yields_in_panels and in_panels:
-            return _TransposedPanels.apply(x, w.t(), *self._panel_axes)
+            transposed: torch.Tensor = _TransposedPanels.apply(x, w.t(), *self._panel_axes)
+            return transposed
         for name in scheme.gather_x:
             x = gather_forward_scatter_backward(x, axes[name], 0 if name in scheme.x.batch else -1)
         for name in scheme.gather_w:
