@@ -4,6 +4,9 @@
 
 All three train the same model on the same tokens with the same optimizer; the figure is the overhead of each
 door.
+
+Whose products of matrices a variant has, `harness/products.py` says: peers torch's own, "... medium" at that
+precision, ours what the job has chosen (`colossalai run --set matmul=onednn`), "... torch" torch's own.
 """
 
 import argparse
@@ -11,6 +14,7 @@ import copy
 from collections.abc import Callable
 
 import torch
+from harness.products import bits_at_medium, with_products
 from harness.rounds import compare, report, time_rounds
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -84,13 +88,14 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=5, help="rounds before them (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=2, help="sequences on a rank (default: %(default)s)")
     parser.add_argument("--seq", type=int, default=128, help="tokens in a sequence (default: %(default)s)")
+    parser.add_argument("--hidden", type=int, default=256, help="features of a token (default: %(default)s)")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     colossalai.launch_from_torch(config={"clip_grad_norm": 1.0}, verbose=False)
     shape = GPTConfig(
         vocab_size=2048,
         max_position_embeddings=args.seq,
-        hidden_size=256,
+        hidden_size=args.hidden,
         num_layers=6,
         num_attention_heads=8,
         embedding_dropout=0.0,
@@ -101,12 +106,13 @@ def main() -> None:
     tokens = torch.randint(shape.vocab_size, (args.batch, args.seq + 1), device=get_current_device())
     batch = (tokens[:, :-1], tokens[:, 1:])
     variants = {build.__name__: build(copy.deepcopy(model), batch) for build in (plain_ddp, engine, booster)}
-    times = time_rounds(variants, rounds=args.rounds, warmup=args.warmup)
+    steps, around = with_products(variants, theirs=["plain_ddp"])
+    times = time_rounds(steps, rounds=args.rounds, warmup=args.warmup, around=around)
     num_params = sum(param.numel() for param in model.parameters())
     report(
         f"Data parallelism, GPT with {num_params / 1e6:.1f}M parameters",
         compare(times, baseline="plain_ddp"),
-        settings=vars(args) | {"parameters": num_params},
+        settings=vars(args) | {"parameters": num_params, "medium_bits": bits_at_medium()},
         json_file=args.json,
     )
 

@@ -7,6 +7,9 @@ losses and all gradients are compared before anything is timed. A step is forwar
 without an optimizer; it ends when its slowest rank ends. Torch is given its cheapest options: outputs are not
 collected, gradients are not scaled afterwards.
 
+Whose products of matrices a variant has, `harness/products.py` says: peers torch's own, "... medium" at that
+precision, ours what the job has chosen (`colossalai run --set matmul=onednn`), "... torch" torch's own.
+
 - `peak_mib` is the largest rank's peak of live tensors, from the copying of its parameters to the end of the
   second step: parameters, gradients, activations, buffers of messages; see `harness/memory.py`.
 - `idle` is the part of a step in which a rank waits for messages or has already ended: the mean over ranks,
@@ -30,6 +33,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from harness.memory import PeakBytes
+from harness.products import bits_at_medium, with_products
 from harness.rounds import compare, report, time_rounds
 from harness.waits import timed_waits
 from torch import nn
@@ -279,8 +283,8 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     memory = {kind: peak_bytes(partial(build, kind)) for kind in KINDS}
     variants = {kind: build(kind) for kind in KINDS}
     check_same(variants["theirs"], variants["ours"])
-    steps = {key: variant.step for key, variant in variants.items()}
-    times = slowest(time_rounds(steps, rounds=args.rounds, warmup=args.warmup))
+    steps, around = with_products({key: variant.step for key, variant in variants.items()}, theirs=["theirs"])
+    times = slowest(time_rounds(steps, rounds=args.rounds, warmup=args.warmup, around=around))
     idle = measure_idle(variants, args.idle_rounds)
     p2p = measure_p2p(batch[0][: args.batch])
     costs = measure_costs(variants["ours"], schedule, args.idle_rounds, p2p)
@@ -289,9 +293,9 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         {"schedule": name}
         | row
         | {
-            "peak_mib": round(memory[row["variant"]] / 2**20, 2),
-            "memory_ratio": round(memory[row["variant"]] / memory["theirs"], 4),
-            "idle": round(idle[row["variant"]], 4),
+            "peak_mib": round(memory[row["variant"].split()[0]] / 2**20, 2),
+            "memory_ratio": round(memory[row["variant"].split()[0]] / memory["theirs"], 4),
+            "idle": round(idle[row["variant"]], 4) if row["variant"] in idle else None,
             "idle_simulated": round(simulated, 4) if row["variant"] == "ours" else None,
         }
         for row in compare(times, baseline="theirs")
@@ -335,7 +339,7 @@ def main() -> None:
     report(
         f"Pipeline schedules, {world_size} ranks; theirs is torch.distributed.pipelining",
         rows,
-        settings=vars(args),
+        settings=vars(args) | {"medium_bits": bits_at_medium()},
         json_file=args.json,
     )
 

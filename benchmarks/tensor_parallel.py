@@ -4,6 +4,9 @@
 
 Both train the same two-layer MLP and the same GPT block, from the same weights, on the same data, cut in the
 same way; the losses are compared before anything is timed.
+
+Whose products of matrices a variant has, `harness/products.py` says: peers torch's own, "... medium" at that
+precision, ours what the job has chosen (`colossalai run --set matmul=onednn`), "... torch" torch's own.
 """
 
 import argparse
@@ -12,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from harness.products import bits_at_medium, with_products
 from harness.rounds import compare, report, time_rounds
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -159,13 +163,12 @@ def measure(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         variants[build.__name__] = Variant(build(name, args.hidden), x)
     check_same(variants)
     memory = {key: variant.memory() for key, variant in variants.items()}
-    times = time_rounds(
-        {key: variant.step for key, variant in variants.items()}, rounds=args.rounds, warmup=args.warmup
-    )
+    steps, around = with_products({key: variant.step for key, variant in variants.items()}, theirs=["theirs"])
+    times = time_rounds(steps, rounds=args.rounds, warmup=args.warmup, around=around)
     rows = compare(times, baseline="theirs")
     total = sum(memory["theirs"].values())
     for row in rows:
-        kinds = memory[row["variant"]]
+        kinds = memory[row["variant"].split()[0]]
         row |= {f"{kind}_mib": round(num_bytes / 2**20, 3) for kind, num_bytes in kinds.items()}
         row["memory_ratio"] = round(sum(kinds.values()) / total, 4)
     return [{"model": name} | row for row in rows]
@@ -191,7 +194,7 @@ def main() -> None:
     report(
         f"1D tensor parallelism, {world_size} ranks; theirs is torch's parallelize_module",
         rows,
-        settings=vars(args),
+        settings=vars(args) | {"medium_bits": bits_at_medium()},
         json_file=args.json,
     )
 

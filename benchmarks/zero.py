@@ -8,6 +8,9 @@ the fused AdamW, `ddp_foreach` the same with the other of torch's fast ones, `re
 `ZeroRedundancyOptimizer`, `fsdp2` is `fully_shard` on each block and on the model; `zero1` and `zero2` are
 our stages.
 
+Whose products of matrices a variant has, `harness/products.py` says: peers torch's own, "... medium" at that
+precision, ours what the job has chosen (`colossalai run --set matmul=onednn`), "... torch" torch's own.
+
 - A step ends when its slowest rank ends. `ratio` is to `ddp`, `vs_fastest` to whichever of torch's has the
   smallest median.
 - `bytes_per_param` counts the memory behind all floating tensors that Python can reach after a step,
@@ -28,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness.products import bits_at_medium, with_products
 from harness.rounds import compare, report, time_rounds
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -213,8 +217,10 @@ def measure(args: argparse.Namespace, model: nn.Module, batch: Batch) -> list[di
         variants[name], held[name] = build_and_count(lambda build=build: build(copy.deepcopy(model), batch))
     check_same(variants)
     sent = {name: count_sent(variants[name]) for name in args.variants if name in OURS}
-    steps = {name: variant.step for name, variant in variants.items()}
-    times = slowest(time_rounds(steps, rounds=args.rounds, warmup=args.warmup))
+    steps, around = with_products(
+        {name: variant.step for name, variant in variants.items()}, theirs=list(THEIRS)
+    )
+    times = slowest(time_rounds(steps, rounds=args.rounds, warmup=args.warmup, around=around))
     medians = {name: statistics.median(times[name]) for name in args.variants if name in THEIRS}
     fastest = min(medians, key=lambda name: medians[name])
     to_fastest = {row["variant"]: row for row in compare(times, baseline=fastest)}
@@ -225,12 +231,13 @@ def measure(args: argparse.Namespace, model: nn.Module, batch: Batch) -> list[di
             "fastest": fastest,
             "vs_fastest": to_fastest[row["variant"]]["ratio"],
             "vs_fastest_quartiles": to_fastest[row["variant"]]["ratio_quartiles"],
-            "bytes_per_param": round(held[row["variant"]] / num_params, 3),
-            "formula": formula(row["variant"], num_ranks),
-            "sent_per_param": round(sent[row["variant"]] / num_params, 4) if row["variant"] in sent else None,
-            "sent_formula": 2 * ELEMENT * share if row["variant"] in sent else None,
+            "bytes_per_param": round(held[name] / num_params, 3),
+            "formula": formula(name, num_ranks),
+            "sent_per_param": round(sent[name] / num_params, 4) if name in sent else None,
+            "sent_formula": 2 * ELEMENT * share if name in sent else None,
         }
         for row in compare(times, baseline="ddp")
+        for name in row["variant"].split()[:1]
     ]
 
 
@@ -276,7 +283,7 @@ def main() -> None:
     report(
         f"Data parallelism and ZeRO, GPT with {num_params / 1e6:.1f}M parameters",
         rows,
-        settings=vars(args) | {"parameters": num_params},
+        settings=vars(args) | {"parameters": num_params, "medium_bits": bits_at_medium()},
         json_file=args.json,
     )
 

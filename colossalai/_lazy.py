@@ -9,6 +9,9 @@ from typing import Any
 
 from colossalai._not_landed import NOT_LANDED, refuse_name
 
+JOB_PARTS: Mapping[str, str] = {"matmul_of_job": "colossalai.kernel"}
+"""What `launch` lets go with a job though it stands on a floor above, with its home: imported by `launch`."""
+
 
 def find_name(package: str, homes: Mapping[str, str], name: str) -> Any:
     """Return what a package's `__getattr__` should: a public name, or a sub-module.

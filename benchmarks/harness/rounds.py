@@ -11,6 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,12 @@ import torch.distributed as dist
 
 
 def time_rounds(
-    variants: Mapping[str, Callable[[], Any]], *, rounds: int, warmup: int, repeats: int = 1
+    variants: Mapping[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    warmup: int,
+    repeats: int = 1,
+    around: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> dict[str, list[float]]:
     """Return the step times of each variant in seconds, one for each round; every rank calls it.
 
@@ -29,6 +35,7 @@ def time_rounds(
         warmup: Number of rounds before, which are not timed.
         repeats: How often a variant runs in a row; the last time counts. More than one where a variant leaves
             something behind on which the next one's time depends: the page cache.
+        around: What goes around the runs of a variant, by name; it is entered and left outside of the time.
     """
     names = list(variants)
     times: dict[str, list[float]] = {name: [] for name in names}
@@ -38,9 +45,10 @@ def time_rounds(
         for number in range(-warmup, rounds):
             shift = number % len(names)
             for name in names[shift:] + names[:shift]:
-                for _ in range(repeats - 1):
-                    variants[name]()
-                seconds = _time_step(variants[name])
+                with (around or {}).get(name, nullcontext)():
+                    for _ in range(repeats - 1):
+                        variants[name]()
+                    seconds = _time_step(variants[name])
                 if number >= 0:
                     times[name].append(seconds)
     finally:

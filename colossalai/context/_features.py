@@ -45,6 +45,9 @@ PRECISION_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """The keys of `fp16=dict(mode=...)` beside `mode`, for every mode (a value of `colossalai.amp.AMP_TYPE`)."""
 
+MATMULS = ("auto", "torch", "onednn")
+"""Who may multiply float32 matrices on CPU; what "auto" takes, it measures."""
+
 _CLIPPING = "clip_grad_norm=1.0"
 _ACCUMULATION = "gradient_accumulation=4"
 _PRECISION = "fp16=dict(mode=AMP_TYPE.TORCH), or AMP_TYPE.BF16,"
@@ -311,6 +314,16 @@ def _check_watchdog(value: Any) -> None:
         raise ConfigException(f"watchdog.folder is {value['folder']!r}; it must be the path of a folder")
 
 
+def check_matmul(value: Any) -> None:
+    """Require one of the three libraries of float32 products.
+
+    Raises:
+        ConfigException: It is none of them.
+    """
+    if value not in MATMULS:
+        raise ConfigException(f"matmul is {value!r}; it must be one of {', '.join(map(repr, MATMULS))}")
+
+
 def _check_recompute(value: Any) -> None:
     names = value if isinstance(value, list | tuple) else [value]
     if not isinstance(value, bool) and not all(isinstance(name, str) for name in names):
@@ -353,6 +366,7 @@ _FEATURES: Mapping[str, Callable[[Any], Any]] = {
     "TENSOR_SHAPE": _check_shape,
     "watchdog": _check_watchdog,
     "debug": lambda value: check_bool(value, "debug"),
+    "matmul": check_matmul,
 }
 
 FEATURE_KEYS = tuple(_FEATURES)

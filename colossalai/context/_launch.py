@@ -73,6 +73,7 @@ def launch(
     verbose: bool = True,
     *,
     timeout: float = DEFAULT_TIMEOUT,
+    matmul: str | None = None,
 ) -> None:
     """Start this process's part of a job: check the config, meet the other processes, lay the mesh.
 
@@ -89,6 +90,8 @@ def launch(
         seed: Seed of all random states; the same on every rank.
         verbose: Whether rank 0 logs what was launched.
         timeout: Seconds to wait for the other processes.
+        matmul: Who multiplies float32 matrices on CPU: "torch", "onednn", or "auto" for the faster one.
+            Default: what the config says, else "auto". What `colossalai run --set` says goes before both.
 
     Raises:
         ConfigException: `config` cannot be read, or a feature in it is invalid; no process group has been
@@ -114,13 +117,21 @@ def launch(
         )
     device = device_of(local_rank_of(rank) if local_rank is None else local_rank)
     try:
-        global_context.load_config(config)
+        global_context.load_config(config, matmul=matmul)
         global_context.init_parallel_groups(rank=rank, world_size=world_size, device=device)
         store = _meet(host, port, rank=rank, world_size=world_size, timeout=timeout)
         chosen = chosen_backend(backend, device, rank)
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
         global_context.init_own_groups()
-        start_watching(global_context.config, store, rank=rank, world_size=world_size, axis_of=_axis_of)
+        start_watching(
+            global_context.config,
+            store,
+            rank=rank,
+            world_size=world_size,
+            axis_of=_axis_of,
+            device=device,
+            verbose=verbose,
+        )
     except BaseException:
         global_context.destroy()
         raise
@@ -141,6 +152,7 @@ def launch_from_torch(
     verbose: bool = True,
     *,
     timeout: float = DEFAULT_TIMEOUT,
+    matmul: str | None = None,
 ) -> None:
     """Launch a process that `colossalai run` or `torchrun` started; see `launch`.
 
@@ -157,7 +169,15 @@ def launch_from_torch(
             f"colossalai run --nproc_per_node N {Path(sys.argv[0]).name or 'script.py'}"
         )
         place = LaunchPlace(rank=0, world_size=1, local_rank=0, host=LOOPBACK, port=free_port())
-    launch(config, **asdict(place), backend=backend, seed=seed, verbose=verbose, timeout=timeout)
+    launch(
+        config,
+        **asdict(place),
+        backend=backend,
+        seed=seed,
+        verbose=verbose,
+        timeout=timeout,
+        matmul=matmul,
+    )
 
 
 @names_arguments
@@ -170,6 +190,7 @@ def launch_from_slurm(
     verbose: bool = True,
     *,
     timeout: float = DEFAULT_TIMEOUT,
+    matmul: str | None = None,
 ) -> None:
     """Launch a process that SLURM's `srun` started; see `launch`.
 
@@ -180,7 +201,15 @@ def launch_from_slurm(
         ValueError: The process was not started by srun.
     """
     place = slurm_place(host, port)
-    launch(config, **asdict(place), backend=backend, seed=seed, verbose=verbose, timeout=timeout)
+    launch(
+        config,
+        **asdict(place),
+        backend=backend,
+        seed=seed,
+        verbose=verbose,
+        timeout=timeout,
+        matmul=matmul,
+    )
 
 
 @names_arguments
@@ -193,6 +222,7 @@ def launch_from_openmpi(
     verbose: bool = True,
     *,
     timeout: float = DEFAULT_TIMEOUT,
+    matmul: str | None = None,
 ) -> None:
     """Launch a process that OpenMPI's `mpirun` started; see `launch`.
 
@@ -203,7 +233,15 @@ def launch_from_openmpi(
         ValueError: The process was not started by mpirun, or rank 0 runs elsewhere than mpirun.
     """
     place = openmpi_place(host, port)
-    launch(config, **asdict(place), backend=backend, seed=seed, verbose=verbose, timeout=timeout)
+    launch(
+        config,
+        **asdict(place),
+        backend=backend,
+        seed=seed,
+        verbose=verbose,
+        timeout=timeout,
+        matmul=matmul,
+    )
 
 
 def relayout(layout: Layout) -> None:

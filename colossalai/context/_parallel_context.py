@@ -73,9 +73,16 @@ class ParallelContext:
         """The config that the job was launched with."""
         return self._config
 
-    def load_config(self, config: Any) -> None:
-        """Set the config from a path, a dict or None, with the overrides of the environment, unchecked."""
-        self._config = with_overrides(load_config(config), FEATURE_KEYS)
+    def load_config(self, config: Any, **arguments: Any) -> None:
+        """Set the config from a path, a dict or None, unchecked.
+
+        Args:
+            config: The config.
+            **arguments: Keys given beside it, which go before it; None says nothing. The overrides of the
+                environment go before both.
+        """
+        given = {key: value for key, value in arguments.items() if value is not None}
+        self._config = with_overrides(Config({**load_config(config), **given}), FEATURE_KEYS)
 
     def init_parallel_groups(self, *, rank: int, world_size: int, device: torch.device | None = None) -> None:
         """Check the loaded config and lay the mesh over the ranks; no process group is needed for that.

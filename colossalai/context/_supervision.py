@@ -1,4 +1,4 @@
-"""Supervision: what goes with a launched job until its end (watchdog, debug mode), and the end itself.
+"""Supervision: what goes with a launched job until its end (watchdog, debug mode, kernels), and the end.
 
 [Note: gloo threads at exit]
 A thread of a gloo group may still hold the last reference to an operation that this process has seen
@@ -24,9 +24,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from colossalai._lazy import JOB_PARTS, find_name
 from colossalai.context._config import Config
 from colossalai.context._process import process
 from colossalai.logging import get_dist_logger
@@ -43,7 +45,16 @@ _LIMIT_S = 2.0  # a thread that is busy for so long is not merely letting go of 
 _PAUSE_S = 0.002
 
 
-def start_watching(config: Config, store: dist.Store, *, rank: int, world_size: int, axis_of: AxisOf) -> None:
+def start_watching(
+    config: Config,
+    store: dist.Store,
+    *,
+    rank: int,
+    world_size: int,
+    axis_of: AxisOf,
+    device: torch.device,
+    verbose: bool,
+) -> None:
     """Switch on what config and environment ask for; the default process group exists.
 
     Args:
@@ -52,10 +63,15 @@ def start_watching(config: Config, store: dist.Store, *, rank: int, world_size: 
         rank: Global rank of this process.
         world_size: Number of ranks.
         axis_of: What is the mesh axis along some ranks?
+        device: Where this rank computes.
+        verbose: Whether rank 0 says which kernels it takes.
     """
     limit = distributed_c10d._get_default_timeout(dist.get_backend()).total_seconds()
     options = watchdog_options(config.get("watchdog"), group_timeout=limit, world_size=world_size)
     with ExitStack() as stack:
+        matmul_of_job = find_name("colossalai", JOB_PARTS, "matmul_of_job")
+        place: dict[str, Any] = {"rank": rank, "world_size": world_size, "device": device}
+        stack.enter_context(matmul_of_job(config.get("matmul"), store, **place, verbose=verbose))
         if is_debugging(config) and world_size > 1:
             timeout = _DEBUG_SHARE * (limit if options is None else options.timeout)
             check = CollectiveCheck(store, rank=rank, timeout=timeout, axis_of=axis_of)

@@ -12,6 +12,10 @@ STATE = {
     ): "the ledgers that are open, which collectives of any caller write to",
     ("context/_process.py", "process"): "torch's generators, what watches and the end are the process's",
     (
+        "kernel/_installation.py",
+        "installation",
+    ): "kernels of operators are replaced for the whole process",
+    (
         "launcher/preflight/_probe_network.py",
         "_listeners",
     ): "a script of its own on another host: its process",

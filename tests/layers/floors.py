@@ -17,6 +17,7 @@ FLOORS = {
     "context": 1,
     # 2: tensors
     "communication": 2,
+    "kernel": 2,
     "tensor": 2,
     # 3: methods
     "amp": 3,

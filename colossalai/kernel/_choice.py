@@ -1,0 +1,142 @@
+"""The choice of a job: whose products its ranks take, agreed between them when they have met.
+
+Two libraries round differently, so ranks that must hold the same weights take the same one: every rank sends
+what a measurement depends on, rank 0 measures and decides for all.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+from colossalai.kernel._installation import onednn_products, why_unavailable
+from colossalai.kernel._probe import measured_profile, processor_and_version
+from colossalai.kernel._rule import Profile
+from colossalai.logging import get_dist_logger
+
+LEAST_SPEEDUP = 1.15
+"""From which ratio on oneDNN is taken by itself: what differs less may be the noise of a busy machine."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank says of itself.
+
+    Attributes:
+        option: The option in force there: "auto", "torch" or "onednn".
+        place: Its processor and its torch.
+        problem: Why oneDNN's products cannot be had there; empty where they can.
+    """
+
+    option: str
+    place: str
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What rank 0 decides for all.
+
+    Attributes:
+        profile: By which oneDNN takes its part of the products; None where all are torch's.
+        line: What the log says of it; may be empty.
+        error: Why the job cannot start; else empty.
+    """
+
+    profile: Profile | None = None
+    line: str = ""
+    error: str = ""
+
+
+def facts_of_this_process(option: str, device: torch.device) -> Facts:
+    """Return what this rank has to say; it measures nothing."""
+    return Facts(option, processor_and_version(), why_unavailable(device) or "")
+
+
+def decide(ranks: Sequence[Facts], measure: Callable[[], Profile] = measured_profile) -> Choice:
+    """Return the choice for ranks of which the first one asks.
+
+    Args:
+        ranks: What they say, by rank.
+        measure: Says how fast both libraries are here; asked only where it matters.
+    """
+    option = ranks[0].option
+    if others := sorted({facts.option for facts in ranks} - {option}):
+        names = ", ".join(map(repr, others))
+        return Choice(error=f"matmul is {option!r} on rank 0 and {names} elsewhere: give all ranks the same")
+    if option == "torch":
+        return Choice()
+    alike = len({facts.place for facts in ranks}) == 1
+    problem = next((f"rank {rank}: {facts.problem}" for rank, facts in enumerate(ranks) if facts.problem), "")
+    if option == "auto":
+        if problem or not alike:
+            return Choice()
+        profile = measure()
+        if profile.speedup < LEAST_SPEEDUP:
+            return Choice()
+        return Choice(
+            profile,
+            f"float32 products of matrices by oneDNN, {profile.speedup:.2f} times as fast here as torch's "
+            "own (matmul='torch' keeps to those)",
+        )
+    if problem:
+        return Choice(
+            error=f"matmul is 'onednn', and oneDNN cannot multiply here ({problem}): leave it at 'auto', "
+            "which takes it where it can be had and is faster"
+        )
+    if not alike:
+        return Choice(
+            Profile(),
+            "matmul is 'onednn' on ranks with different processors or versions of torch: their results "
+            "differ in the last bits",
+        )
+    return Choice(Profile(), "float32 products of matrices by oneDNN, as matmul='onednn' asks")
+
+
+@contextmanager
+def matmul_of_job(
+    option: str | None, store: dist.Store, *, rank: int, world_size: int, device: torch.device, verbose: bool
+) -> Iterator[None]:
+    """Let the ranks of a job multiply by the library that they agree on, until it ends.
+
+    Args:
+        option: The key `matmul` of the config; None means "auto".
+        store: Where the ranks have met; every rank writes to it, all wait for rank 0.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        device: Where this rank computes.
+        verbose: Whether rank 0 says what was chosen.
+
+    Raises:
+        ValueError: oneDNN was asked for and cannot be had, or the ranks ask for different things.
+    """
+    facts = facts_of_this_process(option or "auto", device)
+    choice = _agreed(facts, store, rank=rank, world_size=world_size)
+    if choice.error:
+        raise ValueError(choice.error)
+    if choice.line and verbose:
+        get_dist_logger().info(choice.line, ranks=[0])
+    if choice.profile is None:
+        yield
+        return
+    with onednn_products(choice.profile):
+        yield
+
+
+def _agreed(facts: Facts, store: dist.Store, *, rank: int, world_size: int) -> Choice:
+    """Return rank 0's choice; the other ranks wait for it."""
+    if world_size == 1:
+        return decide([facts])
+    store.set(f"matmul/{rank}", json.dumps(asdict(facts)))
+    if rank == 0:
+        keys = [f"matmul/{other}" for other in range(world_size)]
+        store.wait(keys)
+        choice = decide([Facts(**json.loads(text)) for text in store.multi_get(keys)])
+        store.set("matmul", json.dumps(asdict(choice)))
+        return choice
+    content = json.loads(store.get("matmul"))  # waits until rank 0 has written it
+    profile = content.pop("profile")
+    return Choice(None if profile is None else Profile(**profile), **content)

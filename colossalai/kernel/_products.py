@@ -1,0 +1,214 @@
+"""Products by oneDNN: the kernels that stand in the place of torch's, and what they leave to torch's.
+
+Each looks at its operands and the rule (`_rule.py`) and multiplies by oneDNN, or calls torch's kernel with
+everything as it came. So whatever is unusual is torch's: another type, views that overlap or have gaps, a
+bias that is expanded or strided (oneDNN would read memory that is not its), a scale, a wrong call.
+They are kernels of the dispatch key CPU: autograd, autocast, vmap, fake tensors and subclasses come before.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from colossalai.kernel._rule import LEAST_MULTIPLICATIONS, Profile, leading_piece
+
+Kernel = Callable[..., torch.Tensor]
+
+REPLACED = ("mm", "mm.out", "addmm", "addmm.out", "addmm_")
+"""The operators of `aten` that get a kernel of ours."""
+
+_MOST_SIDES = 128
+_FLOAT32 = torch.float32
+_NOT_ROUNDED = ("ieee", "none")  # torch's names of float32 as it is, where nobody has asked for less
+
+
+class Products:
+    """The kernels, and torch's own under them.
+
+    Args:
+        plain: torch's kernels by the names of `REPLACED`; the first argument is the set of dispatch keys.
+
+    Attributes:
+        is_active: Whether oneDNN multiplies; else everything is passed on.
+        profile: By which it is seen what pays.
+        sides: The pairs of sizes met that cutting does not bound, of weights mostly. A program with more than
+            128 has lengths in their place; further ones are torch's, lest oneDNN keeps a kernel for each.
+    """
+
+    def __init__(self, plain: Mapping[str, Kernel]) -> None:
+        self.is_active = False
+        self.profile = Profile()
+        self.sides: set[tuple[int, int]] = set()
+        self._plain = plain
+        self._linear = torch.ops.mkldnn._linear_pointwise.default
+        self._linear_and_add = torch.ops.mkldnn._linear_pointwise.binary
+
+    def kernels(self) -> dict[str, Kernel]:
+        """Return our kernels by the names of `REPLACED`."""
+        ours = (self._mm, self._mm_out, self._addmm, self._addmm_out, self._addmm_)
+        return dict(zip(REPLACED, ours, strict=True))
+
+    def _mm(self, keys: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if self.is_active and _is_large(a, b) and self._takes(a, b):
+            return self._product(keys, a, b, None)
+        return self._plain["mm"](keys, a, b)
+
+    def _mm_out(self, keys: Any, a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor) -> torch.Tensor:
+        if self.is_active and _is_large(a, b) and _is_apart(out, a, b) and self._takes(a, b):
+            return self._fill(keys, out, a, b, None)
+        return self._plain["mm.out"](keys, a, b, out=out)
+
+    def _addmm(
+        self,
+        keys: Any,
+        bias: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        beta: Any = 1,
+        alpha: Any = 1,
+    ) -> torch.Tensor:
+        if (
+            self.is_active
+            and _is_large(a, b)
+            and alpha == beta == 1
+            and _is_bias(bias, b)
+            and self._takes(a, b)
+        ):
+            return self._product(keys, a, b, bias)
+        return self._plain["addmm"](keys, bias, a, b, beta=beta, alpha=alpha)
+
+    def _addmm_out(
+        self,
+        keys: Any,
+        bias: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        beta: Any = 1,
+        alpha: Any = 1,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        if self.is_active and _is_large(a, b) and alpha == beta == 1 and _is_apart(out, a, b):
+            if bias is out and self._takes(a, b):
+                return self._add(keys, out, a, b)
+            if _is_bias(bias, b) and not _share(bias, out) and self._takes(a, b):
+                return self._fill(keys, out, a, b, bias)
+        return self._plain["addmm.out"](keys, bias, a, b, beta=beta, alpha=alpha, out=out)
+
+    def _addmm_(
+        self,
+        keys: Any,
+        total: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        *,
+        beta: Any = 1,
+        alpha: Any = 1,
+    ) -> torch.Tensor:
+        is_sum = self.is_active and _is_large(a, b) and alpha == beta == 1 and _is_apart(total, a, b)
+        if is_sum and self._takes(a, b):
+            return self._add(keys, total, a, b)
+        return self._plain["addmm_"](keys, total, a, b, beta=beta, alpha=alpha)
+
+    def _takes(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Return whether oneDNN is to multiply two matrices."""
+        (m, k), (rows, n) = a.shape, b.shape
+        if k != rows or a.dtype is not _FLOAT32 or b.dtype is not _FLOAT32:
+            return False
+        # Both dense, by their strides: a dimension of stride 0, a gap or an overlap shows there.
+        a_strides, b_strides = a.stride(), b.stride()
+        a_is_plain, b_is_plain = a_strides == (k, 1), b_strides == (n, 1)
+        if not (a_is_plain or a_strides == (1, m)) or not (b_is_plain or b_strides == (1, k)):
+            return False
+        if not self.profile.pays(m, k, n, a_is_plain=a_is_plain):
+            return False
+        if torch._C._get_fp32_precision_getter("mkldnn", "matmul") not in _NOT_ROUNDED:
+            return False  # a user's own setting is left alone, and the next one as well
+        if not torch._C._get_mkldnn_enabled():
+            return False
+        side = (k, n) if a_is_plain else (m, n)
+        if side not in self.sides:
+            if len(self.sides) >= _MOST_SIDES:
+                return False
+            self.sides.add(side)
+        return True
+
+    def _product(
+        self, keys: Any, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return a product, plus `bias` in every row."""
+        cut = 0 if a.stride(1) == 1 else 1  # the dimension of the left operand that counts rows of a batch
+        size = leading_piece(a.shape[cut])
+        if size == a.shape[cut]:
+            return self._linear(a, b.t(), bias, "none", [], "")
+        if cut == 0:
+            return self._fill(keys, a.new_empty(a.shape[0], b.shape[1]), a, b, bias)
+        total = self._linear(a[:, :size], b[:size].t(), bias, "none", [], "")
+        return self._plain["addmm_"](keys, total, a[:, size:], b[size:], beta=1, alpha=1)
+
+    def _fill(
+        self, keys: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Write a product, plus `bias` in every row, into `out`."""
+        if a.stride(1) != 1:
+            return out.copy_(self._product(keys, a, b, bias))
+        weight, done = b.t(), 0
+        for start, end in self._pieces(a, b):
+            out[start:end] = self._linear(a[start:end], weight, bias, "none", [], "")
+            done = end
+        if done < a.shape[0] and bias is None:
+            self._plain["mm.out"](keys, a[done:], b, out=out[done:])
+        elif done < a.shape[0]:
+            self._plain["addmm.out"](keys, bias, a[done:], b, beta=1, alpha=1, out=out[done:])
+        return out
+
+    def _add(self, keys: Any, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Add a product to `total`."""
+        if a.stride(1) != 1:
+            size = leading_piece(a.shape[1])
+            total.copy_(self._linear_and_add(a[:, :size], total, b[:size].t(), None, "add"))
+            if size < a.shape[1]:
+                self._plain["addmm_"](keys, total, a[:, size:], b[size:], beta=1, alpha=1)
+            return total
+        weight, done = b.t(), 0
+        for start, end in self._pieces(a, b):
+            part = total[start:end]
+            part.copy_(self._linear_and_add(a[start:end], part, weight, None, "add"))
+            done = end
+        if done < a.shape[0]:
+            self._plain["addmm_"](keys, total[done:], a[done:], b, beta=1, alpha=1)
+        return total
+
+    def _pieces(self, a: torch.Tensor, b: torch.Tensor) -> list[tuple[int, int]]:
+        """Return where the pieces of the rows of `a` begin and end, as far as oneDNN pays for them."""
+        (m, k), n = a.shape, b.shape[1]
+        found, start = [], 0
+        while start < m:
+            end = start + leading_piece(m - start)
+            if not self.profile.pays(end - start, k, n, a_is_plain=True):
+                break
+            found.append((start, end))
+            start = end
+        return found
+
+
+def _is_large(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether these are matrices with enough to multiply; asked first, as most products are small."""
+    return a.dim() == 2 == b.dim() and a.numel() * b.shape[1] >= LEAST_MULTIPLICATIONS
+
+
+def _is_bias(bias: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether a tensor is what is added to all rows, whole and in one piece of memory."""
+    return bias.dtype is _FLOAT32 and bias.shape == b.shape[1:] and bias.stride() == (1,)
+
+
+def _is_apart(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether a tensor can take a product as it is: of its size, dense, in memory of its own."""
+    is_result = out.dtype is _FLOAT32 and out.shape == (a.shape[0], b.shape[1]) and out.is_contiguous()
+    return is_result and not _share(out, a) and not _share(out, b)
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

@@ -1,0 +1,67 @@
+"""The rule: which products of two matrices go to oneDNN, and in which pieces, by their sizes alone.
+
+Nothing of it depends on what was computed before, so a step that is done again, after a resume or in a
+recomputation, takes the same kernels and gives the same bits.
+
+[Note: pieces of few sizes]
+oneDNN compiles a kernel for each shape: 1 to 2 ms, and 0.6 to 1.1 MiB that stay (measured: 64 and 256
+features, 1,000 numbers of rows). Batches of ragged text have thousands of numbers of rows. So what counts
+rows, in a forward or an input gradient the rows of the product, in a weight gradient the terms of its sums,
+is cut into pieces whose sizes have three leading bits and then zeros: four sizes between a power of two and
+the next, 1000 = 896 + 96 + 8. A size of that kind stays whole. The last rows are torch's.
+"""
+
+from dataclasses import dataclass
+
+LEAST_MULTIPLICATIONS = 1 << 20
+"""Below it nothing is looked at more closely: torch takes some 25 us for as much, a call of oneDNN 15."""
+
+_LEAST_SIDE = 8  # with a thin side a product is bound by memory, and oneDNN often takes it the long way round
+_MARGIN = 0.9  # of torch's time: a product must not lose by what the model leaves out
+
+
+@dataclass(frozen=True)
+class Profile:
+    """How fast both libraries multiply float32 matrices on a processor.
+
+    The defaults are figures of an AMD EPYC (family 26) with torch 2.13 on one core, where MKL does not take
+    its best path; `measured_profile` has those of this one.
+
+    Attributes:
+        call_us: What a call of oneDNN takes more than one of torch, without multiplying anything.
+        torch_gflops: How fast torch's BLAS multiplies.
+        onednn_gflops: How fast oneDNN does; 0 where it rounds to less than float32.
+        turn_ns: What it costs to have an element of a left operand that is read by columns in rows: the
+            weight gradient's, which oneDNN copies.
+    """
+
+    call_us: float = 13.0
+    torch_gflops: float = 85.0
+    onednn_gflops: float = 190.0
+    turn_ns: float = 0.5
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as torch's BLAS oneDNN is, its calls not counted."""
+        return self.onednn_gflops / self.torch_gflops
+
+    def pays(self, m: int, k: int, n: int, *, a_is_plain: bool) -> bool:
+        """Return whether oneDNN is the faster one for a product of (m, k) and (k, n).
+
+        Args:
+            m: Rows of the product.
+            k: Terms of each sum.
+            n: Columns of the product.
+            a_is_plain: Whether the rows of the left operand are contiguous; else its columns are.
+        """
+        if m < _LEAST_SIDE or k < _LEAST_SIDE or n < _LEAST_SIDE:
+            return False
+        kflop = 2e-3 * m * k * n
+        turning_us = 0.0 if a_is_plain else 1e-3 * m * k * self.turn_ns
+        return self.call_us + turning_us + kflop / self.onednn_gflops <= _MARGIN * kflop / self.torch_gflops
+
+
+def leading_piece(rows: int) -> int:
+    """Return the largest size of a piece up to `rows`; see [Note: pieces of few sizes]."""
+    zeros = max(rows.bit_length() - 3, 0)
+    return rows >> zeros << zeros

@@ -1,0 +1,231 @@
+"""The choice of a job: measured once, kept, agreed between ranks, said in one line; and what is refused."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+import colossalai
+from colossalai.context import ConfigException
+from colossalai.core import global_context as gpc
+from colossalai.kernel import Choice, Facts, Profile, decide, is_installed, measured_profile
+from colossalai.kernel._probe import cache_file, measure_profile, processor_and_version
+from tests.ranks import run_ranks
+
+HERE = "an EPYC, torch 2.13.0"
+
+
+def profile(speedup: float) -> Profile:
+    return Profile(torch_gflops=100.0, onednn_gflops=100.0 * speedup)
+
+
+def never() -> Profile:
+    raise AssertionError("it was measured")
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("ranks", "ratio", "takes", "words"),
+    [
+        ([Facts("auto", HERE)], 1.15, True, "1.15 times"),
+        ([Facts("auto", HERE)], 1.14, False, ""),
+        ([Facts("auto", HERE)], 0.0, False, ""),  # it rounds
+        ([Facts("auto", HERE), Facts("auto", HERE)], 2.0, True, "2.00 times"),
+        ([Facts("auto", HERE), Facts("auto", "another")], never, False, ""),
+        ([Facts("auto", HERE, "no oneDNN")], never, False, ""),
+        ([Facts("auto", HERE), Facts("auto", HERE, "no oneDNN")], never, False, ""),
+        ([Facts("torch", HERE)], never, False, ""),
+        ([Facts("onednn", HERE)], never, True, "as matmul='onednn' asks"),
+        ([Facts("onednn", HERE), Facts("onednn", "another")], never, True, "different processors"),
+    ],
+)
+def test_decisions(ranks, ratio, takes, words) -> None:
+    choice = decide(ranks, ratio if callable(ratio) else lambda: profile(ratio))
+    assert (choice.profile is not None) == takes
+    assert words in choice.line
+    assert bool(words) == bool(choice.line)
+    assert not choice.error
+
+
+@pytest.mark.unit
+def test_what_cannot_be_is_an_error() -> None:
+    choice = decide(
+        [Facts("onednn", HERE), Facts("onednn", HERE, "this torch was built without oneDNN")], never
+    )
+    assert "rank 1: this torch was built without oneDNN" in choice.error
+    assert (
+        "'onednn' on rank 0 and 'auto' elsewhere"
+        in decide([Facts("onednn", HERE), Facts("auto", HERE)]).error
+    )
+
+
+@pytest.mark.unit
+def test_a_measurement_is_kept_by_processor_and_version(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "matmul.json"
+    kept = partial(measured_profile, file=file)
+    assert kept(key="one", measure=lambda: profile(1.5)) == profile(1.5)
+    assert kept(key="two", measure=lambda: profile(0.0)) == profile(0.0)
+    assert kept(key="one", measure=never) == profile(1.5)
+    assert kept(key="two", measure=never) == profile(0.0)
+    assert json.loads(file.read_text()) == {"one": [13.0, 100.0, 150.0, 0.5], "two": [13.0, 100.0, 0.0, 0.5]}
+    assert [path.name for path in file.parent.iterdir()] == ["matmul.json"]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "content",
+    [
+        "", "{", "[1.5]", "1.5", "null", '{"key": "onednn"}', '{"key": true}', '{"key": 2.0}',
+        '{"key": [1.0, 1.0, 1.0]}', '{"key": [1.0, 1.0, NaN, 1.0]}', '{"key": [1.0, 1.0, Infinity, 1.0]}',
+        '{"key": [1.0, 1.0, 1e9, 1.0]}', '{"key": [1.0, 0.0, 1.0, 1.0]}', '{"key": [1.0, 1.0, -1.0, 1.0]}',
+        '{"key": [1.0, 1.0, true, 1.0]}', '{"key": {"speedup": 1.5}}', "[" * 100_000,
+        '{"other": [1.0, 1.0, 1.0, 1.0]}', '{"key": [1.0, 1.0, 1.0, 1.0]' + " " * 70_000 + "}", "\x00\xff",
+    ],
+)  # fmt: skip
+def test_a_file_with_anything_else_is_not_trusted(content: str, tmp_path: Path) -> None:
+    file = tmp_path / "matmul.json"
+    file.write_text(content, errors="surrogateescape")
+    assert measured_profile(file=file, key="key", measure=lambda: profile(1.25)) == profile(1.25)
+    assert json.loads(file.read_text())["key"] == [13.0, 100.0, 125.0, 0.5]
+
+
+@pytest.mark.unit
+def test_a_file_that_cannot_be_read_or_written_is_measured_again(tmp_path: Path, capfd) -> None:
+    (tmp_path / "plain").touch()
+    for file in (tmp_path, tmp_path / "plain" / "matmul.json", Path("/proc/no/matmul.json")):
+        for _ in range(2):
+            assert measured_profile(file=file, key="key", measure=lambda: profile(1.25)) == profile(1.25)
+    assert capfd.readouterr() == ("", "")
+    assert cache_file({"XDG_CACHE_HOME": str(tmp_path)}) == tmp_path / "colossalai" / "matmul.json"
+    with mock.patch.object(Path, "home", side_effect=RuntimeError):
+        assert cache_file({}) is None
+        assert measured_profile(key="no home, no file", measure=lambda: profile(1.25)) == profile(1.25)
+
+
+@pytest.mark.unit
+def test_what_a_measurement_depends_on(tmp_path: Path) -> None:
+    file = tmp_path / "cpuinfo"
+    text = "processor\t: 0\nmodel name\t: An EPYC\nflags\t\t: avx2\ncpu MHz\t\t: 2000\n\nprocessor\t: 1\n"
+    found = []
+    for change in (text, text.replace("2000", "3000"), text.replace("avx2", "avx2 avx512f")):
+        file.write_text(change)
+        found.append(processor_and_version(cpuinfo=file, environment={"HOME": "/"}))
+    found.append(processor_and_version(cpuinfo=file, environment={"MKL_ENABLE_INSTRUCTIONS": "AVX2"}))
+    assert found[0] == found[1]
+    assert len({*found}) == 3
+    assert found[0].startswith(f"An EPYC, torch {torch.__version__}, ")
+    assert processor_and_version(cpuinfo=tmp_path / "none")
+
+
+@pytest.mark.unit
+def test_the_measurement_leaves_random_states_alone_and_sees_rounding() -> None:
+    state = torch.get_rng_state()
+    threads = torch.get_num_threads()
+    seen = measure_profile()
+    assert seen.torch_gflops > 0.1
+    assert seen.onednn_gflops > 0.1
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), state)
+
+    def rounding(x, w, *rest):
+        return (x.bfloat16() @ w.t().bfloat16()).float()
+
+    with mock.patch.object(torch.ops.mkldnn._linear_pointwise, "default", rounding):
+        assert measure_profile().speedup == 0.0
+
+
+def launched(config, arguments, ratio, environment=()):
+    """Return whether kernels are replaced in a job and after it, and if products after it are as before."""
+    torch.manual_seed(0)
+    a, b = torch.randn(256, 256), torch.randn(256, 256)
+    products, installed = [a @ b], []
+    with (
+        mock.patch.dict("os.environ", dict(environment)),
+        mock.patch("colossalai.kernel._probe.measure_profile", return_value=profile(ratio)),
+        mock.patch("colossalai.kernel._probe.cache_file", return_value=None),
+    ):
+        colossalai.launch_from_torch(config, **arguments)
+        products.append(a @ b)
+        installed.append(is_installed())
+        gpc.destroy()
+    products.append(a @ b)
+    return [*installed, is_installed()], all(torch.equal(each, products[0]) for each in products[::2])
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("config", "arguments", "ratio", "environment", "installed", "line"),
+    [
+        ({}, {}, 1.5, {}, True, "1.50 times"),
+        ({}, {}, 1.0, {}, False, None),
+        ({}, {"verbose": False}, 1.5, {}, True, None),
+        ({"matmul": "torch"}, {}, 1.5, {}, False, None),
+        ({"matmul": "torch"}, {"matmul": "onednn"}, 1.0, {}, True, "asks"),
+        ({}, {"matmul": "onednn"}, 1.5, {"COLOSSALAI_CONFIG_SET": "matmul=torch"}, False, None),
+    ],
+)
+def test_a_job_takes_it_from_launch_to_end(
+    capfd, config, arguments, ratio, environment, installed, line
+) -> None:
+    for found, is_as_before in run_ranks(launched, 2, config, arguments, ratio, environment):
+        assert found == [installed, False]
+        assert is_as_before
+    text = "".join(capfd.readouterr())
+    lines = [each for each in text.splitlines() if "float32 products" in each]
+    assert len(lines) == (line is not None)
+    assert line is None or line in lines[0]
+
+
+def launched_unlike(option):
+    """Two ranks that say different processors of themselves."""
+    rank = int(__import__("os").environ["RANK"])
+    with mock.patch("colossalai.kernel._choice.processor_and_version", return_value=f"processor {rank}"):
+        try:
+            colossalai.launch_from_torch({"matmul": option if option != "mixed" else ("auto", "torch")[rank]})
+            return is_installed()
+        except ValueError as error:
+            return str(error)
+        finally:
+            gpc.destroy()
+
+
+@pytest.mark.dist
+def test_ranks_that_are_not_alike(capfd) -> None:
+    assert run_ranks(launched_unlike, 2, "auto") == [False, False]
+    capfd.readouterr()
+    assert run_ranks(launched_unlike, 2, "onednn") == [True, True]
+    text = "".join(capfd.readouterr())
+    assert text.count("different processors or versions of torch") == 1
+    for error in run_ranks(launched_unlike, 2, "mixed"):
+        assert error == "matmul is 'auto' on rank 0 and 'torch' elsewhere: give all ranks the same"
+
+
+def launched_without(problem):
+    with mock.patch("colossalai.kernel._choice.why_unavailable", return_value=problem):
+        try:
+            colossalai.launch_from_torch({}, matmul="onednn")
+        except ValueError as error:
+            return str(error), gpc.is_launched
+
+
+@pytest.mark.dist
+def test_bad_input_is_a_sentence_at_launch() -> None:
+    (found,) = run_ranks(launched_without, 1, "this torch was built without oneDNN")
+    assert found[0].startswith(
+        "matmul is 'onednn', and oneDNN cannot multiply here (rank 0: this torch was built"
+    )
+    assert not found[1]
+    for wrong in ("mkl", "", 3, ["auto"], True):
+        with pytest.raises(ConfigException, match=r"it must be one of 'auto', 'torch', 'onednn'"):
+            colossalai.launch({}, rank=0, world_size=1, host="127.0.0.1", port=29511, matmul=wrong)
+    assert not gpc.is_launched
+
+
+@pytest.mark.unit
+def test_a_choice_is_plain_data() -> None:
+    assert Choice() == Choice(profile=None, line="", error="")
