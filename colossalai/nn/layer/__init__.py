@@ -67,6 +67,7 @@ from colossalai.nn.layer.tensor_parallel import VocabParallelEmbedding1D as Voca
 from colossalai.nn.layer.tensor_parallel import VocabParallelEmbedding2D as VocabParallelEmbedding2D
 from colossalai.nn.layer.tensor_parallel import VocabParallelEmbedding2p5D as VocabParallelEmbedding2p5D
 from colossalai.nn.layer.tensor_parallel import VocabParallelEmbedding3D as VocabParallelEmbedding3D
+from colossalai.nn.layer.tensor_parallel import as_autocast as as_autocast
 from colossalai.nn.layer.tensor_parallel import current_cut as current_cut
 from colossalai.nn.layer.tensor_parallel import first_cut as first_cut
 from colossalai.nn.layer.tensor_parallel import head_cut as head_cut
