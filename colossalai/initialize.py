@@ -23,7 +23,15 @@ from colossalai.engine import Engine
 from colossalai.engine.gradient_handler import build_gradient_handler
 from colossalai.engine.schedule import BaseSchedule, NonPipelineSchedule, PipelineSchedule
 from colossalai.logging import get_dist_logger
-from colossalai.runtime import Criterion, Plan, TrainingStep, assemble, settings_of, watched
+from colossalai.runtime import (
+    Criterion,
+    Plan,
+    TrainingStep,
+    assemble,
+    criterion_of,
+    settings_of,
+    watched,
+)
 
 Loader = Iterable[Any] | None
 
@@ -47,7 +55,8 @@ def initialize(
             this rank's stage (with chunks, a `torch.nn.ModuleList` of its stages); a whole model is cut if
             the config says how, e.g. `pipeline=dict(size=2, partition="balanced")`.
         optimizer: Its optimizer; None for a model that is only run.
-        criterion: The loss function, called with the output and the label.
+        criterion: The loss function, called with the output and the label. With `fused_loss=True` in the
+            config it may be left out: the loss is then the model's own.
         train_dataloader: Batches to train on. Iterate over the one that is returned: it tells the engine
             where an epoch ends, so that the last, short accumulation window is not lost.
         test_dataloader: Batches to evaluate on; returned as it is.
@@ -68,6 +77,7 @@ def initialize(
     options = schedule.options if isinstance(schedule, PipelineSchedule) else None
     layout = global_context.layout
     plan = replace(Plan.from_config(global_context.config, pipeline=options), layout=layout)
+    criterion = criterion_of(criterion, fused_loss=plan.fused_loss)
     assembled, wrapped = assemble(plan, model, optimizer, mesh=mesh, device=device)
     raw = assembled.unwrap()
     handlers = (

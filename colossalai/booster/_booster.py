@@ -24,6 +24,7 @@ from colossalai.runtime import (
     WatchedLoader,
     assemble_with_optimizers,
     check_built_for,
+    criterion_of,
     gather_samples,
     to_device,
     watched,
@@ -59,6 +60,8 @@ class Booster(Saving):
         plugin: The parallel methods; default: data parallelism over all ranks.
         gradient_accumulation: Number of microbatches that make one optimizer step; see `accumulate`.
         compile: Compile the model's blocks: True, or a dict of options of `torch.compile`.
+        fused_loss: Let a language model that is given labels compute its loss in training in chunks, without
+            logits.
 
     Raises:
         RuntimeError: The job has not been launched.
@@ -75,6 +78,7 @@ class Booster(Saving):
         *,
         gradient_accumulation: int = 1,
         compile: bool | Mapping[str, Any] = False,
+        fused_loss: bool = False,
     ) -> None:
         if plugin is not None and not isinstance(plugin, Plugin):
             raise ValueError(f"plugin is {plugin!r}; it must be an object such as TorchDDPPlugin()")
@@ -82,6 +86,8 @@ class Booster(Saving):
             raise ValueError(
                 f"mixed_precision is {mixed_precision!r}; it must be a name or a MixedPrecision object"
             )
+        if not isinstance(fused_loss, bool):
+            raise ValueError(f"fused_loss is {fused_loss!r}; it must be True or False")
         if type(gradient_accumulation) is not int or gradient_accumulation < 1:
             raise ValueError(
                 f"gradient_accumulation is {gradient_accumulation!r}; it must be an integer of at least 1"
@@ -96,6 +102,8 @@ class Booster(Saving):
         plan = self.plugin.plan(chosen.precision())
         if compile is not False:
             plan = replace(plan, compile=compile)
+        if fused_loss:
+            plan = replace(plan, fused_loss=True)
         self.device = global_context.device if device is None else _device(device)
         self.plugin.configure()  # the last thing that can fail: from here on the job has the plan's mesh
         self.mesh = global_context.mesh
@@ -176,6 +184,7 @@ class Booster(Saving):
             ValueError: `optimizer` is empty or holds parameters that `model` has not, a component has been
                 boosted before, or `model` cannot be built for the plan of the plugin.
         """
+        criterion_of(criterion, fused_loss=self.plan.fused_loss)
         if isinstance(optimizer, list | tuple):
             given: list[Optimizer] = [*optimizer]
             if not given:

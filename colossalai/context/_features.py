@@ -115,6 +115,10 @@ OTHERS_KEYS: Mapping[str, str] = {
         ("num_microbatches", "num_micro_batches", "microbatches", "num_micro_batch"), _MICROBATCHES
     ),
     **dict.fromkeys(("num_chunks", "num_model_chunks"), "NUM_CHUNKS=2"),
+    **dict.fromkeys(
+        ("use_liger_kernel", "use_liger", "fused_linear_cross_entropy", "fused_cross_entropy"),
+        "fused_loss=True",
+    ),
     "tensor_shape": "TENSOR_SHAPE=(4, 1024, 768)",
     "strategy": "parallel=dict(...), zero=dict(...)",
     **dict.fromkeys(("data_parallel_size", "dp_size", "data_parallel"), "parallel=dict(data=4)"),
@@ -360,6 +364,7 @@ _FEATURES: Mapping[str, Callable[[Any], Any]] = {
     "gradient_handlers": _check_handlers,
     "recompute": _check_recompute,
     "compile": check_compile,
+    "fused_loss": lambda value: check_bool(value, "fused_loss"),
     "zero": _check_zero,
     "NUM_MICRO_BATCHES": lambda value: check_positive(value, "NUM_MICRO_BATCHES"),
     "NUM_CHUNKS": lambda value: check_positive(value, "NUM_CHUNKS"),

@@ -16,20 +16,20 @@ replicas add up to p times the labels, which divides it out.
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from colossalai.communication import all_reduce
 from colossalai.context import Axis
 from colossalai.model_zoo._sequence import sequence_cut
 from colossalai.nn.layer import Cut, head_cut, launched_job
-from colossalai.nn.loss import CrossEntropyLoss
+from colossalai.nn.loss import CrossEntropyLoss, HeadOperands, LanguageModelOutput, LossOfOutput
 from colossalai.tensor import set_built_for
 
 IGNORED = -100
 """The label of a token that does not count."""
 
 
-class TokenLoss(nn.Module):
+class TokenLoss(LossOfOutput):
     """Mean cross entropy, in nats, at the positions whose label is not -100.
 
     In a tensor mode the logits are taken to be cut as the model that was built last leaves them.
@@ -53,28 +53,42 @@ class TokenLoss(nn.Module):
             job.mesh.axis_size(axes) if axes else 1 for axes in (logits_cut.batch, logits_cut.features)
         )
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, logits: Tensor | HeadOperands | LanguageModelOutput, labels: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Compare logits (batch, seq, vocab), a slice, with labels (batch, seq), whole; return a scalar.
 
-        With `with_count` return two of them.
+        With `with_count` return two of them. In the place of logits there may be the operands of the head
+        that would give them, or the output of a model that has computed its loss.
 
         Raises:
             ValueError: `logits`, but for the classes, and this rank's `labels` differ in shape, or a label is
                 not a class.
         """
+        if isinstance(logits, LanguageModelOutput):
+            return (logits.total, logits.count) if self.with_count else logits.loss
         if not self.cut.is_cut:
+            if isinstance(logits, HeadOperands):
+                total, count = (
+                    logits.loss(labels, ignore_index=IGNORED, reduction="sum"),
+                    (labels != IGNORED).sum(),
+                )
+                return (total, count) if self.with_count else total / count
             loss: Tensor | tuple[Tensor, Tensor] = self.loss(logits.flatten(0, -2), labels.flatten())
             return loss
         counted = labels != IGNORED
         self.cut.check(labels[counted], logits.shape[-1] * self.num_class_parts, what="labels")
         own_labels = self.cut.own_columns(labels)
-        if (len(logits) * self.num_batch_parts, *logits.shape[1:-1]) != own_labels.shape:
+        if (logits.shape[0] * self.num_batch_parts, *logits.shape[1:-1]) != own_labels.shape:
             raise ValueError(
                 f"logits of shape {tuple(logits.shape)} do not fit labels of shape {tuple(labels.shape)}, of "
                 f"which this rank's part is {tuple(own_labels.shape)}"
             )
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-        own, _ = self.loss(wide, own_labels.flatten())
+        if isinstance(logits, HeadOperands):
+            own = logits.loss(own_labels, ignore_index=IGNORED, reduction="sum")
+        else:
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
+            own, _ = self.loss(wide, own_labels.flatten())
         total: Tensor = _SumOverSequence.apply(own, self.cut.axis)
         return (total, counted.sum()) if self.with_count else total / counted.sum()
 

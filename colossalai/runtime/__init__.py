@@ -15,6 +15,8 @@ from colossalai.runtime._data import to_device as to_device
 from colossalai.runtime._data import watched as watched
 from colossalai.runtime._epoch import EpochWatch as EpochWatch
 from colossalai.runtime._epoch import WatchedLoader as WatchedLoader
+from colossalai.runtime._fused_loss import criterion_of as criterion_of
+from colossalai.runtime._fused_loss import with_labels as with_labels
 from colossalai.runtime._gather import InHand as InHand
 from colossalai.runtime._gather import gather_samples as gather_samples
 from colossalai.runtime._pipeline import Criterion as Criterion

@@ -1,6 +1,6 @@
 """Apply a plan to a model and its optimizers in one order.
 
-Pipeline, tensors, precision, compilation, recomputation, data.
+Pipeline, tensors, precision, compilation, recomputation, loss in chunks, data.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,7 @@ from colossalai.nn.parallel import AppliedDataMethod
 from colossalai.pipeline import is_counted, share_of
 from colossalai.runtime._accumulation import AccumulatingOptimizer
 from colossalai.runtime._compile import apply_compile, refuse_compiled
+from colossalai.runtime._fused_loss import apply_fused_loss
 from colossalai.runtime._pipeline import Pipeline
 from colossalai.runtime._plan import Plan
 from colossalai.runtime._recompute import apply_recompute, find_blocks
@@ -101,6 +102,8 @@ def assemble_with_optimizers(
     masters = _convert(plan, model, replicas)
     apply_compile(model, plan, blocks=blocks, mesh=mesh, tensor_axis=tensor_axis, device=device)
     apply_recompute(model, plan.recompute, stages=None if plan.pipeline is None else mesh.axis("pp"))
+    if plan.fused_loss:
+        apply_fused_loss(model)
     # A pipeline applies the precision stage by stage.
     computing = model if plan.pipeline is not None else apply_precision(model, plan.precision, device.type)
     plan.data.check(model, optimizers, blocks=blocks, replicas=replicas)
@@ -121,7 +124,7 @@ def assemble_with_optimizers(
     if known := [mode for mode in states if mode in get_seeds()]:
         set_mode(known[0])
     pipeline = _make_pipeline(plan, model, data, mesh=mesh, tensor_axis=tensor_axis, device=device)
-    wrapper = ModelWrapper(model, data, pipeline=pipeline)
+    wrapper = ModelWrapper(model, data, pipeline=pipeline, fused_loss=plan.fused_loss)
     for each in wrapped:
         if isinstance(each, AccumulatingOptimizer):
             each.open_window(wrapper, accumulation_steps)
@@ -229,6 +232,7 @@ def _make_pipeline(
         device=device,
         precision=plan.precision,
         data=data,
+        fused_loss=plan.fused_loss,
     )
 
 

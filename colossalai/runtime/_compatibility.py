@@ -10,6 +10,7 @@ METHODS = (
     *("data parallelism", "tensor 1d", "tensor 2d", "tensor 2.5d", "tensor 3d"),
     *("sequence ring", "sequence ulysses"),
     *("pipeline", "ZeRO 1", "ZeRO 2", "ZeRO 3", "mixed precision", "recompute", "accumulation"),
+    "fused loss",
 )
 """The methods that can be asked for, in the order of the table."""
 
@@ -22,6 +23,13 @@ REFUSED = {
         "stage 3 gathers the parameters for every forward and backward, which a pipeline would do once for "
         "every microbatch: use stage 1 with a pipeline, or stage 3 without one"
     ),
+    **{
+        frozenset({f"tensor {mode}", "fused loss"}): (
+            "the weight of the head is cut along the features as well, and a chunk of logits is summed over "
+            "ranks: use tensor mode 1d, or leave fused_loss out"
+        )
+        for mode in ("2d", "2.5d", "3d")
+    },
 }
 """For each pair that is refused, the reason and what to do instead."""
 

@@ -15,8 +15,10 @@ from torch import Tensor, nn
 
 from colossalai.amp import GivenLoss, LossTerm, OptimizerWrapper, Precision, read_loss
 from colossalai.context import Axis
+from colossalai.nn.loss import logits_of
 from colossalai.nn.parallel import AppliedDataMethod
 from colossalai.pipeline import (
+    ModelStage,
     PipelineExecutor,
     PipelineOptions,
     Schedule,
@@ -26,6 +28,7 @@ from colossalai.pipeline import (
     split_batch,
     sync_shared_grads,
 )
+from colossalai.runtime._fused_loss import criterion_of, with_labels
 
 Criterion = Callable[..., GivenLoss]
 _NO_WEIGHT = -1.0
@@ -57,6 +60,7 @@ class Pipeline:
         device: The device of this rank.
         precision: The precision of forward and backward.
         data: The data-parallel method at work on `model`.
+        fused_loss: Whether the model takes the labels, and returns its loss.
     """
 
     def __init__(
@@ -69,8 +73,10 @@ class Pipeline:
         device: torch.device,
         precision: Precision,
         data: AppliedDataMethod,
+        fused_loss: bool = False,
     ) -> None:
         self.model = model
+        self._fused_loss = fused_loss
         self.options = options
         self.axis = axis
         self._tensor_axis = tensor_axis
@@ -121,6 +127,7 @@ class Pipeline:
                 put together.
         """
         options = options or self.options
+        criterion = criterion_of(criterion, fused_loss=self._fused_loss)
         forward_only = optimizer is None
         wants_loss = return_loss or not forward_only
         if criterion is None and wants_loss:
@@ -141,7 +148,7 @@ class Pipeline:
             return tally.take(number, criterion(output) if part is None else criterion(output, part))
 
         result = executor.run(
-            [self._precision.convert_input(part) for part, _ in microbatches],
+            [self._precision.convert_input(self._data_of(*microbatch)) for microbatch in microbatches],
             compute_loss=compute_loss if wants_loss else None,
             forward_only=forward_only,
             loss_factors=tally.factors,
@@ -153,8 +160,15 @@ class Pipeline:
         output = None
         if result.outputs is not None:
             sizes = [num_samples_in(microbatch) for microbatch in microbatches]
-            output = merge_outputs([self._precision.convert_output(each) for each in result.outputs], sizes)
+            outputs = [logits_of(self._precision.convert_output(each)) for each in result.outputs]
+            output = merge_outputs(outputs, sizes)
         return BatchResult(output=output, loss=loss if return_loss else None, weight=weight)
+
+    def _data_of(self, data: Any, labels: Any) -> Any:
+        """Return what the stages get of a microbatch."""
+        stage = self._chunks[0]
+        is_model = self._fused_loss and isinstance(stage, ModelStage)
+        return with_labels(data, labels, stage.model) if is_model else data
 
     def _make_equal(self) -> None:
         """Make the gradients equal over the replicas, and those of shared weights over their stages."""

@@ -26,6 +26,8 @@ class Plan:
         precision: The precision of forward and backward.
         recompute: Parts that are checkpointed: True for the model's blocks, or names of sub-modules, or one.
         compile: Whether the model's blocks are compiled, or the options of `torch.compile` for it.
+        fused_loss: Whether a language model that is given labels computes its loss in training in chunks,
+            without logits.
         accumulation_steps: Number of microbatches that make one optimizer step.
         clip_grad_norm: Bound of the gradient norm; 0 for none.
         clip_norm_type: The p of that norm.
@@ -38,6 +40,7 @@ class Plan:
     precision: Precision = field(default_factory=FullPrecision)
     recompute: bool | str | Sequence[str] = False
     compile: bool | Mapping[str, Any] = False
+    fused_loss: bool = False
     accumulation_steps: int = 1
     clip_grad_norm: float = 0.0
     clip_norm_type: float = 2.0
@@ -74,6 +77,7 @@ class Plan:
             "mixed precision": not isinstance(self.precision, FullPrecision),
             "recompute": self.recompute not in (False, (), []),
             "accumulation": self.accumulation_steps > 1,
+            "fused loss": self.fused_loss,
         }
         return [name for name, is_used in used.items() if is_used and name is not None]
 
@@ -104,6 +108,7 @@ class Plan:
             precision=_precision(config.get("fp16")),
             recompute=config.get("recompute") or False,
             compile=False if config.get("compile") is None else config["compile"],
+            fused_loss=config.get("fused_loss") or False,
             accumulation_steps=config.get("gradient_accumulation") or 1,
             clip_grad_norm=config.get("clip_grad_norm") or _clipping_of(config.get("fp16")),
             gradient_handlers=tuple(handlers),

@@ -21,13 +21,22 @@ class ModelWrapper(nn.Module):
         raw: The model that was given.
         data: The data-parallel method at work on the same with the other methods around it.
         pipeline: What runs it, if it is only a part of a model.
+        fused_loss: Whether it takes labels, and returns its loss in training without logits.
     """
 
-    def __init__(self, raw: nn.Module, data: AppliedDataMethod, *, pipeline: Pipeline | None = None) -> None:
+    def __init__(
+        self,
+        raw: nn.Module,
+        data: AppliedDataMethod,
+        *,
+        pipeline: Pipeline | None = None,
+        fused_loss: bool = False,
+    ) -> None:
         super().__init__()
         self.module = data.module
         self.data = data
         self.pipeline = pipeline
+        self.takes_labels = fused_loss
         self.syncs = True
         self.optimizers: tuple[Any, ...] = ()  # those whose steps wait for the end of a window
         # Not a sub-module: its parameters are already those of `module`.

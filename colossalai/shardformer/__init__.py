@@ -1,5 +1,6 @@
 """Tensor parallelism for models that were not written for it: those of Hugging Face transformers."""
 
+from colossalai.shardformer._fused_loss import fuse_losses as fuse_losses
 from colossalai.shardformer._registry import register_rule as register_rule
 from colossalai.shardformer._registry import rule_of as rule_of
 from colossalai.shardformer._registry import sharded_classes as sharded_classes

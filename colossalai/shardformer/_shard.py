@@ -46,7 +46,7 @@ def shard_model(model: nn.Module, mesh: Mesh) -> int:
         ValueError: The ranks do not divide the heads or the features of a module, or one of its layers is
             none that can be cut. Nothing has been changed then.
     """
-    found = [(name, part, rule) for name, part in _parts(model) if (rule := rule_of(part)) is not None]
+    found = [(name, part, rule) for name, part in parts_of(model) if (rule := rule_of(part)) and rule.cuts]
     for name, module, rule in found:
         _check(name, module, rule, mesh.axis_size(AXIS))
     for _, module, rule in found:
@@ -57,8 +57,8 @@ def shard_model(model: nn.Module, mesh: Mesh) -> int:
 
 
 def can_shard(model: nn.Module) -> bool:
-    """Return whether some module of a model has a rule."""
-    return any(rule_of(part) is not None for _, part in _parts(model))
+    """Return whether some module of a model has a rule that cuts layers."""
+    return any((rule := rule_of(part)) and rule.cuts for _, part in parts_of(model))
 
 
 def _share_out(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
@@ -85,7 +85,7 @@ def _gather_attentions(model: nn.Module, attentions: list[nn.Module], mesh: Mesh
     asked = Asked()
     for module in attentions:
         module.register_forward_hook(GathersHeads(asked, mesh))
-    models = [part for _, part in _parts(model) if hasattr(part, "config") and part not in attentions]
+    models = [part for _, part in parts_of(model) if hasattr(part, "config") and part not in attentions]
     for number, part in enumerate(models):
         part.register_forward_pre_hook(NotesQuestion(asked, is_outermost=number == 0), with_kwargs=True)
 
@@ -194,7 +194,7 @@ def _features(layer: nn.Module) -> tuple[int, int]:
     return (columns, rows) if isinstance(layer, nn.Linear) else (rows, columns)
 
 
-def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a model by their names; for a stage of a pipeline, the model that it is of."""
     for name, part in model.named_modules():
         if not is_elsewhere(part):

@@ -42,6 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mixed precision": {"fp16": {"mode": "bf16"}},
     "recompute": {"recompute": True},
     "accumulation": {"gradient_accumulation": 2},
+    "fused loss": {"fused_loss": True},
 }
 PAIRS = [
     pair
@@ -134,13 +135,14 @@ def test_a_model_of_the_zoo(num_ranks: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_a_model_of_transformers(num_ranks: int) -> None:
     pytest.importorskip("transformers")
-    pairs = [pair for pair in BY_RANKS[num_ranks] if "tensor 1d" in pair and not shares_sequences(pair)]
+    pairs = [pair for pair in BY_RANKS[num_ranks] if is_for_transformers(pair)]
     check(pairs, num_ranks, gpt2, loss_of)
 
 
-def shares_sequences(pair: tuple[str, str]) -> bool:
-    """Whether ranks share sequences, which models of transformers cannot do; that is refused."""
-    return any(method.startswith("sequence") for method in pair)
+def is_for_transformers(pair: tuple[str, str]) -> bool:
+    """Whether a pair cuts such models; they cannot share sequences, and have a fused loss of their own."""
+    others = ("sequence ring", "sequence ulysses", "fused loss")
+    return "tensor 1d" in pair and not set(pair).intersection(others)
 
 
 @pytest.mark.unit

@@ -7,6 +7,8 @@ import torch
 
 from colossalai.amp import LossTerm, read_loss
 from colossalai.engine.schedule._base import BaseSchedule, call_with
+from colossalai.nn.loss import logits_of
+from colossalai.runtime import with_labels
 
 if TYPE_CHECKING:
     from colossalai.engine._engine import Engine
@@ -35,7 +37,10 @@ class NonPipelineSchedule(BaseSchedule):
             )
         data, label = self.load_batch(data_iter, engine.device)
         with torch.set_grad_enabled(not forward_only and torch.is_grad_enabled()):
-            output = call_with(engine, data)
+            takes_labels = engine.model.takes_labels
+            output = call_with(
+                engine, with_labels(data, label, engine.model.unwrap()) if takes_labels else data
+            )
             given: LossTerm | None = None
             if return_loss:
                 loss = engine.criterion(output) if label is None else engine.criterion(output, label)
@@ -43,5 +48,5 @@ class NonPipelineSchedule(BaseSchedule):
                 engine.training_step.loss_weight = given.weight
         if not forward_only:
             engine.backward(loss)
-        kept = (output, label) if return_output_label else (None, None)
+        kept = (logits_of(output), label) if return_output_label else (None, None)
         return (*kept, None if given is None else given.mean)

@@ -4,6 +4,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from colossalai.model_zoo._loss import IGNORED, TokenLoss
+from colossalai.nn.loss import HeadOperands, LanguageModelOutput
 
 
 class GPTLMLoss(TokenLoss):
@@ -19,7 +20,9 @@ class GPTLMLoss(TokenLoss):
     def __init__(self, *, with_count: bool = False) -> None:
         super().__init__(causal=True, with_count=with_count)
 
-    def forward(self, logits: Tensor, labels: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(
+        self, logits: Tensor | HeadOperands | LanguageModelOutput, labels: Tensor
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Compare logits (batch, seq, vocab), a slice, with labels (batch, seq), whole; return a scalar.
 
         With `with_count` return two of them.

@@ -7,6 +7,7 @@ by one.
 """
 
 import math
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,11 +15,19 @@ from colossalai.model_zoo._attention import by_head
 from colossalai.model_zoo._transformer import PreNormBlock
 from colossalai.model_zoo._weights import draw_parameters
 from colossalai.model_zoo.gpt._config import GPTConfig
+from colossalai.model_zoo.gpt._loss import GPTLMLoss
 from colossalai.model_zoo.gpt._parts import GPTEmbedding, GPTLMHead
 from colossalai.nn.layer import LayerNorm
+from colossalai.nn.loss import (
+    MISSING_LOGITS,
+    FusesLoss,
+    LanguageModelOutput,
+    head_operands,
+    refuse_other_head,
+)
 
 
-class GPT(nn.Module):
+class GPT(FusesLoss):
     """A GPT decoder with a language-model head.
 
     It follows the tensor mode of the current context: ids come whole, logits are cut along the batch and the
@@ -26,12 +35,15 @@ class GPT(nn.Module):
 
     Args:
         config: The shape of the model.
+        fused_loss: In training, where labels are given, compute head and loss together in chunks, without
+            logits; see `colossalai.nn.LinearCrossEntropyLoss`.
 
     Raises:
-        ValueError: The ranks of the tensor mode do not divide a size; the message names it.
+        ValueError: The ranks of the tensor mode do not divide a size; the message names it. Or `fused_loss`
+            does not go with the tensor mode.
     """
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, *, fused_loss: bool = False) -> None:
         super().__init__()
         self.config = config
         self.embedding = GPTEmbedding(
@@ -52,6 +64,10 @@ class GPT(nn.Module):
             vocab_parallel_limit=config.vocab_parallel_limit,
             input_cut=stream,
         )
+        self.loss = GPTLMLoss(with_count=True)
+        if fused_loss:
+            refuse_other_head(self.head)
+        self.fused_loss = fused_loss
         self.tie_weights()
         self.reset_parameters()
 
@@ -78,18 +94,29 @@ class GPT(nn.Module):
         if name.endswith("qkv.weight"):  # the same numbers give the same model as with q, k, v side by side
             whole.copy_(by_head(whole, self.config.num_attention_heads))
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Map token ids to logits.
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None
+    ) -> Any:
+        """Map token ids to logits, and with labels to a loss.
 
         Args:
             input_ids: (batch, seq), whole.
             attention_mask: (batch, seq), whole; 0 where a position is padding that nobody attends to.
+            labels: (batch, seq), whole: the tokens themselves, -100 where one does not count; `GPTLMLoss` has
+                more.
 
         Returns:
-            This rank's slice of (batch, seq, vocab).
+            This rank's slice of (batch, seq, vocab); with labels a `LanguageModelOutput`, of which `loss` is
+            the mean over the labels that count.
         """
         hidden = self.embedding(input_ids)
         for block in self.blocks:
             hidden = block(hidden, attention_mask)
-        logits: Tensor = self.head(self.norm(hidden))
-        return logits
+        hidden = self.norm(hidden)
+        if labels is None:
+            return self.head(hidden)
+        if self.fused_loss and self.training:
+            total, count = self.loss(head_operands(self.head, hidden), labels)
+            return LanguageModelOutput(total, count, MISSING_LOGITS)
+        logits = self.head(hidden)
+        return LanguageModelOutput(*self.loss(logits, labels), logits)

@@ -1,6 +1,7 @@
 """Sharding policies: the rules of families of models, a module for each family."""
 
 from colossalai.shardformer.policies._bert import BERT as BERT
+from colossalai.shardformer.policies._causal import CAUSAL as CAUSAL
 from colossalai.shardformer.policies._gpt2 import GPT2 as GPT2
 from colossalai.shardformer.policies._llama import LLAMA as LLAMA
 from colossalai.shardformer.policies._opt import OPT as OPT

@@ -3,7 +3,6 @@
 from colossalai.shardformer.policies._rule import Policy, Rule
 
 _MODULE = "transformers.models.gpt2.modeling_gpt2"
-_HEAD = Rule(heads=("lm_head",))
 
 GPT2: Policy = {
     f"{_MODULE}.GPT2Attention": Rule(
@@ -18,6 +17,6 @@ GPT2: Policy = {
     ),
     f"{_MODULE}.GPT2MLP": Rule(columns=("c_fc",), rows=("c_proj",)),
     f"{_MODULE}.GPT2Model": Rule(embeddings=("wte",)),
-    f"{_MODULE}.GPT2LMHeadModel": _HEAD,
-    f"{_MODULE}.GPT2DoubleHeadsModel": _HEAD,
+    f"{_MODULE}.GPT2LMHeadModel": Rule(heads=("lm_head",), loss_head="lm_head"),
+    f"{_MODULE}.GPT2DoubleHeadsModel": Rule(heads=("lm_head",)),
 }

@@ -12,7 +12,7 @@ _RULES = {
     ),
     "MLP": Rule(columns=("gate_proj", "up_proj"), rows=("down_proj",)),
     "Model": Rule(embeddings=("embed_tokens",)),
-    "ForCausalLM": Rule(heads=("lm_head",)),
+    "ForCausalLM": Rule(heads=("lm_head",), loss_head="lm_head"),
 }
 
 LLAMA: Policy = {

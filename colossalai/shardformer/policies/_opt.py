@@ -15,5 +15,5 @@ OPT: Policy = {
     ),
     f"{_MODULE}.OPTDecoderLayer": Rule(columns=("fc1",), rows=("fc2",)),
     f"{_MODULE}.OPTDecoder": Rule(embeddings=("embed_tokens",)),
-    f"{_MODULE}.OPTForCausalLM": Rule(heads=("lm_head",)),
+    f"{_MODULE}.OPTForCausalLM": Rule(heads=("lm_head",), loss_head="lm_head"),
 }

@@ -28,6 +28,8 @@ class Rule:
         whole_dropouts: Names of dropouts inside of such a module behind the row layer: all draw the same.
         attentions: Whether its second output are the attention weights (batch, heads, ...) of its heads; they
             are gathered where the caller asks for them (`output_attentions`).
+        loss_head: Name of the linear layer whose outputs go to `self.loss_function(logits, labels, ...)` and
+            nowhere else in the forward, as they are: `fused_loss` computes both together. None for none.
     """
 
     columns: tuple[str, ...] = ()
@@ -40,6 +42,12 @@ class Rule:
     draws: bool = False
     whole_dropouts: tuple[str, ...] = ()
     attentions: bool = False
+    loss_head: str | None = None
+
+    @property
+    def cuts(self) -> bool:
+        """Whether anything is shared out."""
+        return bool(self.columns or self.rows or self.embeddings or self.heads or self.counts or self.draws)
 
 
 Policy = Mapping[str, Rule]

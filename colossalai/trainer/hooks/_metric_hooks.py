@@ -90,6 +90,18 @@ class AccuracyHook(MetricHook):
         super().__init__(priority)
         self.accuracy_func = accuracy_func
 
+    def before_train(self, trainer: "Trainer") -> None:
+        """Refuse to measure a training that computes no logits.
+
+        Raises:
+            ValueError: It has `fused_loss=True`.
+        """
+        if trainer.engine.model.takes_labels:
+            raise ValueError(
+                "AccuracyHook reads logits, and with fused_loss=True there are none in training: give it to "
+                "trainer.evaluate only, or leave fused_loss out"
+            )
+
     def measure(self, trainer: "Trainer", table: MetricTable, results: Results) -> None:
         """Count the correct predictions of the batch.
 

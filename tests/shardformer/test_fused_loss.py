@@ -1,0 +1,189 @@
+"""The loss of causal models of transformers in chunks: as their own over whole logits."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from colossalai.nn.loss import MISSING_LOGITS, MissingLogitsError
+from colossalai.shardformer import Rule, fuse_losses, register_rule
+from tests.parity.test_fused_loss import PIPELINE, TENSOR, train_all
+from tests.ranks import run_ranks
+from tests.shardformer.models import VOCAB, gpt2, llama, mistral, opt, qwen2
+
+pytest.importorskip("transformers")
+
+
+def phi() -> nn.Module:
+    """Return a Phi, whose head has a bias."""
+    from transformers import PhiConfig, PhiForCausalLM
+
+    return PhiForCausalLM(PhiConfig(**_SIZES, resid_pdrop=0.0))
+
+
+def mixtral() -> nn.Module:
+    """Return a Mixtral, whose loss has another term, and a rule for its loss only."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"num_local_experts": 2, "num_key_value_heads": 2, "output_router_logits": True}
+    return MixtralForCausalLM(MixtralConfig(**_SIZES, **sizes))
+
+
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 8,
+}
+
+
+@pytest.fixture
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and labels, of which some do not count."""
+    torch.manual_seed(0)
+    ids = torch.randint(VOCAB, (3, 8))
+    return ids, ids.masked_fill(torch.rand(3, 8) < 0.3, -100)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("build", [gpt2, llama, mistral, qwen2, opt, phi, mixtral])
+def test_as_the_loss_of_the_model(build: Callable[[], nn.Module], batch: Any) -> None:
+    ids, labels = batch
+    model = build().train()
+    fused = copy.deepcopy(model)
+    assert fuse_losses(fused) == fuse_losses(fused) == 1
+    fused = copy.deepcopy(fused)  # hooks and all
+    options: list[dict[str, Any]] = [
+        {},
+        {"num_items_in_batch": 5},
+        {"num_items_in_batch": torch.tensor(50)},
+        {"shift_labels": labels.roll(-1, dims=1)},
+        {"return_dict": False},
+    ]
+    for given in options:
+        found = fused(ids, labels=labels, **given)
+        wanted = model(ids, labels=labels, **given)
+        grads = [
+            torch.autograd.grad(output[0], list(each.parameters()))
+            for output, each in ((wanted, model), (found, fused))
+        ]
+        torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=0)
+        assert any(
+            part is MISSING_LOGITS for part in (found if isinstance(found, tuple) else found.to_tuple())
+        )
+        torch.testing.assert_close(*grads, rtol=1e-4, atol=1e-6)  # the sums run in another order
+
+
+@pytest.mark.unit
+def test_steps_aside(batch: Any) -> None:
+    ids, labels = batch
+    model = gpt2().train()
+    wanted = model(ids, labels=labels)
+    fuse_losses(model)
+    output = model(ids, labels=labels)
+    for read in (
+        lambda logits: logits.argmax(-1),
+        lambda logits: logits[0],
+        lambda logits: torch.softmax(logits, -1),
+        lambda logits: nn.functional.cross_entropy(logits, labels),
+    ):
+        with pytest.raises(MissingLogitsError, match="there are no logits: with fused_loss=True"):
+            read(output.logits)
+    assert torch.equal(model(ids).logits, wanted.logits)
+    assert torch.equal(model.lm_head(model.transformer(ids).last_hidden_state), wanted.logits)
+    with pytest.raises(ValueError, match="labels from"):
+        model(ids, labels=labels + VOCAB)
+    assert isinstance(model.lm_head(torch.zeros(2, 8)), torch.Tensor)  # forgotten where it raised
+    evaluated = model.eval()(ids, labels=labels)
+    assert torch.equal(evaluated.logits, wanted.logits)
+    assert torch.equal(evaluated.loss, wanted.loss)
+    assert not model.train()(ids, labels=labels).loss.isnan()
+    with torch.no_grad():
+        assert model(ids, labels=labels).logits is MISSING_LOGITS
+
+
+class Adapted(nn.Module):
+    """Around a linear layer, as adapters are."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.unit
+def test_refuses_what_it_cannot_take() -> None:
+    model = gpt2()
+    model.lm_head = Adapted(model.lm_head)
+    with pytest.raises(ValueError, match=r"a head that is a .*Adapted: it must be a torch.nn.Linear"):
+        fuse_losses(model)
+    model = gpt2()
+    model.loss_function = nn.functional.cross_entropy
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel has .*cross_entropy.* as its loss_function"):
+        fuse_losses(model)
+
+
+class OwnCausalModel(nn.Module):
+    """A model that is not of transformers, and ends as they do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+        self.loss_function = ForCausalLMLoss
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
+        logits = self.head(self.embedding(ids))
+        return logits if labels is None else self.loss_function(logits, labels, VOCAB)
+
+
+def ForCausalLMLoss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, *args: Any) -> torch.Tensor:
+    """The loss that transformers has under this name."""
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+@pytest.mark.unit
+def test_a_rule_of_the_user(batch: Any) -> None:
+    ids, labels = batch
+    model = OwnCausalModel()
+    assert fuse_losses(model) == 0
+    register_rule(OwnCausalModel, Rule(loss_head="head"))
+    wanted = model(ids, labels)
+    assert fuse_losses(model) == 1
+    torch.testing.assert_close(model(ids, labels), wanted)
+
+
+CELLS: dict[str, dict[str, Any]] = {
+    "data parallel, accumulated": {"gradient_accumulation": 2},
+    "ZeRO 1": {"zero": {"stage": 1}},
+    "ZeRO 3": {"zero": {"stage": 3}},
+    "tensor 1d, recomputed": {"parallel": {"tensor": TENSOR}, "recompute": True},
+    "pipeline": {"parallel": {"pipeline": PIPELINE}, "NUM_MICRO_BATCHES": 4},
+}
+FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "tensor 1d and a pipeline": {
+        "parallel": {"tensor": TENSOR, "pipeline": PIPELINE | {"schedule": "zb-h1"}},
+        "NUM_MICRO_BATCHES": 4,
+    },
+    "tensor 1d and ZeRO 3": {"parallel": {"tensor": TENSOR}, "zero": {"stage": 3}},
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("build", "num_ranks", "cells"),
+    [
+        (gpt2, 2, CELLS),
+        pytest.param(llama, 2, CELLS, marks=pytest.mark.long),
+        pytest.param(gpt2, 4, FOUR_RANKS, marks=pytest.mark.long),
+    ],
+)
+def test_three_steps(build: Any, num_ranks: int, cells: dict[str, dict[str, Any]]) -> None:
+    losses = run_ranks(train_all, num_ranks, [*cells.values()], build, VOCAB)
+    assert all(len(set(of_cell)) == 3 for of_cell in losses[0])
