@@ -66,14 +66,14 @@ class TokenLoss(LossOfOutput):
                 not a class.
         """
         if isinstance(logits, LanguageModelOutput):
-            return (logits.total, logits.count) if self.with_count else logits.loss
+            return (logits.total, logits.num_labels) if self.with_count else logits.loss
         if not self.cut.is_cut:
             if isinstance(logits, HeadOperands):
-                total, count = (
+                own, num_labels = (
                     logits.loss(labels, ignore_index=IGNORED, reduction="sum"),
-                    (labels != IGNORED).sum(),
+                    labels != IGNORED,
                 )
-                return (total, count) if self.with_count else total / count
+                return (own, num_labels.sum()) if self.with_count else own / num_labels.sum()
             loss: Tensor | tuple[Tensor, Tensor] = self.loss(logits.flatten(0, -2), labels.flatten())
             return loss
         counted = labels != IGNORED

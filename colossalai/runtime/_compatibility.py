@@ -50,12 +50,12 @@ def refuse_pairs(methods: Iterable[str]) -> None:
 
 def pairs_table() -> list[str]:
     """Return the table of pairs as lines of Markdown; a number refers to the reasons below it."""
-    marks = {pair: f"no ({number})" for number, pair in enumerate(REFUSED, start=1)}
+    reasons = list(dict.fromkeys(REFUSED.values()))
+    marks = {pair: f"no ({reasons.index(reason) + 1})" for pair, reason in REFUSED.items()}
     lines = ["| | " + " | ".join(METHODS) + " |", "| --- " * (len(METHODS) + 1) + "|"]
     for row in METHODS:
         lines.append(f"| {row} | " + " | ".join(_mark(row, other, marks) for other in METHODS) + " |")
-    reasons = [f"{mark[4:-1]}. {REFUSED[pair]}." for pair, mark in marks.items()]
-    return [*lines, "", *reasons]
+    return [*lines, "", *(f"{number}. {reason}." for number, reason in enumerate(reasons, start=1))]
 
 
 def _mark(row: str, column: str, marks: dict[frozenset[str], str]) -> str:

@@ -166,7 +166,7 @@ class Pipeline:
 
     def _data_of(self, data: Any, labels: Any) -> Any:
         """Return what the stages get of a microbatch."""
-        stage = self._chunks[0]
+        stage: Any = self._chunks[0]
         is_model = self._fused_loss and isinstance(stage, ModelStage)
         return with_labels(data, labels, stage.model) if is_model else data
 

@@ -49,7 +49,8 @@ def fuse_losses(model: nn.Module) -> int:
 def _fuse(model: nn.Module, head: nn.Module) -> None:
     if not isinstance(head, HeadShard):
         refuse_other_head(head)
-    original: Any = model.loss_function
+    owner: Any = model
+    original = owner.loss_function
     if getattr(original, "__name__", None) != _LOSS_NAME:
         raise ValueError(
             f"fused_loss computes the loss of a causal language model, and {type(model).__name__} has "
@@ -60,7 +61,7 @@ def _fuse(model: nn.Module, head: nn.Module) -> None:
     model.register_forward_pre_hook(_NotesLabels(state, names), with_kwargs=True)
     model.register_forward_hook(_Forgets(state), always_call=True)
     head.forward = _DefersLogits(state, head, head.forward)
-    model.loss_function = _FusedLoss(state, original)
+    owner.loss_function = _FusedLoss(state, original)
 
 
 @dataclass

@@ -116,7 +116,8 @@ class GPT(FusesLoss):
         if labels is None:
             return self.head(hidden)
         if self.fused_loss and self.training:
-            total, count = self.loss(head_operands(self.head, hidden), labels)
-            return LanguageModelOutput(total, count, MISSING_LOGITS)
+            total, num_labels = self.loss(head_operands(self.head, hidden), labels)
+            return LanguageModelOutput(total, num_labels, MISSING_LOGITS)
         logits = self.head(hidden)
-        return LanguageModelOutput(*self.loss(logits, labels), logits)
+        total, num_labels = self.loss(logits, labels)
+        return LanguageModelOutput(total, num_labels, logits)

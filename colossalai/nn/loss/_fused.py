@@ -62,18 +62,18 @@ class LanguageModelOutput(NamedTuple):
 
     Attributes:
         total: The sum of the losses of the labels that count.
-        count: How many there are.
+        num_labels: How many there are.
         logits: (batch, seq, vocab), a slice; `MISSING_LOGITS` where they were not computed.
     """
 
     total: Tensor
-    count: Tensor
+    num_labels: Tensor
     logits: Any
 
     @property
     def loss(self) -> Tensor:
         """The mean over the labels that count."""
-        return self.total / self.count
+        return self.total / self.num_labels
 
     def __getattr__(self, name: str) -> NoReturn:
         raise MissingLogitsError(
