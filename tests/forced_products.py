@@ -1,4 +1,4 @@
-"""The suite with products by oneDNN: `TESTS_MATMUL=onednn pytest ...` has every float32 product of any size so.
+"""The suite by oneDNN: `TESTS_MATMUL=onednn pytest ...` has its float32 products of any size from there.
 
 In pytest's own process and in the ranks of `run_ranks`, launched or not. The rule is off, as the products of
 tests are small; operands that are torch's for another reason (their strides, a bias, a type) stay torch's.

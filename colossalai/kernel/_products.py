@@ -196,7 +196,10 @@ class Products:
 
 def _is_large(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether these are matrices with enough to multiply; asked first, as most products are small."""
-    return a.dim() == 2 == b.dim() and a.numel() * b.shape[1] >= LEAST_MULTIPLICATIONS
+    num = a.numel()
+    if num * b.numel() < LEAST_MULTIPLICATIONS:  # k times the multiplications: nearly all small ones end here
+        return False
+    return a.dim() == 2 == b.dim() and num * b.shape[1] >= LEAST_MULTIPLICATIONS
 
 
 def _is_bias(bias: torch.Tensor, b: torch.Tensor) -> bool:
