@@ -41,8 +41,8 @@ class Products:
         self.profile = Profile()
         self.sides: set[tuple[int, int]] = set()
         self._plain = plain
-        self._linear = torch.ops.mkldnn._linear_pointwise.default
-        self._linear_and_add = torch.ops.mkldnn._linear_pointwise.binary
+        self._linear: Kernel = torch.ops.mkldnn._linear_pointwise.default
+        self._linear_and_add: Kernel = torch.ops.mkldnn._linear_pointwise.binary
 
     def kernels(self) -> dict[str, Kernel]:
         """Return our kernels by the names of `REPLACED`."""
