@@ -12,8 +12,8 @@ import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.testing import ParityCase, Subject, check_parity
-from tests.parity import pipeline, zero
-from tests.parity.pipeline import slice_of_batch
+from tests.parity.subjects import pipeline, zero
+from tests.parity.subjects.pipeline import slice_of_batch
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
