@@ -102,8 +102,7 @@ def assemble_with_optimizers(
     masters = _convert(plan, model, replicas)
     apply_compile(model, plan, blocks=blocks, mesh=mesh, tensor_axis=tensor_axis, device=device)
     apply_recompute(model, plan.recompute, stages=None if plan.pipeline is None else mesh.axis("pp"))
-    if plan.fused_loss:
-        apply_fused_loss(model)
+    apply_fused_loss(model, plan)
     # A pipeline applies the precision stage by stage.
     computing = model if plan.pipeline is not None else apply_precision(model, plan.precision, device.type)
     plan.data.check(model, optimizers, blocks=blocks, replicas=replicas)
@@ -120,15 +119,20 @@ def assemble_with_optimizers(
         wrapped.append(
             _wrap_optimizer(plan, model, optimizer, stand_ins, mesh, replicas, kind=kind, beside=wrapped)
         )
-    states = [ParallelMode.SEQUENCE, ParallelMode.TENSOR] if "sp" in mesh.batch_axes else [ParallelMode.DATA]
-    if known := [mode for mode in states if mode in get_seeds()]:
-        set_mode(known[0])
+    _draw_apart(mesh)
     pipeline = _make_pipeline(plan, model, data, mesh=mesh, tensor_axis=tensor_axis, device=device)
     wrapper = ModelWrapper(model, data, pipeline=pipeline, fused_loss=plan.fused_loss)
     for each in wrapped:
         if isinstance(each, AccumulatingOptimizer):
             each.open_window(wrapper, accumulation_steps)
     return wrapper, wrapped
+
+
+def _draw_apart(mesh: Mesh) -> None:
+    """Draw random numbers from the state that differs between the ranks with different parts of the batch."""
+    states = [ParallelMode.SEQUENCE, ParallelMode.TENSOR] if "sp" in mesh.batch_axes else [ParallelMode.DATA]
+    if known := [mode for mode in states if mode in get_seeds()]:
+        set_mode(known[0])
 
 
 def check_built_for(plan: Plan, module: nn.Module, mesh: Mesh) -> None:

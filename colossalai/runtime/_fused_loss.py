@@ -12,18 +12,22 @@ from torch import Tensor, nn
 
 from colossalai.nn.loss import FusesLoss, ModelLoss, wants_logits
 from colossalai.pipeline import ModelStage
+from colossalai.runtime._plan import Plan
 from colossalai.shardformer import fuse_losses
 
 
-def apply_fused_loss(model: nn.Module) -> None:
-    """Let the language models in a model compute head and loss together; in place.
+def apply_fused_loss(model: nn.Module, plan: Plan) -> None:
+    """Let the language models in a model compute head and loss together, if a plan says so; in place.
 
     Args:
         model: The model, or its stages of this rank, with layers cut already.
+        plan: The plan.
 
     Raises:
         ValueError: There is none, or its head or loss is of another kind.
     """
+    if not plan.fused_loss:
+        return
     parts = [part.model if isinstance(part, ModelStage) else part for part in model.modules()]
     own = [part for part in parts if isinstance(part, FusesLoss)]
     for part in own:

@@ -127,7 +127,8 @@ class Pipeline:
                 put together.
         """
         options = options or self.options
-        criterion = criterion_of(criterion, fused_loss=self._fused_loss)
+        if self._fused_loss:
+            criterion = criterion_of(criterion, fused_loss=True)
         forward_only = optimizer is None
         wants_loss = return_loss or not forward_only
         if criterion is None and wants_loss:
@@ -147,8 +148,12 @@ class Pipeline:
             assert criterion is not None
             return tally.take(number, criterion(output) if part is None else criterion(output, part))
 
+        given = [part for part, _ in microbatches]
+        stage: Any = self._chunks[0]
+        if self._fused_loss and isinstance(stage, ModelStage):
+            given = [with_labels(part, labels, stage.model) for part, labels in microbatches]
         result = executor.run(
-            [self._precision.convert_input(self._data_of(*microbatch)) for microbatch in microbatches],
+            [self._precision.convert_input(part) for part in given],
             compute_loss=compute_loss if wants_loss else None,
             forward_only=forward_only,
             loss_factors=tally.factors,
@@ -160,15 +165,9 @@ class Pipeline:
         output = None
         if result.outputs is not None:
             sizes = [num_samples_in(microbatch) for microbatch in microbatches]
-            outputs = [logits_of(self._precision.convert_output(each)) for each in result.outputs]
-            output = merge_outputs(outputs, sizes)
+            outputs = [self._precision.convert_output(each) for each in result.outputs]
+            output = merge_outputs([*map(logits_of, outputs)] if self._fused_loss else outputs, sizes)
         return BatchResult(output=output, loss=loss if return_loss else None, weight=weight)
-
-    def _data_of(self, data: Any, labels: Any) -> Any:
-        """Return what the stages get of a microbatch."""
-        stage: Any = self._chunks[0]
-        is_model = self._fused_loss and isinstance(stage, ModelStage)
-        return with_labels(data, labels, stage.model) if is_model else data
 
     def _make_equal(self) -> None:
         """Make the gradients equal over the replicas, and those of shared weights over their stages."""

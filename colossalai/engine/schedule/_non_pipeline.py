@@ -48,5 +48,5 @@ class NonPipelineSchedule(BaseSchedule):
                 engine.training_step.loss_weight = given.weight
         if not forward_only:
             engine.backward(loss)
-        kept = (logits_of(output), label) if return_output_label else (None, None)
+        kept = (logits_of(output) if takes_labels else output, label) if return_output_label else (None, None)
         return (*kept, None if given is None else given.mean)

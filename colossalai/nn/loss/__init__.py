@@ -1,5 +1,6 @@
 """Losses."""
 
+from colossalai.nn.loss._chunks import VocabularySlice as VocabularySlice
 from colossalai.nn.loss._cross_entropy import CrossEntropyLoss as CrossEntropyLoss
 from colossalai.nn.loss._cross_entropy import ParallelCrossEntropyLoss as ParallelCrossEntropyLoss
 from colossalai.nn.loss._fused import MISSING_LOGITS as MISSING_LOGITS
@@ -15,7 +16,6 @@ from colossalai.nn.loss._fused import logits_of as logits_of
 from colossalai.nn.loss._fused import refuse_other_head as refuse_other_head
 from colossalai.nn.loss._fused import wants_logits as wants_logits
 from colossalai.nn.loss._linear_cross_entropy import LinearCrossEntropyLoss as LinearCrossEntropyLoss
-from colossalai.nn.loss._linear_cross_entropy import VocabularySlice as VocabularySlice
 from colossalai.nn.loss._named import CrossEntropyLoss2D as CrossEntropyLoss2D
 from colossalai.nn.loss._named import CrossEntropyLoss2p5D as CrossEntropyLoss2p5D
 from colossalai.nn.loss._named import CrossEntropyLoss3D as CrossEntropyLoss3D

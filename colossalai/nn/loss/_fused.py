@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.nn.layer import Cut, ParallelLinear, require_cut
-from colossalai.nn.loss._linear_cross_entropy import LinearCrossEntropyLoss, VocabularySlice
+from colossalai.nn.loss._chunks import VocabularySlice
+from colossalai.nn.loss._linear_cross_entropy import LinearCrossEntropyLoss
 
 _WHY = (
     "there are no logits: with fused_loss=True a language model that is given labels computes its loss in "
