@@ -108,7 +108,7 @@ def show_installation(report: InstallationReport, *, as_json: bool) -> None:
         print(json.dumps({**dataclasses.asdict(report), "is_fit": report.is_fit}, indent=2))
         return
     console = Console(markup=False, highlight=False)  # an import error may have [brackets]
-    for table in (_versions(report), _devices(report), _libraries(report), _fits(report)):
+    for table in (_versions(report), _devices(report), _speed(report), _libraries(report), _fits(report)):
         console.print(table)
     console.print("The installation is fit." if report.is_fit else "The installation is NOT fit, see above.")
 
@@ -126,6 +126,14 @@ def _devices(report: InstallationReport) -> Table:
         table.add_row(device.name, device.kind, f"{device.memory_gib} GiB")
     for name, is_available in report.backends.items():
         table.add_row(name, "back end", "available" if is_available else "not in this build of torch")
+    return table
+
+
+def _speed(report: InstallationReport) -> Table:
+    table = _table("Speed of one core", "", "now")
+    for figure in (*report.speed.products, report.speed.memory):
+        table.add_row(figure.name, f"{figure.value:g} {figure.unit}")
+    table.caption, table.caption_justify = f"  {report.speed.advice}", "left"
     return table
 
 

@@ -1,4 +1,4 @@
-"""Installation report: versions, devices and libraries, and whether they fit (`colossalai check -i`).
+"""Installation report: versions, devices, speed, libraries, and whether they fit (`colossalai check -i`).
 
 Nothing here fails: what cannot be found out, or does not import, is a line of the report. Of torch, abilities
 are asked for, not versions.
@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from colossalai._version import __version__
+from colossalai.cluster._speed import ProcessorSpeed, Product, measure_speed
 
 _MIN_PYTHON = (3, 11)
 _IMPORT_TIMEOUT_S = 120.0
@@ -87,6 +89,7 @@ class InstallationReport:
     devices: tuple[Device, ...]
     backends: dict[str, bool]
     libraries: tuple[Library, ...]
+    speed: ProcessorSpeed
     fits: tuple[Fit, ...]
 
     @property
@@ -95,13 +98,19 @@ class InstallationReport:
         return all(fit.is_fit for fit in self.fits)
 
 
-def examine_installation() -> InstallationReport:
-    """Look at everything; it takes some seconds, as every optional library is imported in its own process."""
+def examine_installation(float32_products: Mapping[str, Product] | None = None) -> InstallationReport:
+    """Look at everything; it takes some seconds, as every optional library is imported in its own process.
+
+    Args:
+        float32_products: Further ways to multiply float32 matrices on the CPU, by name, to be measured
+            beside torch's.
+    """
     return InstallationReport(
         versions=_versions(),
         devices=_devices(),
         backends={name: dist.is_available() and dist.is_backend_available(name) for name in _BACKENDS},
         libraries=examine_libraries(_LIBRARIES),
+        speed=measure_speed(float32_products),  # when the imports of the libraries have ended
         fits=(_python_fit(), _torch_fit(), _backend_fit()),
     )
 

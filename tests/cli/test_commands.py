@@ -74,9 +74,12 @@ def test_check_as_json(monkeypatch: pytest.MonkeyPatch):
     result = _invoke("check", "-i", "--json")
     assert result.exit_code == 0
     report = json.loads(result.output)
-    assert set(report) == {"versions", "devices", "backends", "libraries", "fits", "is_fit"}
+    assert set(report) == {"versions", "devices", "backends", "speed", "libraries", "fits", "is_fit"}
     assert report["versions"]["colossalai"] == __version__
     assert report["backends"]["gloo"] is True
+    figures = [*report["speed"]["products"], report["speed"]["memory"]]
+    assert all(figure["value"] > 0 for figure in figures)
+    assert [figure["unit"] for figure in figures] == ["GFLOP/s"] * (len(figures) - 1) + ["GB/s"]
     assert report["is_fit"] is True
 
 
@@ -89,6 +92,11 @@ def test_check_as_tables(monkeypatch: pytest.MonkeyPatch):
     assert re.search(rf"colossalai +{re.escape(__version__)}", result.output)
     assert "installed, does not import: RuntimeError: [nms] does not exist" in result.output
     assert re.search(r"nosuch +not installed +nothing", result.output)
+    assert "Speed of one core" in result.output
+    assert re.search(r"float32 products, torch +[\d.]+ GFLOP/s *\n", result.output)
+    assert re.search(r"bfloat16 products, torch +[\d.]+ GFLOP/s *\n", result.output)
+    assert re.search(r"memory, copied .* +[\d.]+ GB/s *\n", result.output)
+    assert re.search(r"(good at bfloat16|float32): (its|bfloat16) products ", result.output)
     assert "The installation is fit." in result.output
 
 

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import colossalai
-from colossalai.cluster import _doctor, examine_installation
+from colossalai.cluster import _doctor, _speed, examine_installation
+from colossalai.cluster._speed import advise, measure_speed
 
 pytestmark = pytest.mark.unit
 
@@ -59,6 +60,45 @@ def test_the_report_is_data(monkeypatch: pytest.MonkeyPatch):
     assert report.devices[0].memory_gib > 0
     assert report.backends["gloo"] == dist.is_gloo_available()
     assert json.loads(json.dumps(dataclasses.asdict(report)))["fits"][0]["is_fit"] is True
+
+
+def test_speed_is_measured_for_each_way_to_multiply():
+    shapes, threads = [], torch.get_num_threads()
+
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        shapes.append((a.dtype, torch.get_num_threads()))
+        return a @ b
+
+    speed = measure_speed({"mine": multiply})
+    names = [each.name for each in speed.products if each.name != "float32 products, oneDNN"]
+    assert names == ["float32 products, torch", "float32 products, mine", "bfloat16 products, torch"]
+    assert ("float32 products, oneDNN" in [each.name for each in speed.products]) == (
+        torch.backends.mkldnn.is_available()
+    )
+    assert all(each.value > 0 for each in (*speed.products, speed.memory))
+    assert len(shapes) >= 3  # one to warm up
+    assert {*shapes} == {(torch.float32, 1)}
+    assert torch.get_num_threads() == threads
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
+def test_onednn_multiplies_what_torch_multiplies():
+    torch.manual_seed(0)
+    a, b = torch.randn(8, 5), torch.randn(5, 7)
+    torch.testing.assert_close(_speed._multiply_by_onednn(a, b), a @ b)
+
+
+@pytest.mark.parametrize(
+    ("float32", "bfloat16", "said"),
+    [
+        (100.0, 400.0, "good at bfloat16: its products are 4.0 times as fast as float32's"),
+        (100.0, 110.0, "float32: bfloat16 products are about as fast, so it saves memory only"),
+        (100.0, 80.0, "float32: bfloat16 products are about as fast, so it saves memory only"),
+        (100.0, 20.0, "float32: bfloat16 products take 5.0 times as long"),
+    ],
+)
+def test_the_advice_follows_from_the_figures(float32: float, bfloat16: float, said: str):
+    assert advise(float32, bfloat16) == said
 
 
 def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch):
