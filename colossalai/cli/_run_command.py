@@ -94,6 +94,13 @@ Examples:
     help="Options of torch's launcher: max_restarts, nnodes, nproc_per_node, log_dir, standalone.",
 )
 @click.option(
+    "--bind/--no-bind",
+    default=None,
+    help="Deal the cores of each machine out to its processes, so that no two compute on the same core. If "
+    "neither is given, it is done where several processes compute on the CPUs of a machine with hardware "
+    "threads or several NUMA nodes, and nobody has bound them already (taskset, OMP_PROC_BIND, SLURM).",
+)
+@click.option(
     "--preflight/--no-preflight",
     default=True,
     show_default=True,

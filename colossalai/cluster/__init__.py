@@ -1,7 +1,8 @@
 """Cluster: who this process is among the ranks, hosts and ports, and whether what is installed fits together.
 
 For users: `DistCoordinator`, `priority_execution`, `free_port` and `examine_installation`. For the package:
-the rest; plain values are what ranks tell each other instead of pickles, the store server is where they meet.
+the rest; plain values are what ranks tell each other instead of pickles, the store server is where they meet,
+a binding says which cores of a machine each of its ranks uses.
 
 What needs torch is imported when it is first asked for: who starts ranks on other hosts does without.
 """
@@ -9,6 +10,8 @@ What needs torch is imported when it is first asked for: who starts ranks on oth
 from typing import TYPE_CHECKING, Any
 
 from colossalai._lazy import find_name
+from colossalai.cluster._binding import Binding as Binding
+from colossalai.cluster._binding import bind_ranks as bind_ranks
 from colossalai.cluster._hosts import Host as Host
 from colossalai.cluster._hosts import allocated_hosts as allocated_hosts
 from colossalai.cluster._hosts import expand_nodelist as expand_nodelist

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpec
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from colossalai.cluster import serve_store
+from colossalai.cluster import Binding, bind_ranks, serve_store
 from colossalai.launcher import _worker
 from colossalai.launcher._cleanup import JobFolder, remove_abandoned_folders
 from colossalai.launcher._failure import JobFailure, RankState, find_failure, read_error
@@ -61,14 +61,16 @@ def launch(job: Job) -> int:
     Raises:
         ValueError: The port of the job has been taken since it was checked.
     """
-    num_procs = prepare(job)
+    binding = prepare(job)
+    if binding.note:
+        sys.stderr.write(f"colossalai run: {binding.note}\n")
     store = listen(LOOPBACK, job.master_port)
     rendezvous = Rendezvous(run_id=uuid.uuid4().hex, master_addr=LOOPBACK, master_port=store.port)
     remove_abandoned_folders()
     folder = JobFolder("run")
     try:
         logs = DefaultLogsSpecs(log_dir=str(folder.path))
-        agent = LocalAgent(worker_spec(job, rendezvous, num_procs=num_procs), logs)
+        agent = LocalAgent(worker_spec(job, rendezvous, binding), logs)
         agent.run()
     except SignalException as stop:
         if agent.failure is None:
@@ -83,17 +85,24 @@ def launch(job: Job) -> int:
     return agent.failure.first.shell_code
 
 
-def prepare(job: Job) -> int:
-    """Make this process fit to be an agent, and return how many ranks it starts."""
-    num_procs = job.num_procs or torch.accelerator.device_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // num_procs)))
+def prepare(job: Job) -> Binding:
+    """Make this process fit to be an agent, and return how many ranks it starts, and on which CPUs."""
+    num_devices = torch.accelerator.device_count()
+    # Which CPUs are near to which accelerator is not known here, so there the user decides.
+    binding = bind_ranks(
+        job.num_procs or num_devices or 1,
+        is_asked=False if num_devices and job.bind is None else job.bind,
+        environment=os.environ,
+        allowed=os.sched_getaffinity(0),
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(binding.num_threads))
     os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(signals_to_heed()))
     adopt_orphans()
     # torch's agent logs what we say better; to a handler that does nothing, or Python would print it.
     elastic_logger = logging.getLogger("torch.distributed.elastic")
     elastic_logger.addHandler(logging.NullHandler())
     elastic_logger.propagate = False
-    return num_procs
+    return binding
 
 
 class LocalAgent(LocalElasticAgent):
@@ -173,7 +182,7 @@ def listen(address: str, port: int) -> TCPStore:
         raise ValueError(f"cannot listen on port {port}: {port_taken(port)}") from error
 
 
-def worker_spec(job: Job, rendezvous: Rendezvous, *, num_procs: int) -> WorkerSpec:
+def worker_spec(job: Job, rendezvous: Rendezvous, binding: Binding) -> WorkerSpec:
     """Say in torch's terms what this machine's agent starts."""
     kind = "module" if job.is_module else "script"
     # torch's agent fills "${local_rank}" into arguments; "$$" is its spelling of "$".
@@ -191,9 +200,9 @@ def worker_spec(job: Job, rendezvous: Rendezvous, *, num_procs: int) -> WorkerSp
     )
     return WorkerSpec(
         role="default",
-        local_world_size=num_procs,
+        local_world_size=binding.num_ranks,
         entrypoint=sys.executable,
-        args=(_worker.__file__, str(os.getpid()), kind, target, *args),
+        args=(_worker.__file__, str(os.getpid()), binding.as_word, kind, target, *args),
         rdzv_handler=get_rendezvous_handler(parameters),
         max_restarts=rendezvous.max_restarts,
         monitor_interval=_POLL_S,

@@ -108,6 +108,8 @@ class AgentHandle(RemoteProcess):
             return
         if kind == "listening":
             self.port = message["port"]
+        elif kind == "ready" and message["note"]:
+            await self._screen.node_line(self.host.name, message["note"].encode())
         elif kind == "refused":
             self.refusal = message["reason"]
         elif kind == "ended":

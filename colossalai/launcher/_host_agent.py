@@ -4,7 +4,7 @@
 
 [Note: the talk of controller and agent]
     agent:      hello          it runs, and what it is called
-    agent:      ready          torch is imported
+    agent:      ready          torch is imported; with how the ranks will be bound to cores
     controller: listen         to the first node: open the store
     agent:      listening      with the port
     controller: go             who is in, and where the store is
@@ -43,6 +43,7 @@ from colossalai.launcher._processes import end_descendants, signals_to_heed
 from colossalai.launcher._protocol import ControllerLink, as_text
 
 if TYPE_CHECKING:
+    from colossalai.cluster import Binding
     from colossalai.launcher._agent import LocalAgent, Rendezvous
     from colossalai.launcher._failure import NodeLoss, RankState
 
@@ -60,6 +61,7 @@ class HostAgent:
             args=tuple(options.args),
             is_module=options.module,
             num_procs=options.nproc_per_node,
+            bind=options.bind,
         )
         self.options = options
         self.agent: LocalAgent | None = None
@@ -75,8 +77,8 @@ class HostAgent:
         if mark := os.environ.get(MARK_VARIABLE):
             sweep(mark)  # of an earlier start of this job, whose link was lost
         _agent = _import_launcher()
-        num_procs = _agent.prepare(self.job)
-        self.link.send("ready", num_procs=num_procs)
+        binding = _agent.prepare(self.job)
+        self.link.send("ready", num_procs=binding.num_ranks, note=binding.note)
         store = None
         message = self.link.expect("listen", "go")
         if message["kind"] == "listen":
@@ -90,17 +92,17 @@ class HostAgent:
             timeout_s=self.options.timeout,
             **message["rendezvous"],
         )
-        self._run_ranks(rendezvous, num_procs)
+        self._run_ranks(rendezvous, binding)
         del store  # it was held for the ranks, to their end
 
-    def _run_ranks(self, rendezvous: "Rendezvous", num_procs: int) -> None:
+    def _run_ranks(self, rendezvous: "Rendezvous", binding: "Binding") -> None:
         from torch.distributed.elastic.multiprocessing import SignalException
 
         from colossalai.launcher._agent import ControlledAgent, worker_spec
         from colossalai.launcher._worker_pipes import WorkerPipes
 
         pipes = WorkerPipes(self.folder.path, self._send_line)
-        spec = worker_spec(self.job, rendezvous, num_procs=num_procs)
+        spec = worker_spec(self.job, rendezvous, binding)
         self.agent = agent = ControlledAgent(
             spec, pipes, link=self.link, ending=self.ending, attempt=rendezvous.attempt
         )
@@ -176,6 +178,7 @@ def main() -> None:
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--timeout", type=float, required=True)
     parser.add_argument("--nproc-per-node", type=int)
+    parser.add_argument("--bind", action=argparse.BooleanOptionalAction)
     parser.add_argument("--module", action="store_true")
     parser.add_argument("target")
     parser.add_argument("args", nargs=argparse.REMAINDER)

@@ -22,6 +22,7 @@ class Job:
     args: tuple[str, ...] = ()
     is_module: bool = False
     num_procs: int | None = None  # one per accelerator, or one
+    bind: bool | None = None  # None: where it may help, if nobody has bound them; see `bind_ranks`
     master_port: int = 0  # 0: any free one
 
 
@@ -101,6 +102,7 @@ class ClusterJob:
         num_procs = self.job.num_procs or host.slots
         if num_procs is not None:
             words += ["--nproc-per-node", str(num_procs)]
+        words += [] if self.job.bind is None else ["--bind" if self.job.bind else "--no-bind"]
         words += ["--module"] if self.job.is_module else []
         return self._command(host, "_host_agent", *words, "--", self.job.target, *self.job.args)
 

@@ -40,6 +40,7 @@ class RunOptions:
     args: tuple[str, ...] = ()
     is_module: bool = False
     num_procs: int | None = None
+    bind: bool | None = None
     host_list: str | None = None
     hostfile: str | None = None
     include: str | None = None
@@ -72,6 +73,7 @@ def run(options: RunOptions) -> int:
         args=options.args,
         is_module=options.is_module,
         num_procs=options.num_procs,
+        bind=options.bind,
         master_port=options.master_port,
     )
     # On another machine the port is the agent's to check.

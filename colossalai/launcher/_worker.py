@@ -1,11 +1,12 @@
 """Worker: the process of one rank, and what it does before the user's script starts.
 
-    python _worker.py LAUNCHER_PID (script | module) TARGET ARGS...
+    python _worker.py LAUNCHER_PID CPUS (script | module) TARGET ARGS...
 
 It is started by its path and imports nothing but the standard library, so the script finds the interpreter
-as `python TARGET ARGS...` leaves it: torch not imported yet, its own `sys.argv` and `sys.path[0]`. Two things
-are added: the process dies with its launcher; and an error that nobody catches goes into the file
-TORCHELASTIC_ERROR_FILE, for the launcher to show once, not to the screen, where the ranks' errors would mix.
+as `python TARGET ARGS...` leaves it: torch not imported yet, its own `sys.argv` and `sys.path[0]`. Three
+things are added: the process dies with its launcher; it runs on the CPUs that the launcher has dealt out to
+it; and an error that nobody catches goes into a file, which is named in
+TORCHELASTIC_ERROR_FILE, for the launcher to show, not to the screen, where the ranks' errors would mix.
 """
 
 import builtins
@@ -30,8 +31,11 @@ _NOT_THE_USERS = (__file__, runpy.__file__, "<frozen runpy>")  # Python forgets 
 
 def main() -> None:
     """Prepare the process, then be the user's script."""
-    launcher_pid, kind, target, *args = sys.argv[1:]
+    launcher_pid, cpus, kind, target, *args = sys.argv[1:]
     die_with(int(launcher_pid))
+    bind_to(
+        cpus
+    )  # before there is a second thread: what this process starts, threads and processes, inherits it
     faulthandler.enable()  # a crash in compiled code shows where Python was
     hook = sys.excepthook = WorkerErrorHook(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -102,6 +106,21 @@ def die_with(launcher_pid: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher_pid:  # it ended before the line above
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def bind_to(cpus: str) -> None:
+    """Let this process run on its CPUs only.
+
+    Args:
+        cpus: Those of all ranks of this machine by local rank, as "0,1;2,3"; "-" binds none.
+    """
+    if cpus == "-":
+        return
+    own = cpus.split(";")[int(os.environ["LOCAL_RANK"])]
+    try:
+        os.sched_setaffinity(0, [int(cpu) for cpu in own.split(",")])
+    except OSError as error:  # a sandbox, or a CPU that went offline; the rank works without, if slower
+        sys.stderr.write(f"colossalai run: rank {os.environ['RANK']} is not bound to CPUs {own}: {error}\n")
 
 
 def _run_file(path: str) -> None:

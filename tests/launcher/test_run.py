@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from colossalai.cluster import free_port
+from colossalai.cluster import bind_ranks, free_port
 from tests.launcher.command import Command, is_gone, start, wait_until
 
 pytestmark = pytest.mark.dist
 
-START_JOB = ("run", "--nproc_per_node", "2")
+START_JOB = ("run", "--nproc_per_node", "2", "--no-bind")
 SEES = """
 import json, os, sys
 names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS"]
@@ -34,6 +34,7 @@ with open("rank_" + os.environ["RANK"], "w") as file:
             "name": __name__,
             "torch": "torch" in sys.modules,
             "tty": sys.stdout.isatty(),
+            "cpus": sorted(os.sched_getaffinity(0)),
         },
         file,
     )
@@ -134,6 +135,7 @@ def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str,
                 "run",
                 "--nproc-per-node",
                 "2",
+                "--bind",
                 "--master_port",
                 port,
                 "job.py",
@@ -158,7 +160,9 @@ def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str,
 def test_what_a_rank_sees(side_by_side: dict[str, Command]):
     command = side_by_side["sees"]
     assert command.wait() == 0, command.err
-    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    cpus = os.sched_getaffinity(0)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    binding = bind_ranks(2, is_asked=True, environment=environment, allowed=cpus)
     for rank in ("0", "1"):
         assert json.loads((command.folder / f"rank_{rank}").read_text()) == {
             "env": {
@@ -167,15 +171,16 @@ def test_what_a_rank_sees(side_by_side: dict[str, Command]):
                 "WORLD_SIZE": "2",
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": (command.folder / "port").read_text(),
-                "OMP_NUM_THREADS": threads,
+                "OMP_NUM_THREADS": str(binding.num_threads),
             },
             "argv": ["job.py", "--flag", "$HOME ${local_rank} $$"],
             "path": str(command.folder),
             "name": "__main__",
             "torch": False,
             "tty": True,  # so a progress bar is drawn
+            "cpus": list(binding.cpus[int(rank)]) if binding.cpus else sorted(cpus),
         }
-    assert command.err == ""
+    assert command.err == (f"colossalai run: {binding.note}\n" if binding.note else "")
 
 
 def test_a_module_that_exits(side_by_side: dict[str, Command]):

@@ -86,6 +86,14 @@ def test_a_dry_run_has_a_command_for_each_host(tmp_path: Path):
     assert rest == "--timeout 30 --attempt 0 --max-restarts 2 --nproc-per-node 3 -- job.py; exit $?"
 
 
+@pytest.mark.parametrize(
+    ("options", "words"), [((), []), (("--bind",), ["--bind"]), (("--no-bind",), ["--no-bind"])]
+)
+def test_all_hosts_are_told_whether_to_bind(options: tuple[str, ...], words: list[str]):
+    for command in dry_run("--host", "a,b", *options).values():
+        assert re.findall(r"--(?:no-)?bind", command) == words
+
+
 def test_a_dry_run_on_this_machine_starts_nothing():
     result = invoke("--dry-run", "--nproc_per_node", "4")
     assert result.output == f"# on this machine, 4 times\n{sys.executable} job.py\n"

@@ -37,7 +37,13 @@ def _python(folder: Path, *args: str, **environment: str) -> subprocess.Complete
 def _work(folder: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
     error_file = str(folder / "error.json")
     return _python(
-        folder, _worker.__file__, str(os.getpid()), *args, TORCHELASTIC_ERROR_FILE=error_file, **environment
+        folder,
+        _worker.__file__,
+        str(os.getpid()),
+        "-",
+        *args,
+        TORCHELASTIC_ERROR_FILE=error_file,
+        **environment,
     )
 
 
@@ -128,5 +134,40 @@ def test_a_forked_child_is_not_the_rank(tmp_path: Path):
 
 def test_a_worker_whose_launcher_has_ended_ends(tmp_path: Path):
     (tmp_path / "job.py").write_text("print('started')")
-    ended = _python(tmp_path, _worker.__file__, "1", "script", "job.py")
+    ended = _python(tmp_path, _worker.__file__, "1", "-", "script", "job.py")
     assert (ended.returncode, ended.stdout) == (-9, "")
+
+
+def _work_on(folder: Path, cpus: str) -> subprocess.CompletedProcess[str]:
+    """Be the second of two ranks, which starts a process and a thread and says what they may use."""
+    (folder / "job.py").write_text(
+        "import json, os, subprocess, sys, threading\n"
+        "code = 'import os; print(*os.sched_getaffinity(0))'\n"
+        "child = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True).stdout\n"
+        "seen = [sorted(os.sched_getaffinity(0)), sorted(map(int, child.split()))]\n"
+        "thread = threading.Thread(target=lambda: seen.append(sorted(os.sched_getaffinity(0))))\n"
+        "thread.start()\n"
+        "thread.join()\n"
+        "print(json.dumps(seen))\n"
+    )
+    return subprocess.run(
+        [sys.executable, _worker.__file__, str(os.getpid()), cpus, "script", "job.py"],
+        cwd=folder,
+        env={**os.environ, "RANK": "1", "LOCAL_RANK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+
+
+def test_a_worker_and_what_it_starts_use_its_cpus(tmp_path: Path):
+    *_, last = sorted(os.sched_getaffinity(0))
+    assert json.loads(_work_on(tmp_path, f"0;{last}").stdout) == [[last]] * 3
+    assert json.loads(_work_on(tmp_path, "-").stdout) == [sorted(os.sched_getaffinity(0))] * 3
+
+
+def test_a_worker_that_cannot_be_bound_works(tmp_path: Path):
+    ended = _work_on(tmp_path, "0;99999")
+    assert json.loads(ended.stdout)[0] == sorted(os.sched_getaffinity(0))
+    assert "rank 1 is not bound to CPUs 99999: " in ended.stderr
