@@ -188,7 +188,7 @@ def _row_factors(ctx: Any, token_weights: Tensor | None) -> Tensor | None:
     """Return what the gradients of the rows are multiplied by while they are computed; None for 1."""
     if not ctx.divides_early:
         return token_weights
-    part = 1.0 / ctx.total
+    part: Tensor = 1.0 / ctx.total
     return part if token_weights is None else token_weights * part
 
 

@@ -108,7 +108,8 @@ class HeadOperands:
     def loss(self, labels: Tensor, *, ignore_index: int, reduction: str) -> Tensor:
         """Return the cross entropy with labels (...), in chunks."""
         criterion = LinearCrossEntropyLoss(ignore_index, reduction)
-        return criterion(self.x, self.weight, labels, self.bias, vocabulary=self.vocabulary)
+        loss: Tensor = criterion(self.x, self.weight, labels, self.bias, vocabulary=self.vocabulary)
+        return loss
 
 
 def head_operands(head: nn.Module, x: Tensor) -> HeadOperands:
