@@ -34,6 +34,11 @@ from colossalai.model_zoo.gpt import GPT, GPTConfig
 WAYS: dict[str, tuple[list[str], dict[str, str]]] = {
     "unbound": (["--no-bind"], {}),
     "bound": (["--bind"], {}),
+    # What glibc comes to by itself once a program has freed large blocks.
+    "unbound, memory returned": (
+        ["--no-bind"],
+        {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)},
+    ),
 }
 _OUTPUT = "RANK_SETTINGS_OUTPUT"  # names the file for rank 0's figures
 _BUSY = "import torch; torch.set_num_threads(1); a = torch.ones(512, 512)\nwhile True: a @ a"

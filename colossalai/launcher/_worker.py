@@ -5,7 +5,7 @@
 It is started by its path and imports nothing but the standard library, so the script finds the interpreter
 as `python TARGET ARGS...` leaves it: torch not imported yet, its own `sys.argv` and `sys.path[0]`. Three
 things are added: the process dies with its launcher; it runs on the CPUs that the launcher has dealt out to
-it; and an error that nobody catches goes into a file, which is named in
+it, and keeps the memory that it frees; and an error that nobody catches goes into a file, which is named in
 TORCHELASTIC_ERROR_FILE, for the launcher to show, not to the screen, where the ranks' errors would mix.
 """
 
@@ -23,9 +23,21 @@ import sys
 import time
 import traceback
 import types
+from collections.abc import Mapping
 from types import TracebackType
 
 _PR_SET_PDEATHSIG = 1
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_TRIM_BYTES, _MMAP_BYTES = (1 << 31) - 1, 1 << 30
+_MALLOC_VARIABLES = frozenset(
+    (
+        "MALLOC_TRIM_THRESHOLD_",
+        "MALLOC_MMAP_THRESHOLD_",
+        "MALLOC_MMAP_MAX_",
+        "MALLOC_TOP_PAD_",
+        "GLIBC_TUNABLES",
+    )
+)
 _NOT_THE_USERS = (__file__, runpy.__file__, "<frozen runpy>")  # Python forgets __file__ when the script ends
 
 
@@ -36,6 +48,7 @@ def main() -> None:
     bind_to(
         cpus
     )  # before there is a second thread: what this process starts, threads and processes, inherits it
+    keep_freed_memory(os.environ)
     faulthandler.enable()  # a crash in compiled code shows where Python was
     hook = sys.excepthook = WorkerErrorHook(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if isinstance(sys.stdout, io.TextIOWrapper):
@@ -121,6 +134,22 @@ def bind_to(cpus: str) -> None:
         os.sched_setaffinity(0, [int(cpu) for cpu in own.split(",")])
     except OSError as error:  # a sandbox, or a CPU that went offline; the rank works without, if slower
         sys.stderr.write(f"colossalai run: rank {os.environ['RANK']} is not bound to CPUs {own}: {error}\n")
+
+
+def keep_freed_memory(environment: Mapping[str, str]) -> bool:
+    """Let glibc keep what this process frees, for its next step, and say whether it does.
+
+    By itself it returns blocks of 32 MiB and more to the system as soon as they are free: the logits of a
+    language model in every step, whose pages the kernel then clears and maps again one by one. Blocks of
+    1 GiB and more still go back at once, and 2 GiB of free memory at the end of the heap.
+    What the user has set about it is left alone.
+    """
+    if not _MALLOC_VARIABLES.isdisjoint(environment):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # not everywhere: musl has none
+    if mallopt is None:
+        return False
+    return bool(mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES) and mallopt(_M_TRIM_THRESHOLD, _TRIM_BYTES))
 
 
 def _run_file(path: str) -> None:

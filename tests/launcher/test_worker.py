@@ -1,5 +1,6 @@
 """The worker: the script must not notice that it was not started by `python SCRIPT`."""
 
+import ctypes
 import json
 import os
 import re
@@ -130,6 +131,26 @@ def test_a_forked_child_is_not_the_rank(tmp_path: Path):
     assert ended.returncode == 0
     assert "ZeroDivisionError" in ended.stderr
     assert not (tmp_path / "error.json").exists()
+
+
+CHURNS = """
+import resource
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    bytearray(48 << 20)[::4096] = b"x" * (12 << 10)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print([faults() for _ in range(5)][-1])
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library has no mallopt")
+def test_freed_memory_is_kept_for_the_next_step(tmp_path: Path):
+    (tmp_path / "job.py").write_text(CHURNS)
+    ours, plain = _work(tmp_path, "script", "job.py"), _python(tmp_path, "job.py")
+    assert int(ours.stdout) < 100, "the pages of 48 MiB are mapped again"
+    assert int(plain.stdout) > 1000
+    told = _work(tmp_path, "script", "job.py", MALLOC_MMAP_THRESHOLD_="33554432")
+    assert int(told.stdout) > 1000, "a user's own setting is left alone"
 
 
 def test_a_worker_whose_launcher_has_ended_ends(tmp_path: Path):
