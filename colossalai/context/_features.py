@@ -322,7 +322,7 @@ def check_matmul(value: Any) -> None:
     """Require one of the three libraries of float32 products.
 
     Raises:
-        ConfigException: It is none of them.
+        ConfigException: `value` is not "auto", "torch" or "onednn".
     """
     if value not in MATMULS:
         raise ConfigException(f"matmul is {value!r}; it must be one of {', '.join(map(repr, MATMULS))}")

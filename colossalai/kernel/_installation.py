@@ -80,7 +80,7 @@ def onednn_products(profile: Profile | None = None) -> Iterator[None]:
             a processor on which oneDNN is twice as fast. Blocks that overlap have that of the first.
 
     Raises:
-        ValueError: This torch has no oneDNN.
+        ValueError: The installed torch was built without oneDNN, or gives no access to it.
     """
     why = why_unavailable()
     if why is not None:

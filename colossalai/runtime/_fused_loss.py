@@ -24,7 +24,7 @@ def apply_fused_loss(model: nn.Module, plan: Plan) -> None:
         plan: The plan.
 
     Raises:
-        ValueError: There is none, or its head or loss is of another kind.
+        ValueError: `model` has no language model, or one with a head or loss of another kind.
     """
     if not plan.fused_loss:
         return

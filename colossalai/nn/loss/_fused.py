@@ -136,7 +136,7 @@ def refuse_other_head(head: nn.Module) -> None:
     """Raise if a module is no head of a loss in chunks.
 
     Raises:
-        ValueError: It is not a linear layer, or one of a tensor mode that cuts more than the vocabulary.
+        ValueError: `head` is no linear layer, or is cut by more than the vocabulary.
     """
     if isinstance(head, ParallelLinear):
         scheme = head.scheme
@@ -195,7 +195,7 @@ class ModelLoss:
         """Return the loss.
 
         Raises:
-            ValueError: There is none.
+            ValueError: `output` has no loss.
         """
         loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
         if not isinstance(loss, torch.Tensor):

@@ -38,7 +38,7 @@ class LinearCrossEntropyLoss(nn.Module):
         loss is a scalar, with "none" of the shape of the labels.
 
     Raises:
-        ValueError: An option is not what it may be.
+        ValueError: `reduction` is unknown, or a number is out of its range.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ def vocabulary_of(weight: Tensor) -> VocabularySlice:
     """Return the classes of a weight (classes, hidden), as its spec says, if it carries one.
 
     Raises:
-        ValueError: It is cut otherwise than along the classes, over one axis.
+        ValueError: `weight` is cut otherwise than along the classes, or over several axes.
     """
     spec = spec_of(weight)
     if spec is None or not spec.axes:

@@ -94,7 +94,7 @@ class AccuracyHook(MetricHook):
         """Refuse to measure a training that computes no logits.
 
         Raises:
-            ValueError: It has `fused_loss=True`.
+            ValueError: The engine has `fused_loss=True`.
         """
         if trainer.engine.model.takes_labels:
             raise ValueError(
