@@ -11,11 +11,15 @@ from tests.ranks import run_ranks
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ROUNDS = ("--rounds", "2")
-# Not here: nvme.py trains GPT-2, start_time.py needs hosts; both are run by hand.
+# Run by hand: nvme.py trains GPT-2, start_time.py needs hosts, rank_settings.py starts jobs by itself.
+BY_HAND = {"nvme", "rank_settings", "start_time"}
+ALONE = ("adam", "linear_cross_entropy", "matmul")
 SMALLEST = {
     "adam": ("--numel", "10000", *ROUNDS),
     "checkpoint": ("--parameters", "1e5", *ROUNDS),
     "data_parallel": ("--seq", "8", *ROUNDS),
+    "linear_cross_entropy": ("--sizes", "16x8x32", *ROUNDS),
+    "matmul": ROUNDS,
     "pipeline": ("--seq", "8", "--hidden", "128", "--idle_rounds", "2", *ROUNDS),
     "sequence_parallel": ("--seq", "64", *ROUNDS),
     "tensor_parallel": ("--seq", "8", "--hidden", "128", *ROUNDS),
@@ -35,9 +39,9 @@ def run(name: str, folder: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
-    run_ranks(run, 1 if name == "adam" else 2, name, str(tmp_path), timeout=120.0)
+    run_ranks(run, 1 if name in ALONE else 2, name, str(tmp_path), timeout=120.0)
     assert json.loads((tmp_path / "figures.json").read_text())["rows"]
 
 
 def test_no_benchmark_is_forgotten() -> None:
-    assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*SMALLEST, "nvme", "start_time"}
+    assert {path.stem for path in BENCHMARKS.glob("*.py")} == {*SMALLEST, *BY_HAND}
