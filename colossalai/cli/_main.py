@@ -93,8 +93,9 @@ def check(installation: bool, doctor: bool, as_json: bool, **settings: Any) -> N
     if installation:
         from colossalai.cli._check import show_installation
         from colossalai.cluster import examine_installation
+        from colossalai.kernel import auto_product
 
-        installed = examine_installation()
+        installed = examine_installation({'matmul="auto"': auto_product()})
         show_installation(installed, as_json=as_json)
         sys.exit(0 if installed.is_fit else 1)
     from colossalai.cli._check import DoctorSettings, examine, show_preflight

@@ -6,6 +6,7 @@ not reach. For the package: `matmul_of_job`, which `launch` asks for by its name
 
 from colossalai.kernel._choice import Choice as Choice
 from colossalai.kernel._choice import Facts as Facts
+from colossalai.kernel._choice import auto_product as auto_product
 from colossalai.kernel._choice import decide as decide
 from colossalai.kernel._choice import facts_of_this_process as facts_of_this_process
 from colossalai.kernel._choice import matmul_of_job as matmul_of_job

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from colossalai.kernel._installation import onednn_products, why_unavailable
 from colossalai.kernel._probe import measured_profile, processor_and_version
@@ -94,6 +95,17 @@ def decide(ranks: Sequence[Facts], measure: Callable[[], Profile] = measured_pro
             "differ in the last bits",
         )
     return Choice(Profile(), "float32 products of matrices by oneDNN, as matmul='onednn' asks")
+
+
+def auto_product(measure: Callable[[], Profile] = measured_profile) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what multiplies large float32 matrices in a job of one rank whose `matmul` is "auto"."""
+    choice = decide([facts_of_this_process("auto", torch.device("cpu"))], measure)
+    return torch.mm if choice.profile is None else _by_onednn
+
+
+def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+    return product
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 import colossalai
 from colossalai.context import ConfigException
 from colossalai.core import global_context as gpc
-from colossalai.kernel import Choice, Facts, Profile, decide, is_installed, measured_profile
+from colossalai.kernel import Choice, Facts, Profile, auto_product, decide, is_installed, measured_profile
 from colossalai.kernel._probe import cache_file, measure_profile, processor_and_version
 from tests.ranks import run_ranks
 
@@ -229,3 +229,12 @@ def test_bad_input_is_a_sentence_at_launch() -> None:
 @pytest.mark.unit
 def test_a_choice_is_plain_data() -> None:
     assert Choice() == Choice(profile=None, line="", error="")
+
+
+@pytest.mark.unit
+def test_what_auto_multiplies_by() -> None:
+    assert auto_product(partial(profile, 1.1)) is torch.mm
+    a, b = torch.randn(64, 64), torch.randn(64, 64)
+    product = auto_product(partial(profile, 1.9))
+    assert product is not torch.mm
+    torch.testing.assert_close(product(a, b), a @ b)
