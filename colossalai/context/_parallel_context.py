@@ -18,7 +18,7 @@ from colossalai.context._mesh import Axis, Mesh, make_group
 from colossalai.context._overrides import with_overrides
 from colossalai.context._parallel_mode import ParallelMode, mode_axes
 from colossalai.context._random import reset_seeds
-from colossalai.context._supervision import prepare_end, stop_watching
+from colossalai.context._supervision import let_gloo_threads_rest, prepare_end, stop_watching
 
 Kept = TypeVar("Kept")
 
@@ -280,6 +280,7 @@ class ParallelContext:
             if self.is_launched:
                 self.mesh.forget_groups()
             if dist.is_initialized():
+                let_gloo_threads_rest()  # a group is freed under Python's lock: [Note: gloo threads at exit]
                 dist.destroy_process_group()
             reset_seeds()
             self._reset()

@@ -5,7 +5,9 @@ A thread of a gloo group may still hold the last reference to an operation that 
 complete, and with it tensors. To drop them it needs Python's lock, and a thread that asks for the lock while
 the interpreter ends is ended by force, which aborts the process ("terminate called without an active
 exception", exit code 134). A group joins its threads when it is freed, but anybody may hold a group (DDP
-does). So before the interpreter ends we give up the lock until all of these threads sleep.
+does): when the user lets a model go after the end of the job, the group is freed while Python's lock is held,
+and waits for ever for a thread that asks for it. So at the end of a job, and before the interpreter ends, we
+give up the lock until all of these threads sleep.
 
 [Note: the exit code of an error at the end]
 What Python calls when it ends (`atexit`) cannot change the exit code: an error there is printed, and the code

@@ -26,6 +26,7 @@ class FakeEngine:
     def __init__(self, accumulation_steps: int = 1, overflows: tuple[int, ...] = ()) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(3, 2, dtype=torch.float64)
+        self.model.takes_labels = False  # as the wrapper of a model says
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
         self.criterion = nn.CrossEntropyLoss()
         self.mesh = Mesh({"dp": 1}, rank=0)
