@@ -33,7 +33,7 @@ from colossalai.monitor._last_calls import SignatureRecord
 from colossalai.monitor._sections import section
 from colossalai.monitor._wait_timer import WaitTimer
 
-CONFIG = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}, "watchdog": False}
+CONFIG = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}, "watchdog": False, "matmul": "torch"}
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "without": None,
     "default": {"timeout": 1620.0},
@@ -99,7 +99,13 @@ def watched(options: dict[str, Any] | None, number: int) -> Iterator[None]:
         return
     store = dist.PrefixStore(f"benchmark/{number}", distributed_c10d._get_default_store())
     start_watching(
-        Config(watchdog=options), store, rank=dist.get_rank(), world_size=2, axis_of=lambda _ranks: "tp"
+        Config(watchdog=options, matmul="torch"),
+        store,
+        rank=dist.get_rank(),
+        world_size=2,
+        axis_of=lambda _ranks: "tp",
+        device=torch.device("cpu"),
+        verbose=False,
     )
     try:
         yield

@@ -18,7 +18,7 @@ from tests.tiers import further
 
 pytestmark = pytest.mark.mesh
 
-NUM_EXAMPLES = [500, further(2_000)]
+NUM_EXAMPLES = [200, further(2_000)]
 TIMEOUT = 120.0  # for all of them; a quarter of that is usual
 EXAMPLE_TIMEOUT = 5.0  # for one of them; a hundredth of a second is usual
 

@@ -90,6 +90,7 @@ def test_a_complete_run_is_not_trained_again(
     assert metrics(undisturbed) == before
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_to_the_losses_of_an_undisturbed_one(undisturbed: Path, workplace: Path) -> None:
     with launched(workplace, "killed") as launcher:
         wait_for_step(workplace / "killed", 20, launcher)

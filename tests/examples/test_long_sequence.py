@@ -10,6 +10,7 @@ import pytest
 from tests.examples.scripts import example_module, run_script
 from tests.examples.test_text_data import TEXT
 from tests.ranks import RanksError, run_ranks
+from tests.tiers import after_the_first
 
 pytestmark = pytest.mark.dist
 
@@ -44,7 +45,7 @@ def train(workplace: Path, num_ranks: int, model: str, **changed: object) -> dic
     return json.loads(report.read_text())
 
 
-@pytest.mark.parametrize("model", ["gpt", "bert"])
+@pytest.mark.parametrize("model", after_the_first(["gpt", "bert"]))
 def test_four_ranks_train_what_one_may_not(workplace: Path, model: str) -> None:
     alone = train(workplace, 1, model, steps=2, **{"memory-budget": 100})
     budget = alone["saved_bytes"] / 2**20 / 2

@@ -43,8 +43,8 @@ def go_on(tensor, seed, source, target):
     ("first", "second"),
     [
         (MODES["2d"], SEQUENCE),
-        (SEQUENCE, MODES["1d"]),
-        (MODES["3d"], MODES["1d-4"]),
+        further(SEQUENCE, MODES["1d"]),
+        further(MODES["3d"], MODES["1d-4"]),
         further(MODES["1d"], None),
         (None, MODES["2.5d"]),
     ],

@@ -17,6 +17,7 @@ from colossalai.testing import ParityCase, Subject, check_parity, full_gradients
 from tests.model_zoo.test_hugging_face import Recorded, hugging_face
 from tests.model_zoo.tiny import VOCAB, build, criterion_of
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -136,7 +137,7 @@ def test_three_steps(name, ranks, data):
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "accumulation"), [("gpt", "fsdp", 1), ("bert", "handler", 1), ("gpt", "ddp", 2)]
+    ("name", "method", "accumulation"), [further("gpt", "fsdp", 1), ("bert", "handler", 1), ("gpt", "ddp", 2)]
 )
 def test_three_steps_with_other_methods(name, method, accumulation):
     run_ranks(train, 4, name, method, 2, 2, accumulation)

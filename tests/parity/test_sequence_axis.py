@@ -20,6 +20,7 @@ from tests.model_zoo.tiny import SHAPE, criterion_of
 from tests.parity.subjects import pipeline, zero
 from tests.parity.subjects.pipeline import slice_of_batch
 from tests.ranks import run_ranks
+from tests.tiers import after_the_first
 
 pytestmark = pytest.mark.dist
 
@@ -154,7 +155,7 @@ def test_on_two_ranks() -> None:
     check(2, [Case(attention="ulysses"), Case(attention="ulysses", name="bert"), Case(attention="ring")])
 
 
-@pytest.mark.parametrize("attention", ["ring", "ulysses"])
+@pytest.mark.parametrize("attention", after_the_first(["ulysses", "ring"]))
 def test_beside_one_other_method(attention: str) -> None:
     check(
         4,

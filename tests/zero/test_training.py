@@ -11,6 +11,7 @@ import colossalai.nn.optimizer
 from colossalai.nn.optimizer import DiskOptions, HybridAdam
 from colossalai.zero import declare_elementwise, is_elementwise
 from tests.ranks import run_ranks
+from tests.tiers import after_the_first
 from tests.zero.training import Case, Net, adamw, compare
 
 pytestmark = pytest.mark.dist
@@ -263,7 +264,7 @@ def run_optimizer(name: str, stage: int) -> None:
     compare(Case(build=Branches, loss=on_one_rank, optimizer=partial(build_optimizer, name)), stage)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", after_the_first(OPTIMIZERS, 8))
 def test_an_optimizer_does_the_same(name: str) -> None:
     run_ranks(run_optimizer, 2, name, 1 if name < "M" else 2)
 
