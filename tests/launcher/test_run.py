@@ -40,11 +40,15 @@ with open("rank_" + os.environ["RANK"], "w") as file:
     )
 """
 
+# Rank 1 ends when rank 0 has written its line: the others are ended as soon as one has failed.
 EXITS = """
 import os, sys, time
-print("rank", os.environ["RANK"], "of", __name__, sys.argv[1:])
+print("rank", os.environ["RANK"], "of", __name__, sys.argv[1:], flush=True)
 if os.environ["RANK"] == "1":
+    while not os.path.exists("written"):
+        time.sleep(0.01)
     sys.exit(3)
+open("written", "w").close()
 time.sleep(60)
 """
 
