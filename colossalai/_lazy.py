@@ -9,7 +9,11 @@ from typing import Any
 
 from colossalai._not_landed import NOT_LANDED, refuse_name
 
-JOB_PARTS: Mapping[str, str] = {"matmul_of_job": "colossalai.kernel"}
+JOB_PARTS: Mapping[str, str] = {
+    "how_ranks_talk": "colossalai.communication.shared_memory",
+    "make_group": "colossalai.communication.shared_memory",
+    "matmul_of_job": "colossalai.kernel",
+}
 """What `launch` lets go with a job though it stands on a floor above, with its home: imported by `launch`."""
 
 

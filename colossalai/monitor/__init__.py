@@ -15,7 +15,10 @@ the package: the rest; `context` switches the watchdog and the debug mode on and
 """
 
 from colossalai.monitor._collective_check import CollectiveCheck as CollectiveCheck
+from colossalai.monitor._flight_recorder import CallRecord as CallRecord
+from colossalai.monitor._flight_recorder import records as records
 from colossalai.monitor._mismatch import DisagreementError as DisagreementError
+from colossalai.monitor._mismatch import difference as difference
 from colossalai.monitor._options import ACTIONS as ACTIONS
 from colossalai.monitor._options import watchdog_options as watchdog_options
 from colossalai.monitor._sections import current_module as current_module

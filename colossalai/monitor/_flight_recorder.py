@@ -1,8 +1,8 @@
 """Flight recorder: the collectives that this rank has issued, from torch's, and its sends and receives.
 
 torch's flight recorder notes each collective where it is issued, in compiled code, whoever issues it: our
-layers, DDP, FSDP, a user's script. Gloo notes collectives and not sends and receives, so those pass a light
-wrapper here, which keeps the last few.
+layers, DDP, FSDP, a user's script. A group in Python it does not see, so that one keeps a record of its own.
+Gloo notes collectives and not sends and receives: those pass a light wrapper here, which keeps the last few.
 
 [Note: channels]
 A wait ends when the others get somewhere. Where, is a channel and a number: for a collective the group and
@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,6 +30,7 @@ from colossalai.monitor._sections import meetings
 
 _NUM_COLLECTIVES = 500  # torch keeps 2000 of them: to write those down takes seconds
 _NUM_MESSAGES = 64
+_NUM_OF_A_GROUP = 64
 _SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 _native: Any = torch._C._distributed_c10d
 
@@ -65,6 +66,113 @@ class Issued:
     where: str = ""
 
 
+@dataclass(eq=False, kw_only=True)
+class RecordedCall:
+    """A collective of a group in Python.
+
+    Attributes:
+        op: What `torch.distributed` calls it.
+        number: How many the group has had, with it.
+        tensors: The shapes and types of its tensors.
+        since: Seconds since the epoch, when it was issued.
+        thread: The thread that issued it.
+        is_over: Whether it has ended.
+    """
+
+    op: str
+    number: int
+    tensors: list[tuple[torch.Size, torch.dtype]]
+    since: float
+    thread: int
+    is_over: bool = False
+
+
+class CallRecord:
+    """The collectives of one process group in Python, which the group itself writes down.
+
+    Args:
+        group: The name that torch gives it.
+    """
+
+    def __init__(self, group: str) -> None:
+        self.group = group
+        self._records = records
+        self._num_begun = self._num_ended = 0
+        self._last: deque[RecordedCall] = deque(maxlen=_NUM_OF_A_GROUP)
+        records.open.add(self)
+
+    def where(self, ranks: Sequence[int]) -> str:
+        """Name the group, by the mesh axis along its ranks where there is one: "of axis dp"."""
+        axis = self._records.axis_of(tuple(ranks)) if self._records.axis_of is not None else None
+        return f"of axis {axis}" if axis is not None else f"of group {self.group!r}"
+
+    def begin(self, op: str, tensors: Sequence[torch.Tensor]) -> RecordedCall:
+        """Note a collective that is issued."""
+        self._num_begun += 1
+        call = RecordedCall(
+            op=op,
+            number=self._num_begun,
+            tensors=[(tensor.shape, tensor.dtype) for tensor in tensors],
+            since=time.time(),
+            thread=threading.get_ident(),
+        )
+        self._last.append(call)
+        return call
+
+    def end(self, call: RecordedCall) -> None:
+        """Note that one has ended, well or not."""
+        call.is_over = True
+        self._num_ended = max(self._num_ended, call.number)
+
+    def progress(self) -> tuple[int, int]:
+        """Return the number of the last one issued, and of the last one that has ended."""
+        return self._num_begun, self._num_ended
+
+    def issued(self, members: tuple[int, ...], since: float) -> list[Issued]:
+        """Return those on record, oldest first."""
+        return [
+            Issued(
+                op=call.op,
+                group=self.group,
+                channel=self.group,
+                number=call.number,
+                partners=members,
+                shapes=tuple(tuple(shape) for shape, _ in call.tensors),
+                dtypes=tuple(str(dtype).removeprefix("torch.") for _, dtype in call.tensors),
+                is_pending=not call.is_over,
+                seconds=max(0.0, time.time() - call.since),
+                thread=call.thread,
+            )
+            for call in list(self._last)
+            if call.since >= since
+        ]
+
+
+class CallRecords:
+    """The records of all groups in Python of this process.
+
+    Attributes:
+        open: Those of the groups that exist.
+        axis_of: What is the mesh axis along some ranks? None outside of a job.
+    """
+
+    def __init__(self) -> None:
+        self.open: weakref.WeakSet[CallRecord] = weakref.WeakSet()
+        self.axis_of: Callable[[tuple[int, ...]], str | None] | None = None
+
+    @contextmanager
+    def naming(self, axis_of: Callable[[tuple[int, ...]], str | None]) -> Iterator[None]:
+        """Within the block, groups are named by the axes of a job."""
+        self.axis_of = axis_of
+        try:
+            yield
+        finally:
+            self.axis_of = None
+
+
+records = CallRecords()
+
+
 def prepare_recorder() -> None:
     """Have the flight recorder keep what can be written down quickly, unless the user has chosen."""
     if _SIZE_VARIABLE in os.environ or not _dumps():
@@ -86,7 +194,7 @@ def progress() -> dict[str, tuple[int, int]]:
                 int(status["last_completed_collective"]),
             )
             found[f"{index}/{group}"] = (enqueued, completed)
-    return found
+    return {**found, **{record.group: record.progress() for record in list(records.open)}}
 
 
 def collectives(*, since: float) -> list[Issued]:
@@ -103,7 +211,10 @@ def collectives(*, since: float) -> list[Issued]:
             if entry["is_p2p"] or group not in members or entry["time_created_ns"] < since * 1e9:
                 continue
             found.append(_collective(entry, members[group]))
-    return found
+    for record in list(records.open):
+        if record.group in members:
+            found += record.issued(members[record.group], since)
+    return sorted(found, key=lambda item: -item.seconds)
 
 
 def group_members() -> dict[str, tuple[int, ...]]:
@@ -161,7 +272,7 @@ def _collective(entry: dict[str, Any], members: tuple[int, ...]) -> Issued:
 def replaced(
     kind: type, makers: Mapping[str, Callable[[Callable[..., Any]], Callable[..., Any]]]
 ) -> Iterator[None]:
-    """Within the block, some methods of a compiled class are others.
+    """Within the block, some methods of a compiled class, and of classes in Python under it, are others.
 
     What goes back afterwards is what stands in the class: read off it, a compiled method is a function that
     would get no `self`.
@@ -170,14 +281,23 @@ def replaced(
         kind: The class.
         makers: By the name of a method, what makes another one of it. A class need not have all of them.
     """
-    kept = {name: vars(kind)[name] for name in makers if name in vars(kind)}
-    for name in kept:
-        setattr(kind, name, makers[name](getattr(kind, name)))
+    kept = [(each, name, vars(each)[name]) for each in _family(kind) for name in makers if name in vars(each)]
+    for each, name, _ in kept:
+        setattr(each, name, makers[name](getattr(each, name)))
     try:
         yield
     finally:
-        for name, method in kept.items():
-            setattr(kind, name, method)
+        for each, name, method in kept:
+            setattr(each, name, method)
+
+
+def _family(kind: type) -> Iterator[type]:
+    """Yield a class and those of ours under it."""
+    yield kind
+    each: type
+    for each in kind.__subclasses__():
+        if each.__module__.partition(".")[0] == __name__.partition(".")[0]:
+            yield from _family(each)
 
 
 @dataclass(frozen=True)

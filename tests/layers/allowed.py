@@ -30,6 +30,10 @@ STATE = {
     ): "kept results: the attributes of a class of nodes",
     ("shardformer/_shard.py", "_class_of"): "layers of one class stay of one class",
     ("lazy/_tape.py", "_numbers"): "tells tapes apart over all contexts of the process",
+    (
+        "monitor/_flight_recorder.py",
+        "records",
+    ): "like torch's own recorder: the watchdog asks about every group of the process",
     ("monitor/_sections.py", "_known"): "what threads are in, which others ask about from outside",
     (
         "pipeline/stages/_tied_weights.py",

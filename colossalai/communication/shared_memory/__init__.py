@@ -1,0 +1,16 @@
+"""Shared memory: ranks of one machine communicate through its memory instead of gloo's sockets.
+
+A torch backend of the name "shared_memory", in Python; see docs/design/shared_memory.md.
+
+| word | what it is |
+| --- | --- |
+| segment | memory that the ranks of a group map |
+| island | the ranks of a group that share a segment, because they share a machine |
+| slot | the part of a segment in which a rank gives data to collectives, in two halves used by turns |
+| part, phase | what passes through a slot at once; how far a rank has come with it |
+| mailbox | a ring of bytes from one rank to another |
+| bell, alarm | words at which a rank that waits for messages, or its thread for them, sleeps |
+"""
+
+from colossalai.communication.shared_memory._backend import how_ranks_talk as how_ranks_talk
+from colossalai.communication.shared_memory._backend import make_group as make_group

@@ -1,0 +1,360 @@
+"""Collectives over slots in shared memory: what each rank writes, when it waits, what it reads.
+
+p ranks, n bytes for each. Sums go in the order of ranks, element by element, whatever the parts are, so that
+their bits depend on neither; float16 and bfloat16 are summed in float32 and rounded once.
+
+| call | a rank copies in | adds | copies out | phases waited for |
+| --- | --- | --- | --- | --- |
+| all-reduce, small | n | p n | | WRITTEN |
+| all-reduce | (p-1)/p n | n | n | WRITTEN, REDUCED |
+| reduce | (p-1)/p n | n | root: n | WRITTEN, root: REDUCED |
+| reduce-scatter | (p-1)/p n | n | | WRITTEN |
+| all-gather | n | | (p-1) n | WRITTEN |
+| all-to-all | (p-1)/p n | | (p-1)/p n | WRITTEN |
+| broadcast | root: n | | others: n | others: WRITTEN of the root |
+| gather | others: n | | root: (p-1) n | root: WRITTEN |
+| scatter | root: (p-1) n | | others: n | others: WRITTEN of the root |
+"""
+
+import struct
+from collections.abc import Callable, Sequence
+
+import torch
+
+from colossalai.communication.shared_memory._calls import Call
+from colossalai.communication.shared_memory._segment import copy_bytes
+from colossalai.communication.shared_memory._slots import DONE, REDUCED, WRITTEN, Slots
+
+Combine = Callable[..., torch.Tensor]
+Bytes = tuple[int, int]  # their address, and how many
+
+_SMALL = 64 << 10  # bytes that each rank rather adds up by itself than waits once more for
+_CACHE_LINE = 64
+_COMBINES: dict[str, Combine] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+_HALVES = (torch.float16, torch.bfloat16)
+_REDUCIBLE = (
+    torch.float64,
+    torch.float32,
+    *_HALVES,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+_COMPLEX = (torch.complex64, torch.complex128)
+
+
+def check_reduction(reduction: str, dtype: torch.dtype) -> None:
+    """Refuse what cannot be reduced.
+
+    Raises:
+        ValueError: `reduction` does not exist, or not for `dtype`; the message says what does.
+    """
+    if reduction not in _COMBINES:
+        raise ValueError(f"ReduceOp.{reduction} is not one of {', '.join(_COMBINES)}")
+    if dtype not in (*_REDUCIBLE, *_COMPLEX):
+        raise ValueError(
+            f"{dtype} cannot be reduced: convert it to float32 or an integer type of torch first"
+        )
+    name = str(dtype).removeprefix("torch.")
+    if reduction in ("BAND", "BOR", "BXOR") and (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"ReduceOp.{reduction} works on integers and bools, not on {name}")
+    if reduction in ("MIN", "MAX") and dtype.is_complex:
+        raise ValueError(f"ReduceOp.{reduction} needs numbers that have an order, not {name}")
+    if reduction == "AVG" and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"ReduceOp.AVG is a mean, which {name} cannot hold: use SUM")
+
+
+def barrier(slots: Slots, call: Call) -> None:
+    """Return when all ranks have come."""
+    slots.start(call, 0)
+    slots.begin()
+    slots.publish(DONE)
+    slots.wait(WRITTEN)
+
+
+def all_reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
+    """Replace a flat contiguous tensor by the reduction over all ranks."""
+    slots.start(call, tensor.nbytes)
+    unit = tensor.element_size()
+    for start, size in _parts(slots, tensor.nbytes, unit):
+        part = tensor[start // unit : (start + size) // unit]
+        slots.begin()
+        if size * (slots.num_ranks - 1) <= _SMALL:
+            _all_reduce_alone(slots, part, call.reduction)
+        else:
+            sections = _sections(part.numel(), slots.num_ranks, unit)
+            _reduce_section(slots, part, sections, call.reduction)
+            slots.publish(REDUCED)
+            slots.wait(REDUCED)
+            _collect(slots, part, sections)
+        slots.publish(DONE)
+
+
+def reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
+    """Replace a flat contiguous tensor by the reduction over all ranks, at the root alone."""
+    slots.start(call, tensor.nbytes)
+    unit = tensor.element_size()
+    is_root = slots.rank == call.root
+    for start, size in _parts(slots, tensor.nbytes, unit):
+        part = tensor[start // unit : (start + size) // unit]
+        slots.begin()
+        if size * (slots.num_ranks - 1) <= _SMALL:
+            slots.put(part.data_ptr(), size)
+            slots.publish(WRITTEN if is_root else DONE)
+            if is_root:
+                slots.wait(WRITTEN)
+                _combine(part, _terms(slots, part, 0), call.reduction)
+            else:
+                slots.look_later()
+        else:
+            sections = _sections(part.numel(), slots.num_ranks, unit)
+            _reduce_section(slots, part, sections, call.reduction)
+            slots.publish(REDUCED if is_root else DONE)
+            if is_root:
+                slots.wait(REDUCED)
+                _collect(slots, part, sections)
+        if is_root:
+            slots.publish(DONE)
+
+
+def reduce_scatter(slots: Slots, call: Call, output: torch.Tensor, source: torch.Tensor) -> None:
+    """Reduce a flat tensor of p sections over all ranks, of which each rank keeps its own.
+
+    Args:
+        slots: Of the group.
+        call: What all ranks do.
+        output: (n,), this rank's section; it may lie in `source`.
+        source: (p n,), of this rank.
+    """
+    slots.start(call, source.nbytes)
+    unit, count = output.element_size(), output.numel()
+    for start, size in _parts(slots, output.nbytes, unit, slots.num_ranks):
+        first, length = start // unit, size // unit
+        slots.begin()
+        for other in slots.others:
+            slots.put(source.data_ptr() + other * output.nbytes + start, size, other * size)
+        own = source[slots.rank * count + first :][:length]
+        part = output[first : first + length]
+        if part.data_ptr() == own.data_ptr() and slots.rank:  # the sum would run over its own later term
+            slots.put(own.data_ptr(), size, slots.rank * size)
+            own = slots.elements(slots.rank, slots.rank * length, length, output.dtype)
+        slots.publish(WRITTEN)
+        slots.wait(WRITTEN)
+        terms = [
+            own if rank == slots.rank else slots.elements(rank, slots.rank * length, length, output.dtype)
+            for rank in range(slots.num_ranks)
+        ]
+        _combine(part, terms, call.reduction)
+        slots.publish(DONE)
+
+
+def all_gather(slots: Slots, call: Call, targets: Sequence[int], source: int, num_bytes: int) -> None:
+    """Copy bytes of each rank to all ranks.
+
+    Args:
+        slots: Of the group.
+        call: What all ranks do.
+        targets: Addresses, for the bytes of each rank; this rank's own may be `source`.
+        source: The address of this rank's bytes.
+        num_bytes: How many each rank gives.
+    """
+    slots.start(call, num_bytes)
+    for start, size in _parts(slots, num_bytes, _CACHE_LINE):
+        slots.begin()
+        slots.put(source + start, size)
+        slots.publish(WRITTEN)
+        copy_bytes(targets[slots.rank] + start, source + start, size)
+        slots.wait(WRITTEN)
+        for other in slots.following:
+            slots.get(targets[other] + start, other, size)
+        slots.publish(DONE)
+
+
+def all_to_all(slots: Slots, call: Call, targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
+    """Send each rank bytes of its own, any number of them.
+
+    Each part gives every pair of ranks the same region of the sender's slot. Where the messages of a rank
+    are of different sizes, its first part begins with their sizes; where they are alike, its header says
+    how large they are. So a receiver that expects another size says so, and all know how many parts there
+    are: the largest message of all decides.
+
+    Args:
+        slots: Of the group.
+        call: What all ranks do.
+        targets: Address and number of the bytes from each rank.
+        sources: Address and number of the bytes to each rank.
+
+    Raises:
+        ValueError: A rank sends more or less than this one expects.
+    """
+    slots.start(call, 0)
+    p, own = slots.num_ranks, slots.rank
+    sizes = [size for _, size in sources]
+    largest = max([sizes[other] for other in slots.others], default=0)
+    is_even = all(sizes[other] == largest for other in slots.others)
+    table = -(-8 * p // _CACHE_LINE) * _CACHE_LINE
+    copy_bytes(targets[own][0], sources[own][0], min(sizes[own], targets[own][1]))
+    start, extent, is_first = 0, 0, True
+    while is_first or start < extent:
+        slots.begin(extent=largest, is_even=is_even)
+        head = table if is_first else 0
+        region = (slots.room - head) // p // _CACHE_LINE * _CACHE_LINE
+        if is_first and not is_even:
+            slots.write(struct.pack(f"<{p}Q", *sizes))
+        for other in slots.others:
+            slots.put(
+                sources[other][0] + start, max(0, min(region, sizes[other] - start)), head + other * region
+            )
+        slots.publish(WRITTEN)
+        slots.wait(WRITTEN)
+        if is_first:
+            extent = _check_sizes(slots, largest, targets)
+        for other in slots.following:
+            address, size = targets[other]
+            slots.get(address + start, other, max(0, min(region, size - start)), head + own * region)
+        slots.publish(DONE)
+        start += region
+        if is_first and start < extent:
+            slots.make_room((extent - start) * p)
+        is_first = False
+
+
+def broadcast(slots: Slots, call: Call, address: int, num_bytes: int) -> None:
+    """Replace bytes by those of the root."""
+    slots.start(call, num_bytes)
+    for start, size in _parts(slots, num_bytes, _CACHE_LINE):
+        slots.begin()
+        slots.look_later()
+        if slots.rank == call.root:
+            slots.put(address + start, size)
+        else:
+            slots.wait(WRITTEN, (call.root,))
+            slots.get(address + start, call.root, size)
+        slots.publish(DONE)
+
+
+def gather(slots: Slots, call: Call, targets: Sequence[int], source: int, num_bytes: int) -> None:
+    """Copy bytes of each rank to the root, which gives an address for each; the others give none."""
+    slots.start(call, num_bytes)
+    for start, size in _parts(slots, num_bytes, _CACHE_LINE):
+        slots.begin()
+        slots.look_later()
+        if slots.rank != call.root:
+            slots.put(source + start, size)
+            slots.publish(DONE)
+            continue
+        slots.publish(WRITTEN)
+        copy_bytes(targets[slots.rank] + start, source + start, size)
+        for other in slots.others:
+            slots.wait(WRITTEN, (other,))
+            slots.get(targets[other] + start, other, size)
+        slots.publish(DONE)
+
+
+def scatter(slots: Slots, call: Call, target: int, sources: Sequence[int], num_bytes: int) -> None:
+    """Copy bytes to each rank from the root, which gives an address for each; the others give none."""
+    slots.start(call, num_bytes * slots.num_ranks)
+    for start, size in _parts(slots, num_bytes, _CACHE_LINE, slots.num_ranks):
+        slots.begin()
+        slots.look_later()
+        if slots.rank == call.root:
+            for other in slots.others:
+                slots.put(sources[other] + start, size, other * size)
+            slots.publish(DONE)
+            copy_bytes(target + start, sources[slots.rank] + start, size)
+        else:
+            slots.wait(WRITTEN, (call.root,))
+            slots.get(target + start, call.root, size, slots.rank * size)
+            slots.publish(DONE)
+
+
+def _parts(slots: Slots, num_bytes: int, unit: int, share: int = 1) -> list[tuple[int, int]]:
+    """Return where the parts begin, and their bytes: one empty part where there is nothing to send.
+
+    The first part comes with the header, so that ranks that do not agree find out also then.
+    """
+    return list(slots.parts(num_bytes, unit, share)) or [(0, 0)]
+
+
+def _sections(count: int, num_ranks: int, unit: int) -> list[slice]:
+    """Cut elements into one section for each rank, at the borders of cache lines; the last may be empty."""
+    line = max(1, _CACHE_LINE // unit)
+    size = -(-count // num_ranks // line) * line if count >= num_ranks * line else -(-count // num_ranks)
+    return [slice(min(count, rank * size), min(count, (rank + 1) * size)) for rank in range(num_ranks)]
+
+
+def _all_reduce_alone(slots: Slots, part: torch.Tensor, reduction: str) -> None:
+    slots.put(part.data_ptr(), part.nbytes)
+    slots.publish(WRITTEN)
+    slots.wait(WRITTEN)
+    _combine(part, _terms(slots, part, 0), reduction)
+
+
+def _reduce_section(slots: Slots, part: torch.Tensor, sections: Sequence[slice], reduction: str) -> None:
+    """Give the others their sections of this rank's part, and reduce this rank's section into its slot."""
+    unit, mine = part.element_size(), sections[slots.rank]
+    before, after = mine.start * unit, mine.stop * unit
+    slots.put(part.data_ptr(), before)
+    slots.put(part.data_ptr() + after, part.nbytes - after, after)
+    slots.publish(WRITTEN)
+    slots.wait(WRITTEN)
+    terms = _terms(slots, part[mine], mine.start)
+    terms[slots.rank] = part[mine]  # it was not copied; its place in the slot is where the result goes
+    _combine(slots.elements(slots.rank, mine.start, terms[0].numel(), part.dtype), terms, reduction)
+
+
+def _terms(slots: Slots, part: torch.Tensor, start: int) -> list[torch.Tensor]:
+    """Return what lies in the slots from element `start` on, by rank, of the type and length of `part`."""
+    count = part.numel()
+    return [slots.elements(rank, start, count, part.dtype) for rank in range(slots.num_ranks)]
+
+
+def _collect(slots: Slots, part: torch.Tensor, sections: Sequence[slice]) -> None:
+    """Copy the reduced sections out of the slots."""
+    unit = part.element_size()
+    for rank in (slots.rank, *slots.following):
+        section = sections[rank]
+        at = section.start * unit
+        slots.get(part.data_ptr() + at, rank, (section.stop - section.start) * unit, at)
+
+
+def _combine(target: torch.Tensor, terms: Sequence[torch.Tensor], reduction: str) -> None:
+    """Reduce the terms, in their order, into `target`, which may be the first one and none of the others."""
+    combine = _COMBINES[reduction]
+    total = target if target.dtype not in _HALVES else torch.empty_like(target, dtype=torch.float32)
+    if len(terms) == 1 or total is not target:
+        total.copy_(terms[0])
+    first = terms[0] if total is target else total
+    for place, term in enumerate(terms[1:]):
+        other = term if total is target else term.float()
+        combine(first if place == 0 else total, other, out=total)
+    if reduction == "AVG":
+        total.div_(len(terms))
+    if total is not target:
+        target.copy_(total)
+
+
+def _check_sizes(slots: Slots, largest: int, targets: Sequence[Bytes]) -> int:
+    """Compare what the others send to this rank with what it expects; return the largest message of all."""
+    for other in slots.others:
+        extent, is_even = slots.extent(other)
+        largest = max(largest, extent)
+        size = extent if is_even else struct.unpack("<Q", slots.read(other, 8 * slots.rank, 8))[0]
+        if size != targets[other][1]:
+            raise ValueError(
+                f"all_to_all: rank {other} of the group sends {size} bytes to rank {slots.rank}, which "
+                f"expects {targets[other][1]}: its output split sizes do not fit the other's input ones"
+            )
+    return largest

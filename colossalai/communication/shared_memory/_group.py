@@ -1,0 +1,433 @@
+"""Process group over shared memory: what torch asks of a group in Python, on collectives and messages."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from colossalai._torch_backend import NAME
+from colossalai.communication.shared_memory import _collectives as collectives
+from colossalai.communication.shared_memory._calls import REDUCTIONS, Call
+from colossalai.communication.shared_memory._membership import Membership
+from colossalai.communication.shared_memory._tensors import (
+    Bytes,
+    Places,
+    apart_from_callers,
+    bytes_of,
+    check_list,
+    check_share,
+    flat,
+    split_rows,
+)
+from colossalai.communication.shared_memory._work import EndedWork
+from colossalai.monitor import CallRecord
+
+_REDUCTION_NAMES = {getattr(dist.ReduceOp.RedOpType, name): name for name in REDUCTIONS if name}
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """A process group whose ranks share a machine.
+
+    Args:
+        membership: This rank's part in it.
+        store: Of the group.
+        timeout: How long another rank may take.
+        record: Where its collectives are noted for the watchdog.
+    """
+
+    def __init__(
+        self, membership: Membership, *, store: dist.Store, timeout: timedelta, record: CallRecord
+    ) -> None:
+        slots = membership.slots
+        super().__init__(slots.rank, slots.num_ranks)  # type: ignore[call-arg]
+        self._membership = membership
+        self._slots = slots
+        self._store = store
+        self._timeout = timeout
+        self._name = self._description = ""
+        self._record = record
+        self._closing = weakref.finalize(self, membership.close)
+        self._closing.atexit = False  # `Members` does, in time
+
+    # What torch asks who this is.
+
+    def getBackendName(self) -> str:
+        """Return the name of the backend."""
+        return NAME
+
+    def getGroupName(self) -> str:
+        """Return the name of the group."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """Return what torch says of the group."""
+        return self._description
+
+    def setGroupName(self, name: str) -> None:
+        """Set the name of the group."""
+        self._name = name
+
+    def setGroupDesc(self, description: str) -> None:
+        """Set what torch says of the group."""
+        self._description = description
+
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def get_group_store(self) -> dist.Store:
+        """Return the store of the group."""
+        return self._store
+
+    def shutdown(self) -> None:
+        """End the group in this process."""
+        self._closing()
+
+    abort = shutdown
+
+    # Collectives. What is wrong with their arguments is said before anything is sent.
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """Wait for all ranks."""
+        return self._issue("barrier", lambda call: collectives.barrier(self._slots, call), opts)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """Replace tensors by their reductions over the ranks."""
+        reduction, places = _reduction(opts), Places()
+        parts = [flat(places.both(_reducible(tensor, reduction))) for tensor in tensors]
+
+        def run(call: Call) -> None:
+            for part in parts:
+                collectives.all_reduce(self._slots, _of(call, part, reduction=reduction), part)
+            places.copy_back()
+
+        return self._issue("all_reduce", run, opts, tensors)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """Reduce tensors over the ranks, at the root."""
+        reduction, root, places = _reduction(opts), int(opts.rootRank), Places()
+        parts = [flat(places.both(_reducible(tensor, reduction))) for tensor in tensors]
+
+        def run(call: Call) -> None:
+            for part in parts:
+                collectives.reduce(self._slots, _of(call, part, reduction=reduction, root=root), part)
+            places.copy_back()
+
+        return self._issue("reduce", run, opts, tensors)
+
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
+    ) -> dist.Work:
+        """Reduce a list of tensors over the ranks, of which each keeps its own."""
+        for output, listed in zip(outputs, inputs, strict=True):
+            check_list("reduce_scatter", listed, output, self.size())
+        joined = [torch.cat([part.reshape(-1) for part in listed]) for listed in inputs]
+        return self._scatter_sums(outputs, joined, opts)
+
+    def reduce_scatter_single(
+        self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
+    ) -> dist.Work:
+        """Reduce a tensor over the ranks, of which each keeps its own section."""
+        return self._scatter_sums([output], [source], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Reduce tensors over the ranks, of each of which each rank keeps its own section."""
+        return self._scatter_sums(outputs, inputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Collect the tensors of all ranks in lists."""
+        places = Places()
+        pairs = []
+        for listed, tensor in zip(outputs, inputs, strict=True):
+            check_list("all_gather", listed, tensor, self.size())
+            targets = [places.target(output).data_ptr() for output in listed]
+            pairs.append((targets, places.source(tensor)))
+        return self._gather_all(pairs, places, opts, [output for listed in outputs for output in listed])
+
+    allgather_coalesced = allgather
+
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
+        """Collect the tensors of all ranks in one."""
+        return self._gather_singles([output], [source], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Collect the tensors of all ranks, each in one."""
+        return self._gather_singles(outputs, inputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def alltoall(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Send a tensor to each rank, and receive one from each.
+
+        Raises:
+            ValueError: A list has more or fewer tensors than there are ranks.
+        """
+        for name, listed in (("output", outputs), ("input", inputs)):
+            if len(listed) != self.size():
+                raise ValueError(f"all_to_all has {len(listed)} {name} tensors for {self.size()} ranks")
+        places = Places()
+        targets = [bytes_of(places.target(output)) for output in outputs]
+        sources = [bytes_of(places.source(tensor)) for tensor in inputs]
+        return self._exchange(targets, sources, inputs[0].dtype, places, opts, outputs)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        """Send rows of a tensor to each rank, and receive rows from each.
+
+        Args:
+            output: Where the rows of others come, in the order of ranks.
+            source: The rows for others, in the order of ranks.
+            output_sizes: How many rows come from each rank; empty: the same number from each.
+            input_sizes: How many rows go to each rank; empty: the same number to each.
+            opts: Of torch.
+        """
+        places = Places()
+        targets = split_rows("output", places.target(output), output_sizes, self.size())
+        sources = split_rows("input", places.source(source), input_sizes, self.size())
+        return self._exchange(targets, sources, source.dtype, places, opts, [output])
+
+    alltoall_base = all_to_all_single
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """Replace tensors by those of the root."""
+        root, places = int(opts.rootRank), Places()
+        parts = [places.both(tensor) for tensor in tensors]
+
+        def run(call: Call) -> None:
+            for part in parts:
+                collectives.broadcast(self._slots, _of(call, part, root=root), *bytes_of(part))
+            places.copy_back()
+
+        return self._issue("broadcast", run, opts, tensors)
+
+    def gather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Collect the tensors of all ranks at the root."""
+        root, places = int(opts.rootRank), Places()
+        source, targets = places.source(inputs[0]), []
+        if self.rank() == root:
+            check_list("gather", outputs[0], inputs[0], self.size())
+            targets = [places.target(output).data_ptr() for output in outputs[0]]
+
+        def run(call: Call) -> None:
+            collectives.gather(self._slots, _of(call, source, root=root), targets, *bytes_of(source))
+            places.copy_back()
+
+        return self._issue("gather", run, opts, outputs[0] if outputs else [])
+
+    def scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
+    ) -> dist.Work:
+        """Give each rank a tensor of the root's."""
+        root, places = int(opts.rootRank), Places()
+        target, sources = places.target(outputs[0]), []
+        if self.rank() == root:
+            check_list("scatter", inputs[0], outputs[0], self.size())
+            sources = [places.source(tensor).data_ptr() for tensor in inputs[0]]
+
+        def run(call: Call) -> None:
+            address, num_bytes = bytes_of(target)
+            collectives.scatter(self._slots, _of(call, target, root=root), address, sources, num_bytes)
+            places.copy_back()
+
+        return self._issue("scatter", run, opts, outputs)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks, with a time limit of its own; the error names those that have not come.
+
+        Args:
+            timeout: Default: that of the group.
+            wait_all_ranks: Accepted for torch's signature: all ranks that are missing are always named.
+
+        Raises:
+            DistBackendError: A rank has not come in time.
+        """
+        with self._slots.limited(timeout):
+            self.barrier(_Blocking()).wait()
+
+    # Messages.
+
+    def send(self, tensors: list[torch.Tensor], target: int, tag: int = 0) -> dist.Work:
+        """Begin to send a tensor to a rank."""
+        self._check_process()
+        messages, watch = self._membership.messages, self._membership.watch
+
+        def doing() -> str:
+            return f"a message to rank {watch.ranks[target]} {watch.where()}"
+
+        return apart_from_callers(lambda: messages.send(Places().source(tensors[0]), target, tag, doing))
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
+        """Begin to receive a tensor from a rank."""
+        return self._receive(tensors, source, tag)
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
+        """Begin to receive a tensor from any rank."""
+        return self._receive(tensors, None, tag)
+
+    # Inside.
+
+    def _receive(self, tensors: list[torch.Tensor], source: int | None, tag: int) -> dist.Work:
+        self._check_process()
+        places, watch = Places(), self._membership.watch
+
+        def doing() -> str:
+            whom = "any rank" if source is None else f"rank {watch.ranks[source]}"
+            return f"a message from {whom} {watch.where()}"
+
+        def receive() -> dist.Work:
+            data = places.target(tensors[0])
+            then = places.copy_back if places.has_copies else None
+            return self._membership.messages.receive(data, source, tag, doing, then)
+
+        return apart_from_callers(receive)
+
+    # Several calls of torch's are one here; those call no method that torch knows, which may be replaced.
+
+    def _scatter_sums(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> dist.Work:
+        reduction, places = _reduction(opts), Places()
+        pairs = []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_share("reduce_scatter", tensor, output, self.size())
+            source = places.source(tensor)
+            target = places.apart(places.target(_reducible(output, reduction)), source, self.rank())
+            pairs.append((flat(target), flat(source)))
+
+        def run(call: Call) -> None:
+            for target, source in pairs:
+                collectives.reduce_scatter(
+                    self._slots, _of(call, target, reduction=reduction), target, source
+                )
+            places.copy_back()
+
+        return self._issue("reduce_scatter", run, opts, outputs)
+
+    def _gather_singles(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
+    ) -> dist.Work:
+        places = Places()
+        pairs = []
+        for output, tensor in zip(outputs, inputs, strict=True):
+            check_share("all_gather", output, tensor, self.size())
+            first, share = places.target(output).data_ptr(), tensor.nbytes
+            pairs.append(([first + rank * share for rank in range(self.size())], places.source(tensor)))
+        return self._gather_all(pairs, places, opts, outputs)
+
+    def _gather_all(
+        self,
+        pairs: Sequence[tuple[Sequence[int], torch.Tensor]],
+        places: Places,
+        opts: Any,
+        results: Sequence[torch.Tensor],
+    ) -> dist.Work:
+        def run(call: Call) -> None:
+            for targets, source in pairs:
+                collectives.all_gather(self._slots, _of(call, source), targets, *bytes_of(source))
+            places.copy_back()
+
+        return self._issue("all_gather", run, opts, results)
+
+    def _exchange(
+        self,
+        targets: Sequence[Bytes],
+        sources: Sequence[Bytes],
+        dtype: torch.dtype,
+        places: Places,
+        opts: Any,
+        results: Sequence[torch.Tensor],
+    ) -> dist.Work:
+        def run(call: Call) -> None:
+            collectives.all_to_all(self._slots, call._replace(dtype=dtype), targets, sources)
+            places.copy_back()
+
+        return self._issue("all_to_all", run, opts, results)
+
+    def _issue(
+        self,
+        operation: str,
+        run: Callable[[Call], None],
+        opts: Any,
+        tensors: Sequence[torch.Tensor] = (),
+    ) -> dist.Work:
+        """Run a call of this group: here and now if its caller waits, else in its turn."""
+        self._check_process()
+        self._membership.watch.check()
+        recorded = self._record.begin(operation, tensors)
+        call = Call(recorded.number, operation)
+
+        def run_call() -> None:
+            try:
+                apart_from_callers(run, call)
+            except BaseException as error:
+                self._membership.give_up(error, call.described(self._membership.watch.where()))
+                raise
+            finally:
+                self._record.end(recorded)
+
+        def doing() -> str:
+            ranks = ", ".join(map(str, self._slots.missing()))
+            waits = f", which waits for rank {ranks}," if ranks else ""
+            return f"{call.described(self._membership.watch.where())}{waits}"
+
+        if getattr(opts, "asyncOp", True):
+            return self._membership.calls.start(run_call, tensors, doing)
+        self._membership.calls.run(run_call)
+        return EndedWork(tensors)
+
+    def _check_process(self) -> None:
+        if not self._membership.is_of_this_process:
+            raise RuntimeError(
+                f"a forked child cannot make a call {self._membership.watch.where()}: its parent, process "
+                f"{self._membership._pid}, is the member; let the parent communicate, or use spawn"
+            )
+
+
+class _Blocking:
+    asyncOp = False
+
+
+def _of(call: Call, tensor: torch.Tensor, *, reduction: str = "", root: int = -1) -> Call:
+    return call._replace(num_elements=tensor.numel(), dtype=tensor.dtype, reduction=reduction, root=root)
+
+
+def _reduction(opts: Any) -> str:
+    """Return the name of the reduction that options ask for."""
+    if opts is None:
+        return "SUM"
+    return _REDUCTION_NAMES.get(opts.reduceOp.op) or str(opts.reduceOp.op).rpartition(".")[2]
+
+
+def _reducible(tensor: torch.Tensor, reduction: str) -> torch.Tensor:
+    collectives.check_reduction(reduction, tensor.dtype)
+    return tensor

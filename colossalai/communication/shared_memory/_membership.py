@@ -1,0 +1,184 @@
+"""Membership: what one rank has of a group over shared memory, and what all groups of its process take."""
+
+import atexit
+import os
+import re
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.util import Finalize
+from typing import Protocol
+
+import torch.distributed as dist
+
+from colossalai.communication.shared_memory._counters import Counters, waiting_of_this_system
+from colossalai.communication.shared_memory._meeting import Island
+from colossalai.communication.shared_memory._messages import Messages
+from colossalai.communication.shared_memory._segment import Segment
+from colossalai.communication.shared_memory._slots import Slots
+from colossalai.communication.shared_memory._watch import ProcessEnds, Watch
+from colossalai.communication.shared_memory._work import CallQueue
+
+_END_S = 2.0  # for a thread that is told to end
+
+
+VARIABLE = "COLOSSALAI_SHARED_MEMORY"
+_SHARE = 16  # of the machine's memory, if the variable does not say
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class Member(Protocol):
+    """A group, as far as it counts here."""
+
+    @property
+    def num_reserved(self) -> int:
+        """Bytes of shared memory that it has reserved in this process."""
+
+    def close(self) -> None:
+        """End its threads and let go of its memory."""
+
+
+class Members:
+    """The groups of this process that are open."""
+
+    def __init__(self) -> None:
+        self.ends = ProcessEnds()
+        self._open: weakref.WeakSet[Member] = weakref.WeakSet()
+        self._pid = 0
+
+    def add(self, member: Member) -> None:
+        """Count a group; it is closed before the interpreter ends, if nobody has done so by then.
+
+        A thread that is in compiled code while the interpreter ends is ended by force, which aborts the
+        process.
+        """
+        if self._pid != os.getpid():
+            self._pid = os.getpid()
+            atexit.register(self.close)
+            Finalize(None, self.close, exitpriority=100)  # a process of multiprocessing that was forked
+        self._open.add(member)
+
+    def discard(self, member: Member) -> None:
+        """Count a group no more."""
+        self._open.discard(member)
+
+    def budget(self, num_ranks: int) -> int:
+        """Return how many bytes this process may still reserve, if `num_ranks` of them share the machine.
+
+        Raises:
+            ValueError: The environment says something else than a number of bytes.
+        """
+        return bound_of_machine() // num_ranks - sum(member.num_reserved for member in list(self._open))
+
+    def close(self) -> None:
+        """Close all that are open."""
+        if self._pid == os.getpid():
+            for member in list(self._open):
+                member.close()
+
+
+def bound_of_machine(environment: Mapping[str, str] = os.environ) -> int:
+    """Return how many bytes the groups of all processes of this machine may take together.
+
+    Raises:
+        ValueError: COLOSSALAI_SHARED_MEMORY is not a number of bytes.
+    """
+    text = environment.get(VARIABLE, "")
+    if not text:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _SHARE
+    found = re.fullmatch(r"\s*(\d+)\s*([KMGT]?)(i?B)?\s*", text)
+    if found is None:
+        raise ValueError(f"{VARIABLE} is {text!r}; it must be a number of bytes, such as 268435456 or 256MiB")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+members = Members()
+"""Those of this process."""
+
+
+class Membership:
+    """This rank's part in an island: its slot, its messages, and the threads that serve them.
+
+    Args:
+        island: Of the group.
+        ranks: The global ranks of the island, by index.
+        where: What is the group called in messages?
+        timeout: Seconds that another rank may take.
+        open_members: The groups of this process.
+    """
+
+    def __init__(
+        self,
+        island: Island,
+        *,
+        ranks: Sequence[int],
+        where: Callable[[], str],
+        timeout: float,
+        open_members: Members = members,
+    ) -> None:
+        segment, layout = island.segment, island.layout
+        assert segment is not None, "an island without memory has no members"
+        self._segment: Segment = segment
+        self._members = open_members
+        self._pid = os.getpid()
+        self._is_closed = False
+        self._closing = threading.Lock()
+        waiting = waiting_of_this_system()
+        self._progress = Counters(segment, layout.progress, waiting)
+        self.watch = Watch(
+            segment, layout, island.index, ranks=ranks, pids=island.pids, ends=open_members.ends, where=where
+        )
+        self.slots = Slots(
+            segment,
+            layout,
+            island.index,
+            counters=self._progress,
+            watch=self.watch,
+            timeout=timeout,
+            budget=lambda: self._members.budget(layout.num_ranks) + self.slots.num_reserved,
+        )
+        self.messages = Messages(
+            segment,
+            layout,
+            island.index,
+            bells=Counters(segment, layout.bells, waiting),
+            alarms=Counters(segment, layout.alarms, waiting),
+            controls=Counters(segment, layout.controls, waiting),
+            watch=self.watch,
+            timeout=timeout,
+            may_reserve=lambda size: size <= self._members.budget(layout.num_ranks),
+        )
+        self.calls = CallQueue()
+        open_members.add(self)
+
+    @property
+    def num_reserved(self) -> int:
+        """Bytes of shared memory that this rank has reserved."""
+        return self.slots.num_reserved + self.messages.num_reserved
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether this is not a copy in a forked child."""
+        return self._pid == os.getpid()
+
+    def give_up(self, error: BaseException, doing: str) -> None:
+        """Tell the others that this rank cannot go on, and why."""
+        text = str(error) if isinstance(error, (dist.DistBackendError, RuntimeError)) else ""
+        if not text or self.watch.is_closed:
+            rank = self.watch.ranks[self.slots.rank]
+            text = f"rank {rank} has left {doing}: {type(error).__name__}{f': {error}' if str(error) else ''}"
+        self.watch.give_up(text, self._progress)
+
+    def close(self) -> None:
+        """End the threads and let go of the memory; nothing in a forked child."""
+        with self._closing:
+            if self._is_closed or not self.is_of_this_process:
+                return
+            self._is_closed = True
+        self._members.discard(self)
+        self.watch.is_closed = True
+        self.watch.leave()
+        self.calls.stop(_END_S)
+        self.messages.stop(_END_S)
+        self.watch.close()
+        self._segment.close()

@@ -1,0 +1,457 @@
+"""Messages from rank to rank through mailboxes in shared memory.
+
+A mailbox is a ring of bytes for one sender and one receiver, with a counter of each: how far it was written,
+and how far read. A message is a header (tag and length) and its bytes, padded to whole cache lines; one that
+is larger than the mailbox passes through it as the receiver makes room. A receiver takes messages out in the
+order in which they come and matches them by sender and tag; one that nobody has asked for yet is kept in
+memory of its own, so that it holds up no other one.
+
+[Note: who moves a message]
+`isend` puts as much into the mailbox as there is room for, and the rest waits at the sender; `irecv` takes
+out what is there. After that every thread that waits for a message moves whatever can be moved, sleeping at
+the rank's *bell*, which the others ring at every step. Nobody may be waiting: the sender computes and its
+mailbox is full, or the receiver has asked with `irecv` and is in a collective. For these a thread of each
+rank sleeps at its *alarm*. It is rung by a sender that could not put all of a message into a mailbox, and by
+a receiver that has made room in a mailbox whose sender has set its mark. The mark is set, and the mailbox
+looked at once more, with an atomic operation in between (the alarm); it is read after another one (the bell):
+so either the sender sees the room, or the receiver the mark.
+"""
+
+import os
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from colossalai.communication.shared_memory._counters import LINE, SLICE_S, Counters
+from colossalai.communication.shared_memory._layout import SegmentLayout
+from colossalai.communication.shared_memory._matching import IncomingMessage, Matching, PostedReceive
+from colossalai.communication.shared_memory._segment import NoMemoryError, Segment, copy_bytes
+from colossalai.communication.shared_memory._watch import Patience, Watch, lost_ranks
+from colossalai.communication.shared_memory._work import SharedWork, check_process
+
+_HEADER = struct.Struct("<qQ")  # tag, length
+_PIECE = 256 << 10  # bytes that are copied before the other side hears of them
+_TURN = 1 << 20  # bytes that are moved before another thread gets its turn
+_LEAST_MAILBOX = 64 << 10
+_COURIER_S = 5.0  # between two looks of the thread that nobody has called
+
+# Words of a sender's line of control, after the counter.
+_MARK, _CAPACITY = 1, 2
+
+
+@dataclass(eq=False)
+class _Outgoing:
+    work: "MessageWork"
+    tag: int
+    data: torch.Tensor  # flat bytes; kept until they have gone
+    num_sent: int = -1  # -1: not even the header
+
+
+@dataclass
+class _Outbox:
+    written: int = 0
+    capacity: int = 0
+    queue: deque[_Outgoing] = field(default_factory=deque)
+    is_marked: bool = False
+
+
+@dataclass
+class _Inbox:
+    read: int = 0
+    current: IncomingMessage | None = None
+
+
+class MessageWork(SharedWork):
+    """A message that is being sent or received.
+
+    Args:
+        messages: Of the group.
+        tensor: What it is about.
+        peer: The index of the other rank; None for any.
+        doing: What is the message called?
+        then: What is done when it has come.
+    """
+
+    def __init__(
+        self,
+        messages: "Messages",
+        tensor: torch.Tensor,
+        peer: int | None,
+        doing: Callable[[], str],
+        then: Callable[[], object] | None = None,
+    ) -> None:
+        super().__init__([tensor])
+        self._then = then
+        self._messages = messages
+        self._peer = peer
+        self.doing = doing
+        self._pid = os.getpid()
+        self.source = -1 if peer is None else peer
+
+    def is_completed(self) -> bool:
+        """Whether it has ended; moves what can be moved."""
+        if not self._is_done and self._pid == os.getpid():
+            self._messages.move()
+        return self._is_done
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """End it; whoever waits goes on."""
+        if self._then is not None and error is None:
+            self._then()
+        super().finish(error)
+
+    def source_rank(self) -> int:
+        """Return the rank of the group that has sent it."""
+        return self.source
+
+    _source_rank = source_rank  # what `dist.recv` without a source asks for
+
+    def _finish_waiting(self, timeout: float | None) -> None:
+        check_process(self._pid)
+        self._messages.wait_for(self, self._peer, timeout)
+
+
+class Messages:
+    """The messages of one rank in a group.
+
+    Args:
+        segment: Of the group.
+        layout: Of the segment.
+        rank: This rank's index in it.
+        counters: The words at the bells; the alarms and the mailboxes' follow them.
+        watch: What ends a wait.
+        timeout: Seconds that another rank may take.
+        may_reserve: May so many bytes more be taken?
+    """
+
+    def __init__(
+        self,
+        segment: Segment,
+        layout: SegmentLayout,
+        rank: int,
+        *,
+        bells: Counters,
+        alarms: Counters,
+        controls: Counters,
+        watch: Watch,
+        timeout: float,
+        may_reserve: Callable[[int], bool],
+    ) -> None:
+        self._segment = segment
+        self._layout = layout
+        self._rank = rank
+        self._bells, self._alarms, self._controls = bells, alarms, controls
+        self._watch = watch
+        self._timeout = timeout
+        self._may_reserve = may_reserve
+        self._out = {other: _Outbox() for other in range(layout.num_ranks) if other != rank}
+        self._in = {other: _Inbox() for other in range(layout.num_ranks) if other != rank}
+        self._matching = Matching(tuple(self._in))
+        self._sending, self._receiving = threading.Lock(), threading.Lock()
+        self._courier: threading.Thread | None = None
+        self._is_stopped = False
+        self._num_waiting = 0
+        self._next_look = 0.0
+        self.num_reserved = 0
+
+    def send(self, data: torch.Tensor, target: int, tag: int, doing: Callable[[], str]) -> SharedWork:
+        """Begin to send a contiguous tensor to a rank.
+
+        Raises:
+            DistBackendError: The other rank has ended, or some rank has given up.
+            NoMemoryError: The machine has no memory for a mailbox.
+        """
+        self._check(target, doing)
+        work = MessageWork(self, data, target, doing)
+        with self._sending:
+            self._open_mailbox(target)
+            self._out[target].queue.append(_Outgoing(work, tag, data))
+            self._push(target)
+        if not work._is_done:
+            self._call_courier()
+        return work
+
+    def receive(
+        self,
+        data: torch.Tensor,
+        source: int | None,
+        tag: int,
+        doing: Callable[[], str],
+        then: Callable[[], object] | None = None,
+    ) -> SharedWork:
+        """Begin to receive a contiguous tensor from a rank, or from any; `then` follows when it is there.
+
+        Raises:
+            DistBackendError: Some rank has given up.
+        """
+        self._watch.check()
+        work = MessageWork(self, data, source, doing, then)
+        posted = PostedReceive(work, source, tag, data, doing)
+        with self._receiving:
+            kept = self._matching.post(posted)
+            if kept is None:
+                for other in self._in if source is None else (source,):
+                    self._pull(other)
+            elif kept.has_arrived:
+                self._deliver(kept, posted)
+        if not work._is_done:
+            self._call_courier()
+        return work
+
+    def wait_for(self, work: MessageWork, peer: int | None, timeout: float | None) -> None:
+        """Move messages until one has ended.
+
+        Raises:
+            DistBackendError: The other rank has ended, some rank has given up, or the time is over.
+        """
+        others = set(self._in) if peer is None else {peer}
+        patience = Patience(
+            self._watch,
+            lambda: self._awaited(work, others),
+            doing=work.doing,
+            timeout=self._timeout if timeout is None else timeout,
+            is_for_any=peer is None,
+        )
+        self._num_waiting += 1
+        try:
+            while not work._is_done:
+                seen = self._bells.value(self._rank)
+                if not self.move() and not work._is_done:
+                    patience.look()
+                    self._bells.wait_for_change(self._rank, seen, SLICE_S)
+        except dist.DistBackendError as error:
+            if timeout is None or not patience.is_over:  # else it is the limit of this caller alone
+                self._watch.give_up(str(error), self._bells)
+            raise
+        finally:
+            self._num_waiting -= 1
+
+    def _awaited(self, work: MessageWork, others: set[int]) -> set[int]:
+        """Return for whom a message waits, after all has been taken out that these have sent."""
+        with self._receiving:
+            for source in others:
+                while self._pull(source):
+                    pass
+        return set() if work._is_done else others
+
+    def _check(self, target: int, doing: Callable[[], str]) -> None:
+        """Look now and then whether somebody is there to receive what still fits into the mailbox."""
+        self._watch.check()
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + SLICE_S
+        left = self._watch.left()
+        if target in left | self._watch.gone():
+            error = lost_ranks([self._watch.ranks[target]], target not in left, doing())
+            self._watch.give_up(str(error), self._bells)
+            raise error
+
+    def move(self) -> bool:
+        """Move what can be moved, without waiting for another rank; return whether there was something."""
+        moved = 0
+        if self._sending.acquire(blocking=False):
+            try:
+                for target, outbox in self._out.items():
+                    if outbox.queue:
+                        moved += self._push(target)
+            finally:
+                self._sending.release()
+        if self._receiving.acquire(blocking=False):
+            try:
+                for source in self._in:
+                    moved += self._pull(source)
+            finally:
+                self._receiving.release()
+        return moved > 0
+
+    def stop(self, timeout: float) -> None:
+        """End the thread of this rank."""
+        self._is_stopped = True
+        if self._courier is not None:
+            self._alarms.ring(self._rank)
+            if self._courier is not threading.current_thread():
+                self._courier.join(timeout)
+            self._courier = None
+
+    # Sending; under its lock.
+
+    def _open_mailbox(self, target: int) -> None:
+        """Reserve the mailbox to a rank, as large as there is memory for, and write down how large."""
+        outbox = self._out[target]
+        size = 0 if outbox.capacity else self._layout.mailbox_size
+        while size >= min(_LEAST_MAILBOX, self._layout.mailbox_size):
+            if self._may_reserve(size):
+                with suppress(NoMemoryError):
+                    self._segment.reserve(self._layout.mailbox(self._rank, target), size)
+                    outbox.capacity = size
+                    self.num_reserved += size
+                    self._segment.words[self._line(self._rank, target) + _CAPACITY] = size
+                    return
+            size //= 2
+        if not outbox.capacity:
+            raise NoMemoryError(
+                f"no {_LEAST_MAILBOX >> 10} KiB of shared memory for messages to "
+                f"rank {self._watch.ranks[target]}: raise COLOSSALAI_SHARED_MEMORY, or use backend='gloo'"
+            )
+
+    def _push(self, target: int) -> int:
+        """Put into the mailbox to a rank what there is room for; return how many bytes that was."""
+        outbox = self._out[target]
+        moved = 0
+        while outbox.queue and moved < _TURN:
+            step = self._push_piece(target, outbox)
+            moved += step
+            if not step and not self._mark(target, outbox):
+                return moved
+        if not outbox.queue and outbox.is_marked:
+            self._segment.words[self._line(self._rank, target) + _MARK] = 0
+            outbox.is_marked = False
+        return moved
+
+    def _push_piece(self, target: int, outbox: _Outbox) -> int:
+        """Write the next header or piece; return by how much the mailbox was written on."""
+        message, room = outbox.queue[0], self._room(target, outbox)
+        if room < LINE:
+            return 0
+        base = self._segment.address + self._layout.mailbox(self._rank, target)
+        if message.num_sent < 0:
+            place = self._layout.mailbox(self._rank, target) + outbox.written % outbox.capacity
+            self._segment.write(place, _HEADER.pack(message.tag, message.data.nbytes))
+            message.num_sent, step = 0, LINE
+            size = min(room - LINE, message.data.nbytes, _PIECE)  # goes along with the header
+        else:
+            size, step = min(room, message.data.nbytes - message.num_sent, _PIECE), 0
+        if size:
+            position = (outbox.written + step) % outbox.capacity
+            source = message.data.data_ptr() + message.num_sent
+            whole = min(size, outbox.capacity - position)
+            copy_bytes(base + position, source, whole)
+            copy_bytes(base, source + whole, size - whole)
+            message.num_sent += size
+            step += _padded(size)
+        outbox.written = (outbox.written + step) & (2**32 - 1)
+        self._controls.set(self._line_of_sender(self._rank, target), outbox.written)
+        self._bells.ring(target)
+        if message.num_sent == message.data.nbytes:
+            outbox.queue.popleft()
+            self._finish(message.work)
+        return step
+
+    def _room(self, target: int, outbox: _Outbox) -> int:
+        read = self._controls.value(self._line_of_receiver(self._rank, target))
+        self._controls.fence()
+        return outbox.capacity - ((outbox.written - read) & (2**32 - 1))
+
+    def _mark(self, target: int, outbox: _Outbox) -> bool:
+        """Say that this rank waits for room; return whether there is some now."""
+        if not outbox.is_marked:
+            self._segment.words[self._line(self._rank, target) + _MARK] = 1
+            outbox.is_marked = True
+        self._alarms.ring(target)
+        return self._room(target, outbox) >= LINE
+
+    # Receiving; under its lock.
+
+    def _pull(self, source: int) -> int:
+        """Take out of the mailbox from a rank what is there; return how many bytes that was."""
+        moved = 0
+        while moved < _TURN and (step := self._pull_piece(source)):
+            moved += step
+        return moved
+
+    def _pull_piece(self, source: int) -> int:
+        """Read the next header or piece; return by how much the mailbox was read on."""
+        inbox, line = self._in[source], self._line_of_sender(source, self._rank)
+        written = self._controls.value(line)
+        there = (written - inbox.read) & (2**32 - 1)
+        if not there:
+            return 0
+        self._controls.fence()
+        capacity = self._segment.words[self._line(source, self._rank) + _CAPACITY]
+        mailbox = self._layout.mailbox(source, self._rank)
+        step = 0
+        if inbox.current is None:
+            header = self._segment.read(mailbox + inbox.read % capacity, _HEADER.size)
+            inbox.current = self._matching.expect(source, *_HEADER.unpack(header))
+            step, there = LINE, there - LINE
+        message = inbox.current
+        size = min(there, message.length - message.num_arrived, _PIECE)
+        if size:
+            base = self._segment.address + mailbox
+            position = (inbox.read + step) % capacity
+            target = message.data.data_ptr() + message.num_arrived
+            whole = min(size, capacity - position)
+            copy_bytes(target, base + position, whole)
+            copy_bytes(target + whole, base, size - whole)
+            message.num_arrived += size
+            step += _padded(size)
+        inbox.read = (inbox.read + step) & (2**32 - 1)
+        self._controls.set(self._line_of_receiver(source, self._rank), inbox.read)
+        self._bells.ring(source)  # an atomic operation: the mark is read after it
+        if self._segment.words[self._line(source, self._rank) + _MARK]:
+            self._alarms.ring(source)
+        if message.has_arrived:
+            inbox.current = None
+            receiver = self._matching.complete(source, message)
+            if receiver is not None:
+                self._deliver(message, receiver)
+        return step
+
+    def _deliver(self, message: IncomingMessage, posted: PostedReceive) -> None:
+        error = None
+        if message.length > posted.data.nbytes:
+            error = dist.DistBackendError(
+                f"{posted.doing()}: the message has {message.length} bytes, and the tensor for it "
+                f"{posted.data.nbytes}"
+            )
+        elif message.data is not posted.data:
+            copy_bytes(posted.data.data_ptr(), message.data.data_ptr(), message.length)
+        work = posted.work
+        assert isinstance(work, MessageWork), "only those are posted"
+        work.source = -1 if posted.found is None else posted.found
+        self._finish(work, error)
+
+    def _finish(self, work: "MessageWork", error: Exception | None = None) -> None:
+        work.finish(error)
+        if self._num_waiting > (threading.current_thread() is not self._courier):
+            self._bells.ring(self._rank)  # it may be another thread that waits for this one
+
+    # The courier; see [Note: who moves a message].
+
+    def _call_courier(self) -> None:
+        if self._courier is None and not self._is_stopped:
+            self._courier = threading.Thread(target=self._carry, name="colossalai-messages", daemon=True)
+            self._courier.start()
+
+    def _carry(self) -> None:
+        while not self._is_stopped:
+            seen = self._alarms.value(self._rank)
+            with torch.inference_mode():
+                while self.move():
+                    pass
+            if not self._is_stopped:
+                self._alarms.wait_for_change(self._rank, seen, _COURIER_S, spins=False)
+
+    # Places.
+
+    def _line_of_sender(self, sender: int, receiver: int) -> int:
+        return 2 * (sender * self._layout.num_ranks + receiver)
+
+    def _line_of_receiver(self, sender: int, receiver: int) -> int:
+        return 2 * (sender * self._layout.num_ranks + receiver) + 1
+
+    def _line(self, sender: int, receiver: int) -> int:
+        """Return the place of the sender's words."""
+        return self._layout.controls // 4 + self._line_of_sender(sender, receiver) * (LINE // 4)
+
+
+def _padded(size: int) -> int:
+    return -(-size // LINE) * LINE
