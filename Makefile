@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all long matrix cluster check format gpu clean
+.PHONY: help setup train test test-all long gloo matrix cluster check format gpu clean
 
 PYTHON ?= python3
 NPROC ?= 2
@@ -69,7 +69,12 @@ test: check
 long: setup
 	$(BIN)/python -m pytest $(WORKERS) -m long --ignore=tests/checkpoint_io/test_matrix.py
 
-test-all: test long matrix cluster
+test-all: test long gloo matrix cluster
+
+# Jobs of tests talk through shared memory; here those whose numbers matter talk over gloo.
+gloo: setup
+	TESTS_BACKEND=gloo $(BIN)/python -m pytest $(WORKERS) -m "not cluster and not long" tests/parity tests/zero tests/communication \
+		tests/pipeline/execution tests/nn/layer --ignore=tests/communication/shared_memory
 
 matrix: setup
 	FULL_MATRIX=1 $(BIN)/python -m pytest tests/checkpoint_io/test_matrix.py

@@ -160,7 +160,7 @@ def serve(control_fd: int, *modules: str) -> None:
     _import_all(modules)
     torch.set_num_threads(1)
     if "TESTS_MATMUL" in os.environ:
-        importlib.import_module("tests.forced_products").force_products()
+        importlib.import_module("tests.forced").force_choices()
     gc.collect()
     gc.freeze()  # the collector of a rank must not touch, and so copy, the pages that all ranks share
     while True:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests._zygote import EXAMPLE_MODULES, TRANSFORMERS_MODULES
-from tests.forced_products import force_products
+from tests.forced import force_choices
 from tests.ranks import start_zygote, stop_zygote
 from tests.tiers import mark_combinations
 
@@ -32,7 +32,7 @@ CHANGING_VARIABLES = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    force_products()
+    force_choices()
     torch.set_num_threads(1)  # results do not depend on the machine, and the ranks have the cores
     let_children_heed_signals()
 

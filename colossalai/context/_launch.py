@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from colossalai._lazy import JOB_PARTS, find_name
 from colossalai.cluster import (
     free_port,
     holder_of,
@@ -84,7 +85,8 @@ def launch(
         world_size: Number of processes.
         host: Name or address of the machine of rank 0.
         port: A free port on it.
-        backend: Communication library. "nccl" on a machine without it means "gloo".
+        backend: Communication library. "nccl" on a machine without it means "auto": ranks of one machine
+            talk through its memory, others over gloo. "shared_memory" insists on the former.
         local_rank: Rank among the processes of this machine; picks the device. Default: the environment's,
             else `rank`.
         seed: Seed of all random states; the same on every rank.
@@ -120,8 +122,9 @@ def launch(
         global_context.load_config(config, matmul=matmul)
         global_context.init_parallel_groups(rank=rank, world_size=world_size, device=device)
         store = _meet(host, port, rank=rank, world_size=world_size, timeout=timeout)
-        chosen = chosen_backend(backend, device, rank)
+        chosen = chosen_backend(backend, device)
         dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
+        talk = _check_talk(backend, chosen)
         global_context.init_own_groups()
         start_watching(
             global_context.config,
@@ -135,13 +138,13 @@ def launch(
     except BaseException:
         global_context.destroy()
         raise
-    if chosen == "gloo":
+    if chosen in ("gloo", "shared_memory"):
         atexit.unregister(_destroy_at_exit)
         atexit.register(_destroy_at_exit)
     seed_all_modes(seed, global_context.mesh, global_context.tensor_axes)
     if verbose:
         mesh = global_context.mesh
-        get_dist_logger().info(f"launched {mesh} with {chosen} on {device.type}, seed {seed}", ranks=[0])
+        get_dist_logger().info(f"launched {mesh} with {talk} on {device.type}, seed {seed}", ranks=[0])
 
 
 @names_arguments
@@ -300,6 +303,23 @@ def _destroy_at_exit() -> None:
             fail_at_end(error)
         global_context.destroy()
         let_gloo_threads_rest()
+
+
+def _check_talk(requested: str, chosen: str) -> str:
+    """Return by what the ranks communicate.
+
+    Raises:
+        ValueError: Shared memory was asked for, and the ranks do not share any.
+    """
+    talk = chosen
+    if chosen == "shared_memory":
+        talk = find_name("colossalai", JOB_PARTS, "how_ranks_talk")()
+    if requested == "shared_memory" and talk != "shared memory":
+        raise ValueError(
+            "backend is 'shared_memory', and the ranks cannot all share memory: they are on "
+            "several machines, or there is too little of it (COLOSSALAI_SHARED_MEMORY); use backend='auto'"
+        )
+    return talk
 
 
 def _axis_of(ranks: tuple[int, ...]) -> str | None:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from colossalai.cluster import expand_nodelist
-from colossalai.logging import get_dist_logger
 
 
 def check_arguments(
@@ -53,7 +52,9 @@ def check_arguments(
 
 
 def _check_backend(backend: str) -> None:
-    """Require back ends that torch has here; "nccl" may be missing, gloo takes its place."""
+    """Require back ends that torch has here; "nccl" may be missing, others take its place."""
+    if backend == "auto":
+        return
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
     there = [name for name in known if name in ("nccl", "fake") or dist.is_backend_available(name)]
     parts = backend.split(",") if isinstance(backend, str) else [""]
@@ -62,8 +63,8 @@ def _check_backend(backend: str) -> None:
         if name not in there:
             why = "torch was built without it" if name in known else "torch knows no such library"
             raise ValueError(
-                f"backend is {backend!r}: {why}; use one of {', '.join(there)}, or one for each kind of "
-                "device: 'cpu:gloo,DEVICE:NAME'"
+                f"backend is {backend!r}: {why}; use one of auto, {', '.join(there)}, or one for each kind "
+                "of device: 'cpu:gloo,DEVICE:NAME'"
             )
 
 
@@ -85,15 +86,22 @@ def device_of(local_rank: int) -> torch.device:
     return torch.device(accelerator.type, index)
 
 
-def chosen_backend(requested: str, device: torch.device, rank: int) -> str:
-    """Return the back end to use: one that is there, and that also carries tensors in host memory."""
-    if requested != "nccl":
+def chosen_backend(requested: str, device: torch.device) -> str:
+    """Return the back end to use: one that is there, and that also carries tensors in host memory.
+
+    Raises:
+        ValueError: Shared memory is asked for where ranks compute on devices.
+    """
+    if "shared_memory" in requested and device.type != "cpu":
+        raise ValueError(
+            f"backend is {requested!r}, and this job computes on {device.type}: shared memory carries "
+            f"tensors in host memory; leave backend out, or write 'cpu:gloo,{device.type}:nccl'"
+        )
+    if requested not in ("nccl", "auto"):
         return requested
-    if device.type == "cpu" or not dist.is_nccl_available():
-        if rank == 0:
-            get_dist_logger().log_once("no NCCL on this machine: communicating with gloo", level="INFO")
-        return "gloo"
-    return f"cpu:gloo,{device.type}:nccl"
+    if device.type == "cpu":
+        return "shared_memory"
+    return f"cpu:gloo,{device.type}:nccl" if dist.is_nccl_available() else "gloo"
 
 
 LOOPBACK = "127.0.0.1"

@@ -220,9 +220,9 @@ class ParallelContext:
         return self.mesh.group_of(self.get_ranks_in_group(mode))
 
     def get_cpu_group(self, mode: Hashable) -> dist.ProcessGroup:
-        """Return a group of the same ranks for tensors in host memory (gloo)."""
+        """Return a group of the same ranks for tensors in host memory."""
         group = self.get_group(mode)
-        if "cpu:gloo" in dist.get_backend_config(group):
+        if dist.get_backend_config(group).startswith(("cpu:gloo", "cpu:shared_memory")):
             return group
         ranks = tuple(self.get_ranks_in_group(mode))
         if ranks not in self._cpu_groups:

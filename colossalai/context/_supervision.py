@@ -34,12 +34,27 @@ from colossalai._lazy import JOB_PARTS, find_name
 from colossalai.context._config import Config
 from colossalai.context._process import process
 from colossalai.logging import get_dist_logger
-from colossalai.monitor import AxisOf, CollectiveCheck, DisagreementError, Watchdog, watchdog_options
+from colossalai.monitor import (
+    AxisOf,
+    CollectiveCheck,
+    DisagreementError,
+    Watchdog,
+    records,
+    watchdog_options,
+)
 
 DEBUG_VARIABLE = "COLOSSALAI_DEBUG"
 
 _DEBUG_SHARE = 0.8  # of the watchdog's timeout: the debug mode's error says more
-_COMMUNICATION_WORDS = ("gloo", "connection closed", "connection reset", "broken pipe", "nccl")
+_COMMUNICATION_WORDS = (
+    "gloo",
+    "connection closed",
+    "connection reset",
+    "broken pipe",
+    "nccl",
+    "ended before the others",  # of a group over shared memory
+    "left the group",
+)
 
 
 _THREAD_NAMES = ("pt_gloo", "gloo_")
@@ -71,6 +86,7 @@ def start_watching(
     limit = distributed_c10d._get_default_timeout(dist.get_backend()).total_seconds()
     options = watchdog_options(config.get("watchdog"), group_timeout=limit, world_size=world_size)
     with ExitStack() as stack:
+        stack.enter_context(records.naming(axis_of))
         matmul_of_job = find_name("colossalai", JOB_PARTS, "matmul_of_job")
         place: dict[str, Any] = {"rank": rank, "world_size": world_size, "device": device}
         stack.enter_context(matmul_of_job(config.get("matmul"), store, **place, verbose=verbose))

@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import socket
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -102,6 +103,8 @@ def register_this_process(signature_file: int) -> RankProcess:
     descriptor = -1
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("colossalai-stacks")
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # what is left later: a neighbor may ask too late
         faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
     return RankProcess(
         host=socket.gethostname(),

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 import colossalai
@@ -22,6 +21,7 @@ from colossalai.booster.plugin import (
     TorchFSDPPlugin,
 )
 from colossalai.core import global_context as gpc
+from colossalai.monitor import records
 from colossalai.testing import assert_close, full_parameters
 from tests.ranks import run_ranks
 
@@ -85,17 +85,18 @@ def large_batches(num_windows: int, batch: int = 4) -> nn.Module:
     return model
 
 
-class Sent(TorchDispatchMode):
-    """Keeps the names of the collectives in its block."""
+class Sent:
+    """Keeps the names of the collectives in its block, as groups over shared memory recorded them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
+    def __enter__(self) -> Sent:
+        self._before = self._calls()
+        return self
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.names.append(func.__name__.partition(".")[0].strip("_"))
-        return func(*args, **(kwargs or {}))
+    def __exit__(self, *_: object) -> None:
+        self.names = [call.op for call in self._calls() if call not in self._before]
+
+    def _calls(self) -> list[Any]:
+        return [call for record in records.open for call in record._last]
 
 
 class Run:
@@ -181,7 +182,7 @@ def collectives(method: str) -> list[list[str]]:
     for batch in batches[:4]:
         with Sent() as sent:
             run.microbatch(batch)
-        found.append(sorted({name for name in sent.names if "reduce" in name or "alltoall" in name}))
+        found.append(sorted({name for name in sent.names if "reduce" in name or "all_to_all" in name}))
     return found[2:]  # the first window is the one in which methods settle
 
 

@@ -230,7 +230,7 @@ def test_the_command_measures_and_writes(tmp_path: Path):
     assert command.wait() == 0, command.err
     found = json.loads(command.out)
     assert set(found) == {"settings", "machine", "rows", "skipped"}
-    assert found["machine"]["backend"] == "gloo"
+    assert found["machine"]["backend"] == "shared_memory"
     (row,) = found["rows"]
     assert row["model"] == "MLP"
     assert row["configuration"] == {"mode": "1d", "size": 2, "depth": None}

@@ -39,6 +39,7 @@ def sums_of_every_mode(parallel, modes):
         dist.all_reduce(value, group=gpc.get_group(mode))
         found[mode] = (value.item(), float(sum(gpc.get_ranks_in_group(mode))))
         assert gpc.get_group(mode) is gpc.get_group(mode)
+    dist.barrier()  # rank 0 has the store in which the others may still be making a group
     gpc.destroy()
     return found
 
@@ -346,7 +347,7 @@ def test_launchers_read_their_variables(monkeypatch):
         ({"seed": "abc"}, "seed is 'abc', a str; it must be an int"),
         ({"seed": -1}, "seed is -1; it must be from 0"),
         ({"host": None}, "host is None; it must be the name or the address"),
-        ({"backend": "foo"}, "backend is 'foo': torch knows no such library; use one of gloo"),
+        ({"backend": "foo"}, "backend is 'foo': torch knows no such library; use one of auto"),
         ({"backend": "cpu:gloo,cuda:foo"}, "backend is 'cpu:gloo,cuda:foo': torch knows no such"),
         ({"backend": None}, "backend is None: torch knows no such"),
     ],

@@ -25,13 +25,15 @@ TIMEOUT_S = 0.6
 _MEET_S = _WAIT_S = 30.0
 
 
-def launch(folder: Path, *, action: str = "report", timeout: float = TIMEOUT_S, **options: Any) -> int:
+def launch(
+    folder: Path, *, action: str = "report", timeout: float = TIMEOUT_S, backend: str = "auto", **options: Any
+) -> int:
     """Launch this rank with a watchdog, let it meet the others once, and return it."""
     config = {
         "parallel": {"tensor": {"size": int(os.environ["WORLD_SIZE"]), "mode": "1d"}},
         "watchdog": {"timeout": timeout, "action": action, "folder": str(folder), **options},
     }
-    colossalai.launch_from_torch(config, verbose=False)
+    colossalai.launch_from_torch(config, backend=backend, verbose=False)
     meet()
     all_reduce(torch.ones(2), TP)
     return gpc.get_global_rank()

@@ -1,0 +1,83 @@
+"""Which library a job communicates with: shared memory on CPU, gloo where that cannot be or is asked for."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import colossalai
+from colossalai.communication.shared_memory import how_ranks_talk
+from colossalai.context import ParallelMode
+from colossalai.context._launch_arguments import chosen_backend
+from colossalai.core import global_context as gpc
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def talks(backend: str, bound: str) -> tuple[str, bool, float]:
+    if bound:
+        os.environ["COLOSSALAI_SHARED_MEMORY"] = bound
+    colossalai.launch_from_torch({"parallel": {"pipeline": 2}}, backend=backend, verbose=True)
+    x = torch.ones(3)
+    dist.all_reduce(x, group=gpc.get_group(ParallelMode.PIPELINE))
+    is_one_group = gpc.get_cpu_group(ParallelMode.DATA) is gpc.get_group(ParallelMode.DATA)
+    said = how_ranks_talk()
+    gpc.destroy()
+    return said, is_one_group, x.sum().item()
+
+
+@pytest.mark.dist
+@pytest.mark.every_cell
+@pytest.mark.parametrize(
+    ("backend", "bound", "said"),
+    [
+        ("nccl", "", "shared memory"),
+        ("auto", "64MiB", "shared memory"),
+        ("shared_memory", "", "shared memory"),
+        ("gloo", "", "gloo"),
+        ("auto", "1000", "gloo"),
+    ],
+)
+def test_a_job_on_cpu(backend: str, bound: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_ranks(talks, 4, backend, bound) == [(said, True, 6.0)] * 4
+    printed = capsys.readouterr().out
+    assert f"with {said} on cpu" in printed
+    assert ("COLOSSALAI_SHARED_MEMORY; 32768 bytes more are needed" in printed) == (bound == "1000")
+
+
+def insists() -> str:
+    os.environ["COLOSSALAI_SHARED_MEMORY"] = "1000"
+    with pytest.raises(ValueError, match="the ranks cannot all share memory") as caught:
+        colossalai.launch_from_torch({}, backend="shared_memory")
+    assert not dist.is_initialized()
+    return str(caught.value)
+
+
+@pytest.mark.dist
+def test_where_it_is_insisted_on_it_is_an_error() -> None:
+    run_ranks(insists, 2)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("bound", ["much", "-1", "1.5GiB", "3 apples"])
+def test_a_bound_that_is_none(bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from colossalai.communication.shared_memory._membership import bound_of_machine
+
+    with pytest.raises(ValueError, match=r"COLOSSALAI_SHARED_MEMORY is .* a number of bytes, such as"):
+        bound_of_machine({"COLOSSALAI_SHARED_MEMORY": bound})
+    assert bound_of_machine({"COLOSSALAI_SHARED_MEMORY": "3 MiB"}) == 3 << 20
+    assert bound_of_machine({}) == pytest.approx(
+        os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 16
+    )
+
+
+@pytest.mark.unit
+def test_devices_are_refused_shared_memory() -> None:
+    with pytest.raises(ValueError, match="shared memory carries tensors in host memory; leave backend out"):
+        chosen_backend("shared_memory", torch.device("cuda"))
+    assert chosen_backend("nccl", CPU) == chosen_backend("auto", CPU) == "shared_memory"
+    assert chosen_backend("gloo", CPU) == "gloo"
