@@ -14,6 +14,7 @@ import copy
 from collections.abc import Callable
 
 import torch
+from harness.peers import peer_group
 from harness.products import bits_at_medium, with_products
 from harness.rounds import compare, report, time_rounds
 from torch import nn
@@ -41,7 +42,8 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def plain_ddp(model: nn.Module, batch: Batch) -> Callable[[], None]:
     """PyTorch alone."""
     device = get_current_device()
-    model = DistributedDataParallel(model.to(device), device_ids=None if device.type == "cpu" else [device])
+    devices = None if device.type == "cpu" else [device]
+    model = DistributedDataParallel(model.to(device), device_ids=devices, process_group=peer_group())
     optimizer = make_optimizer(model)
 
     def step() -> None:

@@ -33,6 +33,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from harness.memory import PeakBytes
+from harness.peers import peer_group
 from harness.products import bits_at_medium, with_products
 from harness.rounds import compare, report, time_rounds
 from harness.waits import timed_waits
@@ -146,10 +147,10 @@ class Theirs(Variant):
 
     def __init__(self, name: str, stages: Stages, batch: Batch, num_microbatches: int) -> None:
         super().__init__(stages, batch, num_microbatches)
-        axis = gpc.mesh.axis("pp")
-        num_stages = axis.size * len(stages)
+        group = peer_group()
+        num_stages = group.size() * len(stages)
         parts = [
-            pipelining.PipelineStage(module, stage, num_stages, get_current_device(), group=axis.group)
+            pipelining.PipelineStage(module, stage, num_stages, get_current_device(), group=group)
             for stage, module in stages.items()
         ]
         self.schedule = THEIRS[name](

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from harness.peers import peer_mesh
 from harness.products import bits_at_medium, with_products
 from harness.rounds import compare, report, time_rounds
 from torch import nn
@@ -23,7 +24,6 @@ from torch.nn import functional
 
 import colossalai
 from colossalai.cli._benchmark._measure import saved_bytes
-from colossalai.core import global_context as gpc
 from colossalai.nn.layer import COLUMN, ROW, ParallelLinear, restart
 from colossalai.utils import get_current_device
 
@@ -100,9 +100,7 @@ def theirs(name: str, hidden: int) -> nn.Module:
     """Return a model of torch's layers and DTensors."""
     kind, plan = MODELS[name]
     model = kind(hidden, nn.Linear, nn.Linear).to(get_current_device())
-    return parallelize_module(
-        model, gpc.mesh.device_mesh("tp"), {path: style() for path, style in plan.items()}
-    )
+    return parallelize_module(model, peer_mesh(), {path: style() for path, style in plan.items()})
 
 
 class Variant:

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from harness.peers import peer_group, peer_mesh
 from harness.products import bits_at_medium, with_products
 from harness.rounds import compare, report, time_rounds
 from torch import nn
@@ -93,7 +94,8 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def replicated(model: nn.Module) -> DistributedDataParallel:
     """Return a model under DDP as torch has it by default."""
     device = get_current_device()
-    return DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device])
+    devices = None if device.type == "cpu" else [device]
+    return DistributedDataParallel(model, device_ids=devices, process_group=peer_group())
 
 
 def ddp(model: nn.Module, batch: Batch, **options: bool) -> Variant:
@@ -109,6 +111,7 @@ def redundancy(model: nn.Module, batch: Batch) -> Variant:
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(),
         optimizer_class=torch.optim.AdamW,
+        process_group=peer_group(),
         parameters_as_bucket_view=True,
         lr=LEARNING_RATE,
         fused=True,
@@ -118,9 +121,10 @@ def redundancy(model: nn.Module, batch: Batch) -> Variant:
 
 def fsdp2(model: nn.Module, batch: Batch) -> Variant:
     """Torch's stage 3."""
+    mesh = peer_mesh()
     for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
     return Variant(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True), batch)
 
 

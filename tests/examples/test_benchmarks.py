@@ -18,6 +18,7 @@ ALONE = ("adam", "linear_cross_entropy")
 SMALLEST = {
     "adam": ("--numel", "10000", *ROUNDS),
     "checkpoint": ("--parameters", "1e5", *ROUNDS),
+    "collectives": ("--sizes", "1024", "100000", *ROUNDS),
     "data_parallel": ("--seq", "8", *ROUNDS),
     "linear_cross_entropy": ("--sizes", "16x8x32", *ROUNDS),
     "pipeline": ("--seq", "8", "--hidden", "128", "--idle_rounds", "2", *ROUNDS),
