@@ -24,7 +24,7 @@ from colossalai.cluster._speed import ProcessorSpeed, Product, measure_speed
 
 _MIN_PYTHON = (3, 11)
 _IMPORT_TIMEOUT_S = 120.0
-_BACKENDS = ("gloo", "nccl", "xccl", "ucc", "mpi")
+_BACKENDS = ("shared_memory", "gloo", "nccl", "xccl", "ucc", "mpi")
 # The name to install by, the module that is imported, and what the package uses it for.
 _LIBRARIES = (
     ("transformers", "transformers", "models of Hugging Face"),

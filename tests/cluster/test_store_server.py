@@ -83,7 +83,7 @@ def test_gloo_stays_here_only_if_all_do(monkeypatch):
 
 def listens_where():
     os.environ.pop(GLOO, None)
-    colossalai.launch_from_torch({"parallel": {"pipeline": 2}}, verbose=False)
+    colossalai.launch_from_torch({"parallel": {"pipeline": 2}}, backend="gloo", verbose=False)
     dist.all_reduce(torch.ones(1), group=gpc.get_group(ParallelMode.PIPELINE))
     dist.barrier()
     found = listening([os.getpid()])

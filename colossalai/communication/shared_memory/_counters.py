@@ -30,11 +30,11 @@ from collections.abc import Callable
 from colossalai.communication.shared_memory._segment import Segment
 
 LINE = 64  # bytes that processors exchange as one; words of two writers in one line slow each other down
-SLICE_S = 0.1  # of a wait, between two looks at those that are waited for
+SLICE_S = 0.01  # of a wait, between two looks at the others: who ends a job gives them 0.1 s to say why
 
-# Before sleeping, about as long as falling asleep and waking up take: looks alone, then looks between which
-# another process may have the core, which matters where there are more ranks than cores.
-_SPINS, _YIELDS = 30, 120
+# Before sleeping: looks alone, then looks between which another process may have the core. Where each rank
+# has a core they last as long as falling asleep and waking up; where ranks share cores, others need these.
+_SPINS, _YIELDS, _FEW_YIELDS = 20, 120, 5
 _FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _WAIT, _WAKE, _WAKE_OP = 0, 1, 5
 _ADD_ONE = (1 << 28) | (1 << 12)  # of FUTEX_WAKE_OP: add 1 to the second word; wake its sleepers if it was 0
@@ -155,9 +155,11 @@ class Counters:
         segment: The memory.
         start: Where the first one lies, a multiple of `LINE`.
         waiting: How processes wait here.
+        num_ranks: How many ranks wait for one another.
     """
 
-    def __init__(self, segment: Segment, start: int, waiting: Futex | Polling) -> None:
+    def __init__(self, segment: Segment, start: int, waiting: Futex | Polling, num_ranks: int) -> None:
+        self._yields = _YIELDS if num_ranks <= (os.cpu_count() or 1) else _FEW_YIELDS
         self._words = segment.words
         self._first = start // 4
         self._address = segment.address + start
@@ -197,7 +199,7 @@ class Counters:
         turns = 0
         while (words[place] - target) & _MASK >= _HALF:
             turns += 1
-            if turns > _SPINS + _YIELDS:
+            if turns > _SPINS + self._yields:
                 seen = words[place]
                 look()
                 if is_behind(seen, target):
@@ -216,8 +218,8 @@ class Counters:
             spins: Whether to look for a while first.
         """
         words, place = self._words, self._first + index * (LINE // 4)
-        turns = 0 if spins else _SPINS + _YIELDS
-        while words[place] == seen and turns < _SPINS + _YIELDS:
+        turns = 0 if spins else _SPINS + self._yields
+        while words[place] == seen and turns < _SPINS + self._yields:
             turns += 1
             if turns > _SPINS:
                 os.sched_yield()

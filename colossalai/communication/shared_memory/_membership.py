@@ -124,7 +124,7 @@ class Membership:
         self._is_closed = False
         self._closing = threading.Lock()
         waiting = waiting_of_this_system()
-        self._progress = Counters(segment, layout.progress, waiting)
+        self._progress = Counters(segment, layout.progress, waiting, layout.num_ranks)
         self.watch = Watch(
             segment, layout, island.index, ranks=ranks, pids=island.pids, ends=open_members.ends, where=where
         )
@@ -141,9 +141,9 @@ class Membership:
             segment,
             layout,
             island.index,
-            bells=Counters(segment, layout.bells, waiting),
-            alarms=Counters(segment, layout.alarms, waiting),
-            controls=Counters(segment, layout.controls, waiting),
+            bells=Counters(segment, layout.bells, waiting, layout.num_ranks),
+            alarms=Counters(segment, layout.alarms, waiting, layout.num_ranks),
+            controls=Counters(segment, layout.controls, waiting, layout.num_ranks),
             watch=self.watch,
             timeout=timeout,
             may_reserve=lambda size: size <= self._members.budget(layout.num_ranks),

@@ -398,7 +398,8 @@ def _wait(works: Iterable[dist.Work], blame: Callable[[], str]) -> None:
 
 def _peer_error(error: RuntimeError, blame: Callable[[], str]) -> RuntimeError:
     """Return an error that names the peer; `blame` has a place for what has become of it."""
-    is_late = "timed out" in str(error).lower()
+    words = str(error).lower()
+    is_late = "timed out" in words or "not come to" in words  # gloo's, and those of shared memory
     return RuntimeError(blame().format("did not answer in time" if is_late else "is gone"))
 
 
