@@ -16,6 +16,7 @@ from tests.communication.shared_memory.ranks_that_end import group
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
+THREAD_END_S = 2.0
 SECONDS = 60.0  # for making groups, of which as many are made as there is time for
 # Bytes for each of many groups: torch keeps some names, and rank 0 the store with what was said at meetings.
 KEPT, STORED = 2000, 6000
@@ -25,6 +26,11 @@ SLACK = 1 << 20  # memory comes in arenas, of which few groups may just need one
 def taken():
     """Return how many descriptors, threads (of Python, and in all) and shared mappings this process has."""
     gc.collect()
+    deadline = (
+        time.monotonic() + THREAD_END_S
+    )  # a thread that has been joined may not have left the kernel yet
+    while len(os.listdir("/proc/self/task")) > threading.active_count() and time.monotonic() < deadline:
+        time.sleep(0.01)
     maps = Path("/proc/self/maps").read_text()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
