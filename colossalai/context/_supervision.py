@@ -150,7 +150,9 @@ class _ErrorHook:
         if watchdog is not None and watchdog.has_spoken:
             return  # the process is about to end, and what comes now comes from that
         text = str(error).lower()
-        is_communication = isinstance(error, RuntimeError) and any(w in text for w in _COMMUNICATION_WORDS)
+        is_communication = isinstance(error, dist.DistNetworkError) or (
+            isinstance(error, RuntimeError) and any(w in text for w in _COMMUNICATION_WORDS)
+        )
         if watchdog is not None and is_communication:
             for line in watchdog.troubles_soon():
                 error.add_note(line)

@@ -332,10 +332,10 @@ import torch, torch.distributed as dist
 import colossalai
 from colossalai.context._mesh import make_group
 
-colossalai.launch_from_torch({"watchdog": {"timeout": 2.0, "folder": "reports"}}, verbose=False)
+options = {"watchdog": {"timeout": 2.0, "folder": "reports"}}
+colossalai.launch_from_torch(options, backend=sys.argv[2], verbose=False)
 dist.barrier()
 rank = dist.get_rank()
-print(rank)
 if sys.argv[1] == "dies":
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -350,7 +350,7 @@ dist.barrier()
 
 
 def test_the_launcher_names_the_rank_that_was_waited_for(tmp_path):
-    command = start(tmp_path, "run", "--nproc_per_node", "2", "job.py", "sleeps", script=JOB)
+    command = start(tmp_path, "run", "--nproc_per_node", "2", "job.py", "sleeps", "auto", script=JOB)
     try:
         assert command.wait() == 1
     finally:
@@ -421,8 +421,9 @@ def test_a_dead_rank_is_named(tmp_path):
 
 
 @pytest.mark.long
-def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path):
-    """The same by itself, and the ends of the processes."""
+@pytest.mark.parametrize("backend", ["shared_memory", "gloo"])
+def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path, backend):
+    """By the group that shares memory, whose waits end first; over gloo by the watchdog, as above."""
     (tmp_path / "job.py").write_text(JOB)
     port = 21000 + os.getpid() % 9000
     address = {
@@ -433,7 +434,7 @@ def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path):
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "job.py", "dies"],
+            [sys.executable, "job.py", "dies", backend],
             cwd=tmp_path,
             env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
@@ -448,6 +449,12 @@ def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path):
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [1, 1, -signal.SIGKILL]
+    if backend == "shared_memory":
+        call = "all_reduce #1 of group 'test:0-1#0'"
+        assert f"rank 2 has ended before the others were through with {call}" in errors[0]
+        for error in errors[:2]:  # rank 1 has asked the store, which was rank 0's
+            assert f"pid {ranks[2].pid}) has died" in error
+        return
     lines = report(tmp_path / "reports").splitlines()
     assert lines[1].endswith(f"pid {ranks[2].pid}) has died")
     assert "did not enter all_reduce #1 of group 'test:0-1#0'; it is at job.py:16" in lines[2]
