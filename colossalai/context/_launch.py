@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from colossalai._lazy import JOB_PARTS, find_name
@@ -122,9 +123,7 @@ def launch(
         global_context.load_config(config, matmul=matmul)
         global_context.init_parallel_groups(rank=rank, world_size=world_size, device=device)
         store = _meet(host, port, rank=rank, world_size=world_size, timeout=timeout)
-        chosen = chosen_backend(backend, device)
-        dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
-        talk = _check_talk(backend, chosen)
+        talk = _connect(store, backend, device, rank=rank, world_size=world_size)
         global_context.init_own_groups()
         start_watching(
             global_context.config,
@@ -138,9 +137,6 @@ def launch(
     except BaseException:
         global_context.destroy()
         raise
-    if chosen in ("gloo", "shared_memory"):
-        atexit.unregister(_destroy_at_exit)
-        atexit.register(_destroy_at_exit)
     seed_all_modes(seed, global_context.mesh, global_context.tensor_axes)
     if verbose:
         mesh = global_context.mesh
@@ -305,13 +301,17 @@ def _destroy_at_exit() -> None:
         let_gloo_threads_rest()
 
 
-def _check_talk(requested: str, chosen: str) -> str:
-    """Return by what the ranks communicate.
+def _connect(store: dist.Store, requested: str, device: torch.device, *, rank: int, world_size: int) -> str:
+    """Make the default process group; return by what the ranks communicate.
 
     Raises:
-        ValueError: Shared memory was asked for, and the ranks do not share any.
+        ValueError: Shared memory was asked for, and the ranks do not share any, or compute on devices.
     """
-    talk = chosen
+    chosen = talk = chosen_backend(requested, device)
+    dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
+    if chosen in ("gloo", "shared_memory"):  # the latter takes gloo where it has to
+        atexit.unregister(_destroy_at_exit)
+        atexit.register(_destroy_at_exit)
     if chosen == "shared_memory":
         talk = find_name("colossalai", JOB_PARTS, "how_ranks_talk")()
     if requested == "shared_memory" and talk != "shared memory":

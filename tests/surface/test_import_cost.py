@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.unit
 
-MOST = 0.2  # of what `import torch` takes in the same process: 0.17 alone, 0.19 beside mypy in `make check`
+MOST = 0.18  # of what `import torch` takes in the same process: a slow or busy machine slows both
 NUM_RUNS = 15  # a quarter of a second each
 
 # These come with a user's first call that needs them, unless torch itself imports them.
