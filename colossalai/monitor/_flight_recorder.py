@@ -66,25 +66,32 @@ class Issued:
     where: str = ""
 
 
-@dataclass(eq=False, kw_only=True)
 class RecordedCall:
-    """A collective of a group in Python.
+    """A collective of a group in Python, noted by the thread that issues it.
 
-    Attributes:
+    Args:
         op: What `torch.distributed` calls it.
         number: How many the group has had, with it.
+        tensors: Its tensors, of which shapes and types are kept.
+
+    Attributes:
+        op: See above.
+        number: See above.
         tensors: The shapes and types of its tensors.
         since: Seconds since the epoch, when it was issued.
         thread: The thread that issued it.
         is_over: Whether it has ended.
     """
 
-    op: str
-    number: int
-    tensors: list[tuple[torch.Size, torch.dtype]]
-    since: float
-    thread: int
-    is_over: bool = False
+    __slots__ = ("is_over", "number", "op", "since", "tensors", "thread")
+
+    def __init__(self, op: str, number: int, tensors: Sequence[torch.Tensor]) -> None:
+        self.op = op
+        self.number = number
+        self.tensors = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        self.since = time.time()
+        self.thread = threading.get_ident()
+        self.is_over = False
 
 
 class CallRecord:
@@ -109,13 +116,7 @@ class CallRecord:
     def begin(self, op: str, tensors: Sequence[torch.Tensor]) -> RecordedCall:
         """Note a collective that is issued."""
         self._num_begun += 1
-        call = RecordedCall(
-            op=op,
-            number=self._num_begun,
-            tensors=[(tensor.shape, tensor.dtype) for tensor in tensors],
-            since=time.time(),
-            thread=threading.get_ident(),
-        )
+        call = RecordedCall(op, self._num_begun, tensors)
         self._last.append(call)
         return call
 
