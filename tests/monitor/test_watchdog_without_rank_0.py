@@ -149,7 +149,7 @@ def test_a_rank_that_waits_speaks_for_itself_when_the_launcher_is_lost(tmp_path)
         f"the store does not answer any more: the launcher at 127.0.0.1:{port}, which serves it, is gone"
     )
     assert lines[2].startswith("rank 0 (")
-    assert "has been in a collective (of group 0" in lines[2]
+    assert "has been in a collective (of group 0)" in lines[2]
     assert "waits in all_reduce #2 of axis tp" in lines[4]
 
 
