@@ -7,7 +7,6 @@ import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
-from typing import Protocol
 
 import torch.distributed as dist
 
@@ -19,23 +18,10 @@ from colossalai.communication.shared_memory._slots import Slots
 from colossalai.communication.shared_memory._watch import ProcessEnds, Watch
 from colossalai.communication.shared_memory._work import CallQueue
 
-_END_S = 2.0  # for a thread that is told to end
-
-
 VARIABLE = "COLOSSALAI_SHARED_MEMORY"
 _SHARE = 16  # of the machine's memory, if the variable does not say
+_END_S = 2.0  # for a thread that is told to end
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-
-class Member(Protocol):
-    """A group, as far as it counts here."""
-
-    @property
-    def num_reserved(self) -> int:
-        """Bytes of shared memory that it has reserved in this process."""
-
-    def close(self) -> None:
-        """End its threads and let go of its memory."""
 
 
 class Members:
@@ -43,10 +29,10 @@ class Members:
 
     def __init__(self) -> None:
         self.ends = ProcessEnds()
-        self._open: weakref.WeakSet[Member] = weakref.WeakSet()
+        self._open: weakref.WeakSet[Membership] = weakref.WeakSet()
         self._pid = 0
 
-    def add(self, member: Member) -> None:
+    def add(self, member: "Membership") -> None:
         """Count a group; it is closed before the interpreter ends, if nobody has done so by then.
 
         A thread that is in compiled code while the interpreter ends is ended by force, which aborts the
@@ -58,7 +44,7 @@ class Members:
             Finalize(None, self.close, exitpriority=100)  # a process of multiprocessing that was forked
         self._open.add(member)
 
-    def discard(self, member: Member) -> None:
+    def discard(self, member: "Membership") -> None:
         """Count a group no more."""
         self._open.discard(member)
 

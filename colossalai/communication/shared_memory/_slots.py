@@ -3,10 +3,9 @@
 Each rank has a slot of two halves; only it writes there. A part of a call uses one half on all ranks, the
 next part the other one, over all calls of a group: parts are numbered, and a rank's progress counter says in
 which part and phase it is. It is BEGUN when its header lies there (only who waits long says that), WRITTEN
-when the rank's data do, REDUCED when its section of a sum
-does, DONE when it reads nothing of this part any more. Before a rank writes to a half it waits until all are
-DONE with the part that used it before, two parts ago. So a rank may be one part ahead of the slowest one, and
-a rooted call costs its root no wait.
+when the rank's data do, REDUCED when its section of a sum does, DONE when it reads nothing of this part any
+more. Before a rank writes to a half it waits until all are DONE with the part that used it before, two parts
+ago. So a rank may be one part ahead of the slowest one, and a rooted call costs its root no wait.
 """
 
 from collections.abc import Callable, Iterator, Sequence

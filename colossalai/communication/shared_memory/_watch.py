@@ -22,9 +22,8 @@ from colossalai.communication.shared_memory._counters import LINE, SLICE_S, Coun
 from colossalai.communication.shared_memory._layout import WORDS, SegmentLayout
 from colossalai.communication.shared_memory._segment import Segment
 
-_ELSEWHERE_S = (
-    1.0  # of a wait, until it is ended by a death outside of its group: those within it may tell first
-)
+# Of a wait, until it is ended by a death outside of its group: those within it may tell first.
+_ELSEWHERE_S = 1.0
 
 
 class ProcessEnds:
