@@ -28,6 +28,7 @@ OPERATIONS = (
     "broadcast",
     "gather",
     "scatter",
+    "all_reduce_sparse",
 )
 REDUCTIONS = ("", "SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
 _DTYPES = (

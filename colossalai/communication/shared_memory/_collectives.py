@@ -7,6 +7,7 @@ their bits depend on neither; float16 and bfloat16 are summed in float32 and rou
 | --- | --- | --- | --- | --- |
 | all-reduce, small | n | p n | | WRITTEN |
 | all-reduce | (p-1)/p n | n | n | WRITTEN, REDUCED |
+| all-reduce, sparse | n, by entries | p n | (p-1) n | WRITTEN, three times |
 | reduce | (p-1)/p n | n | root: n | WRITTEN, root: REDUCED |
 | reduce-scatter | (p-1)/p n | n | | WRITTEN |
 | all-gather | n | | (p-1) n | WRITTEN |
@@ -30,6 +31,7 @@ Bytes = tuple[int, int]  # their address, and how many
 
 _SMALL = 64 << 10  # bytes that each rank rather adds up by itself than waits once more for
 _CACHE_LINE = 64
+_MOST_DIMS = 16  # of a sparse tensor, whose shape the others are told
 _COMBINES: dict[str, Combine] = {
     "SUM": torch.add,
     "AVG": torch.add,
@@ -100,6 +102,48 @@ def all_reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
             slots.wait(REDUCED)
             _collect(slots, part, sections)
         slots.publish(DONE)
+
+
+def all_reduce_sparse(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
+    """Replace a sparse tensor by the sum over all ranks, whose entries are those that some rank has.
+
+    Every rank gets the numbers, places and values of all ranks' entries, and adds them up by itself, in the
+    order of ranks. The parts are padded to the longest, so a rank with few entries pays for it.
+
+    Args:
+        slots: Of the group.
+        call: What all ranks do; its reduction is SUM or AVG.
+        tensor: Of layout `torch.sparse_coo`, of the same shape on all ranks.
+
+    Raises:
+        ValueError: Ranks have tensors of different shapes, or with other dimensions sparse.
+    """
+    own = tensor.coalesce()
+    count, places, values = own._nnz(), own.indices(), own.values()
+    form = [own.sparse_dim(), *own.shape, *[-1] * _MOST_DIMS][:_MOST_DIMS]
+    forms = _gather_alike(slots, call, torch.tensor([count, *form]))
+    for rank, (_, *other) in enumerate(forms.tolist()):
+        if other != form:
+            said, mine = ([size for size in sizes[1:] if size >= 0] for sizes in (other, form))
+            raise ValueError(
+                f"all_reduce of sparse tensors: rank {rank} of the group has shape {said} with {other[0]} "
+                f"sparse dimensions, and rank {slots.rank} {mine} with {form[0]}"
+            )
+    counts = forms[:, 0].tolist()
+    padded = [part.new_zeros(max(counts), *part.shape[1:]) for part in (places.t(), values)]
+    padded[0][:count], padded[1][:count] = places.t(), values
+    all_places, all_values = (_gather_alike(slots, call, part) for part in padded)
+    # No place comes twice from one rank: each `index_add_` adds one number to an element, in rank order.
+    joined = torch.cat([found[:number] for found, number in zip(all_places, counts, strict=True)])
+    union, rows = joined.unique(dim=0, return_inverse=True)
+    is_half = values.dtype in _HALVES
+    total = values.new_zeros(len(union), *values.shape[1:], dtype=torch.float32 if is_half else values.dtype)
+    for found, number, at in zip(all_values, counts, rows.split(counts), strict=True):
+        total.index_add_(0, at, found[:number].to(total.dtype))
+    if call.reduction == "AVG":
+        total.div_(slots.num_ranks)
+    result = torch.sparse_coo_tensor(union.t(), total.to(values.dtype), tensor.shape, is_coalesced=True)
+    tensor.copy_(result)
 
 
 def reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
@@ -278,6 +322,16 @@ def scatter(slots: Slots, call: Call, target: int, sources: Sequence[int], num_b
             slots.wait(WRITTEN, (call.root,))
             slots.get(target + start, call.root, size, slots.rank * size)
             slots.publish(DONE)
+
+
+def _gather_alike(slots: Slots, call: Call, own: torch.Tensor) -> torch.Tensor:
+    """Return the tensors of all ranks, of one shape, in one with a first dimension for the ranks."""
+    own = own.contiguous()
+    gathered = own.new_empty(slots.num_ranks, *own.shape)
+    first = gathered.data_ptr()
+    targets = [first + rank * own.nbytes for rank in range(slots.num_ranks)]
+    all_gather(slots, call, targets, own.data_ptr(), own.nbytes)
+    return gathered
 
 
 def _parts(slots: Slots, num_bytes: int, unit: int, share: int = 1) -> list[tuple[int, int]]:

@@ -19,6 +19,7 @@ from colossalai.communication.shared_memory._tensors import (
     bytes_of,
     check_list,
     check_share,
+    check_sparse,
     flat,
     split_rows,
 )
@@ -101,6 +102,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Replace tensors by their reductions over the ranks."""
+        if any(tensor.layout is torch.sparse_coo for tensor in tensors):
+            return self._sum_sparse(tensors, opts)
         reduction, places = _reduction(opts), Places()
         parts = [flat(places.both(_reducible(tensor, reduction))) for tensor in tensors]
 
@@ -312,6 +315,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return self._membership.messages.receive(data, source, tag, doing, then)
 
         return apart_from_callers(receive)
+
+    def _sum_sparse(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        reduction = _reduction(opts)
+        for tensor in tensors:
+            check_sparse(reduction, _reducible(tensor, reduction))
+
+        def run(call: Call) -> None:
+            for tensor in tensors:
+                collectives.all_reduce_sparse(self._slots, _of(call, tensor, reduction=reduction), tensor)
+
+        return self._issue("all_reduce_sparse", run, opts, tensors)
 
     # Several calls of torch's are one here; those call no method that torch knows, which may be replaced.
 

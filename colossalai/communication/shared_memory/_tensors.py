@@ -146,6 +146,23 @@ def split_rows(name: str, tensor: torch.Tensor, sizes: Sequence[int], num_ranks:
     return found
 
 
+def check_sparse(reduction: str, tensor: torch.Tensor) -> None:
+    """Require of a tensor that its entries can be added to those of others.
+
+    Raises:
+        ValueError: `tensor` is complex, not sparse by coordinates, or not on the CPU; `reduction` is no sum.
+    """
+    if tensor._base is not None and tensor._base.is_complex():  # torch's real view: new entries are only its
+        raise ValueError("all_reduce of sparse tensors takes real numbers, not complex ones: use to_dense()")
+    if reduction not in ("SUM", "AVG"):
+        raise ValueError(f"all_reduce of sparse tensors is a SUM or AVG, not {reduction}: use to_dense()")
+    if tensor.layout is not torch.sparse_coo or not tensor.is_cpu:
+        raise ValueError(
+            f"all_reduce of sparse tensors takes {torch.sparse_coo} on the CPU, not {tensor.layout} on "
+            f"{tensor.device}: reduce others in a call of their own"
+        )
+
+
 def _check_place(tensor: torch.Tensor) -> None:
     """Require what can be copied byte by byte.
 
@@ -158,5 +175,6 @@ def _check_place(tensor: torch.Tensor) -> None:
         )
     if tensor.layout is not torch.strided:
         raise ValueError(
-            f"a tensor of layout {tensor.layout} cannot go through shared memory: use to_dense()"
+            f"a tensor of layout {tensor.layout} cannot go through shared memory but in all_reduce: use "
+            "to_dense()"
         )

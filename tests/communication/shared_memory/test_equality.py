@@ -1,6 +1,10 @@
 """Every call of torch.distributed over shared memory gives the bits of a sum written out in rank order."""
 
+import random
+
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.communication.shared_memory.programs import programs, run_program
@@ -19,4 +23,53 @@ from tests.ranks import run_ranks
 def test_programs_of_calls(drawn):
     num_ranks, groups, program = drawn
     wrong = run_ranks(run_program, num_ranks, groups, program)
+    assert not any(wrong), "\n".join(line for lines in wrong for line in lines)
+
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32)
+
+
+def sparse_of(seed, rank):
+    """Draw a sparse tensor of a rank: with places that come twice, none at all, and rows for values."""
+    shared, own = random.Random(seed), random.Random(1000 * seed + rank)
+    dims = shared.randint(1, 3)
+    shape = [shared.randint(1, 5) for _ in range(dims)]
+    num_sparse, dtype, op = shared.randint(1, dims), shared.choice(DTYPES), shared.choice(("SUM", "AVG"))
+    count = own.choice((0, 0, 1, 3, 8))
+    generator = torch.Generator().manual_seed(own.randrange(2**40))
+    places = torch.stack([torch.randint(0, n, (count,), generator=generator) for n in shape[:num_sparse]])
+    values = (
+        torch.randn(count, *shape[num_sparse:], generator=generator, dtype=torch.float64).mul(8).to(dtype)
+    )
+    is_mean = op == "AVG" and dtype is not torch.int32
+    return torch.sparse_coo_tensor(places, values, shape, check_invariants=True), is_mean
+
+
+def add_sparse(num_cases):
+    dist.init_process_group("shared_memory")
+    wrong, works = [], []
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for seed in range(num_cases):
+        tensor, is_mean = sparse_of(seed, rank)
+        op = dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
+        works.append((tensor, dist.all_reduce(tensor, op, async_op=seed % 2 == 0)))
+    for seed, (tensor, work) in enumerate(works):
+        if work is not None:
+            work.wait()
+        terms = [sparse_of(seed, other)[0].coalesce() for other in range(size)]
+        is_mean = sparse_of(seed, 0)[1]
+        kept = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+        total = sum((term.to_dense().to(kept) for term in terms), torch.zeros(tensor.shape, dtype=kept))
+        wanted = (total / size if is_mean else total).to(tensor.dtype)
+        places = {tuple(place) for term in terms for place in term.indices().t().tolist()}
+        if not torch.equal(tensor.to_dense(), wanted) or tensor._nnz() != len(places):
+            wrong.append(f"case {seed} on rank {rank}: {tensor}, not {wanted}")
+    dist.destroy_process_group()
+    return wrong
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_sums_of_sparse_tensors(num_ranks):
+    wrong = run_ranks(add_sparse, num_ranks, 40)
     assert not any(wrong), "\n".join(line for lines in wrong for line in lines)

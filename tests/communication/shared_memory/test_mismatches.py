@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from colossalai.communication.shared_memory._calls import OPERATIONS
 from tests.communication.shared_memory.programs import gather_single
 from tests.communication.shared_memory.ranks_that_end import error_of, group
 from tests.ranks import run_ranks
@@ -29,8 +30,8 @@ def call(pg, operation, *, n=N, dtype=torch.float32, op="SUM", root=0):
     match operation:
         case "barrier":
             dist.barrier(pg)
-        case "all_reduce":
-            dist.all_reduce(ones, op, pg)
+        case "all_reduce" | "all_reduce_sparse":
+            dist.all_reduce(ones if operation == "all_reduce" else ones.to_sparse(), op, pg)
         case "reduce":
             dist.reduce(ones, root, op, pg)
         case "reduce_scatter":
@@ -47,17 +48,6 @@ def call(pg, operation, *, n=N, dtype=torch.float32, op="SUM", root=0):
             dist.scatter(ones, at_root, root, pg)
 
 
-OPERATIONS = (
-    "barrier",
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-    "all_gather",
-    "all_to_all",
-    "broadcast",
-    "gather",
-    "scatter",
-)
 LARGE = 300_000  # elements: through larger slots, in parts
 PAIRS = [  # what most ranks call, what one calls, what is said to differ, and the two values
     *(((a, {}), (b, {}), "op", a, b) for a, b in itertools.permutations(OPERATIONS, 2)),
@@ -117,6 +107,22 @@ def test_every_pair_of_calls_that_do_not_fit_is_named_on_all_ranks(tmp_path):
             if not is_kind or not is_said or not again or calls > 3 or seconds > AT_ONCE_S:
                 wrong.append(f"{most} and {odd} on rank {rank}: {found[number]}")
     assert not wrong, f"{len(wrong)}\n" + "\n".join(wrong[:40])
+
+
+def add_sparse_tensors_of_two_shapes(path):
+    with group(path) as rank:
+        shape = (4, 3) if rank == 0 else (3, 4)
+        return error_of(lambda: dist.all_reduce(torch.ones(shape).to_sparse()))[:2]
+
+
+def test_sparse_tensors_of_other_shapes_are_named_on_all_ranks(tmp_path):
+    """Both have as many elements, of which some are zero: their headers are alike."""
+    mine, theirs = run_ranks(add_sparse_tensors_of_two_shapes, 2, tmp_path / "sparse")
+    assert mine[0] == theirs[0] == "ValueError"
+    assert "rank 1 of the group has shape [3, 4] with 2 sparse dimensions, and rank 0 [4, 3] with" in mine[1]
+    assert (
+        "rank 0 of the group has shape [4, 3] with 2 sparse dimensions, and rank 1 [3, 4] with" in theirs[1]
+    )
 
 
 def send_rows_that_nobody_expects(path):
@@ -180,7 +186,10 @@ def ask_for_what_does_not_exist(path):
                 error_of(partial(dist.all_to_all_single, torch.ones(3), torch.ones(3)))[:2],
                 error_of(partial(dist.all_gather, [torch.ones(2)], torch.ones(2)))[:2],
                 error_of(partial(dist.all_reduce, torch.ones(2, device="meta")))[:2],
-                error_of(partial(dist.all_reduce, torch.ones(2).to_sparse()))[:2],
+                error_of(partial(dist.broadcast, torch.ones(2).to_sparse(), 0))[:2],
+                error_of(partial(dist.all_reduce, torch.ones(2).to_sparse(), op.MAX))[:2],
+                error_of(partial(dist.all_reduce, torch.ones(2).to_sparse() * 1j))[:2],
+                error_of(partial(dist.all_reduce, torch.eye(2).to_sparse_csr()))[:2],
             ]
         tensor = torch.ones(3)
         dist.all_reduce(tensor)
@@ -198,7 +207,7 @@ REFUSED = (
 def test_what_cannot_be_reduced_is_refused_and_the_group_goes_on(tmp_path):
     (found, mine), (_, theirs) = run_ranks(ask_for_what_does_not_exist, 2, tmp_path / "refused")
     assert mine == theirs == [2.0] * 3
-    assert len(found) == 4 * len(REFUSED) + 4
+    assert len(found) == 4 * len(REFUSED) + 7
     for kind, text in found:
         assert kind == "ValueError", (kind, text)
         assert "\n" not in text

@@ -76,6 +76,17 @@ def ddp(folder: Path) -> None:
     end()
 
 
+def sparse_gradients(folder: Path) -> None:
+    rank, size = start()
+    torch.manual_seed(0)
+    whole = nn.Sequential(nn.Embedding(10, 6, sparse=True), nn.Linear(6, 2)).double()
+    net = DistributedDataParallel(copy.deepcopy(whole))
+    words = torch.arange(8).mul(7) % 10
+    found = trained(net, words.chunk(size)[rank], torch.optim.SGD(net.parameters(), lr=0.1))
+    close(found, trained(whole, words, torch.optim.SGD(whole.parameters(), lr=0.1)))
+    end()
+
+
 def fsdp(folder: Path) -> None:
     rank, size = start()
     net = model()
@@ -143,7 +154,7 @@ def pipeline(folder: Path) -> None:
     end()
 
 
-@pytest.mark.parametrize("job", [ddp, fsdp, tensors, pipeline, compiled])
+@pytest.mark.parametrize("job", [ddp, sparse_gradients, fsdp, tensors, pipeline, compiled])
 def test_gives_what_one_process_gives(job: Callable[[Path], None], tmp_path: Path) -> None:
     run_ranks(job, 2, tmp_path)
 
