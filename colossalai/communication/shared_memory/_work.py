@@ -130,7 +130,7 @@ class SharedWork(dist.Work):
 
 
 class EndedWork(SharedWork):
-    """A call that has ended well before its caller got this.
+    """A call that has ended well before its caller got this; nobody waits, so it needs no latch.
 
     Args:
         tensors: Where its results are.
@@ -212,7 +212,7 @@ class CallQueue:
         """Run a call and return when it has ended."""
         with self._ordering:
             is_first = not self._waiting and self._running.acquire(blocking=False)
-            work = None if is_first else self._queued(run, (), str)
+            work = None if is_first else self._queued(run, (), lambda: "a blocking call")
         if work is not None:
             self._wake()  # whoever is running one now may be through before we look
             work.wait()
