@@ -79,6 +79,7 @@ def _outcomes(folder: Path) -> dict[str, str]:
     return {case.get("name", ""): " ".join(child.get("message", "") for child in case) for case in cases}
 
 
+@pytest.mark.long  # a session of pytest of its own
 def test_leaks_fail(tmp_path: Path) -> None:
     outcomes = _outcomes(tmp_path)
     assert "the test leaks environment variable LEAKED: was None, is '1'" in outcomes.pop(

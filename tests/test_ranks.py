@@ -223,6 +223,7 @@ def _pids(folder: Path) -> set[int]:
     return pids
 
 
+@pytest.mark.long  # it imports all that a zygote imports, twice
 def test_nothing_outlives_the_test_process(tmp_path: Path) -> None:
     ways = [signal.SIGKILL, signal.SIGINT]  # both at once: most of the time goes into imports
     parents = [_start_parent(tmp_path / how.name) for how in ways]

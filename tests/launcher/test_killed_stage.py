@@ -9,7 +9,7 @@ import pytest
 
 from tests.launcher.command import is_gone, start
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.long]  # tests/launcher/test_run.py kills a rank of any job
 
 # Stage 1 stops in the forward of microbatch 5 of the second step, and says so.
 TRAINS = """

@@ -23,14 +23,21 @@ KEPT, STORED = 2000, 6000
 SLACK = 1 << 20  # memory comes in arenas, of which few groups may just need one more
 
 
-def taken():
-    """Return how many descriptors, threads (of Python, and in all) and shared mappings this process has."""
+def taken(expected=None):
+    """Return how many descriptors, threads (of Python, and in all) and shared mappings this process has.
+
+    A thread that has been joined may not have left the kernel yet: what differs from `expected` gets time.
+    """
     gc.collect()
-    deadline = (
-        time.monotonic() + THREAD_END_S
-    )  # a thread that has been joined may not have left the kernel yet
-    while len(os.listdir("/proc/self/task")) > threading.active_count() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    deadline = time.monotonic() + THREAD_END_S
+    found, last = _taken_now(), {}
+    while found != (expected or last) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        last, found = found, _taken_now()
+    return found
+
+
+def _taken_now():
     maps = Path("/proc/self/maps").read_text()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -66,7 +73,7 @@ def make_use_and_destroy(path):
     with group(path / "all") as rank:
         is_right = use(None, rank) and use(dist.new_group(), rank)
         during = taken()
-    return is_right, before, during, taken()
+    return is_right, before, during, taken(before)
 
 
 def test_nothing_is_left_of_a_group_that_is_destroyed(tmp_path):
@@ -95,7 +102,7 @@ def make_many_at_once(path):
         is_right = all(tensor.eq(2.0 * number).all() for number, tensor in enumerate(tensors))
         during = taken()
         del groups, works
-    return talk, is_right, before, during, taken()
+    return talk, is_right, before, during, taken(before)
 
 
 def test_200_groups_at_once(tmp_path):
@@ -124,7 +131,7 @@ def make_many_one_after_another(most, seconds):
             dist.recv(torch.zeros(2), 1 - rank, group=pg)
         dist.destroy_process_group(pg)
         if number % (most // 10) == most // 10 - 1:
-            found.append(taken())
+            found.append(taken(found[0] if found else None))
             sizes.append(resident())
             is_over[0] = float(time.monotonic() - begun > seconds)
             dist.all_reduce(is_over, dist.ReduceOp.MAX)
