@@ -12,5 +12,5 @@ A torch backend of the name "shared_memory", in Python; see docs/design/shared_m
 | bell, alarm | words at which a rank that waits for messages, or its thread for them, sleeps |
 """
 
-from colossalai.communication.shared_memory._backend import how_ranks_talk as how_ranks_talk
-from colossalai.communication.shared_memory._backend import make_group as make_group
+from colossalai.communication.shared_memory._machines import how_ranks_talk as how_ranks_talk
+from colossalai.communication.shared_memory._machines import make_group as make_group

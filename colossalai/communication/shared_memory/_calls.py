@@ -70,6 +70,8 @@ class Call(NamedTuple):
         dtype: Of the elements; None where there are none.
         reduction: One of `REDUCTIONS`, empty where nothing is reduced.
         root: The rank of the group that gives or gets, -1 without one.
+        island_root: Who does so of the ranks that share memory, where the group has others as well; -1 where
+            it has not.
         is_growing: Whether ranks first agree on larger slots.
         room: Bytes that this rank has reserved of each half of its slot.
     """
@@ -80,8 +82,19 @@ class Call(NamedTuple):
     dtype: torch.dtype | None = None
     reduction: str = ""
     root: int = -1
+    island_root: int = -1
     is_growing: bool = False
     room: int = 0
+
+    @property
+    def slot_root(self) -> int:
+        """The index in the slots of the rank that gives or gets."""
+        return self.root if self.island_root < 0 else self.island_root
+
+    @property
+    def slot_reduction(self) -> str:
+        """What is done in the slots; a mean is a sum there, if ranks of other machines are still missing."""
+        return "SUM" if self.reduction == "AVG" and self.island_root >= 0 else self.reduction
 
     def packed(self) -> bytes:
         """Return it as the bytes of a header."""

@@ -94,10 +94,10 @@ def all_reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
         part = tensor[start // unit : (start + size) // unit]
         slots.begin()
         if size * (slots.num_ranks - 1) <= _SMALL:
-            _all_reduce_alone(slots, part, call.reduction)
+            _all_reduce_alone(slots, part, call.slot_reduction)
         else:
             sections = _sections(part.numel(), slots.num_ranks, unit)
-            _reduce_section(slots, part, sections, call.reduction)
+            _reduce_section(slots, part, sections, call.slot_reduction)
             slots.publish(REDUCED)
             slots.wait(REDUCED)
             _collect(slots, part, sections)
@@ -140,7 +140,7 @@ def all_reduce_sparse(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
     total = values.new_zeros(len(union), *values.shape[1:], dtype=torch.float32 if is_half else values.dtype)
     for found, number, at in zip(all_values, counts, rows.split(counts), strict=True):
         total.index_add_(0, at, found[:number].to(total.dtype))
-    if call.reduction == "AVG":
+    if call.slot_reduction == "AVG":
         total.div_(slots.num_ranks)
     result = torch.sparse_coo_tensor(union.t(), total.to(values.dtype), tensor.shape, is_coalesced=True)
     tensor.copy_(result)
@@ -150,7 +150,7 @@ def reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
     """Replace a flat contiguous tensor by the reduction over all ranks, at the root alone."""
     slots.start(call, tensor.nbytes)
     unit = tensor.element_size()
-    is_root = slots.rank == call.root
+    is_root = slots.rank == call.slot_root
     for start, size in _parts(slots, tensor.nbytes, unit):
         part = tensor[start // unit : (start + size) // unit]
         slots.begin()
@@ -159,12 +159,12 @@ def reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
             slots.publish(WRITTEN if is_root else DONE)
             if is_root:
                 slots.wait(WRITTEN)
-                _combine(part, _terms(slots, part, 0), call.reduction)
+                combine(part, _terms(slots, part, 0), call.slot_reduction)
             else:
                 slots.look_later()
         else:
             sections = _sections(part.numel(), slots.num_ranks, unit)
-            _reduce_section(slots, part, sections, call.reduction)
+            _reduce_section(slots, part, sections, call.slot_reduction)
             slots.publish(REDUCED if is_root else DONE)
             if is_root:
                 slots.wait(REDUCED)
@@ -200,7 +200,7 @@ def reduce_scatter(slots: Slots, call: Call, output: torch.Tensor, source: torch
             own if rank == slots.rank else slots.elements(rank, slots.rank * length, length, output.dtype)
             for rank in range(slots.num_ranks)
         ]
-        _combine(part, terms, call.reduction)
+        combine(part, terms, call.slot_reduction)
         slots.publish(DONE)
 
 
@@ -281,11 +281,11 @@ def broadcast(slots: Slots, call: Call, address: int, num_bytes: int) -> None:
     for start, size in _parts(slots, num_bytes, _CACHE_LINE):
         slots.begin()
         slots.look_later()
-        if slots.rank == call.root:
+        if slots.rank == call.slot_root:
             slots.put(address + start, size)
         else:
-            slots.wait(WRITTEN, (call.root,))
-            slots.get(address + start, call.root, size)
+            slots.wait(WRITTEN, (call.slot_root,))
+            slots.get(address + start, call.slot_root, size)
         slots.publish(DONE)
 
 
@@ -295,7 +295,7 @@ def gather(slots: Slots, call: Call, targets: Sequence[int], source: int, num_by
     for start, size in _parts(slots, num_bytes, _CACHE_LINE):
         slots.begin()
         slots.look_later()
-        if slots.rank != call.root:
+        if slots.rank != call.slot_root:
             slots.put(source + start, size)
             slots.publish(DONE)
             continue
@@ -313,14 +313,14 @@ def scatter(slots: Slots, call: Call, target: int, sources: Sequence[int], num_b
     for start, size in _parts(slots, num_bytes, _CACHE_LINE, slots.num_ranks):
         slots.begin()
         slots.look_later()
-        if slots.rank == call.root:
+        if slots.rank == call.slot_root:
             for other in slots.others:
                 slots.put(sources[other] + start, size, other * size)
             slots.publish(DONE)
             copy_bytes(target + start, sources[slots.rank] + start, size)
         else:
-            slots.wait(WRITTEN, (call.root,))
-            slots.get(target + start, call.root, size, slots.rank * size)
+            slots.wait(WRITTEN, (call.slot_root,))
+            slots.get(target + start, call.slot_root, size, slots.rank * size)
             slots.publish(DONE)
 
 
@@ -353,7 +353,7 @@ def _all_reduce_alone(slots: Slots, part: torch.Tensor, reduction: str) -> None:
     slots.put(part.data_ptr(), part.nbytes)
     slots.publish(WRITTEN)
     slots.wait(WRITTEN)
-    _combine(part, _terms(slots, part, 0), reduction)
+    combine(part, _terms(slots, part, 0), reduction)
 
 
 def _reduce_section(slots: Slots, part: torch.Tensor, sections: Sequence[slice], reduction: str) -> None:
@@ -366,7 +366,7 @@ def _reduce_section(slots: Slots, part: torch.Tensor, sections: Sequence[slice],
     slots.wait(WRITTEN)
     terms = _terms(slots, part[mine], mine.start)
     terms[slots.rank] = part[mine]  # it was not copied; its place in the slot is where the result goes
-    _combine(slots.elements(slots.rank, mine.start, terms[0].numel(), part.dtype), terms, reduction)
+    combine(slots.elements(slots.rank, mine.start, terms[0].numel(), part.dtype), terms, reduction)
 
 
 def _terms(slots: Slots, part: torch.Tensor, start: int) -> list[torch.Tensor]:
@@ -384,7 +384,7 @@ def _collect(slots: Slots, part: torch.Tensor, sections: Sequence[slice]) -> Non
         slots.get(part.data_ptr() + at, rank, (section.stop - section.start) * unit, at)
 
 
-def _combine(target: torch.Tensor, terms: Sequence[torch.Tensor], reduction: str) -> None:
+def combine(target: torch.Tensor, terms: Sequence[torch.Tensor], reduction: str) -> None:
     """Reduce the terms, in their order, into `target`, which may be the first one and none of the others."""
     combine = _COMBINES[reduction]
     total = target if target.dtype not in _HALVES else torch.empty_like(target, dtype=torch.float32)

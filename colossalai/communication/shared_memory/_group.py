@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from colossalai._torch_backend import NAME
-from colossalai.communication.shared_memory import _collectives as collectives
 from colossalai.communication.shared_memory._calls import REDUCTIONS, Call
+from colossalai.communication.shared_memory._collectives import check_reduction
 from colossalai.communication.shared_memory._membership import Membership
 from colossalai.communication.shared_memory._tensors import (
     Bytes,
@@ -30,22 +30,40 @@ _REDUCTION_NAMES = {getattr(dist.ReduceOp.RedOpType, name): name for name in RED
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """A process group whose ranks share a machine.
+    """A process group of ranks that share a machine, or several.
 
     Args:
-        membership: This rank's part in it.
+        membership: This rank's part in the memory of its machine.
+        rank: This rank of the group.
+        ranks: The global ranks of the group.
+        collectives: The module `_collectives`, or an object with the same functions.
+        messages: A `Messages`, or an object with its `send` and `receive`.
         store: Of the group.
         timeout: How long another rank may take.
         record: Where its collectives are noted for the watchdog.
+
+    Attributes:
+        collectives: See above.
     """
 
     def __init__(
-        self, membership: Membership, *, store: dist.Store, timeout: timedelta, record: CallRecord
+        self,
+        membership: Membership,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        collectives: Any,
+        messages: Any,
+        store: dist.Store,
+        timeout: timedelta,
+        record: CallRecord,
     ) -> None:
-        slots = membership.slots
-        super().__init__(slots.rank, slots.num_ranks)  # type: ignore[call-arg]
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]
+        self.collectives = collectives
+        self._messages = messages
         self._membership = membership
-        self._slots = slots
+        self._ranks = tuple(ranks)
+        self._slots = membership.slots
         self._store = store
         self._timeout = timeout
         self._name = self._description = ""
@@ -98,7 +116,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all ranks."""
-        return self._issue("barrier", lambda call: collectives.barrier(self._slots, call), opts)
+        return self._issue("barrier", lambda call: self.collectives.barrier(self._slots, call), opts)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Replace tensors by their reductions over the ranks."""
@@ -109,7 +127,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         def run(call: Call) -> None:
             for part in parts:
-                collectives.all_reduce(self._slots, _of(call, part, reduction=reduction), part)
+                self.collectives.all_reduce(self._slots, _of(call, part, reduction=reduction), part)
             places.copy_back()
 
         return self._issue("all_reduce", run, opts, tensors)
@@ -123,7 +141,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         def run(call: Call) -> None:
             for part in parts:
-                collectives.reduce(self._slots, _of(call, part, reduction=reduction, root=root), part)
+                self.collectives.reduce(self._slots, _of(call, part, reduction=reduction, root=root), part)
             places.copy_back()
 
         return self._issue("reduce", run, opts, tensors)
@@ -228,7 +246,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         def run(call: Call) -> None:
             for part in parts:
-                collectives.broadcast(self._slots, _of(call, part, root=root), *bytes_of(part))
+                self.collectives.broadcast(self._slots, _of(call, part, root=root), *bytes_of(part))
             places.copy_back()
 
         return self._issue("broadcast", run, opts, tensors)
@@ -244,7 +262,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             targets = [places.target(output).data_ptr() for output in outputs[0]]
 
         def run(call: Call) -> None:
-            collectives.gather(self._slots, _of(call, source, root=root), targets, *bytes_of(source))
+            self.collectives.gather(self._slots, _of(call, source, root=root), targets, *bytes_of(source))
             places.copy_back()
 
         return self._issue("gather", run, opts, outputs[0] if outputs else [])
@@ -261,7 +279,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         def run(call: Call) -> None:
             address, num_bytes = bytes_of(target)
-            collectives.scatter(self._slots, _of(call, target, root=root), address, sources, num_bytes)
+            self.collectives.scatter(self._slots, _of(call, target, root=root), address, sources, num_bytes)
             places.copy_back()
 
         return self._issue("scatter", run, opts, outputs)
@@ -284,12 +302,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def send(self, tensors: list[torch.Tensor], target: int, tag: int = 0) -> dist.Work:
         """Begin to send a tensor to a rank."""
         self._check_process()
-        messages, watch = self._membership.messages, self._membership.watch
 
         def doing() -> str:
-            return f"a message to rank {watch.ranks[target]} {watch.where()}"
+            return f"a message to rank {self._ranks[target]} {self._membership.watch.where()}"
 
-        return apart_from_callers(lambda: messages.send(Places().source(tensors[0]), target, tag, doing))
+        def send() -> dist.Work:
+            work: dist.Work = self._messages.send(Places().source(tensors[0]), target, tag, doing)
+            return work
+
+        return apart_from_callers(send)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
         """Begin to receive a tensor from a rank."""
@@ -303,16 +324,17 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _receive(self, tensors: list[torch.Tensor], source: int | None, tag: int) -> dist.Work:
         self._check_process()
-        places, watch = Places(), self._membership.watch
+        places = Places()
 
         def doing() -> str:
-            whom = "any rank" if source is None else f"rank {watch.ranks[source]}"
-            return f"a message from {whom} {watch.where()}"
+            whom = "any rank" if source is None else f"rank {self._ranks[source]}"
+            return f"a message from {whom} {self._membership.watch.where()}"
 
         def receive() -> dist.Work:
             data = places.target(tensors[0])
             then = places.copy_back if places.has_copies else None
-            return self._membership.messages.receive(data, source, tag, doing, then)
+            work: dist.Work = self._messages.receive(data, source, tag, doing, then)
+            return work
 
         return apart_from_callers(receive)
 
@@ -323,7 +345,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         def run(call: Call) -> None:
             for tensor in tensors:
-                collectives.all_reduce_sparse(self._slots, _of(call, tensor, reduction=reduction), tensor)
+                self.collectives.all_reduce_sparse(
+                    self._slots, _of(call, tensor, reduction=reduction), tensor
+                )
 
         return self._issue("all_reduce_sparse", run, opts, tensors)
 
@@ -340,7 +364,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         def run(call: Call) -> None:
             for target, source in pairs:
-                collectives.reduce_scatter(
+                self.collectives.reduce_scatter(
                     self._slots, _of(call, target, reduction=reduction), target, source
                 )
             places.copy_back()
@@ -367,7 +391,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> dist.Work:
         def run(call: Call) -> None:
             for targets, source in pairs:
-                collectives.all_gather(self._slots, _of(call, source), targets, *bytes_of(source))
+                self.collectives.all_gather(self._slots, _of(call, source), targets, *bytes_of(source))
             places.copy_back()
 
         return self._issue("all_gather", run, opts, results)
@@ -382,7 +406,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         results: Sequence[torch.Tensor],
     ) -> dist.Work:
         def run(call: Call) -> None:
-            collectives.all_to_all(self._slots, call._replace(dtype=dtype), targets, sources)
+            self.collectives.all_to_all(self._slots, call._replace(dtype=dtype), targets, sources)
             places.copy_back()
 
         return self._issue("all_to_all", run, opts, results)
@@ -443,5 +467,5 @@ def _reduction(opts: Any) -> str:
 
 
 def _reducible(tensor: torch.Tensor, reduction: str) -> torch.Tensor:
-    collectives.check_reduction(reduction, tensor.dtype)
+    check_reduction(reduction, tensor.dtype)
     return tensor

@@ -109,9 +109,9 @@ SHAPES = (
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[int, list[list[int]], list[Step]]:
-    """Draw a number of ranks, groups of some of them, and calls of these groups."""
-    num_ranks = draw(st.sampled_from([1, 2, 3, 4, 8]))
+def programs(draw: st.DrawFn, most: int = 8) -> tuple[int, list[list[int]], list[Step]]:
+    """Draw a number of ranks up to `most`, groups of some of them, and calls of these groups."""
+    num_ranks = draw(st.sampled_from([count for count in (1, 2, 3, 4, 8) if count <= most]))
     groups = [list(range(num_ranks))]
     for _ in range(draw(st.integers(0, 3))):
         members = draw(st.permutations(range(num_ranks)))
@@ -157,6 +157,29 @@ def reduced(terms: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
     return total.to(terms[0].dtype)
 
 
+def reduced_on_machines(
+    terms: Sequence[torch.Tensor], reduction: str, machines: Sequence[int]
+) -> torch.Tensor:
+    """Return the reduction of the terms on each machine, then of the machines, in the order of first terms.
+
+    Args:
+        terms: Of the ranks.
+        reduction: One of `REDUCTIONS`.
+        machines: Of each rank.
+    """
+    if len(set(machines)) in (1, len(machines)):
+        return reduced(terms, reduction)
+    dtype, step = terms[0].dtype, "SUM" if reduction == "AVG" else reduction
+    if reduction == "AVG":
+        terms = [term.float() if dtype in (torch.float16, torch.bfloat16) else term for term in terms]
+    parts = [
+        reduced([term for term, place in zip(terms, machines, strict=True) if place == machine], step)
+        for machine in dict.fromkeys(machines)
+    ]
+    total = reduced(parts, step)
+    return (total / len(terms) if reduction == "AVG" else total).to(dtype)
+
+
 def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same values whose memory has gaps."""
     if tensor.dim() == 0:
@@ -173,10 +196,12 @@ class Runner:
     Args:
         groups: The members of each group, by global rank.
         backend: Of the groups.
+        machines: On which machine each global rank runs; default: all on one.
     """
 
-    def __init__(self, groups: Sequence[Sequence[int]], backend: str) -> None:
+    def __init__(self, groups: Sequence[Sequence[int]], backend: str, machines: Sequence[int] = ()) -> None:
         self.groups = [list(ranks) for ranks in groups]
+        self.machines = machines or [0] * len(self.groups[0])
         self.made: list[Any] = [dist.group.WORLD]
         for ranks in self.groups[1:]:
             self.made.append(dist.new_group(ranks, backend=backend))
@@ -209,17 +234,20 @@ class Runner:
         def all_values(count: int = 1) -> list[torch.Tensor]:
             return [values(step, other, count) for other in range(p)]
 
+        def total(terms: Sequence[torch.Tensor]) -> torch.Tensor:
+            return reduced_on_machines(terms, step.reduction, [self.machines[other] for other in ranks])
+
         match step.operation:
             case "all_reduce":
-                expected = [(own, reduced([each[0] for each in all_values()], step.reduction))]
+                expected = [(own, total([each[0] for each in all_values()]))]
                 work = dist.all_reduce(own, op, **common)
             case "reduce":
-                total = reduced([each[0] for each in all_values()], step.reduction)
-                expected = [(own, total if rank == root else own.clone())]
+                wanted = total([each[0] for each in all_values()]) if rank == root else own.clone()
+                expected = [(own, wanted)]
                 work = dist.reduce(own, ranks[root], op, **common)
             case "reduce_scatter":
                 source = values(step, rank, p)
-                expected = [(into, reduced([each[rank] for each in all_values(p)], step.reduction))]
+                expected = [(into, total([each[rank] for each in all_values(p)]))]
                 work = dist.reduce_scatter(into, [shape(each) for each in source], op, **common)
             case "all_gather":
                 output = torch.zeros((p, *step.shape), dtype=step.dtype)

@@ -1,0 +1,427 @@
+"""Groups over several machines: shared memory within each, gloo from machine to machine.
+
+The first rank of each machine is its *leader*. A reduction goes to the leaders through memory, from leader
+to leader over gloo, and back through memory; a gather and a broadcast likewise. So a machine sends and
+receives as many bytes as a single rank would in its place. Sums go in the order of ranks on a machine, then
+of machines by their first ranks; those of float16 and bfloat16 are rounded once on each machine and once in
+the end.
+
+H machines, n bytes for each rank, k ranks on this machine:
+
+| call | a leader sends | receives |
+| --- | --- | --- |
+| all-reduce, H = 2 or small | (H-1) n | (H-1) n |
+| all-reduce | 2 (H-1)/H n | 2 (H-1)/H n |
+| reduce | n; that of the root's machine nothing | nothing; that of the root's machine (H-1) n |
+| reduce-scatter | n for each rank elsewhere | (H-1) k n |
+| all-gather | (H-1) k n | n for each rank elsewhere |
+| broadcast | gloo's tree over leaders | n |
+
+All-to-all, gather, scatter, sums of sparse tensors and all messages are gloo's, between any two ranks.
+"""
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from colossalai._torch_backend import NAME
+from colossalai.communication.shared_memory import _collectives as within
+from colossalai.communication.shared_memory._calls import AGREED_SIZE, Call, disagreement
+from colossalai.communication.shared_memory._group import SharedMemoryGroup
+from colossalai.communication.shared_memory._meeting import meet
+from colossalai.communication.shared_memory._membership import Membership, members
+from colossalai.communication.shared_memory._segment import copy_bytes
+from colossalai.communication.shared_memory._slots import Slots
+from colossalai.communication.shared_memory._tensors import Bytes, bytes_of
+from colossalai.communication.shared_memory._work import SharedWork
+from colossalai.logging import get_dist_logger
+from colossalai.monitor import CallRecord, DisagreementError
+
+_SMALL = 16 << 10  # bytes that leaders rather send whole to one another than wait twice for
+_PART = 4 << 20  # bytes of a sum that leaders exchange at once: what they receive takes no more memory
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def how_ranks_talk(group: dist.ProcessGroup | None = None) -> str:
+    """Say by what the ranks of a group communicate: "shared memory", "gloo", or both where there are hosts.
+
+    Args:
+        group: One of this backend; default: the default group.
+    """
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, SharedMemoryGroup):
+        return "gloo"
+    return "shared memory" if group.collectives is within else "shared memory, and gloo between machines"
+
+
+def make_group(options: Any) -> Any:
+    """Make the process group that torch asks for; all of its ranks call this.
+
+    Args:
+        options: Of torch: store, rank, size, name and time limit.
+
+    Returns:
+        A group over shared memory, which takes gloo between machines; one of gloo where no two ranks share
+        memory, with a line that says why if they run on the same machine.
+    """
+    rank, num_ranks, timeout = options.group_rank, options.group_size, options.timeout
+    if not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
+    store = dist.PrefixStore(NAME, options.store)
+    island = meet(store, rank, num_ranks, timeout=timeout, budget=members.budget(num_ranks))
+    everybody = None
+    if len(island.machines) > 1 or island.segment is None:
+        everybody = _gloo("gloo", options.store, rank, num_ranks, timeout)
+    if island.segment is None:
+        if island.reason:
+            get_dist_logger().log_once(
+                f"the ranks of this machine talk over gloo, not through its memory: {island.reason}",
+                level="WARNING",
+            )
+        return everybody
+    ranks = list(options.global_ranks_in_group) or list(range(num_ranks))
+    record = CallRecord(str(options.group_id))
+
+    def where() -> str:
+        return record.where(ranks)
+
+    membership = Membership(
+        island, ranks=[ranks[index] for index in island.ranks], where=where, timeout=timeout.total_seconds()
+    )
+    across: AcrossMachines | None = None
+    if everybody is not None:
+        leaders = None
+        if island.index == 0:
+            place = island.machines.index(island.ranks)
+            leaders = _gloo("leaders", options.store, place, len(island.machines), timeout)
+        across = AcrossMachines(
+            everybody, leaders, machines=island.machines, rank=rank, ranks=ranks, where=where
+        )
+    return SharedMemoryGroup(
+        membership,
+        rank=rank,
+        ranks=ranks,
+        collectives=across or within,
+        messages=across or membership.messages,
+        store=options.store,
+        timeout=timeout,
+        record=record,
+    )
+
+
+class AcrossMachines:
+    """The collectives and messages of one rank in a group whose ranks run on several machines.
+
+    The collectives have the arguments and meanings of those in `_collectives.py`; `slots` are those of this
+    rank's machine.
+
+    Args:
+        everybody: A group of gloo's with all ranks.
+        leaders: Another one with the first ranks of the machines, in their order; None on the other ranks.
+        machines: The ranks of the group on each machine, in order of the first ones.
+        rank: This rank of the group.
+        ranks: The global ranks of the group.
+        where: What is the group called in messages?
+    """
+
+    def __init__(
+        self,
+        everybody: dist.ProcessGroup,
+        leaders: dist.ProcessGroup | None,
+        *,
+        machines: Sequence[Sequence[int]],
+        rank: int,
+        ranks: Sequence[int],
+        where: Callable[[], str],
+    ) -> None:
+        self._everybody = everybody
+        self._leaders = leaders
+        self._machines = machines
+        self._here = next(place for place, those in enumerate(machines) if rank in those)
+        self._elsewhere = [place for place in range(len(machines)) if place != self._here]
+        self._num_ranks = len(ranks)
+        self._ranks = ranks
+        self._where = where
+
+    # Through memory to the leader, over gloo to the other ones, back through memory.
+
+    def barrier(self, slots: Slots, call: Call) -> None:
+        """Return when all ranks have come."""
+        within.barrier(slots, call)
+        self._meet_leaders(call)
+        within.broadcast(slots, call._replace(island_root=0), 0, 0)
+
+    def all_reduce(self, slots: Slots, call: Call, tensor: torch.Tensor) -> None:
+        """Replace a flat contiguous tensor by the reduction over all ranks."""
+        wide, call = _to_reduce(tensor, call), call._replace(island_root=0)
+        within.reduce(slots, call, wide)
+        if self._meet_leaders(call):
+            self._reduce_at_leaders(wide, call.reduction)
+        within.broadcast(slots, call, *bytes_of(wide))
+        if wide is not tensor:
+            tensor.copy_(wide)
+
+    def reduce(self, slots: Slots, call: Call, tensor: torch.Tensor) -> None:
+        """Replace a flat contiguous tensor by the reduction over all ranks, at the root alone."""
+        place, _ = self._find(call.root)
+        wide, call = _to_reduce(tensor, call), call._replace(island_root=0)
+        total = wide.clone()  # the tensors of the others are left as they are
+        within.reduce(slots, call, total)
+        if self._meet_leaders(call):
+            if self._here == place:
+                self._add_from_leaders(total, call.reduction)
+            else:
+                self._exchange({place: total}, {})
+        if self._here == place:
+            within.broadcast(slots, call, *bytes_of(total))
+            if self._machines[place][slots.rank] == call.root:
+                tensor.copy_(total)
+
+    def reduce_scatter(self, slots: Slots, call: Call, output: torch.Tensor, source: torch.Tensor) -> None:
+        """Reduce a flat tensor of a section for each rank over all ranks, of which each keeps its own."""
+        wide, call = _to_reduce(source, call), call._replace(island_root=0)
+        total = wide.clone() if wide is source else wide
+        within.reduce(slots, call, total)
+        sections = total.view(self._num_ranks, -1)
+        mine = sections[list(self._machines[self._here])]  # (ranks here, n)
+        if self._meet_leaders(call):
+            blocks = {place: sections[list(self._machines[place])] for place in self._elsewhere}
+            found = {place: torch.empty_like(mine) for place in self._elsewhere}
+            self._exchange(blocks, found)
+            self._combine(mine, found, call.reduction)
+        own = output if wide is source else wide.new_empty(output.shape)
+        first, size = mine.data_ptr(), own.nbytes
+        parts = [first + index * size for index in range(slots.num_ranks)]
+        within.scatter(slots, call, own.data_ptr(), parts, size)
+        if own is not output:
+            output.copy_(own)
+
+    def all_gather(
+        self, slots: Slots, call: Call, targets: Sequence[int], source: int, num_bytes: int
+    ) -> None:
+        """Copy bytes of each rank to all ranks."""
+        here = [targets[rank] for rank in self._machines[self._here]]
+        within.all_gather(slots, call, here, source, num_bytes)
+        call = call._replace(island_root=0)
+        blocks = {
+            place: _block([targets[rank] for rank in self._machines[place]], num_bytes)
+            for place in self._elsewhere
+        }
+        if self._meet_leaders(call):
+            own = _block(here, num_bytes)
+            for index, address in enumerate(here):
+                copy_bytes(own.data_ptr() + index * num_bytes, address, num_bytes)
+            self._exchange(dict.fromkeys(self._elsewhere, own), blocks)
+        for place, block in blocks.items():
+            within.broadcast(slots, call, *bytes_of(block))
+            for index, rank in enumerate(self._machines[place]):
+                copy_bytes(targets[rank], block.data_ptr() + index * num_bytes, num_bytes)
+
+    def broadcast(self, slots: Slots, call: Call, address: int, num_bytes: int) -> None:
+        """Replace bytes by those of the root."""
+        place, index = self._find(call.root)
+        if self._here == place:
+            within.broadcast(slots, call._replace(island_root=index), address, num_bytes)
+        if self._meet_leaders(call):
+            assert self._leaders is not None
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = place, 0
+            if num_bytes:
+                self._leaders.broadcast([_bytes_at(address, num_bytes)], options).wait()
+        if self._here != place:
+            within.broadcast(slots, call._replace(island_root=0), address, num_bytes)
+
+    # Over gloo, after the ranks of a machine have agreed on the call.
+
+    def all_to_all(
+        self, slots: Slots, call: Call, targets: Sequence[Bytes], sources: Sequence[Bytes]
+    ) -> None:
+        """Send each rank bytes of its own, any number of them."""
+        within.barrier(slots, call)
+        outputs = [_bytes_at(*target) for target in targets]
+        inputs = torch.cat([_bytes_at(*source) for source in sources])
+        found = inputs.new_empty(sum(part.numel() for part in outputs))
+        sizes = [part.numel() for part in outputs]
+        self._everybody.alltoall_base(found, inputs, sizes, [size for _, size in sources]).wait()
+        for output, part in zip(outputs, found.split(sizes), strict=True):
+            output.copy_(part)
+
+    def gather(self, slots: Slots, call: Call, targets: Sequence[int], source: int, num_bytes: int) -> None:
+        """Copy bytes of each rank to the root, which gives an address for each; the others give none."""
+        within.barrier(slots, call)
+        options = dist.GatherOptions()
+        options.rootRank = call.root
+        outputs = [[_bytes_at(target, num_bytes) for target in targets]] if targets else []
+        if num_bytes:
+            self._everybody.gather(outputs, [_bytes_at(source, num_bytes)], options).wait()
+
+    def scatter(self, slots: Slots, call: Call, target: int, sources: Sequence[int], num_bytes: int) -> None:
+        """Copy bytes to each rank from the root, which gives an address for each; the others give none."""
+        within.barrier(slots, call)
+        options = dist.ScatterOptions()
+        options.rootRank = call.root
+        inputs = [[_bytes_at(source, num_bytes) for source in sources]] if sources else []
+        if num_bytes:
+            self._everybody.scatter([_bytes_at(target, num_bytes)], inputs, options).wait()
+
+    def all_reduce_sparse(self, slots: Slots, call: Call, tensor: torch.Tensor) -> None:
+        """Replace a sparse tensor by the sum over all ranks, whose order is gloo's."""
+        within.barrier(slots, call)
+        self._everybody.allreduce([tensor]).wait()
+        if call.reduction == "AVG":
+            tensor.copy_(tensor / self._num_ranks)
+
+    # Messages.
+
+    def send(self, data: torch.Tensor, target: int, tag: int, doing: Callable[[], str]) -> dist.Work:
+        """Begin to send a contiguous tensor to a rank."""
+        return self._everybody.send([data], target, tag)
+
+    def receive(
+        self,
+        data: torch.Tensor,
+        source: int | None,
+        tag: int,
+        doing: Callable[[], str],
+        then: Callable[[], object] | None = None,
+    ) -> dist.Work:
+        """Begin to receive a contiguous tensor from a rank, or from any; `then` follows when it is there."""
+        if source is None:
+            work = self._everybody.recv_anysource([data], tag)
+        else:
+            work = self._everybody.recv([data], source, tag)
+        return work if then is None else _ReceivingWork(work, data, then)
+
+    # Leaders.
+
+    def _find(self, rank: int) -> tuple[int, int]:
+        """Return the machine of a rank of the group, and its index there."""
+        place = next(place for place, ranks in enumerate(self._machines) if rank in ranks)
+        return place, list(self._machines[place]).index(rank)
+
+    def _meet_leaders(self, call: Call) -> bool:
+        """Return whether this rank is a leader; those make sure first that all are at this call.
+
+        Raises:
+            DisagreementError: The ranks of another machine are at another call.
+        """
+        if self._leaders is None:
+            return False
+        header = call.packed()
+        own = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        told = {place: torch.empty_like(own) for place in self._elsewhere}
+        self._exchange(dict.fromkeys(self._elsewhere, own), told)
+        headers = {self._here: header, **{place: bytes(found.tolist()) for place, found in told.items()}}
+        by_rank = {self._ranks[self._machines[place][0]]: text for place, text in sorted(headers.items())}
+        if any(text[:AGREED_SIZE] != header[:AGREED_SIZE] for text in by_rank.values()):
+            raise DisagreementError(disagreement(self._where(), by_rank))
+        return True
+
+    def _exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        """Send tensors to other leaders and receive from them, all at once; what is empty is not sent."""
+        assert self._leaders is not None
+        works = [
+            self._leaders.send([tensor.contiguous()], place, 0)
+            for place, tensor in sends.items()
+            if tensor.numel()
+        ]
+        works += [
+            self._leaders.recv([tensor], place, 0) for place, tensor in receives.items() if tensor.numel()
+        ]
+        for work in works:
+            work.wait()
+
+    def _reduce_at_leaders(self, tensor: torch.Tensor, reduction: str) -> None:
+        """Replace a flat tensor of every leader by the reduction over them."""
+        step = max(1, _PART // tensor.element_size())
+        for part in tensor.split(step):
+            if len(self._machines) == 2 or part.nbytes <= _SMALL:
+                self._add_from_leaders(part, reduction, sends=True)
+                continue
+            sections = list(part.tensor_split(len(self._machines)))
+            mine = sections[self._here]
+            found = {place: torch.empty_like(mine) for place in self._elsewhere}
+            self._exchange({place: sections[place] for place in self._elsewhere}, found)
+            self._combine(mine, found, reduction)
+            self._exchange(
+                dict.fromkeys(self._elsewhere, mine), {place: sections[place] for place in self._elsewhere}
+            )
+
+    def _add_from_leaders(self, tensor: torch.Tensor, reduction: str, *, sends: bool = False) -> None:
+        """Reduce what the other leaders send, and this one's, into this one's flat tensor."""
+        found = {place: torch.empty_like(tensor) for place in self._elsewhere}
+        self._exchange(dict.fromkeys(self._elsewhere, tensor) if sends else {}, found)
+        self._combine(tensor, found, reduction)
+
+    def _combine(self, own: torch.Tensor, found: Mapping[int, torch.Tensor], reduction: str) -> None:
+        """Reduce this leader's tensor and those of the others, in the order of machines, into the former."""
+        terms = [found.get(place, own) for place in range(len(self._machines))]
+        total = own if self._here == 0 else torch.empty_like(own)
+        within.combine(total, terms, "SUM" if reduction == "AVG" else reduction)
+        if reduction == "AVG":
+            total.div_(self._num_ranks)
+        if total is not own:
+            own.copy_(total)
+
+
+class _ReceivingWork(SharedWork):
+    """A message of gloo's, after which something is done.
+
+    Args:
+        work: Of gloo.
+        tensor: Where it comes.
+        then: What is done when it has come.
+    """
+
+    def __init__(self, work: dist.Work, tensor: torch.Tensor, then: Callable[[], object]) -> None:
+        super().__init__([tensor])
+        self._work = work
+        self._then = then
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not."""
+        if not self._is_done and self._work.is_completed():
+            self._finish_waiting(None)
+        return self._is_done
+
+    def source_rank(self) -> int:
+        """Return the rank of the group that has sent it."""
+        return self._work._source_rank()
+
+    _source_rank = source_rank
+
+    def _finish_waiting(self, timeout: float | None) -> None:
+        if timeout is None:
+            self._work.wait()
+        else:
+            self._work.wait(timedelta(seconds=timeout))
+        self._then()
+        self.finish()
+
+
+def _gloo(name: str, store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> dist.ProcessGroup:
+    group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, num_ranks, timeout)
+    return cast("dist.ProcessGroup", group)  # it has the methods of one, though its stubs do not say so
+
+
+def _to_reduce(tensor: torch.Tensor, call: Call) -> torch.Tensor:
+    """Return what is reduced in the place of a tensor: the sum for a mean may be too large for halves."""
+    return tensor.float() if call.reduction == "AVG" and tensor.dtype in _HALVES else tensor
+
+
+def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
+    """Return bytes of this process as a flat tensor; whoever calls keeps them alive."""
+    if not num_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
+
+
+def _block(addresses: Sequence[int], size: int) -> torch.Tensor:
+    """Return memory for pieces of one size: where they go if they lie side by side there, or new."""
+    if all(address == addresses[0] + index * size for index, address in enumerate(addresses)):
+        return _bytes_at(addresses[0], size * len(addresses))
+    return torch.empty(size * len(addresses), dtype=torch.uint8)
