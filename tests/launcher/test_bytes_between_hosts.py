@@ -1,0 +1,79 @@
+"""What passes between two hosts of two ranks each, by the counters of their interfaces."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.hosts.launch import launch
+from tests.launcher.hosts.network import Network
+
+pytestmark = pytest.mark.cluster
+BYTES = 4 << 22
+
+# The hosts of these tests have one kernel, so that all ranks would share its memory: here each has its own.
+SUMS = """
+import socket, sys
+from pathlib import Path
+import torch, torch.distributed as dist
+import colossalai
+from colossalai.communication.shared_memory import _meeting, how_ranks_talk
+
+place = _meeting._place
+_meeting._place = lambda: {**place(), "kernel": socket.gethostname()}
+colossalai.launch_from_torch(backend=sys.argv[1], verbose=False)
+
+def num_sent():
+    lines = [line.split() for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
+    return sum(int(fields[9]) for fields in lines if fields[0] != "lo:")
+
+rank = dist.get_rank()
+generator = torch.Generator().manual_seed(rank)
+tensor = torch.randn(1 << 22, generator=generator)
+dist.barrier()
+before = num_sent()
+dist.all_reduce(tensor)
+dist.barrier()
+sent = num_sent() - before
+terms = [torch.randn(1 << 22, generator=torch.Generator().manual_seed(other)) for other in range(4)]
+in_order = (terms[0] + terms[1]) + (terms[2] + terms[3])
+print(f"{how_ranks_talk()}; sent {sent}; off by {(tensor - in_order).abs().max().item()}", flush=True)
+"""
+
+
+def _sums_over(backend: str, network: Network, folder: Path) -> list[tuple[str, int, float]]:
+    folder.mkdir()
+    job = launch(
+        network,
+        folder,
+        "--no-preflight",
+        "--host",
+        "host[1-2]",
+        "--nproc_per_node",
+        "2",
+        "job.py",
+        backend,
+        script=SUMS,
+    )
+    try:
+        assert job.wait() == 0, job.err
+    finally:
+        job.end()
+    found = re.findall(r"^\[host\d:\d\] (.*); sent (\d+); off by (.*)$", job.out, re.MULTILINE)
+    assert len(found) == 4, job.out
+    return [(talk, int(sent), float(off)) for talk, sent, off in found]
+
+
+def test_a_host_sends_what_one_rank_would(
+    network: Network, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    over_gloo = _sums_over("gloo", network, tmp_path / "gloo")
+    through_both = _sums_over("auto", network, tmp_path / "auto")
+    for talk, sent, off in through_both:
+        assert talk == "shared memory, and gloo between machines"
+        assert BYTES < sent < 1.05 * BYTES
+        assert off == 0.0
+    assert {talk for talk, *_ in over_gloo} == {"gloo"}
+    assert min(sent for _, sent, _ in over_gloo) > 1.4 * BYTES
+    record_property("bytes over gloo alone", over_gloo[0][1])
