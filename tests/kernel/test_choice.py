@@ -9,11 +9,14 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import colossalai
 from colossalai.context import ConfigException
 from colossalai.core import global_context as gpc
 from colossalai.kernel import Choice, Facts, Profile, auto_product, decide, is_installed, measured_profile
+from colossalai.kernel._installation import installation
 from colossalai.kernel._probe import cache_file, measure_profile, processor_and_version
 from tests.ranks import run_ranks
 
@@ -203,6 +206,32 @@ def test_ranks_that_are_not_alike(capfd) -> None:
     assert text.count("different processors or versions of torch") == 1
     for error in run_ranks(launched_unlike, 2, "mixed"):
         assert error == "matmul is 'auto' on rank 0 and 'torch' elsewhere: give all ranks the same"
+
+
+def multiply_sharded():
+    """Multiply DTensors; return whether oneDNN did, and how far it is from the product of whole ones."""
+    colossalai.launch_from_torch(matmul="onednn", verbose=False)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    torch.manual_seed(0)
+    x, w = torch.randn(256, 256), torch.randn(256, 512, requires_grad=True)
+    whole = x.double() @ w.double()
+    (wanted,) = torch.autograd.grad(whole.square().mean(), w)
+    sharded = distribute_tensor(w.detach(), mesh, [Shard(1)]).requires_grad_()
+    installation.products.sides.clear()
+    found = distribute_tensor(x, mesh, [Replicate()]) @ sharded
+    found.square().mean().backward()
+    errors = [found.full_tensor() - whole, sharded.grad.full_tensor() - wanted]
+    sides = len(installation.products.sides)
+    gpc.destroy()
+    return sides, [error.abs().max().item() for error in errors]
+
+
+@pytest.mark.dist
+def test_products_of_sharded_tensors() -> None:
+    for sides, (product, gradient) in run_ranks(multiply_sharded, 2):
+        assert sides
+        assert product < 1e-3
+        assert gradient < 1e-6
 
 
 def launched_without(problem):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from colossalai.kernel import Profile, onednn_products, torch_products
 from colossalai.kernel._installation import installation
@@ -220,6 +223,42 @@ def test_two_runs_are_equal_bit_for_bit() -> None:
         assert all(torch.equal(one, other) for one, other in zip(plain, grads(), strict=True))
     for one, other in zip(first, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def _trained(
+    num_steps: int, *, recomputes: bool = False, state: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train from the start or from a state, on batches that are known by their numbers; return the state."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(192, 768), nn.GELU(), nn.Linear(768, 192))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = 0
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    for step in range(first, first + num_steps):
+        x = torch.randn(300 + 7 * step, 192, generator=torch.Generator().manual_seed(step))
+        y = checkpoint(model, x, use_reentrant=False) if recomputes else model(x)
+        y.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": first + num_steps}
+    return copy.deepcopy(state)
+
+
+def test_recomputation_and_a_resumed_run_give_the_same_bits() -> None:
+    with calls_of_onednn() as calls:
+        whole = _trained(4)["model"]
+        assert len(calls) > 4 * 6
+        recomputed = _trained(4, recomputes=True)["model"]
+        kept = _trained(2)
+    with calls_of_onednn() as calls:  # another installation, as in another process
+        resumed = _trained(2, state=kept)["model"]
+        assert calls
+    for name, param in whole.items():
+        assert torch.equal(recomputed[name], param), name
+        assert torch.equal(resumed[name], param), name
 
 
 def test_other_types_and_a_users_setting_stay_as_they_are() -> None:
