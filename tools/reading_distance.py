@@ -5,6 +5,8 @@ package is noted with its file (generators that go on count as entries). *Files*
 files, *switches* how often the function entered lies in another file than the one entered before it. Each
 action is done three times, and the third is counted: what is made once is made. `ssh start` is the exception:
 it is counted in the process that the user starts, from its first line to the moment the ranks' script runs.
+What Python's import system calls at every import (`find_spec`) is no entry. Ranks communicate over gloo,
+whose group is C++ and so ends the way; `--backend auto` goes on, through the group over shared memory.
 
     python tools/reading_distance.py                         # this checkout
     python tools/reading_distance.py --before 79c225b        # the same for a commit, and both side by side
@@ -35,6 +37,7 @@ ACTIONS = {
     "ssh start": "colossalai run --host a,b with a stand-in for ssh, no pre-flight",
 }
 
+BACKEND = "READING_DISTANCE_BACKEND"  # for the ranks
 KINDS = ("linear", "data", "tensor", "pipeline")
 
 
@@ -56,7 +59,7 @@ class Recorder:
         if event != "call":
             return
         name = frame.f_code.co_filename
-        if name.startswith(self._prefix) and frame.f_code.co_name != "<module>":
+        if name.startswith(self._prefix) and frame.f_code.co_name not in ("<module>", "find_spec"):
             self.files.add(name)
             self.switches += self._last is not None and name != self._last
             self._last = name
@@ -100,7 +103,7 @@ def _measure_rank(kind: str, folder: str) -> dict[str, Any]:
             "parallel": {"pipeline": {"size": 2, "partition": "balanced"}},
             "NUM_MICRO_BATCHES": 4,
         }
-    colossalai.launch_from_torch(config)
+    colossalai.launch_from_torch(config, backend=os.environ.get(BACKEND, "gloo"))
     torch.manual_seed(0)
     model, criterion, batch = _linear_layers() if kind == "linear" else _gpt()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -269,9 +272,13 @@ def main() -> None:
     )
     parser.add_argument("--before", metavar="COMMIT", help="measure this commit, too")
     parser.add_argument("--json", metavar="FILE", help="write all figures, with the names of the files")
+    parser.add_argument(
+        "--backend", choices=("gloo", "auto"), default="gloo", help="of this checkout's ranks"
+    )
     parser.add_argument("--rank-of", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    os.environ.setdefault(BACKEND, args.backend)
     if args.rank_of:
         figures = _measure_rank(args.rank_of, args.folder)
         if int(os.environ["RANK"]) == 0:
