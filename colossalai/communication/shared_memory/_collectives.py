@@ -53,8 +53,9 @@ _REDUCIBLE = (
     torch.int8,
     torch.uint8,
     torch.bool,
+    torch.complex64,
+    torch.complex128,
 )
-_COMPLEX = (torch.complex64, torch.complex128)
 
 
 def check_reduction(reduction: str, dtype: torch.dtype) -> None:
@@ -63,19 +64,30 @@ def check_reduction(reduction: str, dtype: torch.dtype) -> None:
     Raises:
         ValueError: `reduction` does not exist, or not for `dtype`; the message says what does.
     """
-    if reduction not in _COMBINES:
-        raise ValueError(f"ReduceOp.{reduction} is not one of {', '.join(_COMBINES)}")
-    if dtype not in (*_REDUCIBLE, *_COMPLEX):
-        raise ValueError(
-            f"{dtype} cannot be reduced: convert it to float32 or an integer type of torch first"
-        )
+    if (reduction, dtype) not in _EXISTING:
+        raise ValueError(_why_not(reduction, dtype))
+
+
+def _why_not(reduction: str, dtype: torch.dtype) -> str:
+    """Say what is wrong with a reduction; nothing if it exists."""
     name = str(dtype).removeprefix("torch.")
-    if reduction in ("BAND", "BOR", "BXOR") and (dtype.is_floating_point or dtype.is_complex):
-        raise ValueError(f"ReduceOp.{reduction} works on integers and bools, not on {name}")
+    is_exact = not (dtype.is_floating_point or dtype.is_complex)
+    if reduction not in _COMBINES:
+        return f"ReduceOp.{reduction} is not one of {', '.join(_COMBINES)}"
+    if dtype not in _REDUCIBLE:
+        return f"{dtype} cannot be reduced: convert it to float32 or an integer type of torch first"
+    if reduction in ("BAND", "BOR", "BXOR") and not is_exact:
+        return f"ReduceOp.{reduction} works on integers and bools, not on {name}"
     if reduction in ("MIN", "MAX") and dtype.is_complex:
-        raise ValueError(f"ReduceOp.{reduction} needs numbers that have an order, not {name}")
-    if reduction == "AVG" and not (dtype.is_floating_point or dtype.is_complex):
-        raise ValueError(f"ReduceOp.AVG is a mean, which {name} cannot hold: use SUM")
+        return f"ReduceOp.{reduction} needs numbers that have an order, not {name}"
+    if reduction == "AVG" and is_exact:
+        return f"ReduceOp.AVG is a mean, which {name} cannot hold: use SUM"
+    return ""
+
+
+_EXISTING = frozenset(
+    (name, dtype) for name in _COMBINES for dtype in _REDUCIBLE if not _why_not(name, dtype)
+)
 
 
 def barrier(slots: Slots, call: Call) -> None:

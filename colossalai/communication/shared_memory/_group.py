@@ -63,6 +63,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._messages = messages
         self._membership = membership
         self._ranks = tuple(ranks)
+        self._rank, self._num_ranks = (
+            rank,
+            len(ranks),
+        )  # torch's `rank()` and `size()` look for overrides first
         self._slots = membership.slots
         self._store = store
         self._timeout = timeout
@@ -151,7 +155,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Reduce a list of tensors over the ranks, of which each keeps its own."""
         for output, listed in zip(outputs, inputs, strict=True):
-            check_list("reduce_scatter", listed, output, self.size())
+            check_list("reduce_scatter", listed, output, self._num_ranks)
         joined = [torch.cat([part.reshape(-1) for part in listed]) for listed in inputs]
         return self._scatter_sums(outputs, joined, opts)
 
@@ -178,7 +182,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         places = Places()
         pairs = []
         for listed, tensor in zip(outputs, inputs, strict=True):
-            check_list("all_gather", listed, tensor, self.size())
+            check_list("all_gather", listed, tensor, self._num_ranks)
             targets = [places.target(output).data_ptr() for output in listed]
             pairs.append((targets, places.source(tensor)))
         return self._gather_all(pairs, places, opts, [output for listed in outputs for output in listed])
@@ -208,8 +212,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             ValueError: A list has more or fewer tensors than there are ranks.
         """
         for name, listed in (("output", outputs), ("input", inputs)):
-            if len(listed) != self.size():
-                raise ValueError(f"all_to_all has {len(listed)} {name} tensors for {self.size()} ranks")
+            if len(listed) != self._num_ranks:
+                raise ValueError(f"all_to_all has {len(listed)} {name} tensors for {self._num_ranks} ranks")
         places = Places()
         targets = [bytes_of(places.target(output)) for output in outputs]
         sources = [bytes_of(places.source(tensor)) for tensor in inputs]
@@ -233,8 +237,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
             opts: Of torch.
         """
         places = Places()
-        targets = split_rows("output", places.target(output), output_sizes, self.size())
-        sources = split_rows("input", places.source(source), input_sizes, self.size())
+        targets = split_rows("output", places.target(output), output_sizes, self._num_ranks)
+        sources = split_rows("input", places.source(source), input_sizes, self._num_ranks)
         return self._exchange(targets, sources, source.dtype, places, opts, [output])
 
     alltoall_base = all_to_all_single
@@ -249,7 +253,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 self.collectives.broadcast(self._slots, _of(call, part, root=root), *bytes_of(part))
             places.copy_back()
 
-        return self._issue("broadcast", run, opts, tensors)
+        return self._issue("broadcast", run, opts, places=places, tensors=tensors)
 
     def gather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
@@ -257,15 +261,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Collect the tensors of all ranks at the root."""
         root, places = int(opts.rootRank), Places()
         source, targets = places.source(inputs[0]), []
-        if self.rank() == root:
-            check_list("gather", outputs[0], inputs[0], self.size())
+        if self._rank == root:
+            check_list("gather", outputs[0], inputs[0], self._num_ranks)
             targets = [places.target(output).data_ptr() for output in outputs[0]]
 
         def run(call: Call) -> None:
             self.collectives.gather(self._slots, _of(call, source, root=root), targets, *bytes_of(source))
             places.copy_back()
 
-        return self._issue("gather", run, opts, outputs[0] if outputs else [])
+        return self._issue("gather", run, opts, places=places, tensors=outputs[0] if outputs else [])
 
     def scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
@@ -273,8 +277,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Give each rank a tensor of the root's."""
         root, places = int(opts.rootRank), Places()
         target, sources = places.target(outputs[0]), []
-        if self.rank() == root:
-            check_list("scatter", inputs[0], outputs[0], self.size())
+        if self._rank == root:
+            check_list("scatter", inputs[0], outputs[0], self._num_ranks)
             sources = [places.source(tensor).data_ptr() for tensor in inputs[0]]
 
         def run(call: Call) -> None:
@@ -282,7 +286,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self.collectives.scatter(self._slots, _of(call, target, root=root), address, sources, num_bytes)
             places.copy_back()
 
-        return self._issue("scatter", run, opts, outputs)
+        return self._issue("scatter", run, opts, places=places, tensors=outputs)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks, with a time limit of its own; the error names those that have not come.
@@ -357,9 +361,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         reduction, places = _reduction(opts), Places()
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
-            check_share("reduce_scatter", tensor, output, self.size())
+            check_share("reduce_scatter", tensor, output, self._num_ranks)
             source = places.source(tensor)
-            target = places.apart(places.target(_reducible(output, reduction)), source, self.rank())
+            target = places.apart(places.target(_reducible(output, reduction)), source, self._rank)
             pairs.append((flat(target), flat(source)))
 
         def run(call: Call) -> None:
@@ -377,9 +381,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         places = Places()
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
-            check_share("all_gather", output, tensor, self.size())
+            check_share("all_gather", output, tensor, self._num_ranks)
             first, share = places.target(output).data_ptr(), tensor.nbytes
-            pairs.append(([first + rank * share for rank in range(self.size())], places.source(tensor)))
+            pairs.append(([first + rank * share for rank in range(self._num_ranks)], places.source(tensor)))
         return self._gather_all(pairs, places, opts, outputs)
 
     def _gather_all(
@@ -394,7 +398,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 self.collectives.all_gather(self._slots, _of(call, source), targets, *bytes_of(source))
             places.copy_back()
 
-        return self._issue("all_gather", run, opts, results)
+        return self._issue("all_gather", run, opts, places=places, tensors=results)
 
     def _exchange(
         self,
@@ -409,7 +413,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self.collectives.all_to_all(self._slots, call._replace(dtype=dtype), targets, sources)
             places.copy_back()
 
-        return self._issue("all_to_all", run, opts, results)
+        return self._issue("all_to_all", run, opts, places=places, tensors=results)
 
     def _issue(
         self,
@@ -417,16 +421,31 @@ class SharedMemoryGroup(dist.ProcessGroup):
         run: Callable[[Call], None],
         opts: Any,
         tensors: Sequence[torch.Tensor] = (),
+        *,
+        places: Places | None = None,
     ) -> dist.Work:
-        """Run a call of this group: here and now if its caller waits, else in its turn."""
+        """Run a call of this group: here and now if its caller waits, else in its turn.
+
+        Args:
+            operation: What torch calls it.
+            run: What this rank does.
+            opts: Of torch.
+            tensors: Where its results are.
+            places: Of a call that only copies: where from and to.
+        """
         self._check_process()
         self._membership.watch.check()
         recorded = self._record.begin(operation, tensors)
         call = Call(recorded.number, operation)
+        # Within a machine such a call copies bytes, and no operation of torch's needs to know in which mode.
+        only_bytes = places is not None and not places.has_copies and self._slots.num_ranks == self._num_ranks
 
         def run_call() -> None:
             try:
-                apart_from_callers(run, call)
+                if only_bytes:
+                    run(call)
+                else:
+                    apart_from_callers(run, call)
             except BaseException as error:
                 self._membership.give_up(error, call.described(self._membership.watch.where()))
                 raise
