@@ -11,7 +11,8 @@ ratios to torch's time of the same turn, the medians over the rounds: below 1 is
 - `ours` goes by figures of this processor, measured at the start (`colossalai.kernel.measured_profile`).
 - `medium` is `torch.set_float32_matmul_precision("medium")`; the title says how many of a float32's 24 bits
   its results keep on this processor: about 8 where it has multiplied bfloat16.
-- `onednn` calls oneDNN whatever the sizes, without the rule that `ours` has.
+- `onednn` calls oneDNN whatever the sizes, without the rule that `ours` has; `packed` does, for a forward
+  whose weight has been laid out for it once, as serving and frozen layers could.
 """
 
 import argparse
@@ -59,6 +60,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "torch": nullcontext,
     "medium": medium,
     "onednn": nullcontext,
+    "packed": nullcontext,
     "ours": lambda: onednn_products(measured_profile()),
 }
 
@@ -68,6 +70,11 @@ def measure(a: torch.Tensor, b: torch.Tensor, *, rounds: int) -> dict[str, Any]:
     linear = torch.ops.mkldnn._linear_pointwise.default
     calls: dict[str, Product] = dict.fromkeys(SETTINGS, lambda: torch.mm(a, b))
     calls["onednn"] = lambda: linear(a, b.t(), None, "none", [], "")
+    if b.t().is_contiguous():  # the weight of a forward
+        packed = torch.ops.mkldnn._reorder_linear_weight(b.t(), a.shape[0])
+        calls["packed"] = lambda: linear(a, packed, None, "none", [], "")
+    else:
+        del calls["packed"]
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     count = 1
     seconds: dict[str, list[float]] = {name: [] for name in calls}
@@ -100,6 +107,7 @@ def measure(a: torch.Tensor, b: torch.Tensor, *, rounds: int) -> dict[str, Any]:
         "ours_gflops": round(gflops / ratios["ours"], 1),
         "ours": round(ratios["ours"], 3),
         "onednn": round(ratios["onednn"], 3),
+        "packed": round(ratios["packed"], 3) if "packed" in ratios else None,
         "medium": round(ratios["medium"], 3),
     }
 

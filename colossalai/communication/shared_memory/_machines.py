@@ -99,7 +99,13 @@ def make_group(options: Any) -> Any:
             place = island.machines.index(island.ranks)
             leaders = _gloo("leaders", options.store, place, len(island.machines), timeout)
         across = AcrossMachines(
-            everybody, leaders, machines=island.machines, rank=rank, ranks=ranks, where=where
+            everybody,
+            leaders,
+            machines=island.machines,
+            rank=rank,
+            ranks=ranks,
+            where=where,
+            timeout=membership.slots.timeout,
         )
     return SharedMemoryGroup(
         membership,
@@ -126,6 +132,7 @@ class AcrossMachines:
         rank: This rank of the group.
         ranks: The global ranks of the group.
         where: What is the group called in messages?
+        timeout: How many seconds may another rank take at the moment?
     """
 
     def __init__(
@@ -137,6 +144,7 @@ class AcrossMachines:
         rank: int,
         ranks: Sequence[int],
         where: Callable[[], str],
+        timeout: Callable[[], float],
     ) -> None:
         self._everybody = everybody
         self._leaders = leaders
@@ -146,6 +154,7 @@ class AcrossMachines:
         self._num_ranks = len(ranks)
         self._ranks = ranks
         self._where = where
+        self._timeout = timeout
 
     # Through memory to the leader, over gloo to the other ones, back through memory.
 
@@ -308,13 +317,23 @@ class AcrossMachines:
 
         Raises:
             DisagreementError: The ranks of another machine are at another call.
+            DistBackendError: The leader of another machine does not come in time.
         """
         if self._leaders is None:
             return False
         header = call.packed()
         own = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         told = {place: torch.empty_like(own) for place in self._elsewhere}
-        self._exchange(dict.fromkeys(self._elsewhere, own), told)
+        try:
+            self._exchange(dict.fromkeys(self._elsewhere, own), told)
+        except RuntimeError as error:
+            if "timed out" not in str(error).lower():
+                raise
+            late = [self._ranks[self._machines[place][0]] for place in self._elsewhere]
+            raise dist.DistBackendError(
+                f"not all of the other machines, whose first ranks are {late}, have come to "
+                f"{call.described(self._where())} within {self._timeout():g} s"
+            ) from error
         headers = {self._here: header, **{place: bytes(found.tolist()) for place, found in told.items()}}
         by_rank = {self._ranks[self._machines[place][0]]: text for place, text in sorted(headers.items())}
         if any(text[:AGREED_SIZE] != header[:AGREED_SIZE] for text in by_rank.values()):
@@ -332,8 +351,9 @@ class AcrossMachines:
         works += [
             self._leaders.recv([tensor], place, 0) for place, tensor in receives.items() if tensor.numel()
         ]
+        limit = timedelta(seconds=self._timeout())
         for work in works:
-            work.wait()
+            work.wait(limit)
 
     def _reduce_at_leaders(self, tensor: torch.Tensor, reduction: str) -> None:
         """Replace a flat tensor of every leader by the reduction over them."""

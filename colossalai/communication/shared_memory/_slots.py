@@ -120,6 +120,10 @@ class Slots:
         with self._patience.limited(None if timeout is None else timeout.total_seconds()):
             yield
 
+    def timeout(self) -> float:
+        """Return how many seconds another rank may take at the moment."""
+        return self._patience.timeout
+
     def begin(self, extent: int = 0, *, is_even: bool = False) -> None:
         """Begin the next part: wait for its half of the slots, and write this rank's header.
 

@@ -197,6 +197,7 @@ class Patience:
         is_for_any: Whether one of those that are missing suffices.
 
     Attributes:
+        timeout: Seconds until it is an error, at the moment.
         is_over: Whether it has ended by its time limit.
     """
 
@@ -212,7 +213,7 @@ class Patience:
         self._watch = watch
         self._missing = missing
         self._doing = doing
-        self._timeout = timeout
+        self.timeout = timeout
         self._is_for_any = is_for_any
         self._deadline = 0.0
         self._next = 0.0
@@ -226,12 +227,12 @@ class Patience:
     @contextmanager
     def limited(self, timeout: float | None) -> Iterator[None]:
         """Within the block, the time limit is another one; None: as it is."""
-        kept = self._timeout
-        self._timeout = kept if timeout is None else timeout
+        kept = self.timeout
+        self.timeout = kept if timeout is None else timeout
         try:
             yield
         finally:
-            self._timeout = kept
+            self.timeout = kept
 
     def look(self) -> None:
         """Return if the wait may go on.
@@ -244,13 +245,13 @@ class Patience:
         if now < self._next:
             return
         if not self._deadline:
-            self._deadline = now + self._timeout
+            self._deadline = now + self.timeout
         self._next = now + SLICE_S
-        self._look_for_losses(now - self._deadline + self._timeout)
+        self._look_for_losses(now - self._deadline + self.timeout)
         if now > self._deadline and (late := self._missing()):
             self.is_over = True
             who = _have(self._watch.global_ranks(late))
-            raise dist.DistBackendError(f"{who} not come to {self._doing()} within {self._timeout:g} s")
+            raise dist.DistBackendError(f"{who} not come to {self._doing()} within {self.timeout:g} s")
 
     def _look_for_losses(self, waited: float) -> None:
         """Raise if a rank will not come any more; who is missing is looked up after who has gone."""

@@ -157,6 +157,24 @@ def test_ranks_that_disagree_are_named_across_machines(odd: int) -> None:
         assert seconds < 5
 
 
+def comes_late(machines: list[int]) -> tuple[str, float]:
+    with on_machines(machines) as rank:
+        dist.barrier()
+        begun = time.monotonic()
+        if rank == 2:
+            time.sleep(4.0)
+            return "", 0.0
+        barrier = dist.group.WORLD.monitored_barrier  # type: ignore[union-attr]
+        return error_of(lambda: barrier(timedelta(seconds=1)))[1], time.monotonic() - begun
+
+
+def test_a_limit_holds_across_machines() -> None:
+    for error, seconds in run_ranks(comes_late, 3, [0, 0, 1])[:2]:
+        assert "barrier #2 of group '0'" in error
+        assert "within 1 s" in error
+        assert seconds < 3
+
+
 def dies(machines: list[int], victim: int) -> str:
     if int(os.environ["RANK"]) == victim:
         pid = os.fork()  # the pool takes the death of its own processes for a failure
