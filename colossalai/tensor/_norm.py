@@ -66,7 +66,10 @@ def scale_grads(params: Iterable[torch.Tensor], factor: float | torch.Tensor) ->
     if grads:
         if isinstance(factor, torch.Tensor):
             factor = factor.to(grads[0].device)  # offloaded gradients are on the host
-        torch._foreach_mul_(grads, factor)
+        torch._foreach_mul_([grad for grad in grads if not grad.is_sparse], factor)
+        for grad in grads:
+            if grad.is_sparse:
+                grad.mul_(factor)
 
 
 def _over_all_slices(
@@ -102,7 +105,7 @@ def _over_stages(total: torch.Tensor, op: dist.ReduceOp.RedOpType, stages: dist.
 
 def _power_sum(params: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the sum of the p-th powers (the maximum for p = infinity) over this rank's slices."""
-    grads = [grad for grad in local_grads(params) if grad.numel() > 0]
+    grads = [grad for grad in map(_entries, local_grads(params)) if grad.numel() > 0]
     dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
     if not grads:
         return torch.zeros((), dtype=dtype, device=local_slice(params[0]).device)
@@ -115,8 +118,13 @@ def _num_zeros(params: list[torch.Tensor]) -> torch.Tensor:
     device = local_slice(params[0]).device
     result = torch.zeros((), dtype=_widest(device), device=device)
     for grad in local_grads(params):
-        result += grad.numel() - grad.count_nonzero()
+        result += grad.numel() - _entries(grad).count_nonzero()
     return result
+
+
+def _entries(grad: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a gradient, of a sparse one those that it has, each once."""
+    return grad.coalesce().values() if grad.is_sparse else grad
 
 
 def _widest(device: torch.device) -> torch.dtype:

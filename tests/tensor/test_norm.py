@@ -100,3 +100,45 @@ def test_edges():
     assert global_grad_norm([torch.nn.Parameter(torch.ones(2))]) == 0
     with pytest.raises(ValueError, match=r"norm_type is 0.5"):
         global_grad_norm([], 0.5)
+
+
+def clip_sparse():
+    """Train an embedding with sparse gradients; return the parameters, the last norm and number of zeros."""
+    colossalai.launch_from_torch({"clip_grad_norm": 0.1}, verbose=False)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 4, sparse=True), torch.nn.Linear(4, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine, *_ = colossalai.initialize(model, optimizer, torch.nn.CrossEntropyLoss(), verbose=False)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        words = (torch.arange(8) * 3 + step) % 10  # some come twice
+        mine = words.chunk(size)[rank]
+        engine.zero_grad()
+        engine.backward(engine.criterion(engine(mine), mine % 3))
+        engine.step()
+    norm = global_grad_norm(model.parameters()).item()
+    found = (
+        [param.detach().tolist() for param in model.parameters()],
+        norm,
+        count_zero_grads(model.parameters()),
+    )
+    gpc.destroy()
+    return found
+
+
+def test_sparse_gradients_are_clipped():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(10, 4), torch.nn.Linear(4, 3)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for step in range(3):
+        words = (torch.arange(8) * 3 + step) % 10
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(words), words % 3).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+    zeros = sum(int((param.grad == 0).sum()) for param in model.parameters())
+    for params, norm, num_zeros in run_ranks(clip_sparse, 2):
+        for param, wanted in zip(params, model.parameters(), strict=True):
+            torch.testing.assert_close(torch.tensor(param, dtype=torch.float64), wanted.detach())
+        assert norm == pytest.approx(0.1, rel=1e-5)
+        assert num_zeros == zeros

@@ -154,7 +154,9 @@ def all_reduce_sparse(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
         total.index_add_(0, at, found[:number].to(total.dtype))
     if call.slot_reduction == "AVG":
         total.div_(slots.num_ranks)
-    result = torch.sparse_coo_tensor(union.t(), total.to(values.dtype), tensor.shape, is_coalesced=True)
+    result = torch.sparse_coo_tensor(
+        union.t(), total.to(values.dtype), tensor.shape, check_invariants=False, is_coalesced=True
+    )
     tensor.copy_(result)
 
 

@@ -348,10 +348,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
             check_sparse(reduction, _reducible(tensor, reduction))
 
         def run(call: Call) -> None:
-            for tensor in tensors:
-                self.collectives.all_reduce_sparse(
-                    self._slots, _of(call, tensor, reduction=reduction), tensor
-                )
+            # The entries are new tensors, which the caller keeps: they must not be those of inference mode.
+            with torch.inference_mode(False), torch.no_grad():
+                for tensor in tensors:
+                    mine = _of(call, tensor, reduction=reduction)
+                    self.collectives.all_reduce_sparse(self._slots, mine, tensor)
 
         return self._issue("all_reduce_sparse", run, opts, tensors)
 
