@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import colossalai
 from colossalai.communication.shared_memory import _meeting, how_ranks_talk
-from tests.communication.shared_memory.programs import Runner, programs
+from tests.communication.shared_memory.programs import Runner, Step, programs
 from tests.communication.shared_memory.ranks_that_end import error_of
 from tests.ranks import run_ranks
 
@@ -69,6 +69,20 @@ def test_programs_of_calls(drawn: tuple[int, list[list[int]], list[Any]], machin
     groups = [ranks if _shares(ranks, machines) else groups[0] for ranks in groups]
     wrong = run_ranks(run_program, num_ranks, groups, program, machines)
     assert not any(wrong), "\n".join(line for lines in wrong for line in lines)
+
+
+def test_sums_go_in_the_order_of_machines() -> None:
+    """Of three, as the order of two changes no bit: whole tensors, sections, at a root, scattered."""
+    program = [
+        Step(operation, 0, dtype, shape, reduction, root, False, False, root)
+        for shape in ((7,), (70_001,))
+        for dtype in (torch.float32, torch.bfloat16)
+        for operation in ("all_reduce", "reduce", "reduce_scatter")
+        for root, reduction in enumerate(("SUM", "AVG", "SUM", "PRODUCT"))
+    ]
+    for machines in ([0, 1, 2, 2], [2, 0, 1, 0]):
+        wrong = run_ranks(run_program, 4, [[0, 1, 2, 3]], program, machines)
+        assert not any(wrong), "\n".join(line for lines in wrong for line in lines)
 
 
 def talk(machines: list[int]) -> tuple[list[str], list[tuple[int, int]]]:
