@@ -25,9 +25,9 @@ import torch
 from colossalai.communication.shared_memory._calls import Call
 from colossalai.communication.shared_memory._segment import copy_bytes
 from colossalai.communication.shared_memory._slots import DONE, REDUCED, WRITTEN, Slots
+from colossalai.communication.shared_memory._tensors import Bytes
 
 Combine = Callable[..., torch.Tensor]
-Bytes = tuple[int, int]  # their address, and how many
 
 _SMALL = 64 << 10  # bytes that each rank rather adds up by itself than waits once more for
 _CACHE_LINE = 64
@@ -42,11 +42,11 @@ _COMBINES: dict[str, Combine] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-_HALVES = (torch.float16, torch.bfloat16)
+HALVES = (torch.float16, torch.bfloat16)  # summed in float32
 _REDUCIBLE = (
     torch.float64,
     torch.float32,
-    *_HALVES,
+    *HALVES,
     torch.int64,
     torch.int32,
     torch.int16,
@@ -148,7 +148,7 @@ def all_reduce_sparse(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
     # No place comes twice from one rank: each `index_add_` adds one number to an element, in rank order.
     joined = torch.cat([found[:number] for found, number in zip(all_places, counts, strict=True)])
     union, rows = joined.unique(dim=0, return_inverse=True)
-    is_half = values.dtype in _HALVES
+    is_half = values.dtype in HALVES
     total = values.new_zeros(len(union), *values.shape[1:], dtype=torch.float32 if is_half else values.dtype)
     for found, number, at in zip(all_values, counts, rows.split(counts), strict=True):
         total.index_add_(0, at, found[:number].to(total.dtype))
@@ -401,7 +401,7 @@ def _collect(slots: Slots, part: torch.Tensor, sections: Sequence[slice]) -> Non
 def combine(target: torch.Tensor, terms: Sequence[torch.Tensor], reduction: str) -> None:
     """Reduce the terms, in their order, into `target`, which may be the first one and none of the others."""
     combine = _COMBINES[reduction]
-    total = target if target.dtype not in _HALVES else torch.empty_like(target, dtype=torch.float32)
+    total = target if target.dtype not in HALVES else torch.empty_like(target, dtype=torch.float32)
     if len(terms) == 1 or total is not target:
         total.copy_(terms[0])
     first = terms[0] if total is target else total

@@ -43,7 +43,6 @@ from colossalai.monitor import CallRecord, DisagreementError
 
 _SMALL = 16 << 10  # bytes that leaders rather send whole to one another than wait twice for
 _PART = 4 << 20  # bytes of a sum that leaders exchange at once: what they receive takes no more memory
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 def how_ranks_talk(group: dist.ProcessGroup | None = None) -> str:
@@ -321,6 +320,7 @@ class AcrossMachines:
         """
         if self._leaders is None:
             return False
+        # The headers go before any data: a leader at another call would take what is sent for its own.
         header = call.packed()
         own = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         told = {place: torch.empty_like(own) for place in self._elsewhere}
@@ -367,6 +367,7 @@ class AcrossMachines:
             found = {place: torch.empty_like(mine) for place in self._elsewhere}
             self._exchange({place: sections[place] for place in self._elsewhere}, found)
             self._combine(mine, found, reduction)
+            # Nobody receives into a section before it has gone: what is sent of it was waited for above.
             self._exchange(
                 dict.fromkeys(self._elsewhere, mine), {place: sections[place] for place in self._elsewhere}
             )
@@ -430,7 +431,7 @@ def _gloo(name: str, store: dist.Store, rank: int, num_ranks: int, timeout: time
 
 def _to_reduce(tensor: torch.Tensor, call: Call) -> torch.Tensor:
     """Return what is reduced in the place of a tensor: the sum for a mean may be too large for halves."""
-    return tensor.float() if call.reduction == "AVG" and tensor.dtype in _HALVES else tensor
+    return tensor.float() if call.reduction == "AVG" and tensor.dtype in within.HALVES else tensor
 
 
 def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
