@@ -278,12 +278,12 @@ def main() -> None:
     parser.add_argument("--rank-of", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    os.environ.setdefault(BACKEND, args.backend)
     if args.rank_of:
         figures = _measure_rank(args.rank_of, args.folder)
         if int(os.environ["RANK"]) == 0:
             Path(args.json).write_text(json.dumps(figures))
         return
+    os.environ[BACKEND] = args.backend
     before = None
     if args.before:
         with _checkout(args.before) as checkout:
