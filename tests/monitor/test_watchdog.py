@@ -385,10 +385,11 @@ def test_a_rank_with_another_shape_is_named_and_not_the_one_that_it_kills(tmp_pa
     first = command.err[command.err.index("colossalai run: ") :].splitlines()[0]
     said = "DisagreementError: ranks do not agree on all_reduce #2 of axis dp: "
     assert said in first, command.err
+    # On a busy machine one of the others may come late, or die before its record is read: it is not listed.
     if backend == "shared_memory":
-        assert "number of elements is 1000 on ranks [0, 2], 2000 on rank [1]" in first
+        assert "number of elements is 1000 on rank" in first
+        assert "2000 on rank [1]" in first
         return
-    # On a busy machine a rank may die before its neighbors have opened its record: then it is not mentioned.
     assert "shape is " in first
     assert "(2000,) on rank [1]" in first
     assert "(1000,) on rank" in first

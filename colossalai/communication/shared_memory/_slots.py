@@ -8,6 +8,7 @@ more. Before a rank writes to a half it waits until all are DONE with the part t
 ago. So a rank may be one part ahead of the slowest one, and a rooted call costs its root no wait.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -22,7 +23,7 @@ from colossalai.communication.shared_memory._calls import (
     own_words,
     read_own_words,
 )
-from colossalai.communication.shared_memory._counters import Counters, is_behind
+from colossalai.communication.shared_memory._counters import SLICE_S, Counters, is_behind
 from colossalai.communication.shared_memory._layout import (
     FIRST_ROOM,
     HEADER,
@@ -36,6 +37,7 @@ from colossalai.monitor import DisagreementError
 
 BEGUN, WRITTEN, REDUCED, DONE = 0, 1, 2, 3  # phases of a part; each one includes those before
 _PHASES = 4
+_LATE_S = 1.0  # for ranks that have not come to a call of which two others do not agree
 
 
 class Slots:
@@ -295,9 +297,21 @@ class Slots:
         mine = header[:AGREED_SIZE]
         for rank in ranks:
             if self._segment.read(self._layout.header(rank, part), AGREED_SIZE) != mine:
-                headers = {self._watch.ranks[self.rank]: header}
-                for other in ranks:
-                    headers[self._watch.ranks[other]] = self._segment.read(
-                        self._layout.header(other, part), HEADER
-                    )
-                raise DisagreementError(disagreement(self._watch.where(), dict(sorted(headers.items()))))
+                headers = {
+                    other: self._segment.read(self._layout.header(other, part), HEADER)
+                    for other in self._come_in_time(part)
+                }
+                by_rank = {self._watch.ranks[index]: said for index, said in headers.items()}
+                by_rank[self._watch.ranks[self.rank]] = header
+                raise DisagreementError(disagreement(self._watch.where(), dict(sorted(by_rank.items()))))
+
+    def _come_in_time(self, part: int) -> list[int]:
+        """Return who else has come to a part, after a moment for the late: who is alone shows by the rest."""
+        begun, end = (START + part * _PHASES + BEGUN) & (2**32 - 1), time.monotonic() + _LATE_S
+        while True:
+            late = {rank for rank in self.others if is_behind(self._counters.value(rank), begun)}
+            lost = self._watch.gone() | self._watch.left()
+            if late <= lost or self._watch.is_broken or time.monotonic() > end:
+                self._counters.fence()
+                return [rank for rank in self.others if rank not in late]
+            self._counters.wait_for_change(min(late - lost), self._counters.value(min(late - lost)), SLICE_S)

@@ -109,6 +109,20 @@ def test_every_pair_of_calls_that_do_not_fit_is_named_on_all_ranks(tmp_path):
     assert not wrong, f"{len(wrong)}\n" + "\n".join(wrong[:40])
 
 
+def be_late_to_a_call_that_does_not_fit(path):
+    """Rank 2 comes when ranks 0 and 1 have found that they do not agree; who is wrong shows by it alone."""
+    with group(path) as rank:
+        dist.barrier()
+        if rank == 2:
+            time.sleep(0.1)
+        return error_of(lambda: dist.all_reduce(torch.ones(2000 if rank == ODD else 1000)))[1]
+
+
+def test_the_late_ranks_are_listed_as_well(tmp_path):
+    for text in run_ranks(be_late_to_a_call_that_does_not_fit, P, tmp_path / "late"):
+        assert "number of elements is 1000 on ranks [0, 2], 2000 on rank [1]" in text
+
+
 def add_sparse_tensors_of_two_shapes(path):
     with group(path) as rank:
         shape = (4, 3) if rank == 0 else (3, 4)
