@@ -25,7 +25,8 @@ from colossalai.kernel._rule import Profile
 _PLAIN = ((128, 256, 512), (256, 384, 128))  # rows, terms, columns; 0.2 to 0.4 ms each
 _TURNED = (512, 256, 256)
 _TINY = (16, 16, 16)
-_BUDGET_S = 0.025  # of the rounds; the first calls, in which oneDNN compiles its kernels, come before
+_SHORT = (1024, 8, 1024)  # few terms: what counts is to write the result
+_BUDGET_S = 0.02  # of the rounds; the first calls, in which oneDNN compiles its kernels, come before
 _MOST_ROUNDS = 15
 _ROUNDING = 1e-4  # of the largest sum: float32 is a hundred times better, bfloat16 ten times worse
 _MOST = 1e6  # of any figure
@@ -102,7 +103,11 @@ def measured_profile(
             _write(file, dict(list(kept.items())[-_MOST_ENTRIES:]))
     core, threads = Profile(*kept[key]), torch.get_num_threads()
     return Profile(
-        core.call_us, core.torch_gflops * threads, core.onednn_gflops * threads, core.turn_ns / threads
+        core.call_us,
+        core.torch_gflops * threads,
+        core.onednn_gflops * threads,
+        turn_ns=core.turn_ns / threads,
+        write_ns=core.write_ns / threads,
     )
 
 
@@ -110,7 +115,7 @@ def measure_profile() -> Profile:
     """Measure one core; see `measured_profile`. The states of the random generators stay as they are."""
     linear = torch.ops.mkldnn._linear_pointwise.default
     with _one_thread(), torch.inference_mode():
-        operands = [(_waves(m, k, 1e3), _waves(k, n, 2e3)) for m, k, n in (*_PLAIN, _TINY)]
+        operands = [(_waves(m, k, 1e3), _waves(k, n, 2e3)) for m, k, n in (*_PLAIN, _TINY, _SHORT)]
         m, k, n = _TURNED
         operands.append((_waves(k, m, 1e3).t(), _waves(k, n, 2e3)))
         calls: list[Callable[[], torch.Tensor]] = []
@@ -135,8 +140,19 @@ def measure_profile() -> Profile:
     call_us = 1e6 * max(by_onednn[2] - by_torch[2], 0.0)
     torch_gflops = kflop / (1e6 * (by_torch[0] + by_torch[1]))
     onednn_us = max(1e6 * (by_onednn[0] + by_onednn[1]) - 2 * call_us, 1.0)
-    turning_us = 1e6 * by_onednn[3] - call_us - 2e-3 * math.prod(_TURNED) * onednn_us / kflop
-    return Profile(call_us, torch_gflops, kflop / onednn_us, max(1e3 * turning_us / (m * k), 0.0))
+
+    def left_ns(seconds: float, sizes: tuple[int, int, int], elements: int) -> float:
+        """Return what remains for each of so many elements when the call and the products are paid."""
+        left_us = 1e6 * seconds - call_us - 2e-3 * math.prod(sizes) * onednn_us / kflop
+        return max(1e3 * left_us / elements, 0.0)
+
+    return Profile(
+        call_us,
+        torch_gflops,
+        kflop / onednn_us,
+        turn_ns=left_ns(by_onednn[4], _TURNED, m * k),
+        write_ns=left_ns(by_onednn[3], _SHORT, _SHORT[0] * _SHORT[2]),
+    )
 
 
 @contextmanager

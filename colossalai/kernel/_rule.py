@@ -17,6 +17,7 @@ LEAST_MULTIPLICATIONS = 1 << 20
 """Below it nothing is looked at more closely: torch takes some 25 us for as much, a call of oneDNN 15."""
 
 _LEAST_SIDE = 8  # with a thin side a product is bound by memory, and oneDNN often takes it the long way round
+_LEAST_COLUMNS = 16  # of 8 columns oneDNN made 1.2 to 1.3 of MKL's time
 _MARGIN = 0.9  # of torch's time: a product must not lose by what the model leaves out
 
 
@@ -33,12 +34,14 @@ class Profile:
         onednn_gflops: How fast oneDNN does; 0 where it rounds to less than float32.
         turn_ns: What it costs to have an element of a left operand that is read by columns in rows: the
             weight gradient's, which oneDNN copies.
+        write_ns: What an element of the result costs oneDNN, however few terms it has.
     """
 
     call_us: float = 13.0
     torch_gflops: float = 85.0
     onednn_gflops: float = 190.0
     turn_ns: float = 0.5
+    write_ns: float = 0.0
 
     @property
     def speedup(self) -> float:
@@ -54,11 +57,13 @@ class Profile:
             n: Columns of the product.
             a_is_plain: Whether the rows of the left operand are contiguous; else its columns are.
         """
-        if m < _LEAST_SIDE or k < _LEAST_SIDE or n < _LEAST_SIDE:
+        if m < _LEAST_SIDE or k < _LEAST_SIDE or n < _LEAST_COLUMNS:
             return False
         kflop = 2e-3 * m * k * n
-        turning_us = 0.0 if a_is_plain else 1e-3 * m * k * self.turn_ns
-        return self.call_us + turning_us + kflop / self.onednn_gflops <= _MARGIN * kflop / self.torch_gflops
+        moving_us = 1e-3 * m * n * self.write_ns
+        if not a_is_plain:
+            moving_us += 1e-3 * m * k * self.turn_ns
+        return self.call_us + moving_us + kflop / self.onednn_gflops <= _MARGIN * kflop / self.torch_gflops
 
 
 def leading_piece(rows: int) -> int:

@@ -75,7 +75,10 @@ def test_a_measurement_is_kept_by_processor_and_version(tmp_path: Path) -> None:
     assert kept(key="two", measure=lambda: profile(0.0)) == profile(0.0)
     assert kept(key="one", measure=never) == profile(1.5)
     assert kept(key="two", measure=never) == profile(0.0)
-    assert json.loads(file.read_text()) == {"one": [13.0, 100.0, 150.0, 0.5], "two": [13.0, 100.0, 0.0, 0.5]}
+    assert json.loads(file.read_text()) == {
+        "one": [13.0, 100.0, 150.0, 0.5, 0.0],
+        "two": [13.0, 100.0, 0.0, 0.5, 0.0],
+    }
     assert [path.name for path in file.parent.iterdir()] == ["matmul.json"]
 
 
@@ -84,17 +87,19 @@ def test_a_measurement_is_kept_by_processor_and_version(tmp_path: Path) -> None:
     "content",
     [
         "", "{", "[1.5]", "1.5", "null", '{"key": "onednn"}', '{"key": true}', '{"key": 2.0}',
-        '{"key": [1.0, 1.0, 1.0]}', '{"key": [1.0, 1.0, NaN, 1.0]}', '{"key": [1.0, 1.0, Infinity, 1.0]}',
-        '{"key": [1.0, 1.0, 1e9, 1.0]}', '{"key": [1.0, 0.0, 1.0, 1.0]}', '{"key": [1.0, 1.0, -1.0, 1.0]}',
-        '{"key": [1.0, 1.0, true, 1.0]}', '{"key": {"speedup": 1.5}}', "[" * 100_000,
-        '{"other": [1.0, 1.0, 1.0, 1.0]}', '{"key": [1.0, 1.0, 1.0, 1.0]' + " " * 70_000 + "}", "\x00\xff",
+        '{"key": [1.0, 1.0, 1.0, 1.0]}', '{"key": [1.0, 1.0, NaN, 1.0, 1.0]}',
+        '{"key": [1.0, 1.0, Infinity, 1.0, 1.0]}', '{"key": [1.0, 1.0, 1e9, 1.0, 1.0]}',
+        '{"key": [1.0, 0.0, 1.0, 1.0, 1.0]}', '{"key": [1.0, 1.0, -1.0, 1.0, 1.0]}',
+        '{"key": [1.0, 1.0, true, 1.0, 1.0]}', '{"key": {"speedup": 1.5}}', "[" * 100_000,
+        '{"other": [1.0, 1.0, 1.0, 1.0, 1.0]}',
+        '{"key": [1.0, 1.0, 1.0, 1.0, 1.0]' + " " * 70_000 + "}", "\x00\xff",
     ],
 )  # fmt: skip
 def test_a_file_with_anything_else_is_not_trusted(content: str, tmp_path: Path) -> None:
     file = tmp_path / "matmul.json"
     file.write_text(content, errors="surrogateescape")
     assert measured_profile(file=file, key="key", measure=lambda: profile(1.25)) == profile(1.25)
-    assert json.loads(file.read_text())["key"] == [13.0, 100.0, 125.0, 0.5]
+    assert json.loads(file.read_text())["key"] == [13.0, 100.0, 125.0, 0.5, 0.0]
 
 
 @pytest.mark.unit

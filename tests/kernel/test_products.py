@@ -138,6 +138,15 @@ def test_any_operands_give_what_torch_gives(data: st.DataObject) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=float(bound))
 
 
+def test_products_of_few_terms_are_torchs_where_results_are_slow_to_write() -> None:
+    slow = Profile(write_ns=0.5)
+    for terms, pays in ((16, False), (256, True)):
+        assert slow.pays(1024, terms, 1024, a_is_plain=True) == pays
+        assert Profile().pays(1024, terms, 1024, a_is_plain=True)
+    assert not Profile().pays(4096, 1024, 8, a_is_plain=True)
+    assert Profile().pays(4096, 1024, 16, a_is_plain=True)
+
+
 def test_most_ordinary_products_are_onednns() -> None:
     x, w, bias = torch.randn(999, 256), torch.randn(512, 256), torch.randn(512)
     with calls_of_onednn() as calls:
