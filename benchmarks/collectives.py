@@ -7,7 +7,8 @@ A call's time is that from when the last rank has come until the last rank is do
 processes of a machine share. Both backends take turns in the same processes; a run's figure is the median of
 its calls, and what is shown is the median of the runs. `copy` is what copying between warm buffers takes with
 all ranks at once, for the bytes that the algorithm must move (the table on the design page): no way through
-shared memory is faster.
+slots is faster. `lent` is the time, as a part of ours, where each rank's operand lies in memory that the
+others read, as the buckets of ZeRO do: then less is copied.
 """
 
 import argparse
@@ -21,44 +22,51 @@ import torch.distributed as dist
 from harness.rounds import report
 
 import colossalai
+from colossalai.communication.shared_memory import empty_to_lend
 
 SIZES = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
-Maker = Callable[[int, "dist.ProcessGroup | None"], Callable[[], object]]
+Maker = Callable[[int, Any, bool], Callable[[], object]]
 
 
-def all_reduce(size: int, group: Any) -> Callable[[], object]:
+def operand(size: int, group: Any, lends: bool) -> torch.Tensor:
+    """Return a tensor of `size` bytes, in memory that the other ranks read if it is to be lent."""
+    lent = empty_to_lend(group, size // 4, torch.float32) if lends else None
+    return torch.zeros(size // 4) if lent is None else lent.zero_()
+
+
+def all_reduce(size: int, group: Any, lends: bool) -> Callable[[], object]:
     """Reduce `size` bytes of each rank."""
-    tensor = torch.zeros(size // 4)
+    tensor = operand(size, group, lends)
     return lambda: dist.all_reduce(tensor, group=group)
 
 
-def all_gather(size: int, group: Any) -> Callable[[], object]:
+def all_gather(size: int, group: Any, lends: bool) -> Callable[[], object]:
     """Gather `size` bytes in all."""
     output = torch.zeros(size // 4)
-    source = torch.zeros(size // 4 // dist.get_world_size())
+    source = operand(size // dist.get_world_size(), group, lends)
     return lambda: gather_all(output, source, group=group)
 
 
-def reduce_scatter(size: int, group: Any) -> Callable[[], object]:
+def reduce_scatter(size: int, group: Any, lends: bool) -> Callable[[], object]:
     """Reduce `size` bytes of each rank, which keeps its part."""
-    source = torch.zeros(size // 4)
+    source = operand(size, group, lends)
     output = torch.zeros(size // 4 // dist.get_world_size())
     return lambda: scatter_sum(output, source, group=group)
 
 
-def all_to_all(size: int, group: Any) -> Callable[[], object]:
+def all_to_all(size: int, group: Any, _: bool) -> Callable[[], object]:
     """Exchange `size` bytes of each rank."""
     source, output = torch.zeros(size // 4), torch.zeros(size // 4)
     return lambda: dist.all_to_all_single(output, source, group=group)
 
 
-def broadcast(size: int, group: Any) -> Callable[[], object]:
+def broadcast(size: int, group: Any, _: bool) -> Callable[[], object]:
     """Copy `size` bytes of rank 0 to all."""
     tensor = torch.zeros(size // 4)
     return lambda: dist.broadcast(tensor, 0, group=group)
 
 
-def message(size: int, group: Any) -> Callable[[], object]:
+def message(size: int, group: Any, _: bool) -> Callable[[], object]:
     """Send `size` bytes from rank 0 to the last one."""
     tensor, last = torch.zeros(size // 4), dist.get_world_size() - 1
 
@@ -74,6 +82,7 @@ def message(size: int, group: Any) -> Callable[[], object]:
 gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+LENT = ("all_reduce", "all_gather", "reduce_scatter")  # whose operands may be read where they lie
 # Each call, and the bytes that it must copy on a rank, as parts of its size, for p ranks.
 CALLS: dict[str, tuple[Maker, Callable[[int], float]]] = {
     "all_reduce": (all_reduce, lambda p: (p - 1) / p + 1 + 1),
@@ -123,19 +132,20 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Return a row for each call and size."""
     rows, p = [], dist.get_world_size()
-    groups = {"ours": shared, "gloo": gloo}
     for name in args.calls:
+        groups = {"ours": shared, "gloo": gloo} | ({"lent": shared} if name in LENT else {})
         make, copied = CALLS[name]
         for size in args.sizes:
             count = max(args.least, min(args.calls_of_a_run, int(64e6 / size)))
-            calls = {key: make(size, group) for key, group in groups.items()}
+            calls = {key: make(size, group, key == "lent") for key, group in groups.items()}
             found: dict[str, list[float]] = {key: [] for key in groups}
             for run in range(args.rounds + 1):
                 for key in (*groups,)[:: 1 if run % 2 else -1]:
                     figure = statistics.median(longest(timed(calls[key], count, dist.barrier)))
                     if run:
                         found[key].append(figure)
-            ours, theirs = (statistics.median(found[key]) for key in groups)
+            seconds = {key: statistics.median(found[key]) for key in groups}
+            ours, theirs = seconds["ours"], seconds["gloo"]
             copy = copy_seconds(size, copied(p), count)
             rows.append(
                 {
@@ -144,6 +154,7 @@ def measure(
                     "gloo_us": round(1e6 * theirs, 1),
                     "ours_us": round(1e6 * ours, 1),
                     "ratio": round(ours / theirs, 3),
+                    "lent": round(seconds["lent"] / ours, 3) if "lent" in seconds else None,
                     "copy_us": round(1e6 * copy, 1),
                     "vs_copy": round(ours / copy, 2),
                 }

@@ -6,11 +6,15 @@ from colossalai.communication._collectives import all_reduce_in_place as all_red
 from colossalai.communication._collectives import all_to_all as all_to_all
 from colossalai.communication._collectives import as_axis as as_axis
 from colossalai.communication._collectives import broadcast as broadcast
+from colossalai.communication._collectives import empty_to_send as empty_to_send
 from colossalai.communication._collectives import reduce as reduce
 from colossalai.communication._collectives import reduce_in_place as reduce_in_place
 from colossalai.communication._collectives import reduce_scatter as reduce_scatter
 from colossalai.communication._collectives import ring_forward as ring_forward
+from colossalai.communication._collectives import shares_memory as shares_memory
 from colossalai.communication._collectives import start_all_reduce as start_all_reduce
+from colossalai.communication._collectives import start_gather_of_sections as start_gather_of_sections
+from colossalai.communication._collectives import start_sum_of_sections as start_sum_of_sections
 from colossalai.communication._conjugate import (
     all_to_all_forward_all_to_all_backward as all_to_all_forward_all_to_all_backward,
 )

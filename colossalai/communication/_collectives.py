@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from colossalai.communication._ledger import is_timed, record
+from colossalai.communication.shared_memory import empty_to_lend, is_within_machine
 from colossalai.context import Axis, global_context
 
 AxisLike = Axis | Hashable
@@ -184,6 +185,65 @@ def start_all_reduce(tensor: torch.Tensor, parallel_mode: AxisLike) -> Callable[
     with record("all_reduce", axis.name, tensor, axis.size):
         work = _started(dist.all_reduce(tensor, group=axis.group, async_op=True))
     return work.wait
+
+
+def start_sum_of_sections(flat: torch.Tensor, parallel_mode: AxisLike) -> Callable[[], object]:
+    """Begin to replace this rank's section of a flat tensor by its sum over all ranks; return the wait.
+
+    Args:
+        flat: One section for each rank, equally long; not to be touched before the end, and the sections of
+            others are undefined then.
+        parallel_mode: The axis.
+    """
+    axis = as_axis(parallel_mode)
+    own = flat.view(axis.size, -1)[axis.rank]
+    with record("reduce_scatter", axis.name, flat, axis.size):
+        work = _started(_reduce_scatter(own, flat, group=axis.group, async_op=True))
+    return work.wait
+
+
+def start_gather_of_sections(flat: torch.Tensor, parallel_mode: AxisLike) -> Callable[[], object]:
+    """Begin to fill a flat tensor with the sections of all ranks, each of which has its own in place.
+
+    Args:
+        flat: One section for each rank, equally long.
+        parallel_mode: The axis.
+
+    Returns:
+        What waits for the end.
+    """
+    axis = as_axis(parallel_mode)
+    own = flat.view(axis.size, -1)[axis.rank]
+    with record("all_gather", axis.name, own, axis.size):
+        work = _started(_all_gather(flat, own, group=axis.group, async_op=True))
+    return work.wait
+
+
+def empty_to_send(
+    numel: int, *, dtype: torch.dtype, device: torch.device, parallel_mode: AxisLike
+) -> torch.Tensor:
+    """Return a flat tensor of no certain values that is going to be sent, again and again.
+
+    Where the ranks of the axis share a machine, and as long as there is room, it lies in memory that the
+    others read: then collectives of it copy less. Not for parameters: a forked child does not keep theirs.
+
+    Args:
+        numel: The number of elements.
+        dtype: Of the elements.
+        device: Where it lies.
+        parallel_mode: The axis along which it is sent.
+    """
+    axis = as_axis(parallel_mode)
+    if device.type == "cpu" and axis.size > 1 and dist.is_initialized():  # else only the layout is wanted
+        lent = empty_to_lend(axis.group, numel, dtype)
+        if lent is not None:
+            return lent
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+def shares_memory(parallel_mode: AxisLike) -> bool:
+    """Return whether the ranks of an axis communicate through the memory of one machine."""
+    return as_axis(parallel_mode).size > 1 and is_within_machine(as_axis(parallel_mode).group)
 
 
 @overload

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from colossalai.communication import all_reduce_in_place
+from colossalai.communication import all_reduce_in_place, empty_to_send
 from colossalai.context import Axis
 from colossalai.nn.parallel import adopt_grad
 from colossalai.zero._exchange import Finish, start_mean
@@ -111,7 +111,12 @@ class BucketGrads:
     def _memory(self) -> torch.Tensor:
         if self._flat is None:
             bucket = self.bucket
-            flat = torch.empty(bucket.numel, dtype=bucket.grad_dtype, device=bucket.params[0].device)
+            flat = empty_to_send(
+                bucket.numel,
+                dtype=bucket.grad_dtype,
+                device=bucket.params[0].device,
+                parallel_mode=bucket.axis,
+            )
             flat[bucket.num_used :].zero_()
             self._flat, self._views = flat, bucket.views(flat)
         elif self.slice is not None and self.slice.data_ptr() == self._own_ptr():

@@ -14,7 +14,7 @@ import torch
 from colossalai.monitor import difference
 
 _AGREED = struct.Struct("<QQBBBBi")  # what all ranks must say alike
-_OWN = struct.Struct("<IQ?")  # what each says of itself
+_OWN = struct.Struct("<IQ?Q")  # what each says of itself
 AGREED_SIZE = _AGREED.size
 
 # The places in these lists are what is written: they only grow at the end.
@@ -107,28 +107,37 @@ class Call(NamedTuple):
             dtype,
             self.is_growing,
             self.root,
-        ) + _OWN.pack(self.room, 0, False)
+        ) + own_words(self.room)
 
     def described(self, where: str) -> str:
         """Name it: "all_reduce #118 of group 'tp'"."""
         return f"{self.operation} #{self.number} {where}"
 
 
-def own_words(room: int, extent: int, is_even: bool) -> bytes:
+def own_words(room: int, *, extent: int = 0, is_even: bool = False, place: int = 0) -> bytes:
     """Return what a rank says of itself in its header, behind what all must say alike.
 
     Args:
         room: Bytes that it has reserved of each half of its slot.
         extent: Of an all-to-all, the bytes of its largest message.
         is_even: Whether its others are as large.
+        place: Where in its arena the call's operand lies; 0: it is in the slot.
     """
-    return _OWN.pack(room, extent, is_even)
+    return _OWN.pack(room, extent, is_even, place)
 
 
-def read_own_words(header: bytes) -> tuple[int, int, bool]:
-    """Return room, extent and whether all are alike, of a rank's header."""
-    room, extent, is_even = _OWN.unpack_from(header, AGREED_SIZE)
-    return room, extent, is_even
+class OwnWords(NamedTuple):
+    """What a rank says of itself in its header; see `own_words`."""
+
+    room: int
+    extent: int
+    is_even: bool
+    place: int
+
+
+def read_own_words(header: bytes) -> OwnWords:
+    """Return what a rank says of itself in its header."""
+    return OwnWords(*_OWN.unpack_from(header, AGREED_SIZE))
 
 
 def disagreement(where: str, headers: Mapping[int, bytes]) -> str:

@@ -101,6 +101,7 @@ def barrier(slots: Slots, call: Call) -> None:
 def all_reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
     """Replace a flat contiguous tensor by the reduction over all ranks."""
     slots.start(call, tensor.nbytes)
+    lends = slots.lend(tensor.data_ptr(), tensor.nbytes)
     unit = tensor.element_size()
     for start, size in _parts(slots, tensor.nbytes, unit):
         part = tensor[start // unit : (start + size) // unit]
@@ -109,11 +110,13 @@ def all_reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
             _all_reduce_alone(slots, part, call.slot_reduction)
         else:
             sections = _sections(part.numel(), slots.num_ranks, unit)
-            _reduce_section(slots, part, sections, call.slot_reduction)
+            _reduce_section(slots, part, sections, call.slot_reduction, start=start, lends=lends)
             slots.publish(REDUCED)
             slots.wait(REDUCED)
-            _collect(slots, part, sections)
+            _collect(slots, part, sections, start=start, lends=lends)
         slots.publish(DONE)
+    if lends:
+        slots.end_loan()
 
 
 def all_reduce_sparse(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
@@ -178,11 +181,11 @@ def reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
                 slots.look_later()
         else:
             sections = _sections(part.numel(), slots.num_ranks, unit)
-            _reduce_section(slots, part, sections, call.slot_reduction)
+            _reduce_section(slots, part, sections, call.slot_reduction, start=start, lends=False)
             slots.publish(REDUCED if is_root else DONE)
             if is_root:
                 slots.wait(REDUCED)
-                _collect(slots, part, sections)
+                _collect(slots, part, sections, start=start, lends=False)
         if is_root:
             slots.publish(DONE)
 
@@ -197,11 +200,12 @@ def reduce_scatter(slots: Slots, call: Call, output: torch.Tensor, source: torch
         source: (p n,), of this rank.
     """
     slots.start(call, source.nbytes)
+    lends = slots.lend(source.data_ptr(), source.nbytes)
     unit, count = output.element_size(), output.numel()
     for start, size in _parts(slots, output.nbytes, unit, slots.num_ranks):
         first, length = start // unit, size // unit
         slots.begin()
-        for other in slots.others:
+        for other in () if lends else slots.others:
             slots.put(source.data_ptr() + other * output.nbytes + start, size, other * size)
         own = source[slots.rank * count + first :][:length]
         part = output[first : first + length]
@@ -210,12 +214,16 @@ def reduce_scatter(slots: Slots, call: Call, output: torch.Tensor, source: torch
             own = slots.elements(slots.rank, slots.rank * length, length, output.dtype)
         slots.publish(WRITTEN)
         slots.wait(WRITTEN)
+        slots.look_for_loans()
+        at, in_slot = slots.rank * output.nbytes + start, slots.rank * size
         terms = [
-            own if rank == slots.rank else slots.elements(rank, slots.rank * length, length, output.dtype)
+            own if rank == slots.rank else slots.operand(rank, at, length, output.dtype, in_slot=in_slot)
             for rank in range(slots.num_ranks)
         ]
         combine(part, terms, call.slot_reduction)
         slots.publish(DONE)
+    if lends:
+        slots.end_loan()
 
 
 def all_gather(slots: Slots, call: Call, targets: Sequence[int], source: int, num_bytes: int) -> None:
@@ -229,15 +237,20 @@ def all_gather(slots: Slots, call: Call, targets: Sequence[int], source: int, nu
         num_bytes: How many each rank gives.
     """
     slots.start(call, num_bytes)
+    lends = slots.lend(source, num_bytes)
     for start, size in _parts(slots, num_bytes, _CACHE_LINE):
         slots.begin()
-        slots.put(source + start, size)
+        if not lends:
+            slots.put(source + start, size)
         slots.publish(WRITTEN)
         copy_bytes(targets[slots.rank] + start, source + start, size)
         slots.wait(WRITTEN)
+        slots.look_for_loans()
         for other in slots.following:
-            slots.get(targets[other] + start, other, size)
+            slots.get_operand(targets[other] + start, other, size, at=start, in_slot=0)
         slots.publish(DONE)
+    if lends:
+        slots.end_loan()
 
 
 def all_to_all(slots: Slots, call: Call, targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
@@ -370,17 +383,32 @@ def _all_reduce_alone(slots: Slots, part: torch.Tensor, reduction: str) -> None:
     combine(part, _terms(slots, part, 0), reduction)
 
 
-def _reduce_section(slots: Slots, part: torch.Tensor, sections: Sequence[slice], reduction: str) -> None:
-    """Give the others their sections of this rank's part, and reduce this rank's section into its slot."""
+def _reduce_section(
+    slots: Slots, part: torch.Tensor, sections: Sequence[slice], reduction: str, *, start: int, lends: bool
+) -> None:
+    """Reduce this rank's section, after giving the others theirs of this rank's part.
+
+    The result goes where the others look for it: into this rank's slot, or its operand if that is lent.
+    """
     unit, mine = part.element_size(), sections[slots.rank]
     before, after = mine.start * unit, mine.stop * unit
-    slots.put(part.data_ptr(), before)
-    slots.put(part.data_ptr() + after, part.nbytes - after, after)
+    if not lends:
+        slots.put(part.data_ptr(), before)
+        slots.put(part.data_ptr() + after, part.nbytes - after, after)
     slots.publish(WRITTEN)
     slots.wait(WRITTEN)
-    terms = _terms(slots, part[mine], mine.start)
-    terms[slots.rank] = part[mine]  # it was not copied; its place in the slot is where the result goes
-    combine(slots.elements(slots.rank, mine.start, terms[0].numel(), part.dtype), terms, reduction)
+    slots.look_for_loans()
+    terms = [
+        part[mine]
+        if rank == slots.rank
+        else slots.operand(rank, start + before, mine.stop - mine.start, part.dtype, in_slot=before)
+        for rank in range(slots.num_ranks)
+    ]
+    target = part[mine] if lends else slots.elements(slots.rank, mine.start, terms[0].numel(), part.dtype)
+    if lends and slots.rank > 1:  # the sum would run over its own later term: that waits in the free slot
+        slots.put(part.data_ptr() + before, after - before, before)
+        terms[slots.rank] = slots.elements(slots.rank, mine.start, target.numel(), part.dtype)
+    combine(target, terms, reduction)
 
 
 def _terms(slots: Slots, part: torch.Tensor, start: int) -> list[torch.Tensor]:
@@ -389,13 +417,13 @@ def _terms(slots: Slots, part: torch.Tensor, start: int) -> list[torch.Tensor]:
     return [slots.elements(rank, start, count, part.dtype) for rank in range(slots.num_ranks)]
 
 
-def _collect(slots: Slots, part: torch.Tensor, sections: Sequence[slice]) -> None:
-    """Copy the reduced sections out of the slots."""
+def _collect(slots: Slots, part: torch.Tensor, sections: Sequence[slice], *, start: int, lends: bool) -> None:
+    """Copy the reduced sections to where they belong; this rank's own is there if its operand is lent."""
     unit = part.element_size()
-    for rank in (slots.rank, *slots.following):
+    for rank in slots.following if lends else (slots.rank, *slots.following):
         section = sections[rank]
-        at = section.start * unit
-        slots.get(part.data_ptr() + at, rank, (section.stop - section.start) * unit, at)
+        at, num_bytes = section.start * unit, (section.stop - section.start) * unit
+        slots.get_operand(part.data_ptr() + at, rank, num_bytes, at=start + at, in_slot=at)
 
 
 def combine(target: torch.Tensor, terms: Sequence[torch.Tensor], reduction: str) -> None:

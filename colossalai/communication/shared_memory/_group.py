@@ -110,6 +110,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Return the store of the group."""
         return self._store
 
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a flat tensor that the others may read where it lies; None where there is no room for it."""
+        return self._membership.empty(numel, dtype)
+
     def shutdown(self) -> None:
         """End the group in this process."""
         self._closing()

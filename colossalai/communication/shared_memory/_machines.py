@@ -33,7 +33,7 @@ from colossalai.communication.shared_memory import _collectives as within
 from colossalai.communication.shared_memory._calls import AGREED_SIZE, Call, disagreement
 from colossalai.communication.shared_memory._group import SharedMemoryGroup
 from colossalai.communication.shared_memory._meeting import meet
-from colossalai.communication.shared_memory._membership import Membership, members
+from colossalai.communication.shared_memory._membership import Membership, bound_of_machine, members
 from colossalai.communication.shared_memory._segment import copy_bytes
 from colossalai.communication.shared_memory._slots import Slots
 from colossalai.communication.shared_memory._tensors import Bytes, bytes_of
@@ -57,6 +57,22 @@ def how_ranks_talk(group: dist.ProcessGroup | None = None) -> str:
     return "shared memory" if group.collectives is within else "shared memory, and gloo between machines"
 
 
+def is_within_machine(group: dist.ProcessGroup) -> bool:
+    """Return whether all ranks of a group communicate through the memory of one machine."""
+    return isinstance(group, SharedMemoryGroup) and group.collectives is within
+
+
+def empty_to_lend(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return a flat tensor that all ranks of a group can read where it lies; None if it cannot be had.
+
+    Args:
+        group: Any group.
+        numel: How many elements it has.
+        dtype: Their type.
+    """
+    return group.empty(numel, dtype) if isinstance(group, SharedMemoryGroup) else None
+
+
 def make_group(options: Any) -> Any:
     """Make the process group that torch asks for; all of its ranks call this.
 
@@ -71,7 +87,15 @@ def make_group(options: Any) -> Any:
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
     store = dist.PrefixStore(NAME, options.store)
-    island = meet(store, rank, num_ranks, timeout=timeout, budget=members.budget(num_ranks))
+    island = meet(
+        store,
+        rank,
+        num_ranks,
+        timeout=timeout,
+        budget=members.budget(num_ranks),
+        arenas=members.arenas,
+        arena_size=bound_of_machine() // 2,
+    )
     everybody = None
     if len(island.machines) > 1 or island.segment is None:
         everybody = _gloo("gloo", options.store, rank, num_ranks, timeout)

@@ -9,7 +9,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from colossalai.communication.shared_memory._counters import LINE
 from colossalai.communication.shared_memory._layout import FIRST_ROOM, START, SegmentLayout
 from colossalai.communication.shared_memory._segment import (
+    Arenas,
     NoMemoryError,
     Segment,
     create_segment,
@@ -39,6 +40,7 @@ class Island:
         segment: What they share; None where all ranks are alone, or one of the group cannot.
         layout: Of the segment.
         pids: Of the processes of the others, by index; of those in another PID namespace none.
+        arenas: Of the others, by index; empty where a rank of the group cannot map one, and lends nothing.
         reason: Why there is no segment though some ranks share a machine.
     """
 
@@ -48,10 +50,20 @@ class Island:
     segment: Segment | None
     layout: SegmentLayout
     pids: dict[int, int]
+    arenas: dict[int, Segment] = field(default_factory=dict)
     reason: str = ""
 
 
-def meet(store: dist.Store, rank: int, num_ranks: int, *, timeout: timedelta, budget: int) -> Island:
+def meet(
+    store: dist.Store,
+    rank: int,
+    num_ranks: int,
+    *,
+    timeout: timedelta,
+    budget: int,
+    arenas: Arenas,
+    arena_size: int,
+) -> Island:
     """Find the island of this rank in a group; all of its ranks call this.
 
     Args:
@@ -60,6 +72,8 @@ def meet(store: dist.Store, rank: int, num_ranks: int, *, timeout: timedelta, bu
         num_ranks: How many there are.
         timeout: How long the others may take.
         budget: Bytes that this rank may take.
+        arenas: Of this process, and those it has mapped.
+        arena_size: Of that of this process, if it has to be made.
 
     Returns:
         The island, with a segment if all ranks of the group can do their part.
@@ -68,10 +82,17 @@ def meet(store: dist.Store, rank: int, num_ranks: int, *, timeout: timedelta, bu
         DistStoreError: A rank does not come within `timeout`.
     """
     table = _Table(store, rank, num_ranks, timeout)
-    told = table.exchange("place", _place())
+    arena = arenas.own(arena_size) if num_ranks > 1 else None
+    told = table.exchange("place", _place() | {"arena": arena and arena.offer()})
     machines = _by_kernel(told)
     near = next(ranks for ranks in machines if rank in ranks)
     index, layout = near.index(rank), SegmentLayout(len(near))
+    same_numbers = [other for other in near if told[other]["pids"] == told[rank]["pids"] and other != rank]
+    opened = {
+        near.index(other): arenas.open(told[other]["arena"]) if told[other]["arena"] else None
+        for other in near
+        if other != rank
+    }
     segment, reasons = None, [""]
     if len(machines) < num_ranks or num_ranks == 1:
         is_named = len({told[other]["pids"] for other in near}) > 1  # /proc/PID means another process there
@@ -82,13 +103,15 @@ def meet(store: dist.Store, rank: int, num_ranks: int, *, timeout: timedelta, bu
             reason = "" if segment is not None else f"rank {rank} cannot map what rank {near[0]} shares"
         if segment is not None:
             reason = _reserve_first(segment, layout, index, budget)
-        reasons = [found["reason"] for found in table.exchange("mapped", {"reason": reason})]
+        found = table.exchange("mapped", {"reason": reason, "arenas": all(opened.values())})
+        reasons = [item["reason"] for item in found]
+        if not all(item["arenas"] for item in found):
+            opened = {}
     if segment is not None:
         segment.hide()
         if any(reasons):  # the same is seen by all ranks: then the group is gloo's as a whole
             segment.close()
             segment = None
-    same_numbers = [other for other in near if told[other]["pids"] == told[rank]["pids"] and other != rank]
     return Island(
         ranks=near,
         index=index,
@@ -96,6 +119,7 @@ def meet(store: dist.Store, rank: int, num_ranks: int, *, timeout: timedelta, bu
         segment=segment,
         layout=layout,
         pids={near.index(other): told[other]["pid"] for other in same_numbers},
+        arenas={index: arena for index, arena in opened.items() if arena is not None},
         reason=next(filter(None, reasons), ""),
     )
 

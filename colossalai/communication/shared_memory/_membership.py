@@ -8,12 +8,13 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.util import Finalize
 
+import torch
 import torch.distributed as dist
 
 from colossalai.communication.shared_memory._counters import Counters, waiting_of_this_system
 from colossalai.communication.shared_memory._meeting import Island
 from colossalai.communication.shared_memory._messages import Messages
-from colossalai.communication.shared_memory._segment import Segment
+from colossalai.communication.shared_memory._segment import LEAST_BYTES, Arenas, Segment
 from colossalai.communication.shared_memory._slots import Slots
 from colossalai.communication.shared_memory._watch import ProcessEnds, Watch
 from colossalai.communication.shared_memory._work import CallQueue
@@ -25,10 +26,16 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Members:
-    """The groups of this process that are open."""
+    """The groups of this process that are open, and what they take together.
+
+    Attributes:
+        ends: Descriptors of the processes of others.
+        arenas: Memory for tensors that others read where they lie.
+    """
 
     def __init__(self) -> None:
         self.ends = ProcessEnds()
+        self.arenas = Arenas()
         self._open: weakref.WeakSet[Membership] = weakref.WeakSet()
         self._pid = 0
 
@@ -47,6 +54,8 @@ class Members:
     def discard(self, member: "Membership") -> None:
         """Count a group no more."""
         self._open.discard(member)
+        if not self._open:
+            self.arenas.give_back()
 
     def budget(self, num_ranks: int) -> int:
         """Return how many bytes this process may still reserve, if `num_ranks` of them share the machine.
@@ -54,7 +63,12 @@ class Members:
         Raises:
             ValueError: The environment says something else than a number of bytes.
         """
-        return bound_of_machine() // num_ranks - sum(member.num_reserved for member in list(self._open))
+        taken = sum(member.num_reserved for member in list(self._open)) + self.arenas.num_reserved
+        return bound_of_machine() // num_ranks - taken
+
+    def arena_budget(self, num_ranks: int) -> int:
+        """Return how many bytes tensors may still take: at most a half, so that the groups have theirs."""
+        return bound_of_machine() // num_ranks // 2 - self.arenas.num_reserved
 
     def close(self) -> None:
         """Close all that are open."""
@@ -105,6 +119,8 @@ class Membership:
         segment, layout = island.segment, island.layout
         assert segment is not None, "an island without memory has no members"
         self._segment: Segment = segment
+        self._num_ranks = layout.num_ranks
+        self._can_lend = layout.num_ranks > 1 and len(island.arenas) == layout.num_ranks - 1
         self._members = open_members
         self._pid = os.getpid()
         self._is_closed = False
@@ -122,6 +138,8 @@ class Membership:
             watch=self.watch,
             timeout=timeout,
             budget=lambda: self._members.budget(layout.num_ranks) + self.slots.num_reserved,
+            own=open_members.arenas.current() if self._can_lend else None,
+            arenas=island.arenas,
         )
         self.messages = Messages(
             segment,
@@ -146,6 +164,14 @@ class Membership:
     def is_of_this_process(self) -> bool:
         """Whether this is not a copy in a forked child."""
         return self._pid == os.getpid()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return a flat tensor that the others may read where it lies; None where there is no room."""
+        arena = self._members.arenas.current() if self._can_lend and self.is_of_this_process else None
+        num_bytes = numel * dtype.itemsize
+        if arena is None or not LEAST_BYTES <= num_bytes <= self._members.arena_budget(self._num_ranks):
+            return None
+        return arena.empty(numel, dtype)
 
     def give_up(self, error: BaseException, doing: str) -> None:
         """Tell the others that this rank cannot go on, and why."""

@@ -9,16 +9,16 @@ ago. So a rank may be one part ahead of the slowest one, and a rooted call costs
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import cached_property
 
 import torch
 
 from colossalai.communication.shared_memory._calls import (
     AGREED_SIZE,
     Call,
+    OwnWords,
     disagreement,
     own_words,
     read_own_words,
@@ -31,7 +31,13 @@ from colossalai.communication.shared_memory._layout import (
     START,
     SegmentLayout,
 )
-from colossalai.communication.shared_memory._segment import NoMemoryError, Segment, copy_bytes
+from colossalai.communication.shared_memory._segment import (
+    LEAST_BYTES,
+    Arena,
+    NoMemoryError,
+    Segment,
+    copy_bytes,
+)
 from colossalai.communication.shared_memory._watch import Patience, Watch
 from colossalai.monitor import DisagreementError
 
@@ -51,6 +57,8 @@ class Slots:
         watch: What ends a wait.
         timeout: Seconds that another rank may take.
         budget: How many bytes may the slot of this rank take?
+        own: The arena of this rank, from which it may lend operands; None: it lends none.
+        arenas: Those of the others, by index.
 
     Attributes:
         rank: This rank's index.
@@ -70,6 +78,8 @@ class Slots:
         watch: Watch,
         timeout: float,
         budget: Callable[[], int],
+        own: Arena | None = None,
+        arenas: Mapping[int, Segment] | None = None,
     ) -> None:
         self.rank = rank
         self.num_ranks = layout.num_ranks
@@ -83,6 +93,9 @@ class Slots:
         self._layout = layout
         self._counters = counters
         self._watch = watch
+        self._own = own
+        self._arenas = arenas or {}
+        self._places = [0] * layout.num_ranks  # of what is lent in this part, in the arenas of the ranks
         self._part = 0
         self._call = Call(0, "barrier")
         self._header = b""
@@ -135,7 +148,9 @@ class Slots:
         """
         self._part += 1
         if extent or is_even:
-            self._header = self._header[:AGREED_SIZE] + own_words(self._call.room, extent, is_even)
+            self._header = self._header[:AGREED_SIZE] + own_words(
+                self._call.room, extent=extent, is_even=is_even
+            )
         self._patience.begin()
         self._wait(self.others, self._value(DONE) - 2 * _PHASES, self._patience.look)
         if self._part - 2 in self._unchecked:
@@ -167,8 +182,58 @@ class Slots:
 
     def extent(self, rank: int) -> tuple[int, bool]:
         """Return the largest message of a rank, and whether its others are as large, from its header."""
-        _, extent, is_even = read_own_words(self._segment.read(self._layout.header(rank, self._part), HEADER))
-        return extent, is_even
+        said = self._said(rank)
+        return said.extent, said.is_even
+
+    # Operands that are not copied; see [Note: who writes while others read] in _segment.py.
+
+    def lend(self, address: int, num_bytes: int) -> bool:
+        """Let the others read this call's operand where it lies, if it lies in the arena of this rank.
+
+        Args:
+            address: Of the operand in this process; it is the caller's again after `end_loan`.
+            num_bytes: How large it is.
+
+        Returns:
+            Whether they will; else it has to be `put`.
+        """
+        if self._own is None or num_bytes < LEAST_BYTES:
+            return False
+        place = self._own.place(address, num_bytes)
+        if place:
+            self._header = self._header[:AGREED_SIZE] + own_words(self._call.room, place=place)
+        return place > 0
+
+    def look_for_loans(self) -> None:
+        """See which ranks lend their operands in this part; after `wait(WRITTEN)` for all."""
+        if self._arenas:
+            for rank in self.others:
+                self._places[rank] = self._said(rank).place
+
+    def end_loan(self) -> None:
+        """Wait until nobody reads the operand any more; after the last part of a call that lends it."""
+        self._wait(self.others, self._value(DONE), self._look)
+
+    def operand(self, rank: int, at: int, count: int, dtype: torch.dtype, *, in_slot: int) -> torch.Tensor:
+        """Return elements of another rank's operand, from its slot or where it lends them.
+
+        Args:
+            rank: The rank.
+            at: Where they begin in the whole operand, in bytes.
+            count: How many there are.
+            dtype: Of the elements.
+            in_slot: Where they begin in the slot, in bytes, if they are there.
+        """
+        if place := self._places[rank]:
+            return self._arenas[rank].tensor(place + at, count, dtype)
+        return self._segment.tensor(self._layout.slot(rank, self._part & 1) + in_slot, count, dtype)
+
+    def get_operand(self, target: int, rank: int, num_bytes: int, *, at: int, in_slot: int) -> None:
+        """Copy bytes out of another rank's operand; the arguments are as in `get` and `operand`."""
+        if place := self._places[rank]:
+            copy_bytes(target, self._arenas[rank].address + place + at, num_bytes)
+        else:
+            self.get(target, rank, num_bytes, in_slot)
 
     # The memory of the present part.
 
@@ -235,9 +300,8 @@ class Slots:
 
     # Inside.
 
-    @cached_property
-    def _all(self) -> tuple[int, ...]:
-        return tuple(range(self.num_ranks))
+    def _said(self, rank: int) -> OwnWords:
+        return read_own_words(self._segment.read(self._layout.header(rank, self._part), HEADER))
 
     def _grow(self, wanted: int) -> None:
         """Agree on larger slots: each rank reserves what it can, and all take what the least one has."""
@@ -252,8 +316,7 @@ class Slots:
         self.begin()
         self.publish(WRITTEN)
         self.wait(WRITTEN)
-        headers = (self._segment.read(self._layout.header(rank, self._part), HEADER) for rank in self._all)
-        least = min(read_own_words(header)[0] for header in headers)
+        least = min(self._said(rank).room for rank in range(self.num_ranks))
         if least <= self.room:
             self._most = self.room  # some rank has no memory for more; all have seen the same
         self.room = max(self.room, least)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from colossalai.communication import empty_to_send
 from colossalai.context import Axis
 from colossalai.tensor import GradientSync, gradient_sync
 
@@ -78,7 +79,8 @@ def adopt_grad(param: nn.Parameter, view: torch.Tensor) -> None:
 def _make_bucket(params: list[nn.Parameter], replicas: Axis) -> Bucket:
     dtype, device, sync = _kind_of(params[0], replicas)
     sizes = [param.numel() for param in params]
-    flat = torch.zeros(sum(sizes) + len(params), dtype=dtype, device=device)
+    numel = sum(sizes) + len(params)
+    flat = empty_to_send(numel, dtype=dtype, device=device, parallel_mode=sync.axis).zero_()
     *parts, marks = flat.split([*sizes, len(params)])
     views = tuple(part.view(param.shape) for part, param in zip(parts, params, strict=True))
     return Bucket(tuple(params), flat, views, marks, sync)

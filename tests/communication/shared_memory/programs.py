@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-import colossalai.communication.shared_memory  # noqa: F401 - the backend
+from colossalai.communication.shared_memory import empty_to_lend
 
-# torch gave it a new name and warns of the old one.
+# torch gave them new names and warns of the old ones.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 INTS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -190,6 +191,12 @@ def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
     return view
 
 
+def lent(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+    """Return a copy in memory that the other ranks of a group may read, where there is such memory."""
+    flat = empty_to_lend(group, tensor.numel(), tensor.dtype)
+    return tensor if flat is None else flat.view(tensor.shape).copy_(tensor)
+
+
 class Runner:
     """Runs the steps of a program on one rank.
 
@@ -226,7 +233,8 @@ class Runner:
         shape = with_gaps if step.strided else (lambda tensor: tensor)
         op = getattr(dist.ReduceOp, step.reduction)
         common = {"group": group, "async_op": step.is_async}
-        own = shape(values(step, rank)[0])
+        lends = step.seed >> rank & 1 and not step.strided  # each rank decides for itself
+        own = lent(values(step, rank)[0], group) if lends else shape(values(step, rank)[0])
         into = shape(torch.zeros_like(values(step, rank)[0]))
         work = None
         expected: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -248,7 +256,12 @@ class Runner:
             case "reduce_scatter":
                 source = values(step, rank, p)
                 expected = [(into, total([each[rank] for each in all_values(p)]))]
-                work = dist.reduce_scatter(into, [shape(each) for each in source], op, **common)
+                if not step.strided and step.shape:
+                    source = lent(source, group) if lends else source
+                    expected[0] = (source[rank], expected[0][1]) if step.root % 2 else expected[0]
+                    work = scatter_single(expected[0][0], source.flatten(0, 1), op, **common)
+                else:
+                    work = dist.reduce_scatter(into, [shape(each) for each in source], op, **common)
             case "all_gather":
                 output = torch.zeros((p, *step.shape), dtype=step.dtype)
                 expected = [(output, torch.stack([each[0] for each in all_values()]))]

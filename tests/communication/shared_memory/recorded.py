@@ -15,11 +15,14 @@ from colossalai.communication.shared_memory import _collectives, _slots
 from colossalai.communication.shared_memory._calls import Call
 from colossalai.communication.shared_memory._counters import LINE, is_behind
 from colossalai.communication.shared_memory._layout import FIRST_ROOM, START, SegmentLayout
-from colossalai.communication.shared_memory._slots import _PHASES, Slots
+from colossalai.communication.shared_memory._slots import _PHASES, REDUCED, Slots
 
 FAR = 1 << 60  # where the segment lies: no address of this process
+ARENAS = 1 << 61  # and the arenas, one behind the other
+ARENA = 1 << 40
 BEFORE = (2**32 - START) // _PHASES - 3  # number of the part before the first one: counters wrap in the third
 ROOTED = ("reduce", "reduce in two phases", "broadcast", "gather", "scatter")
+LENT = ("lent all_reduce in two phases", "lent reduce_scatter", "lent all_gather")
 KINDS = (
     "barrier",
     "all_reduce",
@@ -28,6 +31,7 @@ KINDS = (
     "all_gather",
     "all_to_all",
     *ROOTED,
+    *LENT,
 )
 Calls = Sequence[tuple[str, int]]  # what is called, and the root
 
@@ -38,7 +42,9 @@ class Op(NamedTuple):
     rank: int
     kind: str  # store or load of a line; set of or wait for a counter; fence
     word: int | str  # a line's address, a counter's name, or whose fence it is
-    value: int = 0  # of a line: the part that writes it, or has to have; of a counter: value or target
+    # Of a line: the part that writes it, or has to have; in an arena twice that, and one more for a sum. Of a
+    # counter: value or target.
+    value: int = 0
     part: int = 0  # at which the rank is
 
     @property
@@ -61,6 +67,8 @@ class Recorder:
         self.rank, self.layout = rank, layout
         self.ops: list[Op] = []
         self.part = self.read_part = 0
+        self.operand = torch.empty(0)  # what this rank lends
+        self.has_sums = False  # whether others have written their sums into what they lend
         self._headers: dict[int, bytes] = {}
         self._handed_out: list[tuple[int, torch.Tensor]] = []
 
@@ -69,6 +77,7 @@ class Recorder:
             if tensor._version:  # a sum was written into it
                 self.touch("store", start, tensor.nbytes)
         self._handed_out.clear()
+        self.has_sums = (value - START) % _PHASES == REDUCED
         self._record("fence", "writer")
         self._record("set", f"counter {index}", value)
 
@@ -95,14 +104,43 @@ class Recorder:
         return tensor
 
     def copy(self, target: int, source: int, num_bytes: int) -> None:
-        kind, at = ("store", target) if target >= FAR else ("load", source)
-        self.touch(kind, at - FAR, num_bytes)
+        if source >= ARENAS:
+            self.touch_lent("load", source, num_bytes)
+        else:
+            kind, at = ("store", target) if target >= FAR else ("load", source)
+            self.touch(kind, at - FAR, num_bytes)
+        self.note_sum(target, num_bytes)
 
     def touch(self, kind: str, start: int, num_bytes: int) -> None:
         assert start % LINE == 0
         if kind == "store" or not self._is_own(start):
             for line in range(start, start + num_bytes, LINE):
                 self._record(kind, line, self.part if kind == "store" else self.read_part)
+
+    # The arenas: what the package asks its own, and what it does in it and in those of the others.
+
+    def lend(self, operand: torch.Tensor) -> None:
+        """The program writes into what it is going to lend in the next part."""
+        self.operand, self.has_sums = operand, False
+        for line in range(0, operand.nbytes, LINE):
+            self._record("store", ARENAS + self.rank * ARENA + LINE + line, 2 * (self.part + 1))
+
+    def place(self, address: int, num_bytes: int) -> int:
+        return LINE + address - self.operand.data_ptr() if self._is_in_operand(address) else 0
+
+    def note_sum(self, address: int, num_bytes: int) -> None:
+        """Note what is written into the operand that is lent: a sum."""
+        if self._is_in_operand(address):
+            at = ARENAS + self.rank * ARENA + self.place(address, num_bytes)
+            for line in range(at, at + num_bytes, LINE):
+                self._record("store", line, 2 * self.part + 1)
+
+    def touch_lent(self, kind: str, start: int, num_bytes: int) -> None:
+        for line in range(start, start + num_bytes, LINE):
+            self._record(kind, line, 2 * self.part + self.has_sums)
+
+    def _is_in_operand(self, address: int) -> bool:
+        return 0 <= address - self.operand.data_ptr() < self.operand.nbytes
 
     def _is_own(self, start: int) -> bool:
         base = self.layout.slot(0) if start >= self.layout.slot(0) else self.layout.header(0, 0)
@@ -113,6 +151,23 @@ class Recorder:
         self.ops.append(Op(self.rank, kind, word, value, self.part))
 
 
+class RecordedArena:
+    """The arena of another rank, for one that reads there.
+
+    Args:
+        recorder: Of the rank that reads.
+        rank: The other one.
+    """
+
+    def __init__(self, recorder: Recorder, rank: int) -> None:
+        self.recorder = recorder
+        self.address = ARENAS + rank * ARENA
+
+    def tensor(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        self.recorder.touch_lent("load", self.address + start, count * dtype.itemsize)
+        return torch.zeros(count, dtype=dtype)
+
+
 class RecordedSlots(Slots):
     """Slots of which the recorder knows in which part they are, and which one they read."""
 
@@ -120,8 +175,17 @@ class RecordedSlots(Slots):
         self.recorder = recorder
         layout, rank = recorder.layout, recorder.rank
         watch = mock.Mock()
+        others = (other for other in range(layout.num_ranks) if other != rank)
         super().__init__(
-            recorder, layout, rank, counters=recorder, watch=watch, timeout=1.0, budget=lambda: 0
+            recorder,
+            layout,
+            rank,
+            counters=recorder,
+            watch=watch,
+            timeout=1.0,
+            budget=lambda: 0,
+            own=recorder,
+            arenas={other: RecordedArena(recorder, other) for other in others},
         )
         self._part = before
 
@@ -145,18 +209,36 @@ def record(num_ranks: int, calls: Calls, before: int = BEFORE) -> list[list[Op]]
     for rank in range(num_ranks):
         recorder = Recorder(rank, SegmentLayout(num_ranks))
         slots = RecordedSlots(recorder, before)
-        with mock.patch.object(_slots, "copy_bytes", recorder.copy):
+
+        def combine(
+            target: torch.Tensor,
+            *terms: Any,
+            recorder: Recorder = recorder,
+            combine: Callable[..., None] = _collectives.combine,
+        ) -> None:
+            combine(target, *terms)
+            recorder.note_sum(target.data_ptr(), target.nbytes)
+
+        with (
+            mock.patch.object(_slots, "copy_bytes", recorder.copy),
+            mock.patch.object(_slots, "LEAST_BYTES", 0),
+            mock.patch.object(_collectives, "combine", combine),
+        ):
             for number, (kind, root) in enumerate(calls):
                 _make_call(slots, number, kind, root)
         programs.append(recorder.ops)
     return programs
 
 
-def _make_call(slots: Slots, number: int, kind: str, root: int) -> None:
+def _make_call(slots: RecordedSlots, number: int, kind: str, root: int) -> None:
     ranks = range(slots.num_ranks)
     size = LINE * (2 if slots.num_ranks == 2 else 1)  # of a message
-    name, _, is_long = kind.partition(" in ")
+    name, _, is_long = kind.removeprefix("lent ").partition(" in ")
     memory = torch.zeros(2, slots.num_ranks, size // 4)
+    if kind in LENT:
+        slots.recorder.lend(memory[0, slots.rank] if name == "all_gather" else memory[0])
+    else:
+        slots.recorder.operand = torch.empty(0)
     source, target = memory[0].data_ptr(), memory[1].data_ptr()
     targets = [target + rank * size for rank in ranks]
     sources = [source + rank * size for rank in ranks]
@@ -176,4 +258,5 @@ def _make_call(slots: Slots, number: int, kind: str, root: int) -> None:
         elif name == "scatter":
             _collectives.scatter(slots, call, target, sources, size)
         else:  # all_gather, gather
-            getattr(_collectives, name)(slots, call, targets, source, size)
+            own = source + slots.rank * size if kind in LENT else source
+            getattr(_collectives, name)(slots, call, targets, own, size)

@@ -1,13 +1,24 @@
 """Every call of torch.distributed over shared memory gives the bits of a sum written out in rank order."""
 
 import random
+import time
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 
-from tests.communication.shared_memory.programs import programs, run_program
+from colossalai.communication.shared_memory import empty_to_lend
+from colossalai.communication.shared_memory._slots import Slots
+from tests.communication.shared_memory.programs import (
+    gather_single,
+    programs,
+    reduced,
+    run_program,
+    scatter_single,
+)
 from tests.ranks import run_ranks
 
 
@@ -74,3 +85,74 @@ def add_sparse(num_cases):
 def test_sums_of_sparse_tensors(num_ranks):
     wrong = run_ranks(add_sparse, num_ranks, 40)
     assert not any(wrong), "\n".join(line for lines in wrong for line in lines)
+
+
+SIZES = (40_000, 100_003, 1_300_000)  # elements: a part, a part of odd length, several parts
+SLOW_S = 0.004
+
+
+def slow(read):
+    """A function of `Slots` that takes its time, for a rank that others could run ahead of."""
+
+    def late(*args, **options):
+        time.sleep(SLOW_S)
+        return read(*args, **options)
+
+    return late
+
+
+def term(rank, size, dtype, seed):
+    return torch.randn(size, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
+
+
+def lend(cases):
+    """Make calls whose operands some ranks lend, and spoil these as soon as a call is over."""
+    dist.init_process_group("shared_memory")
+    rank, p = dist.get_rank(), dist.get_world_size()
+    wrong, lent_bytes = [], 0
+    reads = {name: slow(getattr(Slots, name)) for name in ("operand", "get_operand")}
+    for seed, (operation, size, dtype, lenders) in enumerate(cases):
+        size = size // p * p
+        terms = [term(other, size, dtype, seed) for other in range(p)]
+        memory = (
+            empty_to_lend(dist.group.WORLD, size, dtype)
+            if rank in lenders
+            else torch.empty(size, dtype=dtype)
+        )
+        assert memory is not None, "the machine has no room"
+        lent_bytes += memory.nbytes * (rank in lenders)
+        memory.copy_(terms[rank])
+        own = memory.view(p, -1)[rank]
+        with mock.patch.multiple(Slots, **reads) if rank == seed % p else nullcontext():
+            if operation == "all_reduce":
+                found, wanted = memory, reduced(terms, "SUM")
+                dist.all_reduce(memory)
+            elif operation == "reduce_scatter":
+                found, wanted = own, reduced(terms, "SUM").view(p, -1)[rank]
+                scatter_single(own, memory)
+            else:
+                found, wanted = memory, torch.cat([each.view(p, -1)[n] for n, each in enumerate(terms)])
+                gather_single(memory, own)
+        is_right = torch.equal(found, wanted)
+        memory.fill_(float("nan"))
+        if not is_right:
+            wrong.append(f"rank {rank}: {operation} of {size} {dtype}, lent by {lenders}")
+    dist.barrier()
+    dist.destroy_process_group()
+    return wrong, lent_bytes
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_operands_that_are_read_where_they_lie(num_ranks):
+    everybody = tuple(range(num_ranks))
+    cases = [
+        (operation, size, dtype, lenders)
+        for operation in ("all_reduce", "reduce_scatter", "all_gather")
+        for size in SIZES
+        for dtype in (torch.float32, torch.bfloat16)[: 2 if operation == "all_reduce" else 1]
+        for lenders in (everybody, everybody[1:], (0, everybody[-1]))
+    ]
+    told = run_ranks(lend, num_ranks, cases)
+    assert not any(wrong for wrong, _ in told), "\n".join(line for wrong, _ in told for line in wrong)
+    assert all(lent > 0 for _, lent in told)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
+from colossalai.communication.shared_memory import empty_to_lend
 from tests.communication.shared_memory.ranks_that_end import (
     die,
     error_of,
@@ -129,3 +130,26 @@ def load_during_collectives(path):
 def test_workers_of_a_data_loader_are_forked_during_collectives(tmp_path):
     squares = sum(float(index * index) for index in range(40))
     assert run_ranks(load_during_collectives, 2, tmp_path / "loader") == [[4 * squares] * 3] * 2
+
+
+def write_in_a_child(path):
+    """A child of rank 1 writes into a tensor that its parent lends."""
+    with group(path) as rank:
+        tensor = empty_to_lend(dist.group.WORLD, 1 << 18, torch.float32).fill_(rank + 1.0)
+        seen = [0.0, 0.0]
+        if rank == 1:
+
+            def be_a_child():
+                before = tensor[0].item()
+                tensor.fill_(1000.0)
+                return [before, tensor[-1].item()]
+
+            seen, _, status = in_a_child(be_a_child)
+            assert status == 0
+        dist.all_reduce(tensor)
+        return seen, tensor.eq(3.0).all().item()
+
+
+def test_what_a_child_writes_is_its_own(tmp_path):
+    told = run_ranks(write_in_a_child, 2, tmp_path / "written")
+    assert told == [([0.0, 0.0], True), ([2.0, 1000.0], True)]

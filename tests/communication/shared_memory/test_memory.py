@@ -9,11 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from colossalai.communication.shared_memory import _segment, how_ranks_talk
+from colossalai.communication.shared_memory import _meeting, _segment, empty_to_lend, how_ranks_talk
 from colossalai.communication.shared_memory._membership import bound_of_machine
-from colossalai.communication.shared_memory._segment import NoMemoryError, create_segment, open_segment
-from tests.communication.shared_memory.ranks_that_end import error_of
+from colossalai.communication.shared_memory._segment import (
+    PAGE,
+    Arena,
+    NoMemoryError,
+    create_segment,
+    open_segment,
+)
+from tests.communication.shared_memory.ranks_that_end import error_of, group
 from tests.ranks import run_ranks
 
 SIZE = 1 << 20
@@ -211,3 +219,93 @@ def test_a_file_that_cannot_be_filled_is_not_left(tmp_path, monkeypatch):
             create_segment(SIZE, first=8192, named=named)
         assert not list(tmp_path.iterdir())
         assert len(os.listdir("/proc/self/fd")) == before
+
+
+def places(arena):
+    """The holes of an arena, and the blocks that are kept: place and length of each, in order."""
+    kept = [(place, length) for length, places in arena._kept.items() for place in places]
+    return sorted([*arena._holes, *kept])
+
+
+@pytest.mark.unit
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 9000), st.booleans()), max_size=40), st.randoms())
+def test_tensors_of_an_arena_have_places_of_their_own(drawn, draw):
+    arena = Arena(64 * PAGE)
+    held = []
+    for number, (numel, drops) in enumerate(drawn):
+        if drops and held:
+            held.pop(draw.randrange(len(held)))
+        tensor = arena.empty(numel, torch.float32)
+        if tensor is None:
+            continue
+        assert arena.place(tensor.data_ptr(), tensor.nbytes) >= PAGE
+        held.append((tensor.fill_(number), number))
+        used = sum(-(-tensor.nbytes // PAGE) * PAGE for tensor, _ in held)
+        assert used <= arena.num_reserved <= 63 * PAGE
+    assert all(tensor.eq(number).all() for tensor, number in held)
+    held.clear()
+    tensor = None
+    arena.give_back()
+    assert arena.num_reserved == 0
+    assert places(arena) == [(PAGE, 63 * PAGE)]
+    assert arena.empty(64 * PAGE, torch.uint8) is None
+    assert arena.empty(0, torch.uint8) is None
+    assert arena.place(torch.ones(4).data_ptr(), 16) == 0
+
+
+@pytest.mark.unit
+def test_a_block_is_used_again_and_a_view_keeps_it():
+    arena = Arena(1 << 20)
+    first = arena.empty(1000, torch.float64)
+    view, place = first[10:20].fill_(7.0), first.data_ptr()
+    del first
+    second = arena.empty(1000, torch.float64)
+    assert second.data_ptr() != place
+    assert view.eq(7.0).all()
+    del view
+    assert arena.empty(1000, torch.float64).data_ptr() == place
+
+
+@pytest.mark.unit
+def test_an_arena_without_memory_gives_none(monkeypatch):
+    arena = Arena(1 << 20)
+    monkeypatch.setattr(os, "posix_fallocate", no_memory)
+    assert arena.empty(1000, torch.float32) is None
+    assert arena.num_reserved == 0
+
+
+def lend_with_little_memory(path):
+    """Ask for more than half of what a rank may take, and for less; sum over a group that has either."""
+    os.environ["COLOSSALAI_SHARED_MEMORY"] = "8MiB"
+    with group(path) as rank:
+        large = empty_to_lend(dist.group.WORLD, 1 << 20, torch.float32)
+        small = empty_to_lend(dist.group.WORLD, 1 << 18, torch.float32)
+        none_left = empty_to_lend(dist.group.WORLD, 1 << 19, torch.float32)
+        small.fill_(rank + 1.0)
+        dist.all_reduce(small)
+        other = dist.new_group()
+        return large is None, none_left is None, small.eq(3.0).all().item(), how_ranks_talk(other)
+
+
+@pytest.mark.dist
+def test_tensors_leave_half_of_the_memory_to_groups(tmp_path):
+    told = run_ranks(lend_with_little_memory, 2, tmp_path / "little")
+    assert told == [(True, True, True, "shared memory")] * 2
+
+
+def open_no_arena(path):
+    """Rank 1 cannot map the arena of rank 0, and so nobody lends."""
+    if os.environ["RANK"] == "1":
+        _meeting.Arenas.open = lambda self, offer: None
+    with group(path) as rank:
+        lent = empty_to_lend(dist.group.WORLD, 1 << 20, torch.float32)
+        tensor = torch.full((1 << 20,), rank + 1.0)
+        dist.all_reduce(tensor)
+        return lent is None, how_ranks_talk(), tensor.eq(3.0).all().item()
+
+
+@pytest.mark.dist
+def test_ranks_that_cannot_map_an_arena_lend_nothing(tmp_path):
+    told = run_ranks(open_no_arena, 2, tmp_path / "closed")
+    assert told == [(True, "shared memory", True)] * 2

@@ -28,7 +28,7 @@ from colossalai.communication.shared_memory import _layout
 from colossalai.communication.shared_memory._counters import is_behind
 from colossalai.communication.shared_memory._layout import NUM_HEADERS, START
 from colossalai.communication.shared_memory._slots import _PHASES, DONE, REDUCED, WRITTEN
-from tests.communication.shared_memory.recorded import BEFORE, KINDS, Op, record
+from tests.communication.shared_memory.recorded import BEFORE, KINDS, LENT, Op, record
 
 X86, WEAK = "x86-64", "weak"
 DONE_BEFORE = START + _PHASES * BEFORE + DONE  # where the counters are at first
@@ -222,6 +222,33 @@ def test_what_keeps_a_rank_from_overwriting(kind: str, machine: str) -> None:
     programs = record(2, [(kind, 0)] * 3)
     assert "finds" in explore(without(programs, lambda op: op.is_of_part_before), machine)
     assert "finds" in explore([done_first(program) for program in programs], machine)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("machine", [X86, WEAK])
+@pytest.mark.parametrize("kind", LENT)
+def test_what_keeps_a_rank_from_writing_into_what_others_read(kind: str, machine: str) -> None:
+    """See [Note: who writes while others read]: the wait for all at the end of a call that lends."""
+    programs = record(2, [(kind, 0)] * 3)
+    is_end = [
+        [op.kind == "wait" and op.phase == DONE and not op.is_of_part_before for op in program]
+        for program in programs
+    ]
+    assert all(sum(each) == 3 for each in is_end)
+    hasty = [
+        [op for op, end in zip(program, each, strict=True) if not end]
+        for program, each in zip(programs, is_end, strict=True)
+    ]
+    assert "finds" in explore(hasty, machine)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("machine", [X86, WEAK])
+def test_a_sum_is_not_written_before_its_terms_are_read(machine: str) -> None:
+    programs = record(2, [("lent all_reduce in two phases", 0)] * 2)
+    assert "finds" in explore(
+        without(programs, lambda op: op.kind == "wait" and op.phase == REDUCED), machine
+    )
 
 
 @pytest.mark.unit
