@@ -24,6 +24,7 @@ from colossalai.zero._exchange import start_gather
 from colossalai.zero._layout import FlatBucket
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._states import StateExchange
+from colossalai.zero._weights import BucketWeights, WholeWeights
 
 MasterOf = Callable[[nn.Parameter], torch.Tensor | None]
 
@@ -59,6 +60,7 @@ class Shards(StandIns):
         offload: Keep fragments and states in host memory.
         reducers: Those of all optimizers of the model, whose backwards are the same.
         before_step: Called, once all gradients are there, before every step.
+        weights_of: Return where the weights of a bucket lie.
     """
 
     def __init__(
@@ -71,30 +73,33 @@ class Shards(StandIns):
         offload: bool,
         reducers: Sequence[ShardedReducer],
         before_step: Callable[[], None],
+        weights_of: Callable[[FlatBucket], BucketWeights] = WholeWeights,
     ) -> None:
         self._reducer = reducer
         self._reducers = reducers
         self._before_step = before_step
-        self._flats: list[tuple[FlatBucket, torch.Tensor]] = []
-        self._views: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._weights = [weights_of(grads.bucket) for grads in reducer.all_grads]
         self._fragments: dict[nn.Parameter, Fragment] = {}
-        for grads in reducer.all_grads:
-            self._add_bucket(grads.bucket, master_of, offload)
+        for weights in self._weights:
+            self._add_bucket(weights, master_of, offload)
         self._param_of = {fragment.tensor: param for param, fragment in self._fragments.items()}
         self._whole_groups = [list(group["params"]) for group in optimizer.param_groups]
         self._exchange = StateExchange(
             {param: fragment.tensor for param, fragment in self._fragments.items()},
             ranges={
                 param: [bucket.overlap(index, rank) for rank in range(bucket.axis.size)]
-                for bucket, _ in self._flats
+                for bucket in self._buckets
                 for index, param in enumerate(bucket.params)
             },
-            axes={param: bucket.axis for bucket, _ in self._flats for param in bucket.params},
+            axes={param: bucket.axis for bucket in self._buckets for param in bucket.params},
             replicas=replicas,
         )
         self._exchange.cut(optimizer)
         self._put_fragments(optimizer)
-        self._versions = {param: param._version for param in self._fragments}
+
+    @property
+    def _buckets(self) -> list[FlatBucket]:
+        return [weights.bucket for weights in self._weights]
 
     def __len__(self) -> int:
         return len(self._fragments)
@@ -164,13 +169,7 @@ class Shards(StandIns):
     @torch.no_grad()
     def take_weights(self) -> None:
         """See the base class; parameters that were given other memory come back to their buckets."""
-        written = {param for param in self._fragments if param._version != self._versions[param]}
-        for param, view in self._views:
-            if param.data_ptr() != view.data_ptr():
-                view.copy_(param)
-                param.data = view
-                written.add(param)
-        for param in written:
+        for param in (param for weights in self._weights for param in weights.take_written()):
             fragment = self._fragments[param]
             if fragment.has_own_memory:
                 home = fragment.home.to(fragment.tensor.device)
@@ -178,20 +177,18 @@ class Shards(StandIns):
                 fragment.tensor.copy_(
                     torch.where(home == rounded, fragment.tensor, home.to(fragment.tensor.dtype))
                 )
-            self._versions[param] = param._version
 
     @torch.no_grad()
     def write_weights(self) -> None:
-        """Round the masters into the buckets and gather those; collective."""
+        """Round the masters into the buckets and let all ranks have those; collective."""
         masters = [fragment for fragment in self._fragments.values() if fragment.has_own_memory]
         if masters:
             torch._foreach_copy_([f.home for f in masters], [f.tensor.detach() for f in masters])
             for fragment in masters:
                 fragment.tensor.grad = None  # a copy in float32; the slice of the mean is still there
-        waits = [start_gather(flat, bucket) for bucket, flat in self._flats]
+        waits = [weights.start_publishing() for weights in self._weights]
         for wait in waits:
             wait()
-        self._versions = {param: param._version for param in self._fragments}
 
     @contextmanager
     def as_states(self, optimizer: Optimizer, *, loads: bool = True) -> Iterator[None]:
@@ -252,33 +249,28 @@ class Shards(StandIns):
         """Return the whole mean gradients of the parameters that have one, after `take_grads`; collective."""
         found: dict[nn.Parameter, torch.Tensor] = {}
         marks = iter(self._reducer.marks())
-        for grads, (bucket, _) in zip(self._reducer.all_grads, self._flats, strict=True):
+        for bucket in self._buckets:
             device = bucket.params[0].device
             flat = torch.zeros(bucket.numel, dtype=bucket.grad_dtype, device=device)
             for param in bucket.params:
                 self._put_grad(param, bucket.section(flat, bucket.axis.rank))
             start_gather(flat, bucket)()
-            for index, param in enumerate(grads.bucket.params):
+            for index, param in enumerate(bucket.params):
                 if next(marks):
                     found[param] = bucket.view(flat, index)
         return found
 
-    def _add_bucket(self, bucket: FlatBucket, master_of: MasterOf, offload: bool) -> None:
+    def _add_bucket(self, weights: BucketWeights, master_of: MasterOf, offload: bool) -> None:
+        bucket = weights.bucket
         first = bucket.params[0]
-        flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
-        self._flats.append((bucket, flat))
         device = torch.device("cpu") if offload else first.device
         rank = bucket.axis.rank
         section_start = bucket.bounds[rank][0]
         for index, param in enumerate(bucket.params):
-            view = bucket.view(flat, index)
-            view.copy_(param.detach())
-            param.data = view
-            self._views.append((param, view))
             begin, end = bucket.overlap(index, rank)
             whole = end - begin == param.numel() and not bucket.cuts_params
             shape = param.shape if whole else (end - begin,)
-            home = view.view(-1)[begin:end].view(shape)
+            home = weights.home(index).view(shape)
             master = master_of(param)
             own = home if master is None else master.detach().reshape(-1)[begin:end].view(shape)
             has_own_memory = master is not None or device != first.device

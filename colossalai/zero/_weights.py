@@ -1,0 +1,91 @@
+"""Where the weights of a bucket lie between two steps, and how what an optimizer has updated gets there.
+
+The fragments of an optimizer (`_shards.py`) are parts of this memory, or are rounded into it. Stages 1 and 2
+keep it whole on every rank; stage 3 keeps a rank's own section (`gemini/_residence.py`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import nn
+
+from colossalai.zero._exchange import start_gather
+from colossalai.zero._layout import FlatBucket
+
+
+class BucketWeights(ABC):
+    """The weights of a bucket, as one rank holds them.
+
+    Args:
+        bucket: The layout.
+
+    Attributes:
+        bucket: As given.
+    """
+
+    def __init__(self, bucket: FlatBucket) -> None:
+        self.bucket = bucket
+
+    @abstractmethod
+    def home(self, index: int) -> torch.Tensor:
+        """Return the memory of this rank's fragment of a parameter, flat; there may be none of it."""
+
+    @abstractmethod
+    def take_written(self) -> set[nn.Parameter]:
+        """Return the parameters that others have written since the last `publish` or this was asked."""
+
+    @abstractmethod
+    def start_publishing(self) -> Callable[[], object]:
+        """Begin to let all ranks have what this one wrote into its homes; return the wait. Collective."""
+
+
+@final
+class WholeWeights(BucketWeights):
+    """The weights of a bucket in one flat piece of memory, of which the parameters are views.
+
+    Args:
+        bucket: The layout; its parameters become views, with the values that they have.
+    """
+
+    def __init__(self, bucket: FlatBucket) -> None:
+        super().__init__(bucket)
+        first = bucket.params[0]
+        self._flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
+        self._views = bucket.views(self._flat)
+        for param, view in zip(bucket.params, self._views, strict=True):
+            view.copy_(param.detach())
+            param.data = view
+        self._note_versions()
+
+    def home(self, index: int) -> torch.Tensor:
+        """See the base class."""
+        begin, end = self.bucket.overlap(index, self.bucket.axis.rank)
+        return self._views[index].view(-1)[begin:end]
+
+    def take_written(self) -> set[nn.Parameter]:
+        """See the base class; parameters that were given other memory come back to the bucket."""
+        params = self.bucket.params
+        written = {param for param in params if param._version != self._versions[param]}
+        for param, view in zip(params, self._views, strict=True):
+            if param.data_ptr() != view.data_ptr():
+                view.copy_(param)
+                param.data = view
+                written.add(param)
+        for param in written:
+            self._versions[param] = param._version
+        return written
+
+    def start_publishing(self) -> Callable[[], object]:
+        """See the base class: gather the sections."""
+        wait = start_gather(self._flat, self.bucket)
+
+        def end() -> None:
+            wait()
+            self._note_versions()
+
+        return end
+
+    def _note_versions(self) -> None:
+        self._versions = {param: param._version for param in self.bucket.params}
