@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from colossalai._not_landed import refuse_name
 from colossalai.tensor._attributes import CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from colossalai.tensor._attributes import CHECKPOINT_TIED_NAMES as CHECKPOINT_TIED_NAMES
+from colossalai.tensor._attributes import CHUNK_PLACE as CHUNK_PLACE
 from colossalai.tensor._attributes import DDP_IGNORED as DDP_IGNORED
 from colossalai.tensor._attributes import LAZY_TAPE as LAZY_TAPE
 from colossalai.tensor._attributes import PART_OF_CUT_MODEL as PART_OF_CUT_MODEL

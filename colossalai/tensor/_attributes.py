@@ -17,6 +17,9 @@ RANGE_OF_STATES = "range_of_states"
 BUILT_FOR = "built_for"
 """A module: the extents of the mesh that its specs were made for (`tensor/_sharded_module.py`)."""
 
+CHUNK_PLACE = "chunk_place"
+"""A parameter of a model in chunks: where its values lie (`zero/gemini/_uses.py`)."""
+
 LAZY_TAPE = "lazy_tape"
 """The storage of a lazy tensor: the operations that will write it (`lazy/_tape.py`)."""
 

@@ -147,6 +147,7 @@ class ShardedReducer:
         stage: 1 or 2.
         overlap: Start buckets during the backward; False: in `flush` only.
         dtype: What is sent; None: gradients as they are.
+        on_grad: Called with a bucket of which a gradient has come, and whether all have.
     """
 
     def __init__(
@@ -158,8 +159,10 @@ class ShardedReducer:
         stage: int,
         overlap: bool,
         dtype: torch.dtype | None,
+        on_grad: Callable[[FlatBucket, bool], None] | None = None,
     ) -> None:
         self._replicas = replicas
+        self._told = on_grad
         self._stage = stage
         self._overlap = overlap
         self._dtype = dtype
@@ -302,6 +305,8 @@ class ShardedReducer:
                 "backward adds several times to a parameter (reentrant checkpointing of shared weights)"
             )
         grads.take(index)
+        if self._told is not None:
+            self._told(grads.bucket, grads.is_full)
         while self._queue and self._queue[0].is_full:
             self._start(self._queue.popleft())
 

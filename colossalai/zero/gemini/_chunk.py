@@ -1,0 +1,141 @@
+"""Chunks: flat pieces of memory that hold consecutive parameters, each cut over the ranks that share them.
+
+[Note: the life of a chunk]
+Of a chunk a rank always has its section. The whole is gathered before a function uses one of its parameters,
+and let go of when room is needed, when all gradients of a backward have come, and after a step, as it is out
+of date then. `ChunkState` says of the whole:
+
+| state | the whole | what may come |
+| --- | --- | --- |
+| FREE | is not there | it is gathered: HOLD |
+| HOLD | is there, nobody uses it | a use, a gradient, or it is let go of |
+| COMPUTE | a function uses it | the end of the use |
+| HOLD_AFTER_BWD | is there; some gradients of this backward have come | as HOLD |
+| READY_FOR_REDUCE | is there; all gradients have come | it is let go of, or a use of the next forward |
+
+Where a chunk's section lies (device, host or disk) is another matter, see `_tiers.py`.
+"""
+
+from enum import Enum
+
+import torch
+from torch import nn
+
+from colossalai.zero._layout import FlatBucket
+
+
+class ChunkState(Enum):
+    """What is done with the whole of a chunk at the moment; see [Note: the life of a chunk]."""
+
+    FREE = "free"
+    COMPUTE = "compute"
+    HOLD = "hold"
+    HOLD_AFTER_BWD = "hold after backward"
+    READY_FOR_REDUCE = "ready for reduce"
+
+
+_FREE, _COMPUTE, _HOLD = ChunkState.FREE, ChunkState.COMPUTE, ChunkState.HOLD
+_AFTER, _READY = ChunkState.HOLD_AFTER_BWD, ChunkState.READY_FOR_REDUCE
+LEGAL_MOVES: dict[ChunkState, frozenset[ChunkState]] = {
+    _FREE: frozenset({_HOLD}),
+    _HOLD: frozenset({_FREE, _COMPUTE, _AFTER, _READY}),
+    _COMPUTE: frozenset({_HOLD}),
+    _AFTER: frozenset({_FREE, _COMPUTE, _READY}),
+    _READY: frozenset({_FREE, _COMPUTE}),
+}
+"""From each state to those that may follow."""
+
+
+class Chunk:
+    """A chunk as one rank sees it.
+
+    Args:
+        number: Its place in the order of initialization.
+        layout: Where its parameters lie in it, and which section is whose.
+        names: The names of its parameters.
+        section: This rank's part of the values, flat.
+
+    Attributes:
+        number: As given.
+        layout: As given.
+        section: As given.
+        whole: All values, as long as they are there.
+        state: Of the whole.
+        num_uses: How many functions, and blocks that gather it, need it now.
+    """
+
+    def __init__(
+        self, number: int, layout: FlatBucket, *, names: tuple[str, ...], section: torch.Tensor
+    ) -> None:
+        self.number = number
+        self.layout = layout
+        self.section = section
+        self.whole: torch.Tensor | None = None
+        self.state = ChunkState.FREE
+        self.num_uses = 0
+        self._names = names
+        self._version = 0  # of `whole`, when it was last known to be what the sections say
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole."""
+        return self.layout.numel * self.section.element_size()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are other ranks with other sections."""
+        return self.layout.axis.size > 1
+
+    def name_of(self, param: nn.Parameter) -> str:
+        """Return the name of one of its parameters."""
+        return self._names[next(n for n, own in enumerate(self.layout.params) if own is param)]
+
+    def move(self, state: ChunkState, *, name: str = "") -> None:
+        """Go on to another state.
+
+        Args:
+            state: The next one.
+            name: Of the parameter for whose sake, if it is for one.
+        """
+        assert state in LEGAL_MOVES[self.state], (
+            f"chunk {self.number} ({name or ', '.join(self._names)}) is {self.state.value}, "
+            f"and cannot become {state.value}"
+        )
+        self.state = state
+
+    def hold(self, whole: torch.Tensor) -> None:
+        """Take the gathered values."""
+        self.whole = whole
+        self._version = whole._version
+        self.move(ChunkState.HOLD)
+
+    def free(self) -> None:
+        """Let go of the whole; its memory is returned when nobody else refers to it."""
+        self.move(ChunkState.FREE)
+        self.whole = None
+
+    def begin_use(self, name: str) -> None:
+        """Note that a function begins to use it, for the sake of a parameter."""
+        if self.num_uses == 0:
+            self.move(ChunkState.COMPUTE, name=name)
+        self.num_uses += 1
+
+    def end_use(self) -> None:
+        """Note that a function has used it."""
+        self.num_uses -= 1
+        if self.num_uses == 0:
+            self.move(ChunkState.HOLD)
+
+    def note_gradients(self, *, all_have_come: bool) -> None:
+        """Note that gradients of its parameters have come, if its whole is there."""
+        if self.state in (ChunkState.HOLD, ChunkState.HOLD_AFTER_BWD):
+            wanted = ChunkState.READY_FOR_REDUCE if all_have_come else ChunkState.HOLD_AFTER_BWD
+            if wanted is not self.state:
+                self.move(wanted)
+
+    def take_write(self) -> bool:
+        """Return whether somebody has written into the whole since it was gathered, or this was asked."""
+        if self.whole is None or self.whole._version == self._version:
+            return False
+        self._version = self.whole._version
+        return True

@@ -1,0 +1,252 @@
+"""Gemini as a way of data parallelism: ZeRO stage 3 (1910.02054) in chunks of parameters.
+
+Every rank holds a section of each chunk: of the values, of the mean gradient, of the optimizer's states. Per
+rank, with Psi parameters on n ranks, bytes p, g and s per element of parameters, gradients and optimizer
+states (masters included):
+
+    (p + g + s) Psi / n,  plus at most two gathered chunks and two full gradients of chunks
+
+Each step sends (n-1)/n of the parameters in the forward and in the backward, and (n-1)/n of the gradients.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.amp import Masters
+from colossalai.context import Axis
+from colossalai.nn.parallel import (
+    AppliedDataMethod,
+    DataMethod,
+    broadcast_floating_buffers,
+    broadcast_from_first,
+)
+from colossalai.tensor import GradientSync, gradient_sync
+from colossalai.zero._elementwise import is_elementwise
+from colossalai.zero._layout import FlatBucket
+from colossalai.zero._reducer import ShardedReducer
+from colossalai.zero._shards import Shards
+from colossalai.zero._weights import BucketWeights
+from colossalai.zero.gemini._chunk import Chunk
+from colossalai.zero.gemini._residence import Residence
+from colossalai.zero.gemini._uses import ChunkPlace, put_into_chunk
+
+_Kind = tuple[torch.dtype, torch.dtype, torch.device, GradientSync, bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InChunks(DataMethod):
+    """Every rank holds a section of each chunk of parameters; a chunk is gathered where it is used.
+
+    Attributes:
+        chunk_size: Number of elements of a chunk; a larger parameter has one of its own.
+        broadcast_buffers: Give all replicas the floating buffers of the first one before each step.
+    """
+
+    chunk_size: int
+    broadcast_buffers: bool = True
+
+    @property
+    def name_in_pairs(self) -> str:
+        """See the base class."""
+        return "Gemini"
+
+    def allows_float32_grads(self, replicas: Axis) -> bool:
+        """See the base class: they have the size of the parameters, which is what memory is reckoned with."""
+        return False
+
+    def check(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        blocks: list[nn.Module],
+        replicas: Axis,
+    ) -> None:
+        """See the base class."""
+        for name, part in module.named_modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+                raise ValueError(
+                    f"{name} gives sparse gradients, and chunks take dense ones: build it with sparse=False"
+                )
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+                raise ValueError(
+                    f"{name} has max_norm={part.max_norm}: it writes into its weight in every forward, each "
+                    "rank into other rows; build it with max_norm=None"
+                )
+        if len(optimizers) > 1:
+            raise ValueError(
+                f"{len(optimizers)} optimizers of one model whose parameters share chunks: give one optimizer "
+                "several parameter groups instead"
+            )
+
+    def apply(
+        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
+    ) -> AppliedDataMethod:
+        """See the base class; the parameters of `module` stay the same objects, without memory."""
+        broadcast_from_first(module, replicas)
+        return _InChunks(module, self, replicas)
+
+
+@final
+class _InChunks(AppliedDataMethod):
+    """A module whose parameters lie in chunks.
+
+    Args:
+        module: The module itself.
+        options: The options.
+        replicas: The replicas.
+    """
+
+    shards_gradients: ClassVar[bool] = True
+
+    def __init__(self, module: nn.Module, options: InChunks, replicas: Axis) -> None:
+        super().__init__(module)
+        self._options = options
+        self._replicas = replicas
+        names = {param: name for name, param in module.named_parameters()}
+        layouts = _lay_out(list(names), replicas, chunk_size=options.chunk_size)
+        chunks = [_make_chunk(number, layout, names) for number, layout in enumerate(layouts)]
+        largest = max((chunk.num_bytes for chunk in chunks), default=0)
+        self.residence = Residence(chunks, most_bytes=2 * largest)
+        for chunk in chunks:
+            for index, param in enumerate(chunk.layout.params):
+                put_into_chunk(param, ChunkPlace(self.residence, chunk, index, names[param]))
+        for part in module.modules():
+            part.register_forward_pre_hook(self.residence.enter, prepend=True)
+            part.register_forward_hook(self.residence.leave, always_call=True)
+        self._chunk_of = {chunk.layout: chunk for chunk in chunks}
+        trained = [chunk.layout for chunk in chunks if chunk.layout.params[0].requires_grad]
+        self._reducer = ShardedReducer(
+            [trained[::-1]],
+            [],
+            replicas,
+            stage=2,
+            overlap=True,
+            dtype=None,
+            on_grad=lambda layout, full: self.residence.note_gradients(
+                self._chunk_of[layout], all_have_come=full
+            ),
+        )
+        self._shards: Shards | None = None
+
+    def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
+        """See the base class; every backward averages, as a rank has no room for whole gradients."""
+        self._reducer.set_sync(enabled, part=part)
+
+    def finish(self) -> None:
+        """Wait until all gradients are averaged."""
+        self._reducer.finish()
+
+    def stand_ins(
+        self, optimizer: Optimizer, masters: Masters, *, late: Collection[nn.Parameter] = ()
+    ) -> Shards:
+        """See the base class; the optimizer gets the sections.
+
+        Raises:
+            ValueError: `optimizer` is the second one, or needs whole parameters.
+        """
+        if self._shards is not None:
+            raise ValueError(
+                "this model has an optimizer already, and its parameters share chunks: give one optimizer "
+                "several parameter groups instead of a second optimizer"
+            )
+        if self._replicas.size > 1 and not is_elementwise(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} needs whole parameters, and chunks are cut anywhere: use "
+                "LowLevelZeroPlugin, or an optimizer that treats each element alone, such as AdamW"
+            )
+        with torch.no_grad():
+            self._shards = Shards(
+                optimizer,
+                self._reducer,
+                self._replicas,
+                master_of=masters.master_of,
+                offload=False,
+                reducers=[self._reducer],
+                before_step=self._give_buffers,
+                weights_of=lambda layout: _SectionWeights(self._chunk_of[layout], self.residence),
+            )
+        return self._shards
+
+    def _give_buffers(self) -> None:
+        if self._options.broadcast_buffers and self._replicas.size > 1:
+            broadcast_floating_buffers(self.module, self._replicas)
+
+
+@final
+class _SectionWeights(BucketWeights):
+    """The weights of a chunk, of which a rank keeps its section.
+
+    Args:
+        chunk: The chunk.
+        residence: Where it is present.
+    """
+
+    def __init__(self, chunk: Chunk, residence: Residence) -> None:
+        super().__init__(chunk.layout)
+        self._chunk = chunk
+        self._residence = residence
+
+    def home(self, index: int) -> torch.Tensor:
+        """See the base class."""
+        layout = self.bucket
+        begin, end = layout.overlap(index, layout.axis.rank)
+        start = layout.starts[index] + begin - layout.bounds[layout.axis.rank][0]
+        return self._chunk.section[start : start + end - begin] if end > begin else self._chunk.section[:0]
+
+    def take_written(self) -> set[nn.Parameter]:
+        """See the base class; which ones of a chunk were written is not known."""
+        return set(self.bucket.params) if self._residence.take_written(self._chunk) else set()
+
+    def start_publishing(self) -> Callable[[], object]:
+        """See the base class: nothing is sent; who needs the values gathers them."""
+        self._residence.note_updated(self._chunk)
+        return lambda: None
+
+
+def _lay_out(params: Sequence[nn.Parameter], replicas: Axis, *, chunk_size: int) -> list[FlatBucket]:
+    """Lay parameters out in chunks, in the order of initialization."""
+    groups: list[list[nn.Parameter]] = []
+    is_open: dict[_Kind, list[nn.Parameter]] = {}
+    for param in params:
+        kind = _kind_of(param, replicas)
+        group = is_open.get(kind)
+        if group is None or sum(p.numel() for p in group) + param.numel() > chunk_size:
+            group = is_open[kind] = []
+            groups.append(group)
+        group.append(param)
+    return [_layout_of(group, replicas, chunk_size) for group in groups]
+
+
+def _layout_of(params: Sequence[nn.Parameter], replicas: Axis, chunk_size: int) -> FlatBucket:
+    _, grad_dtype, _, sync, _ = _kind_of(params[0], replicas)
+    starts, total = [], 0
+    for param in params:
+        starts.append(total)
+        total += param.numel()
+    num_ranks = sync.axis.size
+    size = -(-max(total, chunk_size) // num_ranks)
+    bounds = tuple((size * rank, size * (rank + 1)) for rank in range(num_ranks))
+    return FlatBucket(tuple(params), tuple(starts), bounds, grad_dtype, True, sync)
+
+
+def _make_chunk(number: int, layout: FlatBucket, names: dict[nn.Parameter, str]) -> Chunk:
+    """Return a chunk with this rank's section of the values that its parameters have."""
+    first = layout.params[0]
+    begin, end = layout.bounds[layout.axis.rank]
+    section = torch.zeros(end - begin, dtype=first.dtype, device=first.device)
+    for index, param in enumerate(layout.params):
+        own_begin, own_end = layout.overlap(index, layout.axis.rank)
+        start = layout.starts[index] + own_begin - begin
+        section[start : start + own_end - own_begin].copy_(param.detach().reshape(-1)[own_begin:own_end])
+    return Chunk(number, layout, names=tuple(names[param] for param in layout.params), section=section)
+
+
+def _kind_of(param: nn.Parameter, replicas: Axis) -> _Kind:
+    grad_dtype = getattr(param, "grad_dtype", None) or param.dtype
+    return param.dtype, grad_dtype, param.device, gradient_sync(param, replicas), param.requires_grad

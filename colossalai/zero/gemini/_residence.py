@@ -1,0 +1,241 @@
+"""Residence: which chunks are present on this rank, who brings them in, and which ones have to go.
+
+A chunk that is used is gathered, unless it is present; before that as many others are let go of as there has
+to be room for it. All ranks use chunks in the same order, so that the gathers are the same collectives.
+"""
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from colossalai.communication import all_reduce_in_place
+from colossalai.context import Axis
+from colossalai.zero._exchange import start_gather
+from colossalai.zero.gemini._chunk import Chunk, ChunkState
+from colossalai.zero.gemini._uses import ChunkPlace, refuse_transformations
+
+_Handle = tuple[Chunk, torch.Size, tuple[Any, ...], Any]  # of a saved view: chunk, sizes, strides, offset
+
+
+class Residence:
+    """The chunks of a model on this rank.
+
+    Args:
+        chunks: All of them, in the order of initialization.
+        most_bytes: How many bytes of gathered chunks are held; one function's own may be more.
+
+    Attributes:
+        chunks: As given.
+        present_bytes: Of all gathered memory that is alive now, whoever keeps it.
+        peak_bytes: The most of it so far.
+        num_gathers: How many chunks have been gathered so far.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], *, most_bytes: int) -> None:
+        self.chunks = list(chunks)
+        self.present_bytes = self.peak_bytes = self.num_gathers = 0
+        self._most_bytes = most_bytes
+        self._present: OrderedDict[Chunk, None] = OrderedDict()  # the least recently used first
+        self._by_storage: dict[int, Chunk] = {}  # of gathered memory that is alive
+        self._depth = 0  # forwards that are under way
+        self._num_gathered = 0  # `gathered` blocks that are
+        self._written: set[Chunk] = set()
+        self._has_hooks = False
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    # When a parameter is used.
+
+    def enter(self, *_: Any) -> None:
+        """Begin a forward of the model, or of a module in it."""
+        refuse_transformations("a forward of a model in chunks")
+        self._depth += 1
+        # Not in a recomputation: torch's checkpoint counts what is saved in it, by hooks of its own.
+        if self._depth == 1 and not _is_in_backward():
+            self._hooks.__enter__()
+            self._has_hooks = True
+
+    def leave(self, *_: Any) -> None:
+        """End what `enter` has begun."""
+        self._depth -= 1
+        if self._depth == 0 and self._has_hooks:
+            self._hooks.__exit__()
+            self._has_hooks = False
+
+    def is_use(self) -> bool:
+        """Return whether what happens now may use parameters: in a forward, a backward or `gathered`."""
+        return self._depth > 0 or self._num_gathered > 0 or _is_in_backward()
+
+    def begin_use(self, places: Sequence[ChunkPlace]) -> None:
+        """Make sure that all values are present that a function is going to use."""
+        needed = {place.chunk: place.name for place in places}
+        for chunk, name in needed.items():
+            self.fetch(chunk, needed)
+            chunk.begin_use(name)
+
+    def end_use(self, places: Sequence[ChunkPlace]) -> None:
+        """Let what a function has used be dropped again.
+
+        Raises:
+            RuntimeError: The function has written into values that other ranks have their own copies of.
+        """
+        for chunk, name in {place.chunk: place.name for place in places}.items():
+            chunk.end_use()
+            if self._num_gathered == 0 and chunk.take_write():
+                if chunk.is_cut:
+                    self._free(chunk)
+                    raise RuntimeError(
+                        f"{name} was written in a forward or backward, where each rank has its own copy: "
+                        "write into it inside `with torch.no_grad(), model.gathered():` (an embedding with "
+                        "max_norm writes into its weight: leave max_norm out)"
+                    )
+                self._written.add(chunk)
+
+    def fetch(self, chunk: Chunk, needed: Collection[Chunk] = ()) -> torch.Tensor:
+        """Return all values of a chunk; collective over the ranks that share it, if it is not present.
+
+        Args:
+            chunk: The chunk.
+            needed: Chunks that have to stay.
+        """
+        if chunk.whole is None:
+            self._make_room(chunk.num_bytes, needed)
+            chunk.hold(self._gather(chunk))
+        self._present[chunk] = None
+        self._present.move_to_end(chunk)
+        assert chunk.whole is not None
+        return chunk.whole
+
+    def note_updated(self, chunk: Chunk) -> None:
+        """Note that all ranks have updated their sections: what was gathered is out of date."""
+        self._written.discard(chunk)
+        if chunk.is_cut and chunk.whole is not None:
+            self._free(chunk)
+
+    def take_written(self, chunk: Chunk) -> bool:
+        """Return whether values of a chunk have been written since this was asked, and are in its section."""
+        was_written = chunk in self._written
+        self._written.discard(chunk)
+        return was_written
+
+    def note_loaded(self, chunk: Chunk) -> None:
+        """Note that all ranks have written into their sections."""
+        self._written.add(chunk)
+        if chunk.is_cut and chunk.whole is not None and chunk.num_uses == 0:
+            self._free(chunk)
+
+    def note_gradients(self, chunk: Chunk, *, all_have_come: bool) -> None:
+        """Note that gradients of a chunk have come; with all of them this backward is through with it."""
+        chunk.note_gradients(all_have_come=all_have_come)
+        if chunk.state is ChunkState.READY_FOR_REDUCE and chunk.is_cut and self._num_gathered == 0:
+            self._free(chunk)
+
+    @contextmanager
+    def gathered(self, chunks: Sequence[Chunk] | None = None) -> Iterator[None]:
+        """Within the block, values can be read and written; what any rank has written, all have then.
+
+        All ranks enter and leave. Where several have written into a chunk, those of the lowest one count.
+
+        Args:
+            chunks: Those to gather; default: all.
+        """
+        chosen = self.chunks if chunks is None else list(chunks)
+        self._num_gathered += 1
+        for chunk in chosen:
+            self.fetch(chunk, chosen)
+            chunk.num_uses += 1  # it stays
+        try:
+            yield
+        finally:
+            self._num_gathered -= 1
+            for chunk in chosen:
+                chunk.num_uses -= 1
+            self._share_writes(chosen)
+            for chunk in chosen:
+                if chunk.is_cut and chunk.num_uses == 0:
+                    self._free(chunk)
+
+    # Inside.
+
+    def _gather(self, chunk: Chunk) -> torch.Tensor:
+        """Return the values of all ranks' sections; collective."""
+        if not chunk.is_cut:
+            return chunk.section
+        self.num_gathers += 1
+        layout = chunk.layout
+        whole = torch.empty(layout.numel, dtype=chunk.section.dtype, device=chunk.section.device)
+        layout.section(whole, layout.axis.rank).copy_(chunk.section)
+        start_gather(whole, layout)()
+        storage = whole.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        self._by_storage[key] = chunk
+        self.present_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.present_bytes)
+        # On the storage: one on the tensor would fire while a view of it still holds the memory.
+        weakref.finalize(storage, self._forget_storage, key, size)
+        return whole
+
+    def _forget_storage(self, key: int, size: int) -> None:
+        del self._by_storage[key]
+        self.present_bytes -= size
+
+    def _make_room(self, num_bytes: int, needed: Collection[Chunk]) -> None:
+        """Let go of chunks that nobody uses, the least recently used first, until there is room."""
+        held = sum(chunk.num_bytes for chunk in self._present if chunk.is_cut)
+        for chunk in list(self._present):
+            if held + num_bytes <= self._most_bytes:
+                return
+            if chunk.is_cut and chunk.num_uses == 0 and chunk not in needed:
+                held -= chunk.num_bytes
+                self._free(chunk)
+
+    def _free(self, chunk: Chunk) -> None:
+        chunk.free()
+        self._present.pop(chunk, None)
+
+    def _share_writes(self, chunks: Sequence[Chunk]) -> None:
+        """Let all ranks have what one has written; collective."""
+        along: dict[Axis, list[Chunk]] = {}
+        for chunk in chunks:
+            along.setdefault(chunk.layout.axis, []).append(chunk)
+        for axis, shared in along.items():
+            writers = [axis.rank if chunk.take_write() else axis.size for chunk in shared]
+            first = torch.tensor(writers, device=shared[0].section.device)
+            for chunk, rank in zip(
+                shared, all_reduce_in_place(first, axis, dist.ReduceOp.MIN).tolist(), strict=True
+            ):
+                if rank == axis.size:
+                    continue
+                assert chunk.whole is not None, "a chunk stays in the block that has gathered it"
+                if chunk.is_cut:
+                    dist.broadcast(chunk.whole, src=axis.ranks[rank], group=axis.group)
+                    chunk.section.copy_(chunk.layout.section(chunk.whole, axis.rank))
+                self._written.add(chunk)
+
+    def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Handle":
+        """Return where a saved tensor lies in its chunk, or itself; see [Note: what autograd saves]."""
+        if tensor.layout is not torch.strided:
+            return tensor
+        chunk = self._by_storage.get(tensor.untyped_storage()._cdata)
+        if chunk is None or chunk.whole is None or not _is_part_of(tensor, chunk.whole):
+            return tensor
+        return chunk, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def _unpack(self, packed: "torch.Tensor | _Handle") -> torch.Tensor:
+        """Return a saved tensor, of a chunk that is gathered again if it has gone; collective then."""
+        if isinstance(packed, torch.Tensor):
+            return packed
+        chunk, size, stride, offset = packed
+        return torch.as_strided(self.fetch(chunk), size, stride, offset)
+
+
+def _is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _is_part_of(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
+    return bool(tensor.untyped_storage()._cdata == whole.untyped_storage()._cdata)

@@ -1,0 +1,233 @@
+"""Uses of parameters whose values lie in chunks, seen where functions of torch take them.
+
+[Note: how a use is seen]
+A parameter of a model under Gemini becomes a `ChunkedParameter`: the same object, of another class, with one
+NaN in the place of its memory. Its class is asked by every function of torch that gets it
+(`__torch_function__`). Inside a module's forward, a backward or a recomputation the function gets a view of
+the gathered chunk instead; the gradient of the view is the parameter's (`_Use`). So control flow, tied and
+reused weights, functional calls and checkpointing need no rules. Questions of shape and type are answered
+without values; everything else is refused by name outside of a use.
+
+The class is changed in place (`__class__`), since others hold the parameter: optimizers, tied modules, lists
+such as that of `nn.LSTM`, hooks. A new object would leave them with the old one.
+
+[Note: what autograd saves]
+Views that autograd saves for the backward would keep their chunk's memory. The hooks of
+`saved_tensors_hooks` see them by their storage, keep where in the chunk they lie, and fetch the chunk again
+when the backward asks. A tensor that something else has saved (torch's checkpoint has hooks of its own,
+inside these) keeps its memory, and counts as long as it does.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from colossalai.tensor import CHUNK_PLACE
+from colossalai.zero.gemini._chunk import Chunk
+
+if TYPE_CHECKING:
+    from colossalai.zero.gemini._residence import Residence
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkPlace:
+    """Where the values of a parameter lie.
+
+    Attributes:
+        residence: Which chunks are present on this rank.
+        chunk: The chunk.
+        index: The number of the parameter in it.
+        name: Of the parameter in the model.
+    """
+
+    residence: "Residence"
+    chunk: Chunk
+    index: int
+    name: str
+
+    def view(self) -> torch.Tensor:
+        """Return the values, as a view of the chunk, which is present."""
+        assert self.chunk.whole is not None, f"the chunk of {self.name} is not present"
+        return self.chunk.layout.view(self.chunk.whole, self.index)
+
+
+class ChunkedParameter(nn.Parameter):
+    """A parameter whose values lie in a chunk; see [Note: how a use is seen]."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer, refuse, or call a function of torch that gets parameters of this class."""
+        kwargs = kwargs or {}
+        if func in _WITHOUT_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        places = [place_of(param) for param in _params_among((args, kwargs))]
+        _refuse_wrong_uses(func, args, places)
+        residences = {place.residence: place.residence for place in places}
+        for residence in residences:
+            residence.begin_use([place for place in places if place.residence is residence])
+        try:
+            return func(*map(_value, args), **{name: _value(value) for name, value in kwargs.items()})
+        finally:
+            for residence in residences:
+                residence.end_use([place for place in places if place.residence is residence])
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Describe it; its values are shown inside of `gathered()`."""
+        place = place_of(self)
+        if place.residence.is_use():
+            return str(super().__repr__())
+        return f"ChunkedParameter({place.name}, shape={tuple(self.shape)}, dtype={self.dtype}, in a chunk)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return an ordinary parameter of the same values."""
+        copy = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it as an ordinary parameter of the same values."""
+        reduced: Any = nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+        return reduced
+
+
+def place_of(param: torch.Tensor) -> ChunkPlace:
+    """Return where the values of a parameter lie."""
+    place: ChunkPlace = getattr(param, CHUNK_PLACE)
+    return place
+
+
+def is_chunked(param: object) -> bool:
+    """Return whether the values of a parameter lie in a chunk."""
+    return isinstance(param, ChunkedParameter)
+
+
+def put_into_chunk(param: nn.Parameter, place: ChunkPlace) -> None:
+    """Let the values of a parameter lie in a chunk, which has them already; its memory is given back."""
+    nothing = float("nan") if param.is_floating_point() or param.is_complex() else 0
+    param.data = torch.full((), nothing, dtype=param.dtype, device=param.device).expand(param.shape)
+    setattr(param, CHUNK_PLACE, place)
+    param.__class__ = ChunkedParameter  # See [Note: how a use is seen]
+
+
+def refuse_transformations(what: str) -> None:
+    """Raise if a transformation of torch is under way.
+
+    Raises:
+        RuntimeError: `what` happens under one of `torch.func`, or in `torch.jit.trace`.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing():
+        raise RuntimeError(
+            f"{what} under torch.func, vmap or torch.jit.trace: these do not run the model as it is; use "
+            "them inside `with model.gathered():` on a copy of the model (copy.deepcopy)"
+        )
+
+
+class _Use(torch.autograd.Function):
+    """The view of a parameter's values; its gradient is the parameter's."""
+
+    @staticmethod
+    def forward(ctx: Any, param: ChunkedParameter) -> torch.Tensor:
+        return place_of(param).view()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return grads[0]
+
+
+def _value(nest: Any) -> Any:
+    """Return what a function gets in the place of an argument: views in the places of parameters."""
+    if isinstance(nest, ChunkedParameter):
+        if nest.requires_grad and torch.is_grad_enabled():
+            return _Use.apply(nest)
+        return place_of(nest).view()
+    if type(nest) in (list, tuple):
+        return type(nest)(map(_value, nest))
+    if type(nest) is dict:
+        return {key: _value(value) for key, value in nest.items()}
+    return nest
+
+
+def _params_among(nest: Any) -> list[ChunkedParameter]:
+    if isinstance(nest, ChunkedParameter):
+        return [nest]
+    if type(nest) is dict:
+        return [param for value in nest.values() for param in _params_among(value)]
+    if type(nest) in (list, tuple):
+        return [param for value in nest for param in _params_among(value)]
+    return []
+
+
+def _refuse_wrong_uses(func: Callable[..., Any], args: tuple[Any, ...], places: list[ChunkPlace]) -> None:
+    """Raise where a function gets no values, or would do with them what is lost.
+
+    Raises:
+        RuntimeError: `func` is called outside of a use, sets the memory of a parameter, writes into a leaf of
+            the graph, or is called by a transformation of torch.
+    """
+    place = places[0]
+    name = getattr(func, "__name__", str(func))
+    if func is _SET_DATA:
+        raise RuntimeError(
+            f"the data of {place.name} cannot be set, as its values lie in a chunk: write "
+            "param.copy_(values) inside `with torch.no_grad(), model.gathered():`"
+        )
+    if not place.residence.is_use():
+        raise RuntimeError(
+            f"{name} of {place.name}: its values lie in a chunk that is cut over the ranks, and are there in "
+            "a forward or a backward only; put it inside `with model.gathered():`, which all ranks enter"
+        )
+    refuse_transformations(f"{name} of {place.name}")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    first = args[0] if args else None
+    if (
+        is_in_place
+        and isinstance(first, ChunkedParameter)
+        and first.requires_grad
+        and torch.is_grad_enabled()
+    ):
+        raise RuntimeError(
+            f"{name} of {place.name}: a leaf Variable that requires grad is being used in an in-place "
+            "operation; write into it under torch.no_grad()"
+        )
+
+
+def _named(names: str) -> Iterator[Any]:
+    """Yield the members of a tensor of some names, as far as this torch has them."""
+    return (getattr(torch.Tensor, name) for name in names.split() if hasattr(torch.Tensor, name))
+
+
+_IS = " ".join(name for name in dir(torch.Tensor) if name.startswith("is_") and name != "is_set_to")
+_PROPERTIES = (
+    "shape dtype device ndim layout itemsize nbytes names name grad_fn output_nr retains_grad _version _base"
+)
+_PROPERTIES_TO_SET = "requires_grad grad grad_dtype _backward_hooks _post_accumulate_grad_hooks"
+_METHODS = """
+    size dim ndimension numel nelement stride storage_offset element_size get_device dim_order requires_grad_
+    register_hook register_post_accumulate_grad_hook __hash__ __len__ untyped_storage data_ptr backward
+"""
+_SET_DATA: Any = next(_named("data")).__set__
+_WITHOUT_VALUES: frozenset[Any] = frozenset(
+    [
+        *(
+            one.__get__
+            for one in _named(f"{_PROPERTIES} {_PROPERTIES_TO_SET} {_IS}")
+            if hasattr(one, "__set__")
+        ),
+        *(one.__set__ for one in _named(_PROPERTIES_TO_SET)),
+        *(one.__delete__ for one in _named("grad")),
+        *(one for one in _named(f"{_METHODS} {_IS}") if not hasattr(one, "__set__")),
+        *(torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel),
+        *(torch.autograd.grad, torch.autograd.backward),
+    ]
+)
+"""Functions that get the parameter as it is: they ask for no values, or hand it on to autograd."""

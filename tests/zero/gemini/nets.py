@@ -1,0 +1,106 @@
+"""A net with everything that makes it hard to see where parameters are used, and how chunks train it."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from colossalai.amp import Masters
+from colossalai.core import global_context as gpc
+from colossalai.zero.gemini import InChunks
+
+CHECKPOINTING = ("none", "once", "reentrant", "nested")
+
+
+class Block(nn.Module):
+    """A part with a bare parameter beside its layers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of `x` and what the layers make of it."""
+        return x + self.down(F.gelu(self.up(self.norm(x)))) * self.scale
+
+
+class HardNet(nn.Module):
+    """Tied, reused, frozen and unused weights, batch normalization, and some kind of checkpointing."""
+
+    def __init__(self, checkpointing: str = "none", *, width: int = 16, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.checkpointing = checkpointing
+        self.embedding = nn.Embedding(32, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.norm = nn.BatchNorm1d(width)
+        self.unused = nn.Linear(width, width)
+        self.reused = nn.Linear(width, width)
+        self.frozen = nn.Linear(width, width).requires_grad_(False)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss."""
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + 0.1 * self.reused(x) + 0.1 * self.frozen(x)
+            x = self._through(block, x)
+        x = self.norm(x.flatten(0, 1))
+        return F.cross_entropy(x @ self.embedding.weight.t(), labels.flatten())
+
+    def _through(self, block: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        def inner(y: torch.Tensor) -> Any:
+            return checkpoint(block, y, use_reentrant=False) + 0.1 * self.reused(y)
+
+        match self.checkpointing:
+            case "none":
+                return block(x)
+            case "nested":
+                return checkpoint(inner, x, use_reentrant=False)
+            case kind:
+                return checkpoint(block, x, use_reentrant=kind == "reentrant")
+
+
+def twins(checkpointing: str, **options: Any) -> tuple[HardNet, HardNet]:
+    """Return two nets of the same values, in float64."""
+    torch.manual_seed(0)
+    net = HardNet(checkpointing, **options).double()
+    return net, copy.deepcopy(net)
+
+
+def batch(num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tokens and labels of all ranks: (4 * num_ranks, 6)."""
+    drawn = torch.randint(0, 32, (2, 4 * num_ranks, 6), generator=torch.Generator().manual_seed(7))
+    return drawn[0], drawn[1]
+
+
+def put(net: nn.Module, chunk_size: int) -> Any:
+    """Put a net into chunks over all ranks of a launched job; return the applied method."""
+    replicas = gpc.mesh.axis(gpc.mesh.batch_axes)
+    return InChunks(chunk_size=chunk_size).apply(
+        net, blocks=[], replicas=replicas, device=torch.device("cpu")
+    )
+
+
+def trained(net: nn.Module, applied: Any, make: Callable[..., torch.optim.Optimizer]) -> Callable[..., Any]:
+    """Return a function that makes a step of a net in chunks on some batches, and returns the last loss."""
+    optimizer = make(net.parameters())
+    shards = applied.stand_ins(optimizer, Masters())
+
+    def step(*batches: tuple[torch.Tensor, ...]) -> Any:
+        for part in batches:
+            shards.before_backward()
+            loss = net(*part) / len(batches)
+            loss.backward()
+        shards.take_grads()
+        optimizer.step()
+        shards.write_weights()
+        shards.zero_grad(set_to_none=True)
+        return loss * len(batches)
+
+    return step
