@@ -36,20 +36,16 @@ FEATURES: tuple[Feature, ...] = (
         "LowLevelZeroPlugin and zero_model_wrapper cut optimizer states and gradients; LazyInitContext "
         "builds a model without memory",
         modules=(
-            *(
-                "colossalai.gemini",
-                "colossalai.zero.gemini.chunk",
-                "colossalai.nn.optimizer.gemini_optimizer",
-            ),
-            *("colossalai.nn.optimizer.zero_optimizer", "colossalai.utils.model"),
+            *("colossalai.gemini", "colossalai.zero.gemini.chunk", "colossalai.utils.model"),
+            *("colossalai.nn.optimizer.gemini_optimizer", "colossalai.nn.optimizer.zero_optimizer"),
         ),
         names={
             "colossalai.booster.plugin": "GeminiPlugin",
             "colossalai.nn.parallel": "GeminiDDP ZeroDDP",
             "colossalai.zero": "ColoInitContext GeminiDDP ZeroDDP ZeroOptimizer GeminiAdamOptimizer "
             "post_process_colo_init_ctx",
-            "colossalai.zero.gemini": "GeminiDDP ZeroDDP ZeroOptimizer GeminiAdamOptimizer ColoInitContext "
-            "ChunkManager GeminiManager get_static_torch_model",
+            "colossalai.zero.gemini": "ChunkManager GeminiManager GeminiDDP ZeroDDP ZeroOptimizer "
+            "GeminiAdamOptimizer ColoInitContext get_static_torch_model",
         },
     ),
     Feature(

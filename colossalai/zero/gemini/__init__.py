@@ -1,10 +1,25 @@
-"""Gemini: ZeRO stage 3 in chunks of parameters, which are gathered where they are used."""
+"""Gemini: ZeRO stage 3 in chunks of parameters, which are gathered where they are used.
+
+For users: `search_chunk_configuration`. The rest is for the package: what a chunk holds (`ChunkLayout`), how
+parameters are packed (`Packing`, `ChunkGroup`), which sizes are tried (`ChunkSizes`), and the data method
+(`InChunks`).
+"""
 
 from functools import partial
 from typing import TYPE_CHECKING
 
 from colossalai._not_landed import refuse_name
 from colossalai.zero.gemini._method import InChunks as InChunks
+from colossalai.zero.gemini._packing import ChunkLayout as ChunkLayout
+from colossalai.zero.gemini._packing import Packing as Packing
+from colossalai.zero.gemini._packing import pack as pack
+from colossalai.zero.gemini._search import ChunkGroup as ChunkGroup
+from colossalai.zero.gemini._search import ChunkSizes as ChunkSizes
+from colossalai.zero.gemini._search import ParameterKind as ParameterKind
+from colossalai.zero.gemini._search import log_search as log_search
+from colossalai.zero.gemini._search import search as search
+from colossalai.zero.gemini._search import search_chunk_configuration as search_chunk_configuration
+from colossalai.zero.gemini._search import search_groups as search_groups
 
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

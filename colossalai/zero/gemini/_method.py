@@ -9,9 +9,10 @@ states (masters included):
 Each step sends (n-1)/n of the parameters in the forward and in the backward, and (n-1)/n of the gradients.
 """
 
+import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, final
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple, cast, final
 
 import torch
 from torch import nn
@@ -32,10 +33,20 @@ from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._shards import Shards
 from colossalai.zero._weights import BucketWeights
 from colossalai.zero.gemini._chunk import Chunk
+from colossalai.zero.gemini._packing import ChunkLayout
 from colossalai.zero.gemini._residence import Residence
+from colossalai.zero.gemini._search import ChunkSizes, log_search, search_groups
 from colossalai.zero.gemini._uses import ChunkPlace, put_into_chunk
 
-_Kind = tuple[torch.dtype, torch.dtype, torch.device, GradientSync, bool]
+
+class _Kind(NamedTuple):
+    """What the parameters of a chunk have in common."""
+
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    device: torch.device
+    sync: GradientSync
+    is_trained: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +54,13 @@ class InChunks(DataMethod):
     """Every rank holds a section of each chunk of parameters; a chunk is gathered where it is used.
 
     Attributes:
-        chunk_size: Number of elements of a chunk; a larger parameter has one of its own.
+        sizes: The sizes of chunks that are tried.
+        filters_outliers: Whether parameters that are outliers in size have chunks of their own.
         broadcast_buffers: Give all replicas the floating buffers of the first one before each step.
     """
 
-    chunk_size: int
+    sizes: ChunkSizes = field(default_factory=ChunkSizes.in_mb)
+    filters_outliers: bool = True
     broadcast_buffers: bool = True
 
     @property
@@ -80,8 +93,8 @@ class InChunks(DataMethod):
                 )
         if len(optimizers) > 1:
             raise ValueError(
-                f"{len(optimizers)} optimizers of one model whose parameters share chunks: give one optimizer "
-                "several parameter groups instead"
+                f"{len(optimizers)} optimizers of one model whose parameters share chunks: give one "
+                "optimizer several parameter groups instead"
             )
 
     def apply(
@@ -109,7 +122,9 @@ class _InChunks(AppliedDataMethod):
         self._options = options
         self._replicas = replicas
         names = {param: name for name, param in module.named_parameters()}
-        layouts = _lay_out(list(names), replicas, chunk_size=options.chunk_size)
+        layouts = _lay_out(
+            list(names), replicas, sizes=options.sizes, filters_outliers=options.filters_outliers
+        )
         chunks = [_make_chunk(number, layout, names) for number, layout in enumerate(layouts)]
         largest = max((chunk.num_bytes for chunk in chunks), default=0)
         self.residence = Residence(chunks, most_bytes=2 * largest)
@@ -209,30 +224,37 @@ class _SectionWeights(BucketWeights):
         return lambda: None
 
 
-def _lay_out(params: Sequence[nn.Parameter], replicas: Axis, *, chunk_size: int) -> list[FlatBucket]:
-    """Lay parameters out in chunks, in the order of initialization."""
-    groups: list[list[nn.Parameter]] = []
-    is_open: dict[_Kind, list[nn.Parameter]] = {}
-    for param in params:
-        kind = _kind_of(param, replicas)
-        group = is_open.get(kind)
-        if group is None or sum(p.numel() for p in group) + param.numel() > chunk_size:
-            group = is_open[kind] = []
-            groups.append(group)
-        group.append(param)
-    return [_layout_of(group, replicas, chunk_size) for group in groups]
+def _lay_out(
+    params: Sequence[nn.Parameter], replicas: Axis, *, sizes: ChunkSizes, filters_outliers: bool
+) -> list[FlatBucket]:
+    """Lay parameters out in chunks, in the order of initialization; log what the search has found."""
+    start = time.perf_counter()
+    kinds = [_kind_of(param, replicas) for param in params]
+    groups = search_groups(
+        [param.numel() for param in params],
+        kinds,
+        sizes,
+        num_ranks_of=lambda kind: cast(_Kind, kind).sync.axis.size,
+        filters_outliers=filters_outliers,
+    )
+    num_used = sum(group.packing.num_used for group in groups)
+    num_wasted = sum(group.packing.num_wasted for group in groups)
+    log_search(time.perf_counter() - start, num_used, num_wasted)
+    found = [
+        (chunk.params[0], _bucket_of(chunk, params, cast(_Kind, group.key)))
+        for group in groups
+        for chunk in group.packing.chunks
+    ]
+    return [bucket for _, bucket in sorted(found, key=lambda each: each[0])]
 
 
-def _layout_of(params: Sequence[nn.Parameter], replicas: Axis, chunk_size: int) -> FlatBucket:
-    _, grad_dtype, _, sync, _ = _kind_of(params[0], replicas)
-    starts, total = [], 0
-    for param in params:
-        starts.append(total)
-        total += param.numel()
-    num_ranks = sync.axis.size
-    size = -(-max(total, chunk_size) // num_ranks)
+def _bucket_of(chunk: ChunkLayout, params: Sequence[nn.Parameter], kind: _Kind) -> FlatBucket:
+    """Return a chunk as a bucket that is cut into equal sections."""
+    num_ranks = kind.sync.axis.size
+    size = chunk.size // num_ranks
     bounds = tuple((size * rank, size * (rank + 1)) for rank in range(num_ranks))
-    return FlatBucket(tuple(params), tuple(starts), bounds, grad_dtype, True, sync)
+    own = tuple(params[position] for position in chunk.params)
+    return FlatBucket(own, chunk.starts, bounds, kind.grad_dtype, True, kind.sync)
 
 
 def _make_chunk(number: int, layout: FlatBucket, names: dict[nn.Parameter, str]) -> Chunk:
@@ -249,4 +271,4 @@ def _make_chunk(number: int, layout: FlatBucket, names: dict[nn.Parameter, str])
 
 def _kind_of(param: nn.Parameter, replicas: Axis) -> _Kind:
     grad_dtype = getattr(param, "grad_dtype", None) or param.dtype
-    return param.dtype, grad_dtype, param.device, gradient_sync(param, replicas), param.requires_grad
+    return _Kind(param.dtype, grad_dtype, param.device, gradient_sync(param, replicas), param.requires_grad)

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from colossalai.amp import Masters
 from colossalai.core import global_context as gpc
-from colossalai.zero.gemini import InChunks
+from colossalai.zero.gemini import ChunkSizes, InChunks
 
 CHECKPOINTING = ("none", "once", "reentrant", "nested")
 
@@ -82,7 +82,7 @@ def batch(num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
 def put(net: nn.Module, chunk_size: int) -> Any:
     """Put a net into chunks over all ranks of a launched job; return the applied method."""
     replicas = gpc.mesh.axis(gpc.mesh.batch_axes)
-    return InChunks(chunk_size=chunk_size).apply(
+    return InChunks(sizes=ChunkSizes(chunk_size, 0, 1)).apply(
         net, blocks=[], replicas=replicas, device=torch.device("cpu")
     )
 
