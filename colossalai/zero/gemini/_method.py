@@ -9,6 +9,7 @@ states (masters included):
 Each step sends (n-1)/n of the parameters in the forward and in the backward, and (n-1)/n of the gradients.
 """
 
+import os
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ from colossalai.zero.gemini._search import ChunkSizes, log_search, search_groups
 from colossalai.zero.gemini._uses import ChunkPlace, put_into_chunk
 
 
-class _Kind(NamedTuple):
+class _ChunkKind(NamedTuple):
     """What the parameters of a chunk have in common."""
 
     dtype: torch.dtype
@@ -56,11 +57,24 @@ class InChunks(DataMethod):
     Attributes:
         sizes: The sizes of chunks that are tried.
         filters_outliers: Whether parameters that are outliers in size have chunks of their own.
+        placement_policy: Where sections and optimizer states lie; one of the names in `PLACEMENT_POLICIES`.
+        memory_budget: Bytes that model data and the rest may take on the compute device; None: no bound.
+        host_budget: Bytes that model data may take in host memory; None: no bound.
+        offload_dir: A folder for what lies on disk.
+        pin_memory: Whether sections in host memory are pinned; no effect without an accelerator.
+        whole_modules: Names of modules, or classes, that all ranks gather at their entry: what happens in them
+            may differ between ranks.
         broadcast_buffers: Give all replicas the floating buffers of the first one before each step.
     """
 
     sizes: ChunkSizes = field(default_factory=ChunkSizes.in_mb)
     filters_outliers: bool = True
+    placement_policy: str = "cpu"
+    memory_budget: int | None = None
+    host_budget: int | None = None
+    offload_dir: str | os.PathLike[str] | None = None
+    pin_memory: bool = False
+    whole_modules: tuple[str | type[nn.Module], ...] = ()
     broadcast_buffers: bool = True
 
     @property
@@ -234,21 +248,21 @@ def _lay_out(
         [param.numel() for param in params],
         kinds,
         sizes,
-        num_ranks_of=lambda kind: cast(_Kind, kind).sync.axis.size,
+        num_ranks_of=lambda kind: cast(_ChunkKind, kind).sync.axis.size,
         filters_outliers=filters_outliers,
     )
     num_used = sum(group.packing.num_used for group in groups)
     num_wasted = sum(group.packing.num_wasted for group in groups)
     log_search(time.perf_counter() - start, num_used, num_wasted)
     found = [
-        (chunk.params[0], _bucket_of(chunk, params, cast(_Kind, group.key)))
+        (chunk.params[0], _bucket_of(chunk, params, cast(_ChunkKind, group.key)))
         for group in groups
         for chunk in group.packing.chunks
     ]
     return [bucket for _, bucket in sorted(found, key=lambda each: each[0])]
 
 
-def _bucket_of(chunk: ChunkLayout, params: Sequence[nn.Parameter], kind: _Kind) -> FlatBucket:
+def _bucket_of(chunk: ChunkLayout, params: Sequence[nn.Parameter], kind: _ChunkKind) -> FlatBucket:
     """Return a chunk as a bucket that is cut into equal sections."""
     num_ranks = kind.sync.axis.size
     size = chunk.size // num_ranks
@@ -269,6 +283,8 @@ def _make_chunk(number: int, layout: FlatBucket, names: dict[nn.Parameter, str])
     return Chunk(number, layout, names=tuple(names[param] for param in layout.params), section=section)
 
 
-def _kind_of(param: nn.Parameter, replicas: Axis) -> _Kind:
+def _kind_of(param: nn.Parameter, replicas: Axis) -> _ChunkKind:
     grad_dtype = getattr(param, "grad_dtype", None) or param.dtype
-    return _Kind(param.dtype, grad_dtype, param.device, gradient_sync(param, replicas), param.requires_grad)
+    return _ChunkKind(
+        param.dtype, grad_dtype, param.device, gradient_sync(param, replicas), param.requires_grad
+    )
