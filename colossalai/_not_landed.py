@@ -40,7 +40,6 @@ FEATURES: tuple[Feature, ...] = (
             *("colossalai.nn.optimizer.gemini_optimizer", "colossalai.nn.optimizer.zero_optimizer"),
         ),
         names={
-            "colossalai.booster.plugin": "GeminiPlugin",
             "colossalai.nn.parallel": "GeminiDDP ZeroDDP",
             "colossalai.zero": "ColoInitContext GeminiDDP ZeroDDP ZeroOptimizer GeminiAdamOptimizer "
             "post_process_colo_init_ctx",

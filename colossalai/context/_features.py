@@ -45,6 +45,15 @@ PRECISION_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """The keys of `fp16=dict(mode=...)` beside `mode`, for every mode (a value of `colossalai.amp.AMP_TYPE`)."""
 
+GEMINI_KEYS = (
+    *("device", "placement_policy", "precision", "pin_memory", "force_outputs_fp32", "strict_ddp_mode"),
+    *("search_range_mb", "hidden_dim", "min_chunk_size_mb", "memstats", "gpu_margin_mem_ratio"),
+    *("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis"),
+    *("max_scale", "max_norm", "norm_type", "verbose"),
+    *("memory_budget", "host_budget", "offload_dir", "whole_modules"),
+)
+"""The keys of `gemini=dict(...)`: the fields of `colossalai.zero.gemini.GeminiOptions`."""
+
 MATMULS = ("auto", "torch", "onednn")
 """Who may multiply float32 matrices on CPU; what "auto" takes, it measures."""
 
@@ -292,6 +301,11 @@ def _check_zero(value: Any) -> None:
     check_bool(value.get("cpu_offload", False), "zero.cpu_offload")
 
 
+def _check_gemini(value: Any) -> None:
+    check_mapping(value, "gemini", example="gemini=dict(placement_policy='auto')")
+    check_keys(value, GEMINI_KEYS, "gemini")
+
+
 def _check_shape(value: Any) -> None:
     if not isinstance(value, list | tuple) or not value:
         raise ConfigException(
@@ -366,6 +380,7 @@ _FEATURES: Mapping[str, Callable[[Any], Any]] = {
     "compile": check_compile,
     "fused_loss": lambda value: check_bool(value, "fused_loss"),
     "zero": _check_zero,
+    "gemini": _check_gemini,
     "NUM_MICRO_BATCHES": lambda value: check_positive(value, "NUM_MICRO_BATCHES"),
     "NUM_CHUNKS": lambda value: check_positive(value, "NUM_CHUNKS"),
     "TENSOR_SHAPE": _check_shape,

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 METHODS = (
     *("data parallelism", "tensor 1d", "tensor 2d", "tensor 2.5d", "tensor 3d"),
     *("sequence ring", "sequence ulysses"),
-    *("pipeline", "ZeRO 1", "ZeRO 2", "ZeRO 3", "mixed precision", "recompute", "accumulation"),
+    *("pipeline", "ZeRO 1", "ZeRO 2", "ZeRO 3", "Gemini", "mixed precision", "recompute", "accumulation"),
     "fused loss",
 )
 """The methods that can be asked for, in the order of the table."""
@@ -67,5 +67,5 @@ def _mark(row: str, column: str, marks: dict[frozenset[str], str]) -> str:
 def are_of_one_kind(first: str, second: str) -> bool:
     """Return whether two methods are choices for the same thing, of which there is one at a time."""
     both = {first, second}
-    kinds = ("tensor", "sequence", "ZeRO")
+    kinds = ("tensor", "sequence", ("ZeRO", "Gemini"))
     return first == second or any(all(method.startswith(kind) for method in both) for kind in kinds)

@@ -11,6 +11,7 @@ from colossalai.nn.parallel import Bucketed, DataMethod, FullySharded, Replicate
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime._compatibility import refuse_pairs
 from colossalai.zero import ZeroReplicas
+from colossalai.zero.gemini import GeminiOptions
 
 _PIPELINE_KEYS = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE")
 
@@ -104,13 +105,13 @@ class Plan:
         handlers = config.get("gradient_handler") or config.get("gradient_handlers") or ()
         return Plan(
             layout=None if config.get("parallel") is None else read_layout(config["parallel"]),
-            data=_data_method_of(config.get("zero"), handlers, in_pipeline=pipeline is not None),
-            precision=_precision(config.get("fp16")),
+            data=_data_method_of(config, handlers, in_pipeline=pipeline is not None),
+            precision=_precision_of(config),
             recompute=config.get("recompute") or False,
             compile=False if config.get("compile") is None else config["compile"],
             fused_loss=config.get("fused_loss") or False,
             accumulation_steps=config.get("gradient_accumulation") or 1,
-            clip_grad_norm=config.get("clip_grad_norm") or _clipping_of(config.get("fp16")),
+            clip_grad_norm=config.get("clip_grad_norm") or _clipping_of(config),
             gradient_handlers=tuple(handlers),
             pipeline=pipeline,
         )
@@ -137,15 +138,27 @@ def _default(option: Field[Any]) -> Any:
     return option.default if option.default_factory is MISSING else option.default_factory()
 
 
-def _precision(fp16: Mapping[str, Any] | None) -> Precision:
+def _precision_of(config: Config) -> Precision:
+    fp16 = config.get("fp16")
+    has_mode = fp16 is not None and fp16["mode"] is not None
+    if config.get("gemini") is not None:
+        if has_mode and "precision" in config["gemini"]:
+            raise ConfigException(
+                "fp16 and gemini both say a precision: leave one of fp16 and gemini.precision out"
+            )
+        if not has_mode:
+            return GeminiOptions(**config["gemini"]).make_precision()
     if fp16 is None or fp16["mode"] is None:
         return FullPrecision()
     options = {key: value for key, value in fp16.items() if key not in ("mode", "clip_grad_norm")}
     return precision_of(precision_mode(fp16["mode"]), options)
 
 
-def _clipping_of(fp16: Mapping[str, Any] | None) -> float:
-    """Return the bound of the gradient norm that naive AMP is documented to take along."""
+def _clipping_of(config: Config) -> float:
+    """Return the bound of the gradient norm that naive AMP and Gemini are documented to take along."""
+    fp16 = config.get("fp16")
+    if config.get("gemini") is not None:
+        return GeminiOptions(**config["gemini"]).max_norm
     if fp16 is None or fp16["mode"] is None:
         return 0.0
     bound: float = fp16.get("clip_grad_norm") or 0.0
@@ -173,9 +186,16 @@ def _pipeline_options(config: Config) -> PipelineOptions | None:
     )
 
 
-def _data_method_of(
-    zero: Mapping[str, Any] | None, handlers: Sequence[Any], *, in_pipeline: bool
-) -> DataMethod:
+def _data_method_of(config: Config, handlers: Sequence[Any], *, in_pipeline: bool) -> DataMethod:
+    zero, gemini = config.get("zero"), config.get("gemini")
+    if gemini is not None:
+        if zero is not None:
+            raise ConfigException(
+                "zero and gemini both cut the model over the ranks: leave zero out (gemini is stage 3)"
+            )
+        if any(handler.get("type") != "ZeROGradientHandler" for handler in handlers):
+            raise ConfigException("gemini makes the gradients equal itself: remove the gradient handlers")
+        return GeminiOptions(**gemini).method(in_pipeline=in_pipeline)
     if zero is None:
         return Unsynchronized() if any(map(_averages, handlers)) else data_method(0, in_pipeline=in_pipeline)
     stage = zero.get("stage", 1)

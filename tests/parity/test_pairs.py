@@ -39,6 +39,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "ZeRO 1": {"parallel": {"data": 2}, "zero": {"stage": 1}},
     "ZeRO 2": {"parallel": {"data": 2}, "zero": {"stage": 2}},
     "ZeRO 3": {"parallel": {"data": 2}, "zero": {"stage": 3}},
+    "Gemini": {"parallel": {"data": 2}, "gemini": {"precision": "fp32", "min_chunk_size_mb": 0.002}},
     "mixed precision": {"fp16": {"mode": "bf16"}},
     "recompute": {"recompute": True},
     "accumulation": {"gradient_accumulation": 2},
@@ -58,6 +59,8 @@ def config_of(pair: tuple[str, str]) -> tuple[dict[str, Any], int]:
         own = copy.deepcopy(CONFIGS[method])
         config["parallel"] |= own.pop("parallel", {})
         config |= own
+    if "fp16" in config and "gemini" in config:
+        del config["gemini"]["precision"]  # one of them says it
     parallel = config["parallel"]
     sizes = (
         parallel.get("data", 1),

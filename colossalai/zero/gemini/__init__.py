@@ -2,7 +2,7 @@
 
 For users: `search_chunk_configuration`. The rest is for the package: what a chunk holds (`ChunkLayout`), how
 parameters are packed (`Packing`, `ChunkGroup`), which sizes are tried (`ChunkSizes`), and the data method
-(`InChunks`).
+(`InChunks`) and its documented options (`GeminiOptions`).
 """
 
 from functools import partial
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from colossalai._not_landed import refuse_name
 from colossalai.zero.gemini._method import InChunks as InChunks
+from colossalai.zero.gemini._options import GeminiOptions as GeminiOptions
 from colossalai.zero.gemini._packing import ChunkLayout as ChunkLayout
 from colossalai.zero.gemini._packing import Packing as Packing
 from colossalai.zero.gemini._packing import pack as pack

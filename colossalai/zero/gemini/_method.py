@@ -11,7 +11,7 @@ Each step sends (n-1)/n of the parameters in the forward and in the backward, an
 
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple, cast, final
 
@@ -27,7 +27,7 @@ from colossalai.nn.parallel import (
     broadcast_floating_buffers,
     broadcast_from_first,
 )
-from colossalai.tensor import GradientSync, gradient_sync
+from colossalai.tensor import PIPELINE_SHARE, GradientSync, gradient_sync, spec_of
 from colossalai.zero._elementwise import is_elementwise
 from colossalai.zero._layout import FlatBucket
 from colossalai.zero._reducer import ShardedReducer
@@ -37,7 +37,7 @@ from colossalai.zero.gemini._chunk import Chunk
 from colossalai.zero.gemini._packing import ChunkLayout
 from colossalai.zero.gemini._residence import Residence
 from colossalai.zero.gemini._search import ChunkSizes, log_search, search_groups
-from colossalai.zero.gemini._uses import ChunkPlace, put_into_chunk
+from colossalai.zero.gemini._uses import ChunkPlace, is_chunked
 
 
 class _ChunkKind(NamedTuple):
@@ -48,6 +48,10 @@ class _ChunkKind(NamedTuple):
     device: torch.device
     sync: GradientSync
     is_trained: bool
+    part: int  # of the model, whose gradients are complete together; `_LATE` after the last backward only
+
+
+_LATE = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +66,11 @@ class InChunks(DataMethod):
         host_budget: Bytes that model data may take in host memory; None: no bound.
         offload_dir: A folder for what lies on disk.
         pin_memory: Whether sections in host memory are pinned; no effect without an accelerator.
-        whole_modules: Names of modules, or classes, that all ranks gather at their entry: what happens in them
-            may differ between ranks.
+        whole_modules: Names of modules, or classes, that all ranks gather at their entry: what happens in
+            them may differ between ranks.
+        is_strict: Whether parameters that tensor parallelism has cut are refused.
+        keeps_grads: Whether the gradients of several backwards add up whole, and are averaged in the last one,
+            as with stage 1: in a pipeline, whose microbatches leave no time to average each.
         broadcast_buffers: Give all replicas the floating buffers of the first one before each step.
     """
 
@@ -75,6 +82,8 @@ class InChunks(DataMethod):
     offload_dir: str | os.PathLike[str] | None = None
     pin_memory: bool = False
     whole_modules: tuple[str | type[nn.Module], ...] = ()
+    is_strict: bool = False
+    keeps_grads: bool = False
     broadcast_buffers: bool = True
 
     @property
@@ -95,6 +104,14 @@ class InChunks(DataMethod):
         replicas: Axis,
     ) -> None:
         """See the base class."""
+        for name, param in module.named_parameters():
+            if is_chunked(param):
+                raise ValueError(f"{name} lies in a chunk already: pass a model that no door has had")
+            if self.is_strict and (spec := spec_of(param)) is not None and spec.axes:
+                raise ValueError(
+                    f"strict_ddp_mode=True, and {name} is cut over {' x '.join(spec.axes)}: leave it out, or "
+                    "take a model that no mode cuts"
+                )
         for name, part in module.named_modules():
             if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
                 raise ValueError(
@@ -136,25 +153,28 @@ class _InChunks(AppliedDataMethod):
         self._options = options
         self._replicas = replicas
         names = {param: name for name, param in module.named_parameters()}
-        layouts = _lay_out(
-            list(names), replicas, sizes=options.sizes, filters_outliers=options.filters_outliers
-        )
+        parts = list(module) if isinstance(module, nn.ModuleList) else [module]
+        layouts = _lay_out(names, parts, replicas, options)
         chunks = [_make_chunk(number, layout, names) for number, layout in enumerate(layouts)]
         largest = max((chunk.num_bytes for chunk in chunks), default=0)
         self.residence = Residence(chunks, most_bytes=2 * largest)
         for chunk in chunks:
             for index, param in enumerate(chunk.layout.params):
-                put_into_chunk(param, ChunkPlace(self.residence, chunk, index, names[param]))
+                self.residence.put(param, ChunkPlace(self.residence, chunk, index, names[param]))
         for part in module.modules():
             part.register_forward_pre_hook(self.residence.enter, prepend=True)
             part.register_forward_hook(self.residence.leave, always_call=True)
         self._chunk_of = {chunk.layout: chunk for chunk in chunks}
-        trained = [chunk.layout for chunk in chunks if chunk.layout.params[0].requires_grad]
+        trained = {layout: part for layout, part in layouts.items() if layout.params[0].requires_grad}
+
+        def of_part(number: int) -> list[FlatBucket]:
+            return [layout for layout, part in trained.items() if part == number][::-1]
+
         self._reducer = ShardedReducer(
-            [trained[::-1]],
-            [],
+            [of_part(number) for number in range(len(parts))],
+            of_part(_LATE),
             replicas,
-            stage=2,
+            stage=1 if options.keeps_grads else 2,
             overlap=True,
             dtype=None,
             on_grad=lambda layout, full: self.residence.note_gradients(
@@ -164,7 +184,7 @@ class _InChunks(AppliedDataMethod):
         self._shards: Shards | None = None
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
-        """See the base class; every backward averages, as a rank has no room for whole gradients."""
+        """See the base class; but in a pipeline every backward averages: whole gradients have no room."""
         self._reducer.set_sync(enabled, part=part)
 
     def finish(self) -> None:
@@ -239,27 +259,35 @@ class _SectionWeights(BucketWeights):
 
 
 def _lay_out(
-    params: Sequence[nn.Parameter], replicas: Axis, *, sizes: ChunkSizes, filters_outliers: bool
-) -> list[FlatBucket]:
-    """Lay parameters out in chunks, in the order of initialization; log what the search has found."""
+    names: Mapping[nn.Parameter, str], parts: Sequence[nn.Module], replicas: Axis, options: InChunks
+) -> dict[FlatBucket, int]:
+    """Lay parameters out in chunks, in the order of initialization; say what the search has found.
+
+    Returns:
+        For each chunk of which part of the model it is.
+    """
     start = time.perf_counter()
-    kinds = [_kind_of(param, replicas) for param in params]
+    part_of: dict[nn.Parameter, int] = {}
+    for number, part in enumerate(parts):
+        for param in part.parameters():
+            is_late = param in part_of or getattr(param, PIPELINE_SHARE, None) is not None
+            part_of[param] = _LATE if is_late else number
+    params = list(names)
     groups = search_groups(
         [param.numel() for param in params],
-        kinds,
-        sizes,
+        [_kind_of(param, replicas, part_of[param]) for param in params],
+        options.sizes,
         num_ranks_of=lambda kind: cast(_ChunkKind, kind).sync.axis.size,
-        filters_outliers=filters_outliers,
+        filters_outliers=options.filters_outliers,
     )
     num_used = sum(group.packing.num_used for group in groups)
     num_wasted = sum(group.packing.num_wasted for group in groups)
     log_search(time.perf_counter() - start, num_used, num_wasted)
-    found = [
-        (chunk.params[0], _bucket_of(chunk, params, cast(_ChunkKind, group.key)))
-        for group in groups
-        for chunk in group.packing.chunks
-    ]
-    return [bucket for _, bucket in sorted(found, key=lambda each: each[0])]
+    found = [(chunk, cast(_ChunkKind, group.key)) for group in groups for chunk in group.packing.chunks]
+    return {
+        _bucket_of(chunk, params, kind): kind.part
+        for chunk, kind in sorted(found, key=lambda each: each[0].params[0])
+    }
 
 
 def _bucket_of(chunk: ChunkLayout, params: Sequence[nn.Parameter], kind: _ChunkKind) -> FlatBucket:
@@ -283,8 +311,12 @@ def _make_chunk(number: int, layout: FlatBucket, names: dict[nn.Parameter, str])
     return Chunk(number, layout, names=tuple(names[param] for param in layout.params), section=section)
 
 
-def _kind_of(param: nn.Parameter, replicas: Axis) -> _ChunkKind:
-    grad_dtype = getattr(param, "grad_dtype", None) or param.dtype
+def _kind_of(param: nn.Parameter, replicas: Axis, part: int) -> _ChunkKind:
     return _ChunkKind(
-        param.dtype, grad_dtype, param.device, gradient_sync(param, replicas), param.requires_grad
+        dtype=param.dtype,
+        grad_dtype=getattr(param, "grad_dtype", None) or param.dtype,
+        device=param.device,
+        sync=gradient_sync(param, replicas),
+        is_trained=param.requires_grad,
+        part=part,
     )

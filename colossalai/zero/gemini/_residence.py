@@ -4,6 +4,7 @@ A chunk that is used is gathered, unless it is present; before that as many othe
 to be room for it. All ranks use chunks in the same order, so that the gathers are the same collectives.
 """
 
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
@@ -12,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from colossalai.communication import all_reduce_in_place
 from colossalai.context import Axis
 from colossalai.zero._exchange import start_gather
 from colossalai.zero.gemini._chunk import Chunk, ChunkState
-from colossalai.zero.gemini._uses import ChunkPlace, refuse_transformations
+from colossalai.zero.gemini._uses import ChunkPlace, put_into_chunk, refuse_transformations
 
 _Handle = tuple[Chunk, torch.Size, tuple[Any, ...], Any]  # of a saved view: chunk, sizes, strides, offset
 
@@ -42,11 +44,17 @@ class Residence:
         self._most_bytes = most_bytes
         self._present: OrderedDict[Chunk, None] = OrderedDict()  # the least recently used first
         self._by_storage: dict[int, Chunk] = {}  # of gathered memory that is alive
+        self._by_placeholder: dict[int, ChunkPlace] = {}  # of what stands in the place of parameters' memory
         self._depth = 0  # forwards that are under way
         self._num_gathered = 0  # `gathered` blocks that are
         self._written: set[Chunk] = set()
         self._has_hooks = False
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def put(self, param: nn.Parameter, place: ChunkPlace) -> None:
+        """Let the values of a parameter lie in a chunk, which has them already."""
+        put_into_chunk(param, place)
+        self._by_placeholder[param.untyped_storage()._cdata] = place
 
     # When a parameter is used.
 
@@ -220,7 +228,13 @@ class Residence:
         """Return where a saved tensor lies in its chunk, or itself; see [Note: what autograd saves]."""
         if tensor.layout is not torch.strided:
             return tensor
-        chunk = self._by_storage.get(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()._cdata
+        if (
+            place := self._by_placeholder.get(storage)
+        ) is not None:  # an `autograd.Function` saves its argument
+            layout, param = place.chunk.layout, place.chunk.layout.params[place.index]
+            return place.chunk, param.size(), contiguous_strides(param.size()), layout.starts[place.index]
+        chunk = self._by_storage.get(storage)
         if chunk is None or chunk.whole is None or not _is_part_of(tensor, chunk.whole):
             return tensor
         return chunk, tensor.size(), tensor.stride(), tensor.storage_offset()
@@ -231,6 +245,11 @@ class Residence:
             return packed
         chunk, size, stride, offset = packed
         return torch.as_strided(self.fetch(chunk), size, stride, offset)
+
+
+def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def _is_in_backward() -> bool:

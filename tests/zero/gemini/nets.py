@@ -31,6 +31,22 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x)))) * self.scale
 
 
+class Scaled(torch.autograd.Function):
+    """Multiply by a parameter, which the function itself saves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return the product."""
+        ctx.save_for_backward(x, scale)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        """Return the gradients of both."""
+        x, scale = ctx.saved_tensors
+        return grads[0] * scale, (grads[0] * x).sum((0, 1))
+
+
 class HardNet(nn.Module):
     """Tied, reused, frozen and unused weights, batch normalization, and some kind of checkpointing."""
 
@@ -43,12 +59,13 @@ class HardNet(nn.Module):
         self.unused = nn.Linear(width, width)
         self.reused = nn.Linear(width, width)
         self.frozen = nn.Linear(width, width).requires_grad_(False)
+        self.scale = nn.Parameter(torch.ones(width))
 
     def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Return the mean loss."""
         x = self.embedding(ids)
         for block in self.blocks:
-            x = x + 0.1 * self.reused(x) + 0.1 * self.frozen(x)
+            x = x + 0.1 * self.reused(x) + 0.1 * self.frozen(Scaled.apply(x, self.scale))
             x = self._through(block, x)
         x = self.norm(x.flatten(0, 1))
         return F.cross_entropy(x @ self.embedding.weight.t(), labels.flatten())

@@ -1,0 +1,111 @@
+"""Data parallelism with parameters, gradients and optimizer states in chunks that are cut over the ranks."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossalai.amp import FullPrecision, Precision
+from colossalai.booster.plugin._plugin import Plugin
+from colossalai.context import names_arguments
+from colossalai.runtime import Plan
+from colossalai.zero.gemini import GeminiOptions
+
+
+class GeminiPlugin(Plugin):
+    """ZeRO stage 3 in chunks: each rank holds a section of every chunk, which is gathered where it is used.
+
+    Any model, as it is: tied, reused, frozen and unused weights, both kinds of activation checkpointing.
+    Outside of a forward or a backward, parameters are read and written inside `with model.gathered():`.
+
+    Args:
+        device: Where the model computes; the device of this rank is taken, whatever is given.
+        placement_policy: Where sections and optimizer states lie: "cuda" on the compute device, "cpu" on the
+            host but for what computes, "const" within `memory_budget` on the device, "auto" by what the first
+            iteration has shown, "nvme" as that, plus disk.
+        precision: "fp16" and "bf16": all in that precision, with float32 masters; "fp32": as the model is.
+        pin_memory: Pin sections in host memory; no effect without an accelerator.
+        force_outputs_fp32: What the model returns is float32 in any case.
+        strict_ddp_mode: Refuse parameters that tensor parallelism has cut.
+        search_range_mb: How far above `min_chunk_size_mb` sizes of chunks are tried, in MB of 2**20 elements.
+        hidden_dim: The step between sizes, in elements; default 1024.
+        min_chunk_size_mb: The least size of a chunk, in MB of 2**20 elements; a smaller model has one chunk.
+        memstats: Not taken: the first iteration is recorded.
+        gpu_margin_mem_ratio: The part of the free device memory that optimizer states take.
+        initial_scale: First loss scale of "fp16"; so are all up to `max_scale`.
+        min_scale: The scale does not shrink below it.
+        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor of the scale after overflows.
+        growth_interval: Number of steps without overflow before the scale grows.
+        hysteresis: Number of overflows since the last growth before the scale shrinks.
+        max_scale: The scale does not grow above it.
+        max_norm: Bound of the gradient norm over all ranks, to which `optimizer.step()` clips; 0 for none.
+        norm_type: The p of that norm.
+        verbose: Log every change of the loss scale.
+        memory_budget: Bytes that a rank may take on the compute device; None: what is free; on a CPU no
+            bound.
+        host_budget: Bytes that model data may take in host memory; None: no bound.
+        offload_dir: A folder for what lies on disk.
+        whole_modules: Names of modules, or classes, that all ranks gather at their entry.
+        recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
+
+    Raises:
+        ValueError: An option is unknown, of the wrong type or out of range.
+    """
+
+    @names_arguments
+    def __init__(  # noqa: PLR0913 - the documented options
+        self,
+        device: torch.device | str | int | None = None,
+        placement_policy: str = "cpu",
+        precision: str = "fp16",
+        pin_memory: bool = False,
+        force_outputs_fp32: bool = False,
+        strict_ddp_mode: bool = False,
+        search_range_mb: float = 32,
+        hidden_dim: int | None = None,
+        min_chunk_size_mb: float = 32,
+        memstats: Any = None,
+        gpu_margin_mem_ratio: float = 0.0,
+        initial_scale: float = 2.0**32,
+        min_scale: float = 1.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2.0**32,
+        max_norm: float = 0.0,
+        norm_type: float = 2.0,
+        verbose: bool = False,
+        *,
+        memory_budget: int | None = None,
+        host_budget: int | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        whole_modules: Sequence[str | type[nn.Module]] = (),
+        recompute: bool | str | Sequence[str] = False,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name not in ("self", "recompute")}
+        self.options = GeminiOptions(**{**given, "whole_modules": tuple(whole_modules)})
+        self.method = self.options.method()
+        self.recompute = recompute
+
+    def plan(self, precision: Precision) -> Plan:
+        """See the base class.
+
+        Raises:
+            ValueError: Booster was given a precision, too.
+        """
+        if not isinstance(precision, FullPrecision):
+            raise ValueError(
+                "Booster is given a precision, and GeminiPlugin has one of its own (default 'fp16'): give it "
+                "to the plugin only"
+            )
+        return Plan(
+            data=self.method,
+            precision=self.options.make_precision(),
+            recompute=self.recompute,
+            clip_grad_norm=self.options.max_norm,
+            clip_norm_type=self.options.norm_type,
+        )

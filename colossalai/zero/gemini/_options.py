@@ -1,0 +1,99 @@
+"""The options of Gemini as the documents name them, for every door: what they mean, and which are refused."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossalai.amp import FullPrecision, NaiveFP16, Precision, PureBF16, check_clipping
+from colossalai.logging import get_dist_logger
+from colossalai.zero.gemini._method import InChunks
+from colossalai.zero.gemini._search import DEFAULT_INTERVAL, ChunkSizes
+
+_PRECISIONS: Mapping[str, type[Precision]] = {"fp16": NaiveFP16, "bf16": PureBF16, "fp32": FullPrecision}
+_SCALER = (
+    *("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval"),
+    *("hysteresis", "max_scale", "verbose"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeminiOptions:
+    """What users may choose; see `GeminiPlugin` for what each means."""
+
+    device: torch.device | str | int | None = None
+    placement_policy: str = "cpu"
+    precision: str = "fp16"
+    pin_memory: bool = False
+    force_outputs_fp32: bool = False
+    strict_ddp_mode: bool = False
+    search_range_mb: float = 32
+    hidden_dim: int | None = None
+    min_chunk_size_mb: float = 32
+    memstats: Any = None
+    gpu_margin_mem_ratio: float = 0.0
+    initial_scale: float = 2.0**32
+    min_scale: float = 1.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 1000
+    hysteresis: int = 2
+    max_scale: float = 2.0**32
+    max_norm: float = 0.0
+    norm_type: float = 2.0
+    verbose: bool = False
+    memory_budget: int | None = None
+    host_budget: int | None = None
+    offload_dir: str | os.PathLike[str] | None = None
+    whole_modules: tuple[str | type[nn.Module], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_clipping(self.max_norm, self.norm_type)
+        if self.precision not in _PRECISIONS:
+            raise ValueError(f"precision is {self.precision!r}; it must be one of {list(_PRECISIONS)}")
+        for name in ("pin_memory", "force_outputs_fp32", "strict_ddp_mode", "verbose"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if not 0 <= self.gpu_margin_mem_ratio <= 1:
+            raise ValueError(
+                f"gpu_margin_mem_ratio is {self.gpu_margin_mem_ratio}; it must be from 0 to 1: the part of "
+                "the free device memory that optimizer states take"
+            )
+        if self.memstats is not None:
+            raise ValueError(
+                "memstats is given, and the statistics are of this run: the first iteration is recorded; "
+                "leave it out"
+            )
+        self._chunk_sizes()
+
+    def method(self, *, in_pipeline: bool = False) -> InChunks:
+        """Return the data method, for a whole model or for the stages of a pipeline."""
+        return InChunks(
+            sizes=self._chunk_sizes(),
+            placement_policy=self.placement_policy,
+            memory_budget=self.memory_budget,
+            host_budget=self.host_budget,
+            offload_dir=self.offload_dir,
+            pin_memory=self.pin_memory,
+            whole_modules=tuple(self.whole_modules),
+            is_strict=self.strict_ddp_mode,
+            keeps_grads=in_pipeline,
+        )
+
+    def make_precision(self) -> Precision:
+        """Return the precision; options of the loss scale that have no effect are said once."""
+        if self.precision == "fp16":
+            return NaiveFP16(**{name: getattr(self, name) for name in _SCALER})
+        defaults = {field.name: field.default for field in fields(self)}
+        if useless := [name for name in _SCALER if getattr(self, name) != defaults[name]]:
+            get_dist_logger().log_once(
+                f"{', '.join(useless)}: no effect, only precision='fp16' has a loss scale", ranks=[0]
+            )
+        return _PRECISIONS[self.precision]()
+
+    def _chunk_sizes(self) -> ChunkSizes:
+        interval = DEFAULT_INTERVAL if self.hidden_dim is None else self.hidden_dim
+        return ChunkSizes.in_mb(self.search_range_mb, interval, self.min_chunk_size_mb)
