@@ -113,7 +113,7 @@ def bytes_of_lru(trace: Trace, sizes: list[int], budget: int) -> int:
     """Run three iterations with the least recently used dropped when room is needed; count the last."""
     present: list[int] = []  # least recently used first
     moved = 0
-    for lap in range(3):
+    for _ in range(3):
         moved = 0
         for needed, other in zip(trace.needed, trace.other_bytes, strict=True):
             moved += total(needed - set(present), sizes)
