@@ -86,8 +86,8 @@ class TraceRecorder:
     def __len__(self) -> int:
         return len(self._uses)
 
-    def use(self, chunk: int, held: Iterable[int] = ()) -> bool:
-        """Note that a chunk is used; return whether that begins a period. Several times in a row is one use.
+    def use(self, chunk: int, held: Iterable[int] = ()) -> None:
+        """Note that a chunk is used, which begins a period. Several times in a row is one use.
 
         Args:
             chunk: Its number.
@@ -96,11 +96,10 @@ class TraceRecorder:
         beside = frozenset(held) - {chunk}
         if self._uses and self._uses[-1] == chunk:
             self._held[-1] |= beside
-            return False
+            return
         self._uses.append(chunk)
         self._other_bytes.append(0)
         self._held.append(beside)
-        return True
 
     def sample(self, other_bytes: int) -> None:
         """Note how many bytes of the compute tier are not chunks at this moment."""
@@ -186,8 +185,8 @@ class TraceFollower:
 
     def use(self, chunk: int, held: Iterable[int] = ()) -> Departure | None:
         """Take note of a use; return where the trace was left, if it was at this use."""
-        is_new = self._recorder.use(chunk, held)
-        if self._pursuit is not Pursuit.FOLLOWING or not is_new:
+        self._recorder.use(chunk, held)
+        if self._pursuit is not Pursuit.FOLLOWING:
             return None
         expected = self._expected_at(self.moment)
         if chunk == expected:

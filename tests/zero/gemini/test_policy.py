@@ -43,6 +43,7 @@ def test_without_an_accelerator_cpu_is_cuda() -> None:
 def test_const_fills_its_budget_in_the_order_of_first_use() -> None:
     placed = homes("const", DATA, DEVICE, TRACE, memory_budget=21 + 9)
     assert placed == Placement((H, C, H, C), (H,) * 4)
+    assert homes("const", DATA, DEVICE, TRACE, memory_budget=21 + 4).sections == (H, H, H, C)
     assert homes("const", DATA, DEVICE, TRACE, memory_budget=21 + 12).sections == (H, C, C, C)
     smaller = replace(DATA, sections=(4, 4, 4, 20))  # what does not fit is passed over
     assert homes("const", smaller, DEVICE, TRACE, memory_budget=21 + 9).sections == (H, C, C, H)
@@ -83,7 +84,9 @@ def test_before_a_trace_model_data_is_held_to_a_part_of_the_budget() -> None:
     placed = policy.place(DATA, DEVICE)
     assert placed == Placement((C, C, C, H), (H,) * 4)  # 30 bytes, 16 of them for two chunks, and 2 are left
     assert policy.chunk_budget(placed, DATA, DEVICE) == 18
-    assert policy.place(DATA, DEVICE, TRACE).sections == (C,) * 4
+    placed = policy.place(DATA, DEVICE, TRACE)
+    assert placed == Placement((C,) * 4, (C,) * 4)
+    assert policy.chunk_budget(placed, DATA, DEVICE, TRACE) == 100 - 16 - 32
     tight = replace(policy, warmup_ratio=0.1)
     assert tight.place(DATA, DEVICE).sections == (H,) * 4
     assert tight.chunk_budget(tight.place(DATA, DEVICE), DATA, DEVICE) == DATA.two_chunks
@@ -196,6 +199,7 @@ def test_bad_numbers_are_refused(numbers: dict[str, object], words: str) -> None
         ),
         (PlacementPolicy("cuda"), {C: 68, H: None}, TRACE, "memory_budget=69 would do, or .*'auto'"),
         (PlacementPolicy("cpu"), {C: 50, H: 47}, None, "host memory has 47 bytes.*host_budget=48 .*'nvme'"),
+        (PlacementPolicy("auto"), {C: 25, H: 43, D: None}, TRACE, "host memory has 43 .*=44 would.*'nvme'"),
         (
             PlacementPolicy("nvme"),
             {C: 16, H: 4, D: 40},

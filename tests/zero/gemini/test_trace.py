@@ -43,8 +43,8 @@ def test_the_next_need_is_found_around_the_end(uses: list[int], held: list[froze
 
 
 def test_chunks_come_in_the_order_of_their_first_need() -> None:
-    trace = Trace((2, 0, 2, 1), (0,) * 4, (frozenset(), frozenset({5, 3}), frozenset(), frozenset()))
-    assert list(trace.moments.items()) == [(2, (0, 2)), (0, (1,)), (3, (1,)), (5, (1,)), (1, (3,))]
+    trace = Trace((2, 4, 2, 1), (0,) * 4, (frozenset(), frozenset({5, 3}), frozenset(), frozenset()))
+    assert list(trace.moments.items()) == [(2, (0, 2)), (4, (1,)), (3, (1,)), (5, (1,)), (1, (3,))]
 
 
 def test_a_recorder_merges_uses_and_keeps_the_most_bytes_of_a_period() -> None:
