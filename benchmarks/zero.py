@@ -6,7 +6,7 @@ All variants train the same GPT in float32 from the same weights on the same tok
 steps their weights are compared, before anything is timed. `ddp` is torch's `DistributedDataParallel` with
 the fused AdamW, `ddp_foreach` the same with the other of torch's fast ones, `redundancy` is DDP with
 `ZeroRedundancyOptimizer`, `fsdp2` is `fully_shard` on each block and on the model; `zero1` and `zero2` are
-our stages.
+our stages, `gemini` is our stage 3, in chunks.
 
 Whose products of matrices a variant has, `harness/products.py` says: peers torch's own, "... medium" at that
 precision, ours what the job has chosen (`colossalai run --set matmul=onednn`), "... torch" torch's own.
@@ -17,7 +17,7 @@ precision, ours what the job has chosen (`colossalai run --set matmul=onednn`), 
   gradients included, on the rank with the most; `formula` is that of 1910.02054. Not in it: the buckets of
   DDP, which are as large as the gradients and which Python cannot reach.
 - `sent_per_param` are the bytes that a rank sends in a step, from our ledger, `sent_formula` those of the
-  paper, 2 Psi elements on a ring: times (n-1)/n.
+  paper, 2 Psi elements on a ring (3 Psi for stage 3): times (n-1)/n.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import colossalai
 from colossalai.booster import Booster
-from colossalai.booster.plugin import LowLevelZeroPlugin
+from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
 from colossalai.communication import ledger
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.utils import get_current_device
@@ -60,6 +61,7 @@ class Variant:
         optimizer: What makes the step.
         batch: Tokens and labels of this rank.
         backward: Runs a backward; default: that of the loss.
+        gathered: The context in which parameters have their values.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class Variant:
         optimizer: Any,
         batch: Batch,
         backward: Callable[[torch.Tensor], None] = torch.Tensor.backward,
+        gathered: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
+        self.gathered = gathered
         self.model = model
         self.optimizer = optimizer
         self.batch = batch
@@ -82,8 +86,9 @@ class Variant:
 
     def weights(self) -> list[torch.Tensor]:
         """Return the whole parameters."""
-        found = [param.detach() for param in self.model.parameters()]
-        return [param.full_tensor() if isinstance(param, DTensor) else param for param in found]
+        with self.gathered():
+            found = [param.detach() for param in self.model.parameters()]
+            return [param.full_tensor() if isinstance(param, DTensor) else param.clone() for param in found]
 
 
 def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -137,13 +142,24 @@ def zero(model: nn.Module, batch: Batch, *, stage: int, bucket_mb: float) -> Var
     return Variant(model, optimizer, batch, partial(booster.backward, optimizer=optimizer))
 
 
+def gemini(model: nn.Module, batch: Batch, *, bucket_mb: float) -> Variant:
+    """Our stage 3, with chunks of about the size of the buckets."""
+    plugin = GeminiPlugin(
+        precision="fp32", min_chunk_size_mb=bucket_mb / ELEMENT, search_range_mb=0.5, hidden_dim=256
+    )
+    booster = Booster(plugin=plugin)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    return Variant(model, optimizer, batch, partial(booster.backward, optimizer=optimizer), model.gathered)
+
+
 THEIRS: dict[str, Callable[[nn.Module, Batch], Variant]] = {
     "ddp": ddp,
     "ddp_foreach": partial(ddp, foreach=True),
     "redundancy": redundancy,
     "fsdp2": fsdp2,
 }
-OURS = {"zero1": 1, "zero2": 2}
+OURS = ("zero1", "zero2", "gemini")
 
 
 def formula(name: str, num_ranks: int) -> float:
@@ -151,9 +167,9 @@ def formula(name: str, num_ranks: int) -> float:
     params, grads, states = ELEMENT, ELEMENT, 2 * ELEMENT
     if name != "ddp" and name != "ddp_foreach":
         states /= num_ranks
-    if name in ("zero2", "fsdp2"):
+    if name in ("zero2", "fsdp2", "gemini"):
         grads /= num_ranks
-    if name == "fsdp2":
+    if name in ("fsdp2", "gemini"):
         params /= num_ranks
     return params + grads + states
 
@@ -211,8 +227,9 @@ def slowest(times: Mapping[str, list[float]]) -> dict[str, list[float]]:
 def measure(args: argparse.Namespace, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
     """Return a row for each variant."""
     builds: dict[str, Callable[[nn.Module, Batch], Variant]] = dict(THEIRS)
-    for name, stage in OURS.items():
-        builds[name] = partial(zero, stage=stage, bucket_mb=args.bucket_mb)
+    builds["zero1"] = partial(zero, stage=1, bucket_mb=args.bucket_mb)
+    builds["zero2"] = partial(zero, stage=2, bucket_mb=args.bucket_mb)
+    builds["gemini"] = partial(gemini, bucket_mb=args.bucket_mb)
     num_params = sum(param.numel() for param in model.parameters())
     num_ranks = dist.get_world_size()
     variants, held = {}, {}
@@ -238,7 +255,7 @@ def measure(args: argparse.Namespace, model: nn.Module, batch: Batch) -> list[di
             "bytes_per_param": round(held[name] / num_params, 3),
             "formula": formula(name, num_ranks),
             "sent_per_param": round(sent[name] / num_params, 4) if name in sent else None,
-            "sent_formula": 2 * ELEMENT * share if name in sent else None,
+            "sent_formula": (3 if name == "gemini" else 2) * ELEMENT * share if name in sent else None,
         }
         for row in compare(times, baseline="ddp")
         for name in row["variant"].split()[:1]
