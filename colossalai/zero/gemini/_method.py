@@ -69,8 +69,8 @@ class InChunks(DataMethod):
         whole_modules: Names of modules, or classes, that all ranks gather at their entry: what happens in
             them may differ between ranks.
         is_strict: Whether parameters that tensor parallelism has cut are refused.
-        keeps_grads: Whether the gradients of several backwards add up whole, and are averaged in the last one,
-            as with stage 1: in a pipeline, whose microbatches leave no time to average each.
+        keeps_grads: Whether the gradients of several backwards add up whole, and are averaged in the last
+            one, as with stage 1: in a pipeline, whose microbatches leave no time to average each.
         broadcast_buffers: Give all replicas the floating buffers of the first one before each step.
     """
 
