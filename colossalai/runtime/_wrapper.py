@@ -1,13 +1,13 @@
 """What a door returns for a model: it computes through the methods and looks like the model given."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
 
 from colossalai.amp import OptimizerWrapper as OptimizerWrapper  # documented beside ModelWrapper
-from colossalai.nn.parallel import AppliedDataMethod
+from colossalai.nn.parallel import AppliedDataMethod, params_called
 from colossalai.runtime._pipeline import Pipeline
 
 
@@ -83,15 +83,36 @@ class ModelWrapper(nn.Module):
         finally:
             self.set_sync(True)
 
+    def gathered(self, *parts: str | nn.Module | nn.Parameter) -> AbstractContextManager[None]:
+        """Return a block within which parameters can be read and written, where a rank holds parts of them.
+
+        All ranks enter and leave it. What one has written, all have then; where several have written into
+        one chunk, what the first of them has. Where every rank has whole parameters it does nothing.
+
+        Args:
+            parts: Modules or parameters of the model, or their names; default: all.
+
+        Raises:
+            ValueError: `parts` holds what the model has not, or its parameters are DTensors (FSDP).
+        """
+        return self.data.gathered(params_called(self.unwrap(), parts) if parts else None)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the model that was given, under its own names."""
-        return self.unwrap().state_dict(*args, **kwargs)
+        """Return the state of the model that was given, under its own names.
+
+        Under Gemini the values are whole, in host memory, on every rank; all ranks call it.
+        """
+        return self.data.state_dict(self.unwrap(), *args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state into the model that was given."""
-        return self.unwrap().load_state_dict(state_dict, strict=strict, assign=assign)
+        """Load a state into the model that was given; under Gemini every rank loads the same whole values.
+
+        Raises:
+            ValueError: `assign` is set, and the parameters lie in chunks.
+        """
+        return self.data.load_state_dict(self.unwrap(), state_dict, strict=strict, assign=assign)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

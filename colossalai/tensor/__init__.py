@@ -12,7 +12,10 @@ from colossalai.tensor._attributes import LAZY_TAPE as LAZY_TAPE
 from colossalai.tensor._attributes import PART_OF_CUT_MODEL as PART_OF_CUT_MODEL
 from colossalai.tensor._attributes import PIPELINE_SHARE as PIPELINE_SHARE
 from colossalai.tensor._flat_range import FlatRange as FlatRange
+from colossalai.tensor._flat_range import FlatValues as FlatValues
+from colossalai.tensor._flat_range import flat_values as flat_values
 from colossalai.tensor._flat_range import range_of_states as range_of_states
+from colossalai.tensor._flat_range import set_flat_values as set_flat_values
 from colossalai.tensor._flat_range import set_range_of_states as set_range_of_states
 from colossalai.tensor._norm import count_zero_grads as count_zero_grads
 from colossalai.tensor._norm import global_grad_norm as global_grad_norm

@@ -14,6 +14,9 @@ FRAGMENT_OF = "fragment_of"
 RANGE_OF_STATES = "range_of_states"
 """A parameter: the flat range of it that its optimizer states are of (`tensor/_flat_range.py`)."""
 
+FLAT_VALUES = "flat_values"
+"""A parameter: finds the flat range of its values that this rank holds (`tensor/_flat_range.py`)."""
+
 BUILT_FOR = "built_for"
 """A module: the extents of the mesh that its specs were made for (`tensor/_sharded_module.py`)."""
 

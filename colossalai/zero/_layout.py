@@ -81,6 +81,12 @@ class FlatBucket:
         first = max(begin, start) - start
         return first, max(first, min(end, start + self.params[index].numel()) - start)
 
+    def place(self, index: int, rank: int) -> tuple[int, int]:
+        """Return begin and end, counted from the start of a rank's section, of its fragment."""
+        begin, end = self.overlap(index, rank)
+        offset = self.starts[index] + begin - self.bounds[rank][0]
+        return offset, offset + end - begin
+
 
 def lay_out(
     params: Sequence[nn.Parameter], replicas: Axis, *, cap_bytes: int, owners: Mapping[nn.Parameter, int]

@@ -265,7 +265,6 @@ class Shards(StandIns):
         first = bucket.params[0]
         device = torch.device("cpu") if offload else first.device
         rank = bucket.axis.rank
-        section_start = bucket.bounds[rank][0]
         for index, param in enumerate(bucket.params):
             begin, end = bucket.overlap(index, rank)
             whole = end - begin == param.numel() and not bucket.cuts_params
@@ -278,8 +277,7 @@ class Shards(StandIns):
                 own = own.to(device, copy=True)
             tensor = nn.Parameter(own)
             set_fragment(tensor, param, bucket.axis.group)  # alone, too: it knows how `param` is cut
-            offset = max(bucket.starts[index] + begin - section_start, 0)
-            place = (offset, offset + end - begin)
+            place = bucket.place(index, rank)
             self._fragments[param] = Fragment(param, tensor, home, place, has_own_memory)
 
     def _put_grad(self, param: nn.Parameter, section: torch.Tensor) -> None:

@@ -36,6 +36,9 @@ def test_every_element_is_in_one_fragment(num_ranks: int, is_whole: bool) -> Non
         for index, param in enumerate(bucket.params):
             assert covered(bucket, index, num_ranks) == list(range(param.numel()))
             view = bucket.view(torch.arange(bucket.numel), index)
+            sections = [bucket.section(torch.arange(bucket.numel), rank) for rank in range(num_ranks)]
+            placed = [part[slice(*bucket.place(index, rank))] for rank, part in enumerate(sections)]
+            assert torch.equal(torch.cat(placed), view)
             assert view.tolist() == list(range(bucket.starts[index], bucket.starts[index] + param.numel()))
             if is_whole:
                 assert bucket.overlap(index, owners[param]) == (0, param.numel())

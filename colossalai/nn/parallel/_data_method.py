@@ -4,8 +4,10 @@ The object is told for every backward whether to synchronize, and asked what an 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
-from typing import ClassVar, final
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from difflib import get_close_matches
+from typing import Any, ClassVar, final
 
 import torch
 import torch.distributed as dist
@@ -108,6 +110,68 @@ class AppliedDataMethod(ABC):
             ValueError: The method cannot take the optimizer.
         """
         return masters.stand_in(optimizer)
+
+    def gathered(self, params: Collection[nn.Parameter] | None = None) -> AbstractContextManager[None]:
+        """Return a block within which parameters can be read and written; collective where a rank has slices.
+
+        Args:
+            params: Those that are wanted; default: all.
+
+        Raises:
+            ValueError: A rank never has whole parameters under the method.
+        """
+        return nullcontext()
+
+    def state_dict(self, raw: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the model under the method; collective where parameters have no values here.
+
+        Args:
+            raw: The model as it was given, whose names count.
+            args: Those of `nn.Module.state_dict`.
+            kwargs: As `args`.
+        """
+        return raw.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, raw: nn.Module, content: Mapping[str, Any], *, strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load what `state_dict` returned; all ranks call it, with the same values.
+
+        Args:
+            raw: The model as it was given.
+            content: The values.
+            strict: As in `nn.Module.load_state_dict`, whose result this returns.
+            assign: As `strict`.
+
+        Raises:
+            ValueError: `assign` is set, and the parameters cannot be replaced.
+        """
+        return raw.load_state_dict(content, strict=strict, assign=assign)
+
+
+def params_called(
+    model: nn.Module, parts: Sequence[str | nn.Module | nn.Parameter]
+) -> dict[nn.Parameter, None]:
+    """Return the parameters of parts of a model, each given by its name in the model or as it is.
+
+    Raises:
+        ValueError: `parts` holds what is neither a module nor a parameter of `model`.
+    """
+    known: dict[str, nn.Module | nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
+    known.update(model.named_modules())
+    own = set(known.values())
+    found: dict[nn.Parameter, None] = {}
+    for given in parts:
+        part = known.get(given) if isinstance(given, str) else given
+        if part is None or part not in own:
+            near = get_close_matches(str(given), known, n=3) if isinstance(given, str) else []
+            near = near or [name for name, _ in model.named_children()]
+            raise ValueError(
+                f"{given!r:.80} is no module and no parameter of this model: give what it has, or its name, "
+                f"such as {', '.join(map(repr, near))}"
+            )
+        found.update(dict.fromkeys([part] if isinstance(part, nn.Parameter) else part.parameters()))
+    return found
 
 
 @final

@@ -1,6 +1,7 @@
 """Fully sharded data parallelism: torch's FSDP2 (`fully_shard`), which is ZeRO stage 3 (1910.02054)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, cast, final
@@ -123,6 +124,17 @@ class _Sharded(AppliedDataMethod):
         from torch.distributed.fsdp import FSDPModule
 
         cast(FSDPModule, self.module).set_requires_gradient_sync(enabled)
+
+    def gathered(self, params: Collection[nn.Parameter] | None = None) -> AbstractContextManager[None]:
+        """See the base class.
+
+        Raises:
+            ValueError: The parameters are DTensors, as FSDP has made them.
+        """
+        raise ValueError(
+            "FSDP keeps parameters as DTensors, which can be read and written as they are: "
+            "param.full_tensor() gives all values of one, on all ranks"
+        )
 
 
 def _scale(grads: torch.Tensor, *, factor: float) -> None:

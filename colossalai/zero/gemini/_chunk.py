@@ -86,6 +86,11 @@ class Chunk:
         """Whether there are other ranks with other sections."""
         return self.layout.axis.size > 1
 
+    def fragment(self, index: int) -> torch.Tensor:
+        """Return this rank's part of the values of a parameter, flat, where it lies now."""
+        begin, end = self.layout.place(index, self.layout.axis.rank)
+        return self.section[begin:end]
+
     def name_of(self, param: nn.Parameter) -> str:
         """Return the name of one of its parameters."""
         return self._names[next(n for n, own in enumerate(self.layout.params) if own is param)]
@@ -133,9 +138,14 @@ class Chunk:
             if wanted is not self.state:
                 self.move(wanted)
 
+    @property
+    def is_written(self) -> bool:
+        """Whether somebody has written into the whole since it was gathered, or a write was taken."""
+        return self.whole is not None and self.whole._version != self._version
+
     def take_write(self) -> bool:
         """Return whether somebody has written into the whole since it was gathered, or this was asked."""
-        if self.whole is None or self.whole._version == self._version:
-            return False
-        self._version = self.whole._version
-        return True
+        was_written = self.is_written
+        if self.whole is not None:
+            self._version = self.whole._version
+        return was_written

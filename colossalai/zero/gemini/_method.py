@@ -12,8 +12,9 @@ Each step sends (n-1)/n of the parameters in the forward and in the backward, an
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, cast, final
+from typing import Any, ClassVar, NamedTuple, cast, final
 
 import torch
 from torch import nn
@@ -37,7 +38,8 @@ from colossalai.zero.gemini._chunk import Chunk
 from colossalai.zero.gemini._packing import ChunkLayout
 from colossalai.zero.gemini._residence import Residence
 from colossalai.zero.gemini._search import ChunkSizes, log_search, search_groups
-from colossalai.zero.gemini._uses import ChunkPlace, is_chunked
+from colossalai.zero.gemini._state_dict import load_whole_state, whole_state
+from colossalai.zero.gemini._uses import ChunkPlace, is_chunked, place_of
 
 
 class _ChunkKind(NamedTuple):
@@ -222,6 +224,27 @@ class _InChunks(AppliedDataMethod):
             )
         return self._shards
 
+    def gathered(self, params: Collection[nn.Parameter] | None = None) -> AbstractContextManager[None]:
+        """See the base class; what shares a chunk with one of `params` comes with it."""
+        if params is None:
+            return self.residence.gathered()
+        wanted = {place_of(param).chunk for param in params}
+        return self.residence.gathered([chunk for chunk in self.residence.chunks if chunk in wanted])
+
+    def state_dict(self, raw: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """See the base class: whole values in host memory, chunk by chunk; with `keep_vars` parameters."""
+        return whole_state(self.residence, raw, *args, **kwargs)
+
+    def load_state_dict(
+        self, raw: nn.Module, content: Mapping[str, Any], *, strict: bool = True, assign: bool = False
+    ) -> Any:
+        """See the base class; nothing is gathered, as each rank takes what belongs to its sections."""
+        if assign:
+            raise ValueError(
+                "assign=True puts new parameters into the model, and those it has lie in chunks: leave it out"
+            )
+        return load_whole_state(self.residence, raw, content, strict=strict)
+
     def _give_buffers(self) -> None:
         if self._options.broadcast_buffers and self._replicas.size > 1:
             broadcast_floating_buffers(self.module, self._replicas)
@@ -243,10 +266,7 @@ class _SectionWeights(BucketWeights):
 
     def home(self, index: int) -> torch.Tensor:
         """See the base class."""
-        layout = self.bucket
-        begin, end = layout.overlap(index, layout.axis.rank)
-        start = layout.starts[index] + begin - layout.bounds[layout.axis.rank][0]
-        return self._chunk.section[start : start + end - begin] if end > begin else self._chunk.section[:0]
+        return self._chunk.fragment(index)
 
     def take_written(self) -> set[nn.Parameter]:
         """See the base class; which ones of a chunk were written is not known."""
@@ -302,13 +322,12 @@ def _bucket_of(chunk: ChunkLayout, params: Sequence[nn.Parameter], kind: _ChunkK
 def _make_chunk(number: int, layout: FlatBucket, names: dict[nn.Parameter, str]) -> Chunk:
     """Return a chunk with this rank's section of the values that its parameters have."""
     first = layout.params[0]
-    begin, end = layout.bounds[layout.axis.rank]
-    section = torch.zeros(end - begin, dtype=first.dtype, device=first.device)
+    section = torch.zeros(layout.section_sizes[layout.axis.rank], dtype=first.dtype, device=first.device)
+    chunk = Chunk(number, layout, names=tuple(names[param] for param in layout.params), section=section)
     for index, param in enumerate(layout.params):
-        own_begin, own_end = layout.overlap(index, layout.axis.rank)
-        start = layout.starts[index] + own_begin - begin
-        section[start : start + own_end - own_begin].copy_(param.detach().reshape(-1)[own_begin:own_end])
-    return Chunk(number, layout, names=tuple(names[param] for param in layout.params), section=section)
+        begin, end = layout.overlap(index, layout.axis.rank)
+        chunk.fragment(index).copy_(param.detach().reshape(-1)[begin:end])
+    return chunk
 
 
 def _kind_of(param: nn.Parameter, replicas: Axis, part: int) -> _ChunkKind:

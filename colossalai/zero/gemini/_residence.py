@@ -121,8 +121,7 @@ class Residence:
     def note_updated(self, chunk: Chunk) -> None:
         """Note that all ranks have updated their sections: what was gathered is out of date."""
         self._written.discard(chunk)
-        if chunk.is_cut and chunk.whole is not None:
-            self._free(chunk)
+        self._renew(chunk)
 
     def take_written(self, chunk: Chunk) -> bool:
         """Return whether values of a chunk have been written since this was asked, and are in its section."""
@@ -131,10 +130,9 @@ class Residence:
         return was_written
 
     def note_loaded(self, chunk: Chunk) -> None:
-        """Note that all ranks have written into their sections."""
+        """Note that all ranks have written into their sections; collective in a block of `gathered`."""
         self._written.add(chunk)
-        if chunk.is_cut and chunk.whole is not None and chunk.num_uses == 0:
-            self._free(chunk)
+        self._renew(chunk)
 
     def note_gradients(self, chunk: Chunk, *, all_have_come: bool) -> None:
         """Note that gradients of a chunk have come; with all of them this backward is through with it."""
@@ -167,6 +165,10 @@ class Residence:
                 if chunk.is_cut and chunk.num_uses == 0:
                     self._free(chunk)
 
+    def share_writes(self) -> None:
+        """Let all ranks have what one has written in the blocks that are under way; collective in these."""
+        self._share_writes([chunk for chunk in self.chunks if chunk.num_uses > 0])
+
     # Inside.
 
     def _gather(self, chunk: Chunk) -> torch.Tensor:
@@ -174,10 +176,8 @@ class Residence:
         if not chunk.is_cut:
             return chunk.section
         self.num_gathers += 1
-        layout = chunk.layout
-        whole = torch.empty(layout.numel, dtype=chunk.section.dtype, device=chunk.section.device)
-        layout.section(whole, layout.axis.rank).copy_(chunk.section)
-        start_gather(whole, layout)()
+        whole = torch.empty(chunk.layout.numel, dtype=chunk.section.dtype, device=chunk.section.device)
+        self._gather_into(whole, chunk)
         storage = whole.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         self._by_storage[key] = chunk
@@ -186,6 +186,20 @@ class Residence:
         # On the storage: one on the tensor would fire while a view of it still holds the memory.
         weakref.finalize(storage, self._forget_storage, key, size)
         return whole
+
+    def _gather_into(self, whole: torch.Tensor, chunk: Chunk) -> None:
+        chunk.layout.section(whole, chunk.layout.axis.rank).copy_(chunk.section)
+        start_gather(whole, chunk.layout)()
+
+    def _renew(self, chunk: Chunk) -> None:
+        """Let go of what is out of date, or gather it anew for the blocks that hold it; collective then."""
+        if not chunk.is_cut or chunk.whole is None:
+            return
+        if chunk.num_uses == 0:
+            self._free(chunk)
+            return
+        self._gather_into(chunk.whole, chunk)
+        chunk.take_write()
 
     def _forget_storage(self, key: int, size: int) -> None:
         del self._by_storage[key]
@@ -222,6 +236,7 @@ class Residence:
                 if chunk.is_cut:
                     dist.broadcast(chunk.whole, src=axis.ranks[rank], group=axis.group)
                     chunk.section.copy_(chunk.layout.section(chunk.whole, axis.rank))
+                    chunk.take_write()  # what came from the other rank is no write of this one
                 self._written.add(chunk)
 
     def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Handle":

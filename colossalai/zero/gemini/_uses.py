@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from colossalai.tensor import CHUNK_PLACE
+from colossalai.tensor import CHUNK_PLACE, FlatRange, FlatValues, set_flat_values
 from colossalai.zero.gemini._chunk import Chunk
 
 if TYPE_CHECKING:
@@ -52,6 +52,35 @@ class ChunkPlace:
         """Return the values, as a view of the chunk, which is present."""
         assert self.chunk.whole is not None, f"the chunk of {self.name} is not present"
         return self.chunk.layout.view(self.chunk.whole, self.index)
+
+    def held(self) -> FlatValues:
+        """Return the values in this rank's section.
+
+        Raises:
+            RuntimeError: The whole was written in a block of `gathered`, and sections do not know it yet.
+        """
+        if self.chunk.is_cut and self.chunk.is_written:
+            raise RuntimeError(
+                f"{self.name}, or a parameter in its chunk, was written inside `with model.gathered():`, and "
+                "other ranks get what was written at the end: leave the block first, then save or load"
+            )
+        layout = self.chunk.layout
+        begin, end = layout.overlap(self.index, layout.axis.rank)
+        tensor = self.chunk.fragment(self.index)
+        shape = tuple(layout.params[self.index].shape)
+        part = FlatRange(shape, begin, end, tuple(tensor.shape), tensor.device)
+        return FlatValues(part, tensor, _Loaded(self.residence, self.chunk))
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """Notes that the sections of a chunk were overwritten; equal for all parameters in it."""
+
+    residence: "Residence"
+    chunk: Chunk
+
+    def __call__(self) -> None:
+        self.residence.note_loaded(self.chunk)
 
 
 class ChunkedParameter(nn.Parameter):
@@ -116,6 +145,7 @@ def put_into_chunk(param: nn.Parameter, place: ChunkPlace) -> None:
     nothing = float("nan") if param.is_floating_point() or param.is_complex() else 0
     param.data = torch.full((), nothing, dtype=param.dtype, device=param.device).expand(param.shape)
     setattr(param, CHUNK_PLACE, place)
+    set_flat_values(param, place.held)
     param.__class__ = ChunkedParameter  # See [Note: how a use is seen]
 
 
@@ -214,6 +244,7 @@ _PROPERTIES_TO_SET = "requires_grad grad grad_dtype _backward_hooks _post_accumu
 _METHODS = """
     size dim ndimension numel nelement stride storage_offset element_size get_device dim_order requires_grad_
     register_hook register_post_accumulate_grad_hook __hash__ __len__ untyped_storage data_ptr backward
+    new_empty new_zeros new_ones new_full new_tensor
 """
 _SET_DATA: Any = next(_named("data")).__set__
 _WITHOUT_VALUES: frozenset[Any] = frozenset(
@@ -227,6 +258,7 @@ _WITHOUT_VALUES: frozenset[Any] = frozenset(
         *(one.__delete__ for one in _named("grad")),
         *(one for one in _named(f"{_METHODS} {_IS}") if not hasattr(one, "__set__")),
         *(torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel),
+        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
         *(torch.autograd.grad, torch.autograd.backward),
     ]
 )

@@ -126,6 +126,9 @@ def look_outside() -> tuple[dict[str, str], str, list[Any]]:
         repr(param),
         hash(param) == id(param),
         sum(p.numel() for p in net.parameters()) > 0,
+        type(torch.zeros_like(param)) is torch.Tensor,
+        torch.zeros_like(param, requires_grad=False).stride() == (16, 1),
+        param.new_ones(3).sum().item() == 3.0,
     ]
     gpc.destroy()
     return said, state, free
@@ -136,9 +139,9 @@ def test_outside_of_a_use_everything_that_needs_values_says_where_they_are() -> 
         for name, text in {**said, "state_dict": state}.items():
             assert "values lie in a chunk" in text, (name, text)
             assert "with model.gathered():" in text, (name, text)
-        assert free[:-3] == [(16, 16), True, 256, True, True, True, 16, True]
-        assert free[-3] == "ChunkedParameter(reused.weight, shape=(16, 16), dtype=torch.float64, in a chunk)"
-        assert free[-2:] == [True, True]
+        assert free[:8] == [(16, 16), True, 256, True, True, True, 16, True]
+        assert free[8] == "ChunkedParameter(reused.weight, shape=(16, 16), dtype=torch.float64, in a chunk)"
+        assert free[9:] == [True] * 5
 
 
 def look_inside() -> tuple[dict[str, bool], bool, bool]:
