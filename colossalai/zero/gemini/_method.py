@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp import Masters
 from colossalai.context import Axis
+from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import (
     AppliedDataMethod,
     DataMethod,
@@ -36,6 +37,7 @@ from colossalai.zero._shards import Shards
 from colossalai.zero._weights import BucketWeights
 from colossalai.zero.gemini._chunk import Chunk
 from colossalai.zero.gemini._packing import ChunkLayout
+from colossalai.zero.gemini._policy import PLACEMENT_POLICIES
 from colossalai.zero.gemini._residence import Residence
 from colossalai.zero.gemini._search import ChunkSizes, log_search, search_groups
 from colossalai.zero.gemini._state_dict import load_whole_state, whole_state
@@ -54,6 +56,7 @@ class _ChunkKind(NamedTuple):
 
 
 _LATE = -1
+_OF_TIERS = ("memory_budget", "host_budget", "offload_dir", "whole_modules")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,20 @@ class InChunks(DataMethod):
     is_strict: bool = False
     keeps_grads: bool = False
     broadcast_buffers: bool = True
+
+    def __post_init__(self) -> None:
+        if self.placement_policy not in PLACEMENT_POLICIES:
+            raise ValueError(
+                f"placement_policy is {self.placement_policy!r}; it must be one of {list(PLACEMENT_POLICIES)}"
+            )
+        waiting = [name for name in _OF_TIERS if getattr(self, name)]
+        if self.placement_policy in ("const", "nvme"):
+            waiting.append(f"placement_policy={self.placement_policy!r}")
+        if waiting:
+            raise ValueError(
+                f"{', '.join(waiting)}: chunks do not move between device, host and disk yet; leave it out "
+                "(HybridAdam(nvme_offload_fraction=1.0) keeps optimizer states on disk)"
+            )
 
     @property
     def name_in_pairs(self) -> str:
@@ -134,6 +151,13 @@ class InChunks(DataMethod):
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
     ) -> AppliedDataMethod:
         """See the base class; the parameters of `module` stay the same objects, without memory."""
+        if device.type != "cpu" and self.placement_policy in ("cpu", "auto"):
+            get_dist_logger().log_once(
+                f"placement_policy={self.placement_policy!r}: sections and states lie on the device, as they "
+                "do not move to host memory yet",
+                level="WARNING",
+                ranks=[0],
+            )
         broadcast_from_first(module, replicas)
         return _InChunks(module, self, replicas)
 

@@ -103,6 +103,9 @@ _RULES = MappingProxyType(
     }
 )
 
+PLACEMENT_POLICIES = tuple(_RULES)
+"""Their names."""
+
 
 @dataclass(frozen=True)
 class PlacementPolicy:

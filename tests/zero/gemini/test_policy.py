@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colossalai.zero.gemini import InChunks
 from colossalai.zero.gemini._policy import Home, ModelData, Placement, PlacementPolicy, Tiers
 from colossalai.zero.gemini._trace import Trace
 from colossalai.zero.gemini._victims import ResidencePlan, plan_residence
@@ -230,3 +231,19 @@ def test_the_number_in_a_refusal_would_do(name: str, trace: Trace | None) -> Non
             assert int(number) > numbers[budget]
             numbers[budget] = int(number)
     pytest.fail(f"still refused with {numbers}")
+
+
+def test_what_is_not_there_yet_is_refused_and_not_ignored() -> None:
+    for options in (
+        {"memory_budget": 1 << 30},
+        {"host_budget": 1 << 30},
+        {"offload_dir": "."},
+        {"whole_modules": ("experts",)},
+        {"placement_policy": "const"},
+        {"placement_policy": "nvme"},
+    ):
+        name = next(iter(options))
+        with pytest.raises(ValueError, match=rf"{name}.*do not move between device, host and disk yet"):
+            InChunks(**options)
+    with pytest.raises(ValueError, match=r"placement_policy is 'gpu'; it must be one of \['cuda', 'cpu', "):
+        InChunks(placement_policy="gpu")
