@@ -6,6 +6,7 @@ Loading: everything is compared first; only then is the first value overwritten,
 """
 
 from collections.abc import Collection, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -38,7 +39,9 @@ from colossalai.checkpoint_io.resharding import (
     TensorMetadata,
     fill,
     new_like,
+    note_filled,
     pack,
+    refuse_unreadable,
     unpack,
     whole_shapes,
     with_own_memory,
@@ -116,8 +119,19 @@ class ModelLoadPlan:
     computed: dict[str, object]
     report: LoadReport
 
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Within the block ranks call `apply`; at its end all of them know, also of one that failed.
+
+        Collective where the model keeps its parameters in sections.
+        """
+        try:
+            yield
+        finally:
+            note_filled(tensor for tensor, _ in self.copies)
+
     def apply(self) -> None:
-        """Overwrite the model; no communication: every rank reads its own slices."""
+        """Overwrite the model; no communication: every rank reads its own slices, inside of `noted`."""
         fill(self.copies)
         if self.computed:
             self.module.load_state_dict(self.computed, strict=False)
@@ -161,6 +175,7 @@ def plan_model_loading(
     _refuse_meta(wanted)
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     targets = {name: value for name, value in wanted.items() if id(value) in own}
+    refuse_unreadable(targets.values())
     groups = names_by_tensor(targets)
     stored: dict[str, Any] = {**stored_values(state)}
     if saved_prefix is None:
@@ -372,7 +387,8 @@ def load_model(
             module, state, source=str(checkpoint), strict=strict, elsewhere=elsewhere, saved_prefix=prefix
         )
     )
-    on_every_rank(plan.apply)
+    with plan.noted():
+        on_every_rank(plan.apply)
     return plan.report
 
 

@@ -162,7 +162,8 @@ def _load(
 
     # Everything is read and compared here; if one rank cannot go on, none has overwritten anything.
     content, weights, updates = on_every_rank(plan)
-    on_every_rank(weights.apply)
+    with weights.noted():
+        on_every_rank(weights.apply)
     if updates is not None:
         on_every_rank(updates.apply)
     if lr_scheduler is not None:

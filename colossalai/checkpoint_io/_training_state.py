@@ -309,7 +309,8 @@ def _load(
     plan = on_every_rank(lambda: _load_plan(path, state, names, checked, elsewhere, buffer_size))
     for name, part in state.small_parts.items():
         part.load_state_dict(plan.content[name])
-    on_every_rank(plan.apply)
+    with plan.weights.noted():
+        on_every_rank(plan.apply)
     set_random_state(plan.random)
     if plan.note:
         get_dist_logger().info(f"loaded {path}: {plan.note}", ranks=[0])

@@ -54,6 +54,17 @@ def pipeline(**options: Any) -> dict[str, Any]:
     return {"size": 2, "partition": "uniform", **options}
 
 
+def gemini(chunk_size: int = 2000) -> dict[str, Any]:
+    """Return a config with chunks of a number of elements."""
+    sizes = {"search_range_mb": 0, "hidden_dim": 1, "min_chunk_size_mb": chunk_size / 2**20}
+    return {"gemini": {"precision": "fp32", **sizes}}
+
+
+ONLY_IF_FULL = {
+    "gemini1": Layout(1, gemini()),
+    "gemini4": Layout(4, gemini(900)),
+    "gemini2-pp2": Layout(4, {**gemini(700), "parallel": {"pipeline": pipeline()}, "NUM_MICRO_BATCHES": 2}),
+}
 LAYOUTS = {
     "one": Layout(1, {}),
     "dp2": Layout(2, {}),
@@ -68,8 +79,12 @@ LAYOUTS = {
     "zero1": Layout(4, {"zero": {"stage": 1}}),
     "zero2-tp2": Layout(4, {"zero": {"stage": 2}, "parallel": {"tensor": MODES["1d"]}}),
     "fsdp": Layout(2, {"zero": {"stage": 3}}),
+    "gemini2": Layout(2, gemini()),
+    "gemini2-tp2": Layout(4, {**gemini(700), "parallel": {"tensor": MODES["1d"]}}),
+    **(ONLY_IF_FULL if IS_FULL else {}),
 }
 FURTHER = {
+    **ONLY_IF_FULL,
     "interleaved": Layout(
         2,
         {
@@ -133,12 +148,15 @@ class Run:
 
     def tensors(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Tensor]]]:
         """Yield each parameter that this rank has by its name in the whole model, with all tensors of it."""
-        optimizer = self.engine.optimizer
-        params = {optimizer.param_names[param]: param for param in self.engine.model.parameters()}
+        optimizer, model = self.engine.optimizer, self.engine.model
+        values = model.state_dict()
+        named = list(model.named_parameters())
+        params = {optimizer.param_names[param]: param for _, param in named}
+        values = {optimizer.param_names[param]: values[name] for name, param in named}
         names = [name for name in self._names if name in params]
         states = optimizer.state_dict()["state"]
         for number, name in enumerate(names):
-            found = {"parameter": params[name].detach()}
+            found = {"parameter": values[name]}
             found |= {key: value for key, value in states.get(number, {}).items() if torch.is_tensor(value)}
             yield name, params[name], found
 

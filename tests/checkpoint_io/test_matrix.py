@@ -24,6 +24,9 @@ HARD = {
     "zero1": ["3d", "pp2"],
     "zero2-tp2": ["2.5d", "zero1", "pp2-tp2"],
     "fsdp": ["2d", "zero2-tp2"],
+    "gemini2": ["3d", "pp2-tp2", "zero2-tp2", "fsdp"],
+    "gemini2-tp2": ["2d", "zero1", "gemini2"],
+    "2d": ["gemini2-tp2"],
 }
 
 
@@ -69,6 +72,9 @@ PAIRS = [
     ("2d", "zero1-pp2", TOLERANCE),
     ("zero1-pp2", "fsdp-tp2", TOLERANCE),
     ("fsdp-tp2", "one", TOLERANCE),
+    ("gemini1", "gemini4", TOLERANCE),
+    ("gemini4", "gemini2-pp2", TOLERANCE),
+    ("gemini2-pp2", "gemini1", TOLERANCE),
     ("lamb-zero2", "lamb", TOLERANCE),
     ("lamb", "lamb-zero2", TOLERANCE),
     ("disk", "hybrid", 1e-5),

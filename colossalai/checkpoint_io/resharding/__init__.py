@@ -13,6 +13,8 @@ from colossalai.checkpoint_io.resharding._local_shards import fill as fill
 from colossalai.checkpoint_io.resharding._local_shards import is_cut_by_spec as is_cut_by_spec
 from colossalai.checkpoint_io.resharding._local_shards import new_like as new_like
 from colossalai.checkpoint_io.resharding._local_shards import new_states as new_states
+from colossalai.checkpoint_io.resharding._local_shards import note_filled as note_filled
+from colossalai.checkpoint_io.resharding._local_shards import refuse_unreadable as refuse_unreadable
 from colossalai.checkpoint_io.resharding._local_shards import shards_of_states as shards_of_states
 from colossalai.checkpoint_io.resharding._local_shards import whole_shapes as whole_shapes
 from colossalai.checkpoint_io.resharding._local_shards import with_local_shards as with_local_shards

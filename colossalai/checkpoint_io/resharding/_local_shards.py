@@ -1,7 +1,8 @@
 """Local shards: which boxes of a global tensor this rank holds, as views of its memory.
 
 A rank holds a plain tensor whole, a slice that carries its `ShardingSpec`, a `DTensor`, a `DTensor` of such a
-slice, or a flat range of any of the first two. Here, and nowhere else in this package, is it asked which.
+slice, or a flat range of any of the first two: of its values, or of its states alone. Here, and nowhere else
+in this package, is it asked which.
 Boxes are in torch's order of dimensions, whatever the order in which a layer stores them.
 
 Every function takes all tensors of a model or an optimizer at once: first what cuts each of them is asked
@@ -9,7 +10,7 @@ for, then the boxes are made, then, in loading, the values are read into them.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import torch
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from colossalai.checkpoint_io.resharding._box import Box, flat_boxes, whole_box
 from colossalai.checkpoint_io.resharding._tensors import ShardedTensor, StoredTensor
 from colossalai.checkpoint_io.storage import listed
-from colossalai.tensor import FlatRange, ShardingSpec, range_of_states, spec_of
+from colossalai.tensor import FlatRange, ShardingSpec, flat_values, range_of_states, spec_of
 
 T = TypeVar("T")
 Shape = tuple[int, ...]
@@ -30,8 +31,9 @@ def with_local_shards(content: T) -> T:
     leaves, structure = tree_flatten(content)
     distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
     specs = {key: spec_of(tensor) for key, tensor in distinct.items()}
+    held = {key: _held(tensor) for key, tensor in distinct.items()}
     shards = {
-        key: _sharded(tensor.detach(), specs[key], None, may_differ=not isinstance(tensor, nn.Parameter))
+        key: _sharded(held[key][0], specs[key], held[key][1], may_differ=not isinstance(tensor, nn.Parameter))
         for key, tensor in distinct.items()
     }
     found: T = tree_unflatten([shards.get(id(leaf), leaf) for leaf in leaves], structure)
@@ -92,10 +94,31 @@ def whole_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
 
 
 def fill(targets: Sequence[tuple[torch.Tensor, StoredTensor]]) -> None:
-    """Overwrite what this rank holds of tensors with stored values; no communication."""
+    """Overwrite what this rank holds of tensors with stored values; no communication.
+
+    Afterwards, also where it failed, all ranks call `note_filled`.
+    """
     specs = [spec_of(tensor) for tensor, _ in targets]
-    shards = [_sharded(tensor.detach(), spec, None) for (tensor, _), spec in zip(targets, specs, strict=True)]
+    held = [_held(tensor) for tensor, _ in targets]
+    shards = [_sharded(tensor, spec, part) for (tensor, part), spec in zip(held, specs, strict=True)]
     _read(shards, [stored for _, stored in targets])
+
+
+def refuse_unreadable(tensors: Iterable[torch.Tensor]) -> None:
+    """Raise what `fill` would raise before it overwrites anything.
+
+    Raises:
+        RuntimeError: The ranks have yet to exchange what was written into one of `tensors`.
+    """
+    for tensor in tensors:
+        flat_values(tensor)
+
+
+def note_filled(tensors: Iterable[torch.Tensor]) -> None:
+    """Let those that keep the values of tensors know that ranks have overwritten them; collective."""
+    held = [values for tensor in tensors if (values := flat_values(tensor)) is not None]
+    for note_written in dict.fromkeys(values.note_written for values in held):
+        note_written()
 
 
 def new_like(stored: StoredTensor, like: torch.Tensor) -> torch.Tensor:
@@ -143,6 +166,12 @@ def new_states(
         states.append(state)
     _read(shards, sources)
     return states
+
+
+def _held(tensor: torch.Tensor) -> tuple[torch.Tensor, FlatRange | None]:
+    """Return the memory that this rank has of a tensor, and which flat range it is of, if it is one."""
+    values = flat_values(tensor)
+    return (tensor.detach(), None) if values is None else (values.tensor, values.part)
 
 
 def _read(targets: Sequence[ShardedTensor], sources: Sequence[StoredTensor]) -> None:

@@ -1,0 +1,387 @@
+"""Checkpoints of parameters in chunks: nothing is gathered, and they load under any other data method."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+import colossalai
+from colossalai.amp import OptimizerWrapper, PureBF16
+from colossalai.booster import Booster
+from colossalai.booster.plugin import GeminiPlugin
+from colossalai.checkpoint_io import (
+    TrainingState,
+    load_checkpoint,
+    load_model,
+    load_optimizer,
+    load_training_state,
+    save_checkpoint,
+    save_model,
+    save_optimizer,
+    save_training_state,
+)
+from colossalai.core import global_context as gpc
+from colossalai.nn.parallel import DataMethod, FullySharded, Replicated
+from colossalai.runtime import ModelWrapper, Plan, assemble
+from colossalai.zero import ZeroReplicas
+from colossalai.zero.gemini import ChunkSizes, InChunks
+from tests.ranks import run_ranks
+from tests.zero.gemini.nets import Block
+
+pytestmark = pytest.mark.dist
+
+BATCH, VOCAB, WIDTH = 12, 11, 6
+BEFORE, AFTER = 2, 2  # steps before a save, and after it
+FORMATS: dict[str, dict[str, Any]] = {
+    "file": {},
+    "shards": {"shard": True, "size_per_shard": 0.001, "use_safetensors": True},
+    "folder": {"gather_dtensor": False},
+}
+FEW, ALL = ["file", "states"], [*FORMATS, "one file", "states", "async"]
+
+
+class Net(nn.Module):
+    """Tied, frozen and reused weights, one without dimensions, one without elements, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.blocks = nn.ModuleList(Block(WIDTH) for _ in range(2))
+        self.gain = nn.Parameter(torch.tensor(1.25))
+        self.empty = nn.Parameter(torch.empty(0, 3))
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("num_calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss."""
+        self.num_calls += 1
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x + self.frozen(x)) * self.gain
+        return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten()) + self.empty.sum()
+
+
+METHODS: dict[str, DataMethod] = {
+    "plain": Replicated(),
+    "zero2": ZeroReplicas(stage=2, bucket_cap_mb=0.001),
+    "chunks": InChunks(sizes=ChunkSizes(150, 0, 1)),
+    "small chunks": InChunks(sizes=ChunkSizes(37, 0, 1)),
+}
+
+
+class Run:
+    """A training run of ranks that are launched."""
+
+    def __init__(self, method: str, *, seed: int = 0, **plan: Any) -> None:
+        colossalai.launch_from_torch({}, verbose=False)
+        torch.manual_seed(seed)
+        net = Net().double() if "precision" not in plan else Net()
+        optimizer = torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=0.01)
+        made = assemble(
+            Plan(data=METHODS[method], **plan), net, optimizer, mesh=gpc.mesh, device=torch.device("cpu")
+        )
+        self.model: ModelWrapper = made[0]
+        assert made[1] is not None
+        self.optimizer: OptimizerWrapper = made[1]
+        self.raw = self.model.unwrap()
+
+    @property
+    def residence(self) -> Any:
+        return self.model.data.residence
+
+    @property
+    def state(self) -> TrainingState:
+        return TrainingState(model=self.raw, optimizer=self.optimizer)
+
+    def train(self, steps: range) -> None:
+        for step in steps:
+            drawn = torch.randint(0, VOCAB, (BATCH, 4), generator=torch.Generator().manual_seed(step))
+            self.optimizer.zero_grad()
+            self.optimizer.backward(self.model(drawn.chunk(dist.get_world_size())[dist.get_rank()]))
+            self.optimizer.step()
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return the whole values, in memory of their own; collective."""
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
+
+    def save(self, folder: Path, name: str) -> None:
+        """Save in the format of a name."""
+        names = self.optimizer.param_names
+        match name:
+            case "one file":
+                save_checkpoint(folder / name, 3, self.raw, self.optimizer)
+            case "states" | "async":
+                save_training_state(folder / name, self.state, step=BEFORE, save_async=name == "async")
+            case _:
+                save_model(self.raw, folder / f"model {name}", **FORMATS[name])
+                save_optimizer(
+                    self.optimizer, folder / f"optimizer {name}", param_names=names, **FORMATS[name]
+                )
+
+    def load(self, folder: Path, name: str) -> None:
+        """Load what `save` saved."""
+        names = self.optimizer.param_names
+        match name:
+            case "one file":
+                load_checkpoint(folder / name, self.raw, self.optimizer)
+            case "states" | "async":
+                load_training_state(next((folder / name).glob("step-*")), self.state)
+            case _:
+                load_model(self.raw, folder / f"model {name}")
+                load_optimizer(self.optimizer, folder / f"optimizer {name}", param_names=names)
+
+
+def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of values."""
+    assert found.keys() == expected.keys()
+    return max(
+        float((value.double() - expected[name].double()).abs().max())
+        for name, value in found.items()
+        if value.numel()
+    )
+
+
+def save(method: str, folder: Path) -> tuple[int, list[float]]:
+    """Train, save, train on; return how many chunks were gathered for saving, and how many bytes."""
+    run = Run(method)
+    run.train(range(BEFORE))
+    num_gathers, peak = 0, [0.0, 0.0]
+    is_chunked = "chunks" in method
+    if is_chunked:
+        num_gathers = run.residence.num_gathers
+        run.residence.peak_bytes = present = run.residence.present_bytes
+        largest = max(chunk.num_bytes for chunk in run.residence.chunks)
+    for name in ALL if is_chunked else FEW:
+        run.save(folder, name)
+    if is_chunked:
+        num_gathers = run.residence.num_gathers - num_gathers
+        peak[0] = run.residence.peak_bytes - present
+    values = run.values()
+    if is_chunked:
+        peak[1] = run.residence.peak_bytes / largest
+    run.train(range(BEFORE, BEFORE + AFTER))  # also while the one in the background is being written
+    trained = run.values()
+    if dist.get_rank() == 0:
+        torch.save((values, trained), folder / "expected")
+    gpc.destroy()
+    return num_gathers, peak
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folders = {}
+    for method, num_ranks in (("chunks", 2), ("zero2", 2), ("plain", 1)):
+        folders[method] = tmp_path_factory.mktemp(method)
+        for num_gathers, peak in run_ranks(save, num_ranks, method, folders[method]):
+            assert num_gathers == 0
+            assert peak[0] == 0
+            assert peak[1] <= 2
+    return folders
+
+
+def load(method: str, folders: list[Path]) -> list[tuple[str, float, float]]:
+    """Load each checkpoint, and train on; return how far the values then are from those expected."""
+    run = Run(method, seed=5)
+    run.train(range(7, 8))  # what is loaded takes the place of what is there
+    found = []
+    for folder in folders:
+        values, trained = torch.load(folder / "expected")
+        for name in ALL if (folder / "async").exists() else FEW:
+            run.load(folder, name)
+            loaded = far(run.values(), values)
+            run.train(range(BEFORE, BEFORE + AFTER))
+            found.append((f"{folder.name} {name}", loaded, far(run.values(), trained)))
+    gpc.destroy()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("method", "num_ranks", "sources"),
+    [
+        ("small chunks", 3, ["chunks", "zero2", "plain"]),
+        ("chunks", 1, ["chunks"]),
+        ("zero2", 2, ["chunks"]),
+        ("plain", 2, ["chunks"]),
+    ],
+)
+def test_a_run_goes_on(method: str, num_ranks: int, sources: list[str], saved: dict[str, Path]) -> None:
+    for of_rank in run_ranks(load, num_ranks, method, [saved[source] for source in sources]):
+        for name, loaded, trained in of_rank:
+            assert loaded == 0, name
+            assert trained < 1e-12, name
+
+
+def low_precision(method: str, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Train in bfloat16 with float32 masters, load weights alone, then all, and train on after each."""
+    run = Run(method, precision=PureBF16())
+    run.train(range(BEFORE))
+    if method == "chunks":
+        save_model(run.raw, folder / "model")
+        save_training_state(folder, run.state, step=BEFORE)
+    run.train(range(BEFORE, BEFORE + AFTER))
+    found = [run.values()]
+    load_model(run.raw, folder / "model")
+    run.train(range(BEFORE, BEFORE + AFTER))
+    found.append(run.values())
+    load_training_state(folder / f"step-{BEFORE:08d}", run.state)
+    run.train(range(BEFORE, BEFORE + AFTER))
+    found.append(run.values())
+    gpc.destroy()
+    return found
+
+
+def test_float32_masters_follow_as_those_of_stage_2(tmp_path: Path) -> None:
+    (chunks, *_), (stage_2, *_) = (
+        run_ranks(low_precision, 2, method, tmp_path) for method in ("chunks", "zero2")
+    )
+    for found, expected in zip(chunks, stage_2, strict=True):
+        assert far(found, expected) == 0
+    assert far(chunks[2], chunks[0]) == 0
+    assert far(chunks[1], chunks[0]) > 0
+
+
+def through_the_booster(folder: Path) -> list[float]:
+    """Save and load by the methods of Booster, in float16; return how far values are apart."""
+    colossalai.launch_from_torch({}, verbose=False)
+    booster = Booster(plugin=GeminiPlugin(initial_scale=2.0**5, min_chunk_size_mb=0.0001, search_range_mb=0))
+    torch.manual_seed(0)
+    net = Net()
+    model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+
+    def train(step: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, VOCAB, (BATCH, 4), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        booster.backward(model(ids.chunk(2)[dist.get_rank()]), optimizer)
+        optimizer.step()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    saved = train(0)
+    booster.save_model(model, folder / "model", shard=True, use_safetensors=True)
+    booster.save_optimizer(optimizer, folder / "optimizer", shard=True)
+    booster.save(folder / "run", model, optimizer, step=1)
+    later = train(1)
+    booster.load_model(model, folder / "model")
+    booster.load_optimizer(optimizer, folder / "optimizer")
+    found = [far(model.state_dict(), saved), far(train(1), later)]
+    booster.load(folder / "run", model, optimizer)
+    found += [far(model.state_dict(), saved), far(train(1), later)]
+    gpc.destroy()
+    return found
+
+
+def test_through_the_booster(tmp_path: Path) -> None:
+    assert run_ranks(through_the_booster, 2, tmp_path) == [[0.0] * 4] * 2
+
+
+def refusals(model: ModelWrapper) -> Iterator[str]:
+    """Do what is refused; yield what is said."""
+    for kind, act in (
+        (ValueError, lambda: model.gathered("blocks.0.dwn")),
+        (ValueError, lambda: model.gathered(nn.Linear(2, 2))),
+        (ValueError, lambda: model.load_state_dict({}, assign=True)),
+        (RuntimeError, lambda: model.load_state_dict({"gain": torch.ones(2)})),
+        (RuntimeError, lambda: model.unwrap().state_dict()),
+        (RuntimeError, lambda: model.unwrap().load_state_dict({"gain": torch.ones(())}, strict=False)),
+    ):
+        with ExitStack() as stack:
+            try:
+                block = act()
+                if hasattr(block, "__enter__"):
+                    stack.enter_context(block)
+                yield "nothing"
+            except kind as error:
+                yield str(error)
+
+
+def through_the_wrapper(folder: Path) -> tuple[list[str], dict[str, bool]]:
+    run = Run("chunks")
+    model, raw = run.model, run.raw
+    said = list(refusals(model))
+    torch.manual_seed(0)
+    expected = Net().double().state_dict()
+    found = model.state_dict()
+    good = {
+        "all values": far(found, expected) == 0,
+        "names": list(found) == list(expected),
+        "tied": found["head.weight"] is found["embedding.weight"],
+        "plain": all(type(value) is torch.Tensor for value in found.values()),
+        "a prefix": next(iter(model.state_dict(prefix="a."))) == "a." + next(iter(expected)),
+        "the parameters": model.state_dict(keep_vars=True)["gain"] is raw.gain,
+    }
+    save_model(raw, folder / "x")
+    with model.gathered("blocks.0", raw.frozen, "gain", raw.empty), torch.no_grad():
+        good["named"] = torch.equal(raw.frozen.weight, expected["frozen.weight"])
+        if dist.get_rank() == dist.get_world_size() - 1:
+            raw.blocks[0].scale.fill_(3.0)
+        for act in (save_model, load_model):
+            try:
+                act(raw, folder / "x")
+            except RuntimeError as error:
+                said.append(str(error))
+        good["written"] = bool((model.state_dict()["blocks.0.scale"] == 3.0).all())
+        save_model(raw, folder / "x")
+    good["written for all"] = bool((model.state_dict()["blocks.0.scale"] == 3.0).all())
+    good["saved"] = bool((torch.load(folder / "x")["blocks.0.scale"] == 3.0).all())
+    num_gathers = run.residence.num_gathers
+    report = model.load_state_dict({**expected, "more": torch.ones(1)}, strict=False)
+    good["nothing is gathered to load"] = run.residence.num_gathers == num_gathers
+    good["report"] = report.unexpected_keys == ["more"] and not report.missing_keys
+    good["loaded"] = far(model.state_dict(), expected) == 0
+    changed = {name: value + 1 for name, value in expected.items()}
+    save_model(raw, folder / "model")
+    model.load_state_dict(changed)
+    with model.gathered():
+        good["all"] = torch.equal(raw.gain, changed["gain"])
+        load_model(raw, folder / "model")
+        good["loaded inside"] = far(dict(raw.state_dict()), expected) == 0
+        good["the state inside"] = far(model.state_dict(), expected) == 0
+        model.load_state_dict(changed)
+        good["set inside"] = torch.equal(raw.frozen.weight, changed["frozen.weight"])
+    good["kept"] = far(model.state_dict(), changed) == 0
+    gpc.destroy()
+    return said, good
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_wrapper_gives_and_takes_the_whole(num_ranks: int, tmp_path: Path) -> None:
+    for said, good in run_ranks(through_the_wrapper, num_ranks, tmp_path):
+        assert all(good.values()), good
+        assert "blocks.0.dwn" in said[0]
+        assert "blocks.0.down" in said[0]
+        assert "is no module and no parameter of this model" in said[1]
+        assert "assign=True" in said[2]
+        assert "size mismatch for gain" in said[3]
+        assert "Missing key(s)" in said[3]
+        assert "values lie in a chunk" in said[4]
+        assert "values lie in a chunk" in said[5]
+        assert all("leave the block first" in text for text in said[6:]) or num_ranks == 1
+
+
+def other_methods() -> list[str]:
+    """Enter `gathered` under methods that have whole parameters, and under one that has not."""
+    colossalai.launch_from_torch({}, verbose=False)
+    said = []
+    for method in (Replicated(), FullySharded()):
+        net = nn.Linear(3, 3)
+        model, _ = assemble(Plan(data=method), net, mesh=gpc.mesh, device=torch.device("cpu"))
+        try:
+            with model.gathered():
+                said.append(f"a {type(net.weight).__name__}")
+        except ValueError as error:
+            said.append(str(error))
+    gpc.destroy()
+    return said
+
+
+def test_gathered_under_other_methods() -> None:
+    ((plain, fsdp),) = run_ranks(other_methods, 1)
+    assert plain == "a Parameter"
+    assert "full_tensor()" in fsdp
