@@ -57,7 +57,16 @@ class Precision:
 
 @dataclass(frozen=True)
 class FullPrecision(Precision):
-    """The model computes in the dtype of its parameters."""
+    """The model computes in the dtype of its parameters.
+
+    Attributes:
+        returns_float32: Whether what it returns in 16 bits becomes float32.
+    """
+
+    returns_float32: bool = False
+
+    def convert_output(self, output: Any) -> Any:
+        return tree_map_only(torch.Tensor, to_float32, output) if self.returns_float32 else output
 
 
 class _Autocast(Precision):
@@ -167,4 +176,4 @@ class PrecisionModule(nn.Module):
 
 def apply_precision(module: nn.Module, precision: Precision, device_type: str) -> nn.Module:
     """Return a module that computes as `module` does, in a precision; `module` itself in full precision."""
-    return module if isinstance(precision, FullPrecision) else PrecisionModule(module, precision, device_type)
+    return module if precision == FullPrecision() else PrecisionModule(module, precision, device_type)

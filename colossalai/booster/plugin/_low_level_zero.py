@@ -127,7 +127,7 @@ def _precision(name: MixedPrecision | str, scaler: dict[str, Any]) -> Precision:
         )
     if isinstance(name, MixedPrecision):
         return name.precision()
-    named = {"bf16": PureBF16, "fp32": FullPrecision}
+    named: dict[str, type[Precision]] = {"bf16": PureBF16, "fp32": FullPrecision}
     if name not in named:
         raise ValueError(
             f"precision is {name!r}; it must be 'bf16', 'fp16' (both with float32 masters of the weights), "
