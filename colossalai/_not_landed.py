@@ -1,6 +1,6 @@
 """Documented names that have not landed: one table, which says what to use instead.
 
-`from colossalai.zero import GeminiDDP` and `import colossalai.gemini` ask the import finder (`_aliases.py`),
+`from colossalai.tensor import ColoTensor` and `import colossalai.fx` ask the import finder (`_aliases.py`),
 `colossalai.nn.MoeLoss` asks `__getattr__` of the package: both answer with a sentence of this table. Whatever
 lands loses its place here.
 """
@@ -30,23 +30,6 @@ class Feature:
 
 
 FEATURES: tuple[Feature, ...] = (
-    Feature(
-        title="Gemini, which moves chunks of parameters between device, host and disk,",
-        instead="TorchFSDPPlugin, or zero=dict(stage=3) in a config, cuts the parameters over the ranks; "
-        "LowLevelZeroPlugin and zero_model_wrapper cut optimizer states and gradients; LazyInitContext "
-        "builds a model without memory",
-        modules=(
-            *("colossalai.gemini", "colossalai.zero.gemini.chunk", "colossalai.utils.model"),
-            *("colossalai.nn.optimizer.gemini_optimizer", "colossalai.nn.optimizer.zero_optimizer"),
-        ),
-        names={
-            "colossalai.nn.parallel": "GeminiDDP ZeroDDP",
-            "colossalai.zero": "ColoInitContext GeminiDDP ZeroDDP ZeroOptimizer GeminiAdamOptimizer "
-            "post_process_colo_init_ctx",
-            "colossalai.zero.gemini": "ChunkManager GeminiManager GeminiDDP ZeroDDP ZeroOptimizer "
-            "GeminiAdamOptimizer ColoInitContext get_static_torch_model",
-        },
-    ),
     Feature(
         title="ColoTensor, a tensor that knows how it is cut,",
         instead="layers of colossalai.nn cut themselves, models of transformers are cut by "

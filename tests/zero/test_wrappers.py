@@ -245,8 +245,8 @@ def test_a_scheduler() -> None:
 def refusals() -> None:
     launch()
     model = Net()
-    with pytest.raises(ValueError, match="zero_stage is 3"):
-        zero_model_wrapper(model, 3)
+    with pytest.raises(ValueError, match="stage is 4"):
+        zero_model_wrapper(model, 4)
     with pytest.raises(ValueError, match="gemini_config is for stage 3"):
         zero_model_wrapper(model, 1, {"device": "cpu"})
     with pytest.raises(ValueError, match="precision is 'int8'"):

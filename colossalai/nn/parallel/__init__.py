@@ -19,8 +19,12 @@ from colossalai.nn.parallel._ddp import Unsynchronized as Unsynchronized
 from colossalai.nn.parallel._fsdp import FullySharded as FullySharded
 
 if TYPE_CHECKING:
+    from colossalai.zero import GeminiDDP as GeminiDDP
+    from colossalai.zero import ZeroDDP as ZeroDDP
     from colossalai.zero import zero_model_wrapper as zero_model_wrapper
     from colossalai.zero import zero_optim_wrapper as zero_optim_wrapper
 else:
-    _HOMES = dict.fromkeys(("zero_model_wrapper", "zero_optim_wrapper"), "colossalai.zero")
+    _HOMES = dict.fromkeys(
+        ("GeminiDDP", "ZeroDDP", "zero_model_wrapper", "zero_optim_wrapper"), "colossalai.zero"
+    )
     __getattr__ = partial(find_name, __name__, _HOMES)

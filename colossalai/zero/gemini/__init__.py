@@ -1,14 +1,16 @@
 """Gemini: ZeRO stage 3 in chunks of parameters, which are gathered where they are used.
 
-For users: `search_chunk_configuration`. The rest is for the package: what a chunk holds (`ChunkLayout`), how
-parameters are packed (`Packing`, `ChunkGroup`), which sizes are tried (`ChunkSizes`), and the data method
-(`InChunks`) and its documented options (`GeminiOptions`).
+For users: `GeminiDDP`, `ZeroDDP`, `ZeroOptimizer`, `GeminiAdamOptimizer`, `ChunkManager`, `GeminiManager`,
+`ColoInitContext`, `get_static_torch_model`, `search_chunk_configuration`. The rest is for the package: what a
+chunk holds (`ChunkLayout`), how parameters are packed (`Packing`, `ChunkGroup`), which sizes are tried
+(`ChunkSizes`), and the data method (`InChunks`) and its documented options (`GeminiOptions`).
 """
 
 from functools import partial
 from typing import TYPE_CHECKING
 
 from colossalai._not_landed import refuse_name
+from colossalai.zero._init_context import ColoInitContext as ColoInitContext
 from colossalai.zero.gemini._method import InChunks as InChunks
 from colossalai.zero.gemini._options import GeminiOptions as GeminiOptions
 from colossalai.zero.gemini._packing import ChunkLayout as ChunkLayout
@@ -21,6 +23,13 @@ from colossalai.zero.gemini._search import log_search as log_search
 from colossalai.zero.gemini._search import search as search
 from colossalai.zero.gemini._search import search_chunk_configuration as search_chunk_configuration
 from colossalai.zero.gemini._search import search_groups as search_groups
+from colossalai.zero.gemini._wrappers import GeminiAdamOptimizer as GeminiAdamOptimizer
+from colossalai.zero.gemini._wrappers import GeminiDDP as GeminiDDP
+from colossalai.zero.gemini._wrappers import ZeroDDP as ZeroDDP
+from colossalai.zero.gemini._wrappers import ZeroOptimizer as ZeroOptimizer
+from colossalai.zero.gemini._wrappers import get_static_torch_model as get_static_torch_model
+from colossalai.zero.gemini.chunk._chunk_manager import ChunkManager as ChunkManager
+from colossalai.zero.gemini.chunk._chunk_manager import GeminiManager as GeminiManager
 
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

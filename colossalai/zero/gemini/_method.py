@@ -158,6 +158,9 @@ class InChunks(DataMethod):
                 level="WARNING",
                 ranks=[0],
             )
+        if self.pin_memory:
+            reason = "there is no accelerator" if device.type == "cpu" else "nothing lies in host memory yet"
+            get_dist_logger().log_once(f"pin_memory has no effect: {reason}", ranks=[0])
         broadcast_from_first(module, replicas)
         return _InChunks(module, self, replicas)
 

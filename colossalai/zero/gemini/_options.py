@@ -1,7 +1,6 @@
 """The options of Gemini as the documents name them, for every door: what they mean, and which are refused."""
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -13,7 +12,7 @@ from colossalai.logging import get_dist_logger
 from colossalai.zero.gemini._method import InChunks
 from colossalai.zero.gemini._search import DEFAULT_INTERVAL, ChunkSizes
 
-_PRECISIONS: Mapping[str, type[Precision]] = {"fp16": NaiveFP16, "bf16": PureBF16, "fp32": FullPrecision}
+_PRECISIONS = ("fp16", "bf16", "fp32")
 _SCALER = (
     *("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval"),
     *("hysteresis", "max_scale", "verbose"),
@@ -53,7 +52,7 @@ class GeminiOptions:
     def __post_init__(self) -> None:
         check_clipping(self.max_norm, self.norm_type)
         if self.precision not in _PRECISIONS:
-            raise ValueError(f"precision is {self.precision!r}; it must be one of {list(_PRECISIONS)}")
+            raise ValueError(f"precision is {self.precision!r}; it must be one of {', '.join(_PRECISIONS)}")
         for name in ("pin_memory", "force_outputs_fp32", "strict_ddp_mode", "verbose"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
@@ -92,7 +91,9 @@ class GeminiOptions:
             get_dist_logger().log_once(
                 f"{', '.join(useless)}: no effect, only precision='fp16' has a loss scale", ranks=[0]
             )
-        return _PRECISIONS[self.precision]()
+        if self.precision == "fp32":
+            return FullPrecision(returns_float32=self.force_outputs_fp32)
+        return PureBF16()
 
     def _chunk_sizes(self) -> ChunkSizes:
         interval = DEFAULT_INTERVAL if self.hidden_dim is None else self.hidden_dim

@@ -1,9 +1,10 @@
-"""State dict of a model in chunks: whole values in host memory, and back into the sections of all ranks.
+"""State dict of a model in chunks, whole values in host memory, and back; and an ordinary copy of the model.
 
 Checkpoints need neither: they are of what each rank holds (`FlatValues`).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -31,17 +32,8 @@ def whole_state(residence: Residence, raw: nn.Module, *args: Any, **kwargs: Any)
     state: dict[str, Any] = raw.state_dict(*args, **{**kwargs, "keep_vars": True})
     if kwargs.get("keep_vars") or any(args[2:3]):
         return state
-    residence.share_writes()  # in a block of `gathered`: the same values on all ranks
     named = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    chunked = {id(value): value for value in named.values() if is_chunked(value)}
-    by_chunk: dict[Chunk, list[torch.Tensor]] = {}
-    for param in chunked.values():
-        by_chunk.setdefault(place_of(param).chunk, []).append(param)
-    host: dict[int, torch.Tensor] = {}
-    for chunk in sorted(by_chunk, key=lambda chunk: chunk.number):
-        residence.fetch(chunk)  # collective; it may let go of the one before
-        for param in by_chunk[chunk]:
-            host[id(param)] = place_of(param).view().detach().to("cpu", copy=True)
+    host = _host_values(residence, [value for value in named.values() if is_chunked(value)])
     for name, value in named.items():
         state[name] = host[id(value)] if id(value) in host else value.detach().cpu()
     return state
@@ -73,6 +65,63 @@ def load_whole_state(
     finally:
         for chunk in residence.chunks:  # those that nothing came for, too: which they are need not be known
             residence.note_loaded(chunk)
+
+
+def ordinary_copy(
+    raw: nn.Module, *, device: torch.device, dtype: torch.dtype | None, is_wanted: bool
+) -> nn.Module:
+    """Return a copy of a module whose parameters are ordinary ones with whole values; collective.
+
+    Args:
+        raw: The module; parameters that are in no chunk are copied as they are.
+        device: Of the copy.
+        dtype: Of the floating tensors of the copy; None: as they are.
+        is_wanted: Whether this rank needs the values; if not, its copy is on the meta device.
+    """
+    params = [param for param in raw.parameters() if is_chunked(param)]
+    residences = {place_of(param).residence: None for param in params}
+    memo: dict[int, Any] = {id(residence): residence for residence in residences}
+    for residence in residences:
+        own = [param for param in params if place_of(param).residence is residence]
+        host = _host_values(residence, own, keeps=is_wanted)
+        memo.update((id(param), nn.Parameter(host.pop(id(param)), param.requires_grad)) for param in own)
+    copied = copy.deepcopy(raw, memo)
+    for part in copied.modules():
+        _remove_hooks(part, residences)
+    return copied.to(device=device if is_wanted else torch.device("meta"), dtype=dtype)
+
+
+@torch.no_grad()
+def _host_values(
+    residence: Residence, params: Iterable[torch.Tensor], *, keeps: bool = True
+) -> dict[int, torch.Tensor]:
+    """Return copies of whole values in host memory, by the `id` of their parameter; collective.
+
+    Args:
+        residence: The chunks, of which no more are present than in training.
+        params: The parameters.
+        keeps: Whether this rank needs the values; if not, it gets tensors on the meta device.
+    """
+    residence.share_writes()  # in a block of `gathered`: the same values on all ranks
+    by_chunk: dict[Chunk, list[torch.Tensor]] = {}
+    for param in {id(param): param for param in params}.values():
+        by_chunk.setdefault(place_of(param).chunk, []).append(param)
+    host: dict[int, torch.Tensor] = {}
+    for chunk in sorted(by_chunk, key=lambda chunk: chunk.number):
+        residence.fetch(chunk)  # collective; it may let go of the one before
+        for param in by_chunk[chunk]:
+            view = place_of(param).view().detach()
+            host[id(param)] = view.to("cpu", copy=True) if keeps else view.to("meta")
+    return host
+
+
+def _remove_hooks(part: nn.Module, residences: Collection[Residence]) -> None:
+    """Remove the hooks of chunks from a copy of a module, which has ordinary parameters."""
+    for hooks in (part._forward_pre_hooks, part._forward_hooks):
+        own = [key for key, hook in hooks.items() if getattr(hook, "__self__", None) in residences]
+        for key in own:
+            del hooks[key]
+            part._forward_hooks_always_called.pop(key, None)
 
 
 class _IntoSections(TorchFunctionMode):

@@ -1,3 +1,3 @@
 """The ZeRO optimizer under its documented name."""
 
-from colossalai.zero._wrappers import LowLevelZeroOptimizer as LowLevelZeroOptimizer
+from colossalai.zero._low_level import LowLevelZeroOptimizer as LowLevelZeroOptimizer

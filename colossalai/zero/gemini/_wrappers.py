@@ -1,0 +1,325 @@
+"""Gemini without Booster and without a config: the documented classes.
+
+model = GeminiDDP(model, device=get_current_device(), placement_policy="cpu")
+optimizer = GeminiAdamOptimizer(model, lr=1e-3, initial_scale=2**5)
+optimizer.backward(loss)
+optimizer.step()
+
+They are `ZeroModel` and `LowLevelZeroOptimizer` with other arguments.
+"""
+
+import inspect
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.context import UnknownArgumentError, names_arguments
+from colossalai.logging import get_dist_logger
+from colossalai.nn.optimizer import HybridAdam
+from colossalai.nn.parallel import AppliedDataMethod
+from colossalai.zero._low_level import LowLevelZeroOptimizer, defaults_of, scaler_of
+from colossalai.zero._model import ZeroModel, check_device
+from colossalai.zero.gemini._options import GeminiOptions
+from colossalai.zero.gemini._search import MB
+from colossalai.zero.gemini._state_dict import ordinary_copy
+from colossalai.zero.gemini._uses import place_of
+from colossalai.zero.gemini.chunk._chunk_manager import GeminiManager
+
+_CPU = torch.device("cpu")
+
+
+class GeminiDDP(ZeroModel):
+    """A model in chunks: each rank holds a section of every chunk, which is gathered where it is used.
+
+    Any model, as it is. Outside of a forward or a backward, parameters are read and written inside
+    `with model.gathered():`. Make the optimizer by `GeminiAdamOptimizer(model, ...)`, or give one of your own
+    to `ZeroOptimizer` or `zero_optim_wrapper`; call its `backward(loss)`.
+
+    Args:
+        module: The model; it is changed in place.
+        device: Where it computes: `get_current_device()`, which is also the default.
+        placement_policy: Where sections and optimizer states lie: "cuda" on the compute device, "cpu" on the
+            host but for what computes, "const" within `memory_budget` on the device, "auto" by what the first
+            iteration has shown, "nvme" as that, plus disk.
+        pin_memory: Pin sections in host memory; no effect without an accelerator.
+        force_outputs_fp32: What the model returns is float32 in any precision; with "fp16" and "bf16" it is.
+        strict_ddp_mode: Refuse parameters that tensor parallelism has cut.
+        search_range_mb: How far above `min_chunk_size_mb` sizes of chunks are tried, in MB of 2**20
+            elements.
+        hidden_dim: The step between sizes, in elements; default 1024.
+        min_chunk_size_mb: The least size of a chunk, in MB of 2**20 elements; a smaller model has one chunk.
+        memstats: Not taken: the first iteration is recorded.
+        verbose: Log what lies in which chunk.
+        precision: "fp16" and "bf16": all in that precision, with float32 masters; "fp32": as the model is.
+        memory_budget: Bytes that a rank may take on the compute device; None: what is free, on a CPU no
+            bound.
+        host_budget: Bytes that model data may take in host memory; None: no bound.
+        offload_dir: A folder for what lies on disk.
+        whole_modules: Names of modules, or classes, that all ranks gather at their entry.
+
+    Raises:
+        RuntimeError: The job has not been launched.
+        ValueError: An option is unknown, of the wrong type or out of range, `device` is not that of this
+            rank, or `module` has been through a door, has a parameter without values, or cannot be put into
+            chunks.
+    """
+
+    @names_arguments
+    def __init__(  # noqa: PLR0913 - the documented options
+        self,
+        module: nn.Module,
+        device: torch.device | str | int | None = None,
+        placement_policy: str = "cpu",
+        pin_memory: bool = False,
+        force_outputs_fp32: bool = False,
+        strict_ddp_mode: bool = False,
+        search_range_mb: float = 32,
+        hidden_dim: int | None = None,
+        min_chunk_size_mb: float = 32,
+        memstats: Any = None,
+        verbose: bool = False,
+        *,
+        precision: str = "fp16",
+        memory_budget: int | None = None,
+        host_budget: int | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        whole_modules: Sequence[str | type[nn.Module]] = (),
+    ) -> None:
+        check_device(device)
+        options = GeminiOptions(
+            device=device,
+            placement_policy=placement_policy,
+            precision=precision,
+            pin_memory=pin_memory,
+            force_outputs_fp32=force_outputs_fp32,
+            strict_ddp_mode=strict_ddp_mode,
+            search_range_mb=search_range_mb,
+            hidden_dim=hidden_dim,
+            min_chunk_size_mb=min_chunk_size_mb,
+            memstats=memstats,
+            memory_budget=memory_budget,
+            host_budget=host_budget,
+            offload_dir=offload_dir,
+            whole_modules=tuple(whole_modules),
+        )
+        super().__init__(module, options.method(), options.make_precision())
+        if verbose:
+            _log_chunks(module)
+
+
+class ZeroDDP(ZeroModel):
+    """A model in chunks, whose sizes and policy come in a `GeminiManager`; see `GeminiDDP`.
+
+    Args:
+        module: The model; it is changed in place.
+        gemini_manager: The sizes of chunks, and where they lie.
+        pin_memory: See `GeminiDDP`, as for all that follows.
+        force_outputs_fp32: Likewise.
+        strict_ddp_mode: Likewise.
+        precision: Likewise.
+        memory_budget: Likewise.
+        host_budget: Likewise.
+        offload_dir: Likewise.
+        whole_modules: Likewise.
+
+    Raises:
+        RuntimeError: The job has not been launched.
+        ValueError: `gemini_manager` is not a `GeminiManager`, or something is wrong as for `GeminiDDP`.
+    """
+
+    @names_arguments
+    def __init__(
+        self,
+        module: nn.Module,
+        gemini_manager: GeminiManager,
+        pin_memory: bool = False,
+        force_outputs_fp32: bool = False,
+        strict_ddp_mode: bool = False,
+        *,
+        precision: str = "fp16",
+        memory_budget: int | None = None,
+        host_budget: int | None = None,
+        offload_dir: str | os.PathLike[str] | None = None,
+        whole_modules: Sequence[str | type[nn.Module]] = (),
+    ) -> None:
+        if not isinstance(gemini_manager, GeminiManager):
+            raise ValueError(
+                f"gemini_manager is a {type(gemini_manager).__name__}: give GeminiManager(placement_policy, "
+                "chunk_manager), or take GeminiDDP, which needs none"
+            )
+        options = GeminiOptions(
+            placement_policy=gemini_manager.placement_policy,
+            precision=precision,
+            pin_memory=pin_memory,
+            force_outputs_fp32=force_outputs_fp32,
+            strict_ddp_mode=strict_ddp_mode,
+            memory_budget=memory_budget,
+            host_budget=host_budget,
+            offload_dir=offload_dir,
+            whole_modules=tuple(whole_modules),
+        )
+        chunks = gemini_manager.chunk_manager
+        method = replace(options.method(), sizes=chunks.sizes, filters_outliers=chunks.filters_outliers)
+        super().__init__(module, method, options.make_precision())
+
+
+class ZeroOptimizer(LowLevelZeroOptimizer):
+    """An optimizer of a model in chunks; call its `backward(loss)` and `step()`.
+
+    Args:
+        optim: Any optimizer that treats each element alone, such as HybridAdam; it is changed in place.
+        module: What `GeminiDDP`, `ZeroDDP` or `zero_model_wrapper` returned.
+        gpu_margin_mem_ratio: The part of the free device memory that optimizer states take.
+        initial_scale: First loss scale of precision "fp16"; so are all up to `max_scale`.
+        min_scale: The scale does not shrink below it.
+        growth_factor: Factor of the scale after `growth_interval` steps without overflow.
+        backoff_factor: Factor of the scale after overflows.
+        growth_interval: Number of steps without overflow before the scale grows.
+        hysteresis: Number of overflows since the last growth before the scale shrinks.
+        max_scale: The scale does not grow above it.
+        clipping_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
+        norm_type: The p of that norm.
+        verbose: Log every change of the loss scale.
+
+    Raises:
+        ValueError: `module` has not been through one of those doors, `optim` cannot be cut or is a second one
+            of a model in chunks, or an option is out of range.
+    """
+
+    def __init__(  # noqa: PLR0913 - the documented options
+        self,
+        optim: Optimizer,
+        module: ZeroModel,
+        gpu_margin_mem_ratio: float = 0.0,
+        initial_scale: float = 2.0**32,
+        min_scale: float = 1.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        hysteresis: int = 2,
+        max_scale: float = 2.0**32,
+        clipping_norm: float = 0.0,
+        norm_type: float = 2.0,
+        verbose: bool = False,
+    ) -> None:
+        options = {
+            "initial_scale": initial_scale,
+            "min_scale": min_scale,
+            "growth_factor": growth_factor,
+            "backoff_factor": backoff_factor,
+            "growth_interval": growth_interval,
+            "hysteresis": hysteresis,
+            "max_scale": max_scale,
+            "verbose": verbose,
+        }
+        _check_is_zero_model(module)
+        GeminiOptions(gpu_margin_mem_ratio=gpu_margin_mem_ratio)  # it refuses what is out of range
+        if gpu_margin_mem_ratio and not torch.accelerator.is_available():
+            get_dist_logger().log_once(
+                "gpu_margin_mem_ratio has no effect: there is no accelerator", ranks=[0]
+            )
+        super().__init__(
+            optim,
+            model=module,
+            scaler=scaler_of(module, options, defaults_of(ZeroOptimizer.__init__, options)),
+            clip_grad_norm=clipping_norm,
+            norm_type=norm_type,
+        )
+
+
+class GeminiAdamOptimizer(ZeroOptimizer):
+    """`HybridAdam` for a model in chunks.
+
+    Args:
+        model: What `GeminiDDP`, `ZeroDDP` or `zero_model_wrapper` returned.
+        options: Keywords of `HybridAdam` (`lr`, `betas`, `weight_decay`, `nvme_offload_fraction`, ...), and
+            of `ZeroOptimizer` (`initial_scale`, `clipping_norm`, ...).
+
+    Raises:
+        ValueError: An option is neither's or out of range, or `model` has not been through a door.
+    """
+
+    def __init__(self, model: ZeroModel, **options: Any) -> None:
+        _check_is_zero_model(model)
+        of_optimizer = _keywords(HybridAdam, skip=("model_params",))
+        of_zero = _keywords(ZeroOptimizer, skip=("optim", "module"))
+        known = (*of_optimizer, *of_zero)
+        if unknown := [name for name in options if name not in known]:
+            raise UnknownArgumentError(
+                f"GeminiAdamOptimizer has no argument {unknown[0]!r}; it has {', '.join(known)}"
+            )
+        optimizer = HybridAdam(
+            model.parameters(), **{name: value for name, value in options.items() if name in of_optimizer}
+        )
+        super().__init__(
+            optimizer, model, **{name: value for name, value in options.items() if name in of_zero}
+        )
+
+
+def get_static_torch_model(
+    zero_ddp_model: nn.Module,
+    device: torch.device | str | int = _CPU,
+    dtype: torch.dtype | None = torch.float32,
+    only_rank_0: bool = True,
+) -> nn.Module:
+    """Return an ordinary copy of a model in chunks, with whole values; all ranks call it.
+
+    The chunks are gathered one after the other. Nothing of the copy is shared with the model.
+
+    Args:
+        zero_ddp_model: What `GeminiDDP`, `ZeroDDP` or `zero_model_wrapper` returned, or the model inside.
+        device: Where the copy is.
+        dtype: Of its floating tensors; None: as they are.
+        only_rank_0: Whether global rank 0 alone gets values; the copies of the others are on the meta device.
+
+    Raises:
+        ValueError: `zero_ddp_model` is another wrapper, `device` is none or `dtype` is not a floating one.
+    """
+    if not isinstance(zero_ddp_model, nn.Module):
+        raise ValueError(f"the model is a {type(zero_ddp_model).__name__}; it must be a torch.nn.Module")
+    raw = zero_ddp_model.unwrap() if isinstance(zero_ddp_model, ZeroModel) else zero_ddp_model
+    if any(isinstance(value, AppliedDataMethod) for value in vars(raw).values()):
+        raise ValueError(f"the model is a {type(raw).__name__}: pass what its unwrap() returns")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"dtype is {dtype!r}; it must be a floating one such as torch.float32, or None")
+    return ordinary_copy(
+        raw,
+        device=torch.device(device),
+        dtype=dtype,
+        is_wanted=not only_rank_0 or not dist.is_initialized() or dist.get_rank() == 0,
+    )
+
+
+def _keywords(function: type, *, skip: Sequence[str]) -> tuple[str, ...]:
+    return tuple(name for name in inspect.signature(function).parameters if name not in skip)
+
+
+def _check_is_zero_model(model: object) -> None:
+    if not isinstance(model, ZeroModel):
+        raise ValueError(
+            f"the model is a {type(model).__name__}: pass what GeminiDDP(model, ...), ZeroDDP(model, ...) or "
+            "zero_model_wrapper(model, ...) returned"
+        )
+
+
+def _log_chunks(module: nn.Module) -> None:
+    """Log, on rank 0, what lies in which chunk."""
+    params_of: dict[int, list[str]] = {}
+    chunks = {}
+    for name, param in module.named_parameters():
+        chunk = place_of(param).chunk
+        chunks[chunk.number] = chunk
+        params_of.setdefault(chunk.number, []).append(name)
+    for number, names in sorted(params_of.items()):
+        layout = chunks[number].layout
+        get_dist_logger().info(
+            f"chunk {number}: {len(names)} parameters, {names[0]} to {names[-1]}, {layout.numel / MB:.2f} MB "
+            f"of 2**20 elements, cut over {layout.axis.size} ranks",
+            ranks=[0],
+        )
