@@ -33,7 +33,7 @@ class GeminiPlugin(Plugin):
         hidden_dim: The step between sizes, in elements; default 1024.
         min_chunk_size_mb: The least size of a chunk, in MB of 2**20 elements; a smaller model has one chunk.
         memstats: Not taken: the first iteration is recorded.
-        gpu_margin_mem_ratio: The part of the free device memory that optimizer states take.
+        gpu_margin_mem_ratio: 0; the part of the free device memory for optimizer states, once they move.
         initial_scale: First loss scale of "fp16"; so are all up to `max_scale`.
         min_scale: The scale does not shrink below it.
         growth_factor: Factor of the scale after `growth_interval` steps without overflow.

@@ -61,6 +61,11 @@ class GeminiOptions:
                 f"gpu_margin_mem_ratio is {self.gpu_margin_mem_ratio}; it must be from 0 to 1: the part of "
                 "the free device memory that optimizer states take"
             )
+        if self.gpu_margin_mem_ratio:
+            raise ValueError(
+                f"gpu_margin_mem_ratio is {self.gpu_margin_mem_ratio}: optimizer states lie where their "
+                "sections do, and do not move yet; leave it out"
+            )
         if self.memstats is not None:
             raise ValueError(
                 "memstats is given, and the statistics are of this run: the first iteration is recorded; "

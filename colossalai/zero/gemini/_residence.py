@@ -56,6 +56,10 @@ class Residence:
         put_into_chunk(param, place)
         self._by_placeholder[param.untyped_storage()._cdata] = place
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Residence":
+        """Return it itself: a copy of a model has ordinary parameters, and hooks that lead here."""
+        return self
+
     # When a parameter is used.
 
     def enter(self, *_: Any) -> None:

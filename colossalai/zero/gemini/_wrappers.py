@@ -175,7 +175,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     Args:
         optim: Any optimizer that treats each element alone, such as HybridAdam; it is changed in place.
         module: What `GeminiDDP`, `ZeroDDP` or `zero_model_wrapper` returned.
-        gpu_margin_mem_ratio: The part of the free device memory that optimizer states take.
+        gpu_margin_mem_ratio: 0; the part of the free device memory for optimizer states, once they move.
         initial_scale: First loss scale of precision "fp16"; so are all up to `max_scale`.
         min_scale: The scale does not shrink below it.
         growth_factor: Factor of the scale after `growth_interval` steps without overflow.
@@ -219,11 +219,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
             "verbose": verbose,
         }
         _check_is_zero_model(module)
-        GeminiOptions(gpu_margin_mem_ratio=gpu_margin_mem_ratio)  # it refuses what is out of range
-        if gpu_margin_mem_ratio and not torch.accelerator.is_available():
-            get_dist_logger().log_once(
-                "gpu_margin_mem_ratio has no effect: there is no accelerator", ranks=[0]
-            )
+        GeminiOptions(gpu_margin_mem_ratio=gpu_margin_mem_ratio)  # which refuses it
         super().__init__(
             optim,
             model=module,

@@ -23,7 +23,7 @@ def make_chunk() -> Chunk:
     return Chunk(5, layout, names=("a.bias", "a.weight"), section=torch.ones(4))
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.product(ChunkState, repeat=2))
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(ChunkState, repeat=2)))
 def test_moves(first: ChunkState, second: ChunkState) -> None:
     chunk = make_chunk()
     chunk.state = first
