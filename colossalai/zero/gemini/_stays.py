@@ -37,11 +37,13 @@ class StayRing:
         trace: The iteration.
         sizes: Bytes of each chunk when it is present, by number.
         room: The bytes of each period for chunks that are not needed in it.
+        out_of_date: Chunks that are written between two iterations: they cannot stay from one to the next.
     """
 
     trace: Trace
     sizes: Sequence[int]
     room: tuple[int, ...]
+    out_of_date: frozenset[int] = frozenset()
 
     @cached_property
     def stays(self) -> tuple[Stay, ...]:
@@ -50,6 +52,7 @@ class StayRing:
             Stay(chunk, begin, end)
             for chunk, moments in self.trace.moments.items()
             for begin, end in pairwise((*moments, len(self.trace) + moments[0]))
+            if end < len(self.trace) or chunk not in self.out_of_date
         )
 
     def between(self, stay: Stay) -> Iterator[int]:
@@ -79,7 +82,7 @@ class StayRing:
         """
         search = _SetSearch(self)
         best = None
-        for start in sorted(search.sets, key=lambda chunks: -search.bounds[0][chunks]):
+        for start in sorted(search.starts, key=lambda chunks: -search.bounds[0][chunks]):
             if search.bounds[0][start] <= more_than:
                 break  # and so are all that follow
             path = search.find_path(start, more_than=more_than)
@@ -101,6 +104,8 @@ class _SetSearch:
     def __init__(self, ring: StayRing) -> None:
         self.bits = {chunk: bit for bit, chunk in enumerate(ring.trace.moments)}
         self.sets = range(1 << len(self.bits))
+        self._out_of_date = sum(1 << bit for chunk, bit in self.bits.items() if chunk in ring.out_of_date)
+        self.starts = [chunks for chunks in self.sets if not chunks & self._out_of_date]
         self._room = ring.room
         self._needed = [sum(1 << self.bits[chunk] for chunk in needed) for needed in ring.trace.needed]
         self._bytes = [
@@ -115,6 +120,8 @@ class _SetSearch:
     def _choices_at(self, moment: int) -> Iterator[tuple[int, int]]:
         """Iterate over the sets of those needed that may stay, each with its bytes."""
         needed, following = self._needed[moment], self._needed[(moment + 1) % len(self._needed)]
+        if moment + 1 == len(self._needed):
+            needed &= ~self._out_of_date  # none of these stays
         optional = needed & ~following  # who is needed next as well stays without taking room
         some = optional
         while True:

@@ -131,7 +131,9 @@ class DoesNotFit:
     allowed_bytes: int
 
 
-def plan_residence(trace: Trace, sizes: Sequence[int], budget: int | None) -> ResidencePlan | DoesNotFit:
+def plan_residence(
+    trace: Trace, sizes: Sequence[int], budget: int | None, *, out_of_date: Collection[int] = ()
+) -> ResidencePlan | DoesNotFit:
     """Plan who stays, who goes and who comes ahead of its use. See [Note: What is optimal].
 
     A fetch starts one period ahead if the chunk fits beside all that is there in that period, too.
@@ -140,6 +142,7 @@ def plan_residence(trace: Trace, sizes: Sequence[int], budget: int | None) -> Re
         trace: What every iteration does, covering that of all ranks.
         sizes: Bytes of each chunk on the compute tier when it is present, by number.
         budget: Bytes of the compute tier for chunks and for what is not; None for no bound.
+        out_of_date: Chunks that the optimizer writes between two iterations: they are fetched in each.
     """
     needs = [
         other + _bytes(needed, sizes) for other, needed in zip(trace.other_bytes, trace.needed, strict=True)
@@ -148,16 +151,19 @@ def plan_residence(trace: Trace, sizes: Sequence[int], budget: int | None) -> Re
         worst = needs.index(max(needs))
         return DoesNotFit(trace.uses[worst], worst, needs[worst], budget)
     limit = sum(sizes) + max(needs, default=0) if budget is None else budget
-    ring = StayRing(trace, sizes, tuple(limit - need for need in needs))
+    written = frozenset(out_of_date)
+    ring = StayRing(trace, sizes, tuple(limit - need for need in needs), written)
     present = [set(needed) for needed in trace.needed]
     for stay in _choose_stays(ring):
         for period in ring.between(stay):
             present[period].add(stay.chunk)
     ahead = [_fetches_ahead(ring, present, moment) for moment in range(len(trace))]
+    before = present[-1:] + present[:-1]
+    before[:1] = [last - written for last in before[:1]]
     periods = tuple(
         Period(
-            drop=tuple(sorted(present[moment - 1] - present[moment])),
-            fetch=tuple(sorted(present[moment] - present[moment - 1] - set(ahead[moment - 1]))),
+            drop=tuple(sorted(before[moment] - present[moment])),
+            fetch=tuple(sorted(present[moment] - before[moment] - set(ahead[moment - 1]))),
             ahead=ahead[moment],
             present=frozenset(present[moment]),
         )
@@ -188,6 +194,7 @@ def _greedy_stays(ring: StayRing, order_at: Callable[[int, Mapping[int, int]], O
         moment = now % length
         if moment == 0:
             stays = set()
+            present -= ring.out_of_date
         needed = ring.trace.needed[moment]
         stays |= {stay_from[chunk, last_needs[chunk] % length] for chunk in needed & present}
         beside = {chunk: ring.sizes[chunk] for chunk in present - needed}
@@ -202,7 +209,10 @@ def _fetches_ahead(ring: StayRing, present: Sequence[set[int]], moment: int) -> 
     """Return the chunks of the next use that fit beside those present in this period."""
     left = ring.room[moment] - _bytes(present[moment] - ring.trace.needed[moment], ring.sizes)
     ahead = []
-    for chunk in sorted(ring.trace.needed[(moment + 1) % len(ring.trace)] - present[moment]):
+    following = ring.trace.needed[(moment + 1) % len(ring.trace)] - present[moment]
+    if moment + 1 == len(ring.trace):
+        following -= ring.out_of_date  # what was fetched before they are written would be of no use
+    for chunk in sorted(following):
         if ring.sizes[chunk] <= left:
             ahead.append(chunk)
             left -= ring.sizes[chunk]

@@ -65,8 +65,13 @@ def total(chunks: object, sizes: list[int]) -> int:
     return sum(sizes[chunk] for chunk in chunks)  # type: ignore[attr-defined]
 
 
-def fewest_bytes_by_sets(trace: Trace, sizes: list[int], budget: int) -> int:
-    """Try every way to go from set to set of present chunks, from each set around the ring to itself."""
+def fewest_bytes_by_sets(
+    trace: Trace, sizes: list[int], budget: int, written: frozenset[int] = frozenset()
+) -> int:
+    """Try every way to go from set to set of present chunks, from each set around the ring to itself.
+
+    Those that are written go before the first moment.
+    """
     chunks = range(len(sizes))
     sets = [frozenset(some) for k in range(len(sizes) + 1) for some in combinations(chunks, k)]
     allowed = [
@@ -75,7 +80,7 @@ def fewest_bytes_by_sets(trace: Trace, sizes: list[int], budget: int) -> int:
     ]
     fewest = []
     for start in allowed[-1]:  # present in the last period of the iteration before
-        cost = {start: 0}
+        cost = {start - written: 0}
         for here in allowed:
             cost = {s: min(cost[before] + total(s - before, sizes) for before in cost) for s in here}
         fewest.append(cost[start])
@@ -340,3 +345,33 @@ def test_victims_free_what_is_asked_and_nobody_goes_in_vain(
     assert not victims.chunks or freed - present[victims.chunks[-1]] < num_bytes
     if victims.missing_bytes:
         assert set(victims.chunks) == present.keys() - pinned
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(num_chunks=4, num_moments=6), st.frozensets(st.integers(0, 3)))
+def test_what_the_optimizer_writes_is_fetched_in_every_iteration(case: Case, written: frozenset[int]) -> None:
+    trace, sizes, budget = case
+    plan = plan_residence(trace, sizes, budget, out_of_date=written)
+    assert isinstance(plan, ResidencePlan)
+    assert plan.moved_bytes == fewest_bytes_by_sets(trace, sizes, budget, written)
+    assert not set(plan.periods[-1].ahead) & written
+    moved = sum(total((*period.fetch, *period.ahead), sizes) for period in plan.periods)
+    assert moved == plan.moved_bytes
+    fetched = {chunk for period in plan.periods for chunk in (*period.fetch, *period.ahead)}
+    assert written & trace.moments.keys() <= fetched
+    for period, needed in zip(plan.periods, trace.needed, strict=True):
+        assert needed <= period.present
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases(num_chunks=14, num_moments=40), st.frozensets(st.integers(0, 13)))
+def test_a_plan_of_many_chunks_fetches_what_was_written(case: Case, written: frozenset[int]) -> None:
+    trace, sizes, budget = case
+    plan = plan_residence(trace, sizes, budget, out_of_date=written)
+    assert isinstance(plan, ResidencePlan)
+    present: set[int] = set(plan.periods[-1].present) - written | set(plan.periods[-1].ahead)
+    for period, needed, other in zip(plan.periods, trace.needed, trace.other_bytes, strict=True):
+        present = (present - set(period.drop)) | set(period.fetch)
+        assert needed <= present == period.present
+        assert total(present, sizes) + total(period.ahead, sizes) + other <= budget
+        present |= set(period.ahead)
