@@ -7,8 +7,10 @@ treat each element alone the sections are equally long and cut parameters anywhe
 tensors a section holds whole parameters; they are dealt out so that each rank gets about as many elements.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -54,20 +56,34 @@ class FlatBucket:
         """Number of elements in the section of each rank."""
         return [end - begin for begin, end in self.bounds]
 
+    @cached_property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Of each parameter; asked once, since a parameter in a chunk answers in Python."""
+        return tuple(param.shape for param in self.params)
+
+    @cached_property
+    def numels(self) -> tuple[int, ...]:
+        """Number of elements of each parameter."""
+        return tuple(shape.numel() for shape in self.shapes)
+
+    @cached_property
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """Of each parameter, contiguous."""
+        return tuple(tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))) for shape in self.shapes)
+
     @property
     def num_used(self) -> int:
         """Number of elements without the padding, which stands at the end."""
-        return self.starts[-1] + self.params[-1].numel()
+        return self.starts[-1] + self.numels[-1]
 
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
         """Return the part of the memory `flat` where a parameter lies, in its shape."""
-        param = self.params[index]
-        return flat[self.starts[index] : self.starts[index] + param.numel()].view(param.shape)
+        return torch.as_strided(flat, self.shapes[index], self.strides[index], self.starts[index])
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return the part of the memory `flat` where each parameter lies, in its shape."""
-        parts = flat[: self.num_used].split([param.numel() for param in self.params])
-        return [part.view(param.shape) for part, param in zip(parts, self.params, strict=True)]
+        parts = flat[: self.num_used].split(self.numels)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def section(self, flat: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the section of a rank."""
@@ -79,7 +95,7 @@ class FlatBucket:
         begin, end = self.bounds[rank]
         start = self.starts[index]
         first = max(begin, start) - start
-        return first, max(first, min(end, start + self.params[index].numel()) - start)
+        return first, max(first, min(end, start + self.numels[index]) - start)
 
     def place(self, index: int, rank: int) -> tuple[int, int]:
         """Return begin and end, counted from the start of a rank's section, of its fragment."""

@@ -259,8 +259,9 @@ class ShardedReducer:
         """Forget all gradients; collective."""
         if self._ran or self._started:
             self.flush()  # what has been started has to be ended
-        for grads in self.all_grads:
-            grads.forget(set_to_none=set_to_none)
+        with torch._C.DisableTorchFunctionSubclass():
+            for grads in self.all_grads:
+                grads.forget(set_to_none=set_to_none)
         self._is_dirty = True
 
     def marks(self) -> list[bool]:
@@ -297,6 +298,10 @@ class ShardedReducer:
 
     def _on_grad(self, param: torch.Tensor) -> None:
         """Called by autograd when a backward has added to the gradient of a parameter."""
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter in a chunk answers in Python, ten times
+            self._take(param)
+
+    def _take(self, param: torch.Tensor) -> None:
         grads, index = self._place[param]
         if grads in self._started:
             raise ValueError(

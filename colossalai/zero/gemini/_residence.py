@@ -4,7 +4,6 @@ A chunk that is used is gathered, unless it is present; before that as many othe
 to be room for it. All ranks use chunks in the same order, so that the gathers are the same collectives.
 """
 
-import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Sequence
@@ -248,11 +247,10 @@ class Residence:
         if tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()._cdata
-        if (
-            place := self._by_placeholder.get(storage)
-        ) is not None:  # an `autograd.Function` saves its argument
-            layout, param = place.chunk.layout, place.chunk.layout.params[place.index]
-            return place.chunk, param.size(), contiguous_strides(param.size()), layout.starts[place.index]
+        place = self._by_placeholder.get(storage)
+        if place is not None:  # an `autograd.Function` saves its argument
+            layout, index = place.chunk.layout, place.index
+            return place.chunk, layout.shapes[index], layout.strides[index], layout.starts[index]
         chunk = self._by_storage.get(storage)
         if chunk is None or chunk.whole is None or not _is_part_of(tensor, chunk.whole):
             return tensor
@@ -264,11 +262,6 @@ class Residence:
             return packed
         chunk, size, stride, offset = packed
         return torch.as_strided(self.fetch(chunk), size, stride, offset)
-
-
-def contiguous_strides(sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
-    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def _is_in_backward() -> bool:

@@ -199,6 +199,8 @@ class Writer(nn.Module):
         if self.kind == "renorm":
             with torch.no_grad():
                 return nn.functional.embedding(ids, self.embedding.weight, max_norm=0.1)
+        if self.kind == "renorm with gradients":
+            return nn.functional.embedding(ids, self.embedding.weight, max_norm=0.1)
         if self.kind == "leaf":
             self.embedding.weight.mul_(2.0)
         return self.embedding(ids)
@@ -222,7 +224,7 @@ def write_in_a_forward(kind: str) -> tuple[str, bool]:
     return text, is_same
 
 
-@pytest.mark.parametrize("kind", ["renorm", "clamp", "leaf"])
+@pytest.mark.parametrize("kind", ["renorm", "renorm with gradients", "clamp", "leaf"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_writes_in_a_forward_are_kept_or_refused(kind: str, num_ranks: int) -> None:
     for text, is_same in run_ranks(write_in_a_forward, num_ranks, kind):
