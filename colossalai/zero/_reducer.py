@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import Node, get_gradient_edge
 
 from colossalai.communication import all_reduce_in_place, empty_to_send
 from colossalai.context import Axis
@@ -54,10 +55,10 @@ class BucketGrads:
         """Whether there are gradients that no round has averaged."""
         return any(param.grad is not None for param in self.bucket.params)
 
-    def take(self, index: int) -> None:
-        """Note the gradient of a parameter, and move it into the bucket while it is in the cache."""
-        self.arrived.add(index)
-        self._adopt(index)
+    def adopt(self, index: int) -> None:
+        """Move the gradient of a parameter into the bucket while it is in the cache."""
+        self._memory()
+        adopt_grad(self.bucket.params[index], self._views[index])
 
     def fill(self) -> torch.Tensor:
         """Return the bucket with all gradients of this rank in it; the parameters lose theirs."""
@@ -66,7 +67,7 @@ class BucketGrads:
             if param.grad is None:
                 self._views[index].zero_()
             else:
-                self._adopt(index)
+                self.adopt(index)
                 self.seen.add(index)
                 param.grad = None
         if not self._is_kept:
@@ -130,10 +131,6 @@ class BucketGrads:
         assert self._flat is not None
         return self.bucket.section(self._flat, self._rank).data_ptr()
 
-    def _adopt(self, index: int) -> None:
-        self._memory()
-        adopt_grad(self.bucket.params[index], self._views[index])
-
 
 class ShardedReducer:
     """What averages the gradients of a model cut into parts, and keeps this rank's slices of the means.
@@ -163,6 +160,8 @@ class ShardedReducer:
     ) -> None:
         self._replicas = replicas
         self._told = on_grad
+        self._nodes: list[Node] = []  # those of `await_nodes`: a parameter alone does not keep its own
+        self._num_holds = 0
         self._stage = stage
         self._overlap = overlap
         self._dtype = dtype
@@ -249,6 +248,26 @@ class ShardedReducer:
                 "optimizer.backward(loss), booster.backward(loss, optimizer) or engine.backward(loss)"
             )
 
+    def await_nodes(self) -> None:
+        """Let parameters count as arrived when a backward has been through their nodes of the graph.
+
+        That is at the same point on all ranks, if the graph leads there on all, whether or not there is a
+        gradient: what is not there is zero.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for param in self._place:
+                node = get_gradient_edge(param).node
+                node.register_hook(lambda *_, param=param: self._at_node(param))
+                self._nodes.append(node)
+
+    def hold(self) -> None:
+        """Until `release`, gradients are taken, but after `await_nodes` none counts as arrived."""
+        self._num_holds += 1
+
+    def release(self) -> None:
+        """End what `hold` has begun."""
+        self._num_holds -= 1
+
     def scale(self, factor: float) -> None:
         """Multiply all gradients, between two backwards."""
         assert not self._started
@@ -309,7 +328,19 @@ class ShardedReducer:
                 "run backwards by optimizer.backward(loss), and use overlap_communication=False where one "
                 "backward adds several times to a parameter (reentrant checkpointing of shared weights)"
             )
-        grads.take(index)
+        if param.grad is not None:  # a function may return none for it: zeros then
+            grads.adopt(index)
+        if not self._nodes:
+            self._arrive(grads, index)
+
+    def _at_node(self, param: torch.Tensor) -> None:
+        """Called by autograd when a backward is through with a parameter, which may have got nothing."""
+        grads, index = self._place[param]
+        if self._num_holds == 0 and grads not in self._started:
+            self._arrive(grads, index)
+
+    def _arrive(self, grads: BucketGrads, index: int) -> None:
+        grads.arrived.add(index)
         if self._told is not None:
             self._told(grads.bucket, grads.is_full)
         while self._queue and self._queue[0].is_full:

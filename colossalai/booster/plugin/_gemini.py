@@ -48,7 +48,9 @@ class GeminiPlugin(Plugin):
             bound.
         host_budget: Bytes that model data may take in host memory; None: no bound.
         offload_dir: A folder for what lies on disk.
-        whole_modules: Names of modules, or classes, that all ranks gather at their entry.
+        whole_modules: Names of modules as in `model.named_modules()`, or classes, that all ranks gather at
+            their entry: ranks may differ in what they run inside, such as experts chosen by data. All enter
+            them equally often; not in a pipeline.
         recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
 
     Raises:
@@ -87,7 +89,7 @@ class GeminiPlugin(Plugin):
         recompute: bool | str | Sequence[str] = False,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "recompute")}
-        self.options = GeminiOptions(**{**given, "whole_modules": tuple(whole_modules)})
+        self.options = GeminiOptions(**given)
         self.method = self.options.method()
         self.recompute = recompute
 

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp import Masters
+from colossalai.amp import Masters, PrecisionModule
 from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import (
@@ -42,6 +42,7 @@ from colossalai.zero.gemini._residence import Residence
 from colossalai.zero.gemini._search import ChunkSizes, log_search, search_groups
 from colossalai.zero.gemini._state_dict import load_whole_state, whole_state
 from colossalai.zero.gemini._uses import ChunkPlace, is_chunked, place_of
+from colossalai.zero.gemini._whole_modules import ModuleChoice, WholeModules, check_choices, find_modules
 
 
 class _ChunkKind(NamedTuple):
@@ -56,7 +57,7 @@ class _ChunkKind(NamedTuple):
 
 
 _LATE = -1
-_OF_TIERS = ("memory_budget", "host_budget", "offload_dir", "whole_modules")
+_OF_TIERS = ("memory_budget", "host_budget", "offload_dir")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +87,7 @@ class InChunks(DataMethod):
     host_budget: int | None = None
     offload_dir: str | os.PathLike[str] | None = None
     pin_memory: bool = False
-    whole_modules: tuple[str | type[nn.Module], ...] = ()
+    whole_modules: tuple[ModuleChoice, ...] = ()
     is_strict: bool = False
     keeps_grads: bool = False
     broadcast_buffers: bool = True
@@ -95,6 +96,12 @@ class InChunks(DataMethod):
         if self.placement_policy not in PLACEMENT_POLICIES:
             raise ValueError(
                 f"placement_policy is {self.placement_policy!r}; it must be one of {list(PLACEMENT_POLICIES)}"
+            )
+        check_choices(self.whole_modules)
+        if self.whole_modules and self.keeps_grads:
+            raise ValueError(
+                "whole_modules and a pipeline cannot be combined: a stage has names of its own, and some "
+                "schedules run its backward in two parts, between which a module is not held; leave one out"
             )
         waiting = [name for name in _OF_TIERS if getattr(self, name)]
         if self.placement_policy in ("const", "nvme"):
@@ -141,6 +148,7 @@ class InChunks(DataMethod):
                     f"{name} has max_norm={part.max_norm}: it writes into its weight in every forward, each "
                     "rank into other rows; build it with max_norm=None"
                 )
+        find_modules(module, self.whole_modules)
         if len(optimizers) > 1:
             raise ValueError(
                 f"{len(optimizers)} optimizers of one model whose parameters share chunks: give one "
@@ -190,9 +198,6 @@ class _InChunks(AppliedDataMethod):
         for chunk in chunks:
             for index, param in enumerate(chunk.layout.params):
                 self.residence.put(param, ChunkPlace(self.residence, chunk, index, names[param]))
-        for part in module.modules():
-            part.register_forward_pre_hook(self.residence.enter, prepend=True)
-            part.register_forward_hook(self.residence.leave, always_call=True)
         self._chunk_of = {chunk.layout: chunk for chunk in chunks}
         trained = {layout: part for layout, part in layouts.items() if layout.params[0].requires_grad}
 
@@ -210,6 +215,11 @@ class _InChunks(AppliedDataMethod):
                 self._chunk_of[layout], all_have_come=full
             ),
         )
+        raw = module.module if isinstance(module, PrecisionModule) else module
+        WholeModules(find_modules(raw, options.whole_modules), self.residence, self._reducer)
+        for part in module.modules():
+            part.register_forward_pre_hook(self.residence.enter, prepend=True)
+            part.register_forward_hook(self.residence.leave, always_call=True)
         self._shards: Shards | None = None
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:

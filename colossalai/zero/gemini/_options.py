@@ -1,16 +1,17 @@
 """The options of Gemini as the documents name them, for every door: what they mean, and which are refused."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import nn
 
 from colossalai.amp import FullPrecision, NaiveFP16, Precision, PureBF16, check_clipping
 from colossalai.logging import get_dist_logger
 from colossalai.zero.gemini._method import InChunks
 from colossalai.zero.gemini._search import DEFAULT_INTERVAL, ChunkSizes
+from colossalai.zero.gemini._whole_modules import ModuleChoice, check_choices
 
 _PRECISIONS = ("fp16", "bf16", "fp32")
 _SCALER = (
@@ -47,7 +48,7 @@ class GeminiOptions:
     memory_budget: int | None = None
     host_budget: int | None = None
     offload_dir: str | os.PathLike[str] | None = None
-    whole_modules: tuple[str | type[nn.Module], ...] = ()
+    whole_modules: Sequence[ModuleChoice] = ()
 
     def __post_init__(self) -> None:
         check_clipping(self.max_norm, self.norm_type)
@@ -82,7 +83,7 @@ class GeminiOptions:
             host_budget=self.host_budget,
             offload_dir=self.offload_dir,
             pin_memory=self.pin_memory,
-            whole_modules=tuple(self.whole_modules),
+            whole_modules=check_choices(self.whole_modules),
             is_strict=self.strict_ddp_mode,
             keeps_grads=in_pipeline,
         )

@@ -6,7 +6,7 @@ to be room for it. All ranks use chunks in the same order, so that the gathers a
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,11 +35,14 @@ class Residence:
         present_bytes: Of all gathered memory that is alive now, whoever keeps it.
         peak_bytes: The most of it so far.
         num_gathers: How many chunks have been gathered so far.
+        open_views: For each whole module whose forward is under way, the values that its parameters have
+            there, as its backward knows them; the innermost last.
     """
 
     def __init__(self, chunks: Sequence[Chunk], *, most_bytes: int) -> None:
         self.chunks = list(chunks)
         self.present_bytes = self.peak_bytes = self.num_gathers = 0
+        self.open_views: list[Mapping[nn.Parameter, torch.Tensor]] = []
         self._most_bytes = most_bytes
         self._present: OrderedDict[Chunk, None] = OrderedDict()  # the least recently used first
         self._by_storage: dict[int, Chunk] = {}  # of gathered memory that is alive
@@ -116,10 +119,30 @@ class Residence:
         if chunk.whole is None:
             self._make_room(chunk.num_bytes, needed)
             chunk.hold(self._gather(chunk))
+        elif chunk.num_uses > 0:
+            return chunk.whole  # it stays anyway, so how often it is used in the meantime leaves no trace
         self._present[chunk] = None
         self._present.move_to_end(chunk)
         assert chunk.whole is not None
         return chunk.whole
+
+    def hold(self, chunks: Sequence[Chunk]) -> None:
+        """Gather chunks, in this order, and let them stay until `release`; collective."""
+        for chunk in chunks:
+            self.fetch(chunk, chunks)
+            chunk.num_uses += 1
+
+    def release(self, chunks: Sequence[Chunk]) -> None:
+        """End what `hold` has begun."""
+        for chunk in chunks:
+            chunk.num_uses -= 1
+
+    def view_in_module(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return the values of a parameter in the whole module whose forward is under way, if one has it."""
+        for views in reversed(self.open_views):
+            if (view := views.get(param)) is not None:
+                return view
+        return None
 
     def note_updated(self, chunk: Chunk) -> None:
         """Note that all ranks have updated their sections: what was gathered is out of date."""
@@ -140,7 +163,8 @@ class Residence:
     def note_gradients(self, chunk: Chunk, *, all_have_come: bool) -> None:
         """Note that gradients of a chunk have come; with all of them this backward is through with it."""
         chunk.note_gradients(all_have_come=all_have_come)
-        if chunk.state is ChunkState.READY_FOR_REDUCE and chunk.is_cut and self._num_gathered == 0:
+        is_held = self._num_gathered > 0 or chunk.num_uses > 0
+        if chunk.state is ChunkState.READY_FOR_REDUCE and chunk.is_cut and not is_held:
             self._free(chunk)
 
     @contextmanager
@@ -154,15 +178,12 @@ class Residence:
         """
         chosen = self.chunks if chunks is None else list(chunks)
         self._num_gathered += 1
-        for chunk in chosen:
-            self.fetch(chunk, chosen)
-            chunk.num_uses += 1  # it stays
+        self.hold(chosen)
         try:
             yield
         finally:
             self._num_gathered -= 1
-            for chunk in chosen:
-                chunk.num_uses -= 1
+            self.release(chosen)
             self._share_writes(chosen)
             for chunk in chosen:
                 if chunk.is_cut and chunk.num_uses == 0:

@@ -179,13 +179,15 @@ def _value(nest: Any) -> Any:
     """Return what a function gets in the place of an argument: views in the places of parameters."""
     kind = type(nest)
     if kind is ChunkedParameter:
-        values = place_of(nest).view()
+        place = place_of(nest)
         if not (nest.requires_grad and torch.is_grad_enabled()):
-            return values
+            return place.view()
+        if (view := place.residence.view_in_module(nest)) is not None:
+            return view
         # To autograd a view of the parameter, so that its gradient is the parameter's; but of other memory.
         # An `autograd.Function` would say the same at 10 us more, there and back.
         use = nest.view_as(nest)
-        use.data = values
+        use.data = place.view()
         return use
     if kind is list or kind is tuple:
         return kind(map(_value, nest))

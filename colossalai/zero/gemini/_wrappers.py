@@ -61,7 +61,9 @@ class GeminiDDP(ZeroModel):
             bound.
         host_budget: Bytes that model data may take in host memory; None: no bound.
         offload_dir: A folder for what lies on disk.
-        whole_modules: Names of modules, or classes, that all ranks gather at their entry.
+        whole_modules: Names of modules as in `model.named_modules()`, or classes, that all ranks gather at
+            their entry: ranks may differ in what they run inside, such as experts chosen by data. All enter
+            them equally often; not in a pipeline.
 
     Raises:
         RuntimeError: The job has not been launched.
@@ -106,7 +108,7 @@ class GeminiDDP(ZeroModel):
             memory_budget=memory_budget,
             host_budget=host_budget,
             offload_dir=offload_dir,
-            whole_modules=tuple(whole_modules),
+            whole_modules=whole_modules,
         )
         super().__init__(module, options.method(), options.make_precision())
         if verbose:
@@ -162,7 +164,7 @@ class ZeroDDP(ZeroModel):
             memory_budget=memory_budget,
             host_budget=host_budget,
             offload_dir=offload_dir,
-            whole_modules=tuple(whole_modules),
+            whole_modules=whole_modules,
         )
         chunks = gemini_manager.chunk_manager
         method = replace(options.method(), sizes=chunks.sizes, filters_outliers=chunks.filters_outliers)

@@ -238,7 +238,6 @@ def test_what_is_not_there_yet_is_refused_and_not_ignored() -> None:
         {"memory_budget": 1 << 30},
         {"host_budget": 1 << 30},
         {"offload_dir": "."},
-        {"whole_modules": ("experts",)},
         {"placement_policy": "const"},
         {"placement_policy": "nvme"},
     ):

@@ -1,0 +1,286 @@
+"""Whole modules: modules that all ranks gather as they enter them, so that ranks may differ inside.
+
+[Note: where ranks differ]
+Gathers and means are collectives, so all ranks have to start them in one order. In a mixture of experts the
+data decide what a rank uses, and when. A *whole module* is a region of the forward, and one of the backward,
+in which nothing is sent:
+
+- At the entry of its forward all chunks of its parameters are gathered, in their order, and stay until its
+  exit. A use inside changes nothing, not even which chunk was used last.
+- `_Exit` stands behind its outputs, `_Entry` in front of its parameters. A backward gathers in `_Exit`, and
+  lets go in `_Entry`. Both run on every rank: an output requires a gradient even where no expert saw a token,
+  and a number that `_Exit` takes from `_Entry` joins the two.
+- `_Entry` returns the gradients of all its parameters at once, `None` for what was not used. So they come at
+  the same point of the backward on all ranks, and the means of their chunks start there, in the order of the
+  reducer. What is not there counts as zero.
+- `_Entry` leads to the inputs as well, with no gradient of its own: what stands before the module is in the
+  backward of all ranks, too.
+- A module that is recomputed as a part of something larger is recomputed as soon as `_Exit` asks for what it
+  has saved. It saves the number for that: which other saved tensor asks first depends on the data.
+
+Values of inputs do not pass through `_Entry`, so that writing into them works as ever. The engine runs nodes
+that are ready in the reverse order in which they were made, so `_Entry` comes after all that was made inside.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossalai.pipeline import map_tensors
+from colossalai.zero._reducer import ShardedReducer
+from colossalai.zero.gemini._chunk import Chunk
+from colossalai.zero.gemini._residence import Residence
+from colossalai.zero.gemini._uses import place_of
+
+ModuleChoice = str | type[nn.Module]
+
+
+def check_choices(choices: Collection[ModuleChoice]) -> tuple[ModuleChoice, ...]:
+    """Return names and classes of modules as a tuple.
+
+    Raises:
+        ValueError: `choices` is no list of names and classes of modules.
+    """
+    if isinstance(choices, str | type | nn.Module) or not isinstance(choices, Collection):
+        raise ValueError(
+            f"whole_modules is {choices!r:.80}; it must be a list of names of modules, or of their classes, "
+            "such as ['layers.0.experts'] or [MixtralSparseMoeBlock]"
+        )
+    for choice in choices:
+        if not isinstance(choice, str) and not (isinstance(choice, type) and issubclass(choice, nn.Module)):
+            raise ValueError(
+                f"whole_modules has {choice!r:.80}; an entry must be the name of a module as in "
+                "model.named_modules(), or a class of modules"
+            )
+    return tuple(choices)
+
+
+def find_modules(model: nn.Module, choices: Sequence[ModuleChoice]) -> dict[nn.Module, str]:
+    """Return the modules that are meant, with their names, in the order of the model.
+
+    Raises:
+        ValueError: A name or a class matches nothing, or only what is never called or has no parameters.
+    """
+    known = dict(model.named_modules(remove_duplicate=False))
+    found: set[nn.Module] = set()
+    for choice in choices:
+        if isinstance(choice, str):
+            if choice not in known:
+                near = get_close_matches(choice, known, n=3) or [name for name in known if name][:20]
+                raise ValueError(
+                    f"whole_modules names {choice!r}, and the model has no such module; it has "
+                    f"{', '.join(map(repr, near))}"
+                )
+            matches, what = [known[choice]], f"{choice!r}, a {type(known[choice]).__name__}"
+        else:
+            matches = [module for module in model.modules() if isinstance(module, choice)]
+            what = choice.__name__
+            if not matches:
+                kinds = sorted({type(module).__name__ for module in model.modules()})[:20]
+                raise ValueError(
+                    f"whole_modules has the class {what}, and the model has no module of it; it has modules "
+                    f"of {', '.join(kinds)}"
+                )
+        if all(type(module).forward is nn.Module.forward for module in matches):
+            raise ValueError(
+                f"whole_modules has {what}, which is never called itself, so nobody enters it: take the "
+                "module that holds it"
+            )
+        useful = [module for module in matches if next(module.parameters(), None) is not None]
+        if not useful:
+            raise ValueError(f"whole_modules has {what}, which has no parameters to gather: leave it out")
+        found.update(useful)
+    return {module: name for name, module in model.named_modules() if module in found}
+
+
+class _Run:
+    """One run of a whole module: what its `_Entry` and its `_Exit` have in common.
+
+    Args:
+        whole: The whole modules.
+        chunks: Those of the module.
+        trained: The parameters of the module that get gradients.
+    """
+
+    def __init__(
+        self, whole: "WholeModules", chunks: Sequence[Chunk], trained: Sequence[nn.Parameter]
+    ) -> None:
+        self.chunks = chunks
+        self.trained = trained
+        self._whole = whole
+        self._is_held = False  # by a backward that is in it
+
+    def begin_backward(self) -> None:
+        """Gather what the backward may use; collective."""
+        if not self._is_held:
+            self._is_held = True
+            self._whole.hold(self)
+
+    def end_backward(self) -> None:
+        """Let go of it, at the latest when the whole backward ends: one may want no gradients in front."""
+        if self._is_held:
+            self._is_held = False
+            self._whole.release(self)
+
+
+class _Entry(torch.autograd.Function):
+    """The values of a module's parameters, and a number that leads from its outputs to here."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
+        ctx.run = run
+        ctx.num_inputs = len(tensors) - len(run.trained)
+        ctx.set_materialize_grads(False)  # None says that a parameter was not used
+        return (anchor.detach(), *(place_of(param).view() for param in run.trained))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        ctx.run.end_backward()
+        return (None, None, *grads[1:], *[None] * ctx.num_inputs)
+
+
+class _Exit(torch.autograd.Function):
+    """The outputs of a module, which lead to its `_Entry` whatever they were made of."""
+
+    @staticmethod
+    def forward(ctx: Any, run: _Run, number: torch.Tensor, *outputs: torch.Tensor) -> Any:
+        ctx.run = run
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(number)
+        return tuple(output.detach() for output in outputs)  # no views: these may be written into
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+        if torch.is_grad_enabled():  # the second backward would run what is inside by itself
+            raise RuntimeError(
+                "create_graph=True, and the model has whole_modules, which have one backward: leave one out"
+            )
+        ctx.saved_tensors  # noqa: B018 - a recomputation happens here; see [Note: where ranks differ]
+        ctx.run.begin_backward()
+        return (None, None, *grads)
+
+
+class _Open:
+    """A whole module whose forward is under way.
+
+    Args:
+        module: The module.
+        run: This run of it.
+        number: What its outputs lead to; None if there is no backward.
+    """
+
+    def __init__(self, module: nn.Module, run: _Run, number: torch.Tensor | None) -> None:
+        self.module = module
+        self.run = run
+        self.number = number
+
+
+class WholeModules:
+    """The whole modules of a model in chunks; see [Note: where ranks differ].
+
+    Args:
+        modules: The modules, with their names.
+        residence: The chunks.
+        reducer: What averages their gradients.
+    """
+
+    def __init__(
+        self, modules: Mapping[nn.Module, str], residence: Residence, reducer: ShardedReducer
+    ) -> None:
+        self._names = dict(modules)
+        self._residence = residence
+        self._reducer = reducer
+        self._chunks: dict[nn.Module, list[Chunk]] = {}
+        self._open: list[_Open] = []
+        self._held: list[_Run] = []
+        # Autograd keeps `_Entry` even where nothing in a module is trained.
+        device = next((param.device for module in modules for param in module.parameters()), None)
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        for module in modules:
+            own = {place_of(param).chunk for param in module.parameters()}
+            self._chunks[module] = sorted(own, key=lambda chunk: chunk.number)
+            module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+            module.register_forward_hook(self._leave, always_call=True)
+        if modules:
+            reducer.await_nodes()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "WholeModules":
+        """Return it itself: the modules of a copy have hooks that lead here, and are none of these."""
+        return self
+
+    def hold(self, run: _Run) -> None:
+        """Gather the chunks of a run whose backward begins; what comes from now on is averaged after it."""
+        self._reducer.hold()
+        self._residence.hold(run.chunks)
+        self._held.append(run)
+        # Private, and what DDP and FSDP of torch use: called when this backward ends.
+        torch.autograd.Variable._execution_engine.queue_callback(run.end_backward)
+
+    def release(self, run: _Run) -> None:
+        """Let go of the chunks of a run whose backward has ended."""
+        self._held.remove(run)
+        self._residence.release(run.chunks)
+        self._reducer.release()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        chunks = self._chunks.get(module)
+        if chunks is None:  # of a copy
+            return
+        if torch._C._current_graph_task_id() == -1:
+            for run in self._held[::-1]:  # of a backward that has failed
+                run.end_backward()
+        self._residence.hold(chunks)
+        trained = [param for param in dict.fromkeys(module.parameters()) if param.requires_grad]
+        run, number = _Run(self, chunks, trained), None
+        views: dict[nn.Parameter, torch.Tensor] = {}
+        inputs = [tensor for tensor in _tensors_in((args, kwargs)) if tensor.requires_grad]
+        if torch.is_grad_enabled() and (trained or inputs):
+            outer = [self._residence.view_in_module(param) for param in trained]
+            params = [param if view is None else view for param, view in zip(trained, outer, strict=True)]
+            number, *values = _Entry.apply(run, self._anchor, *params, *inputs)
+            views = dict(zip(trained, values, strict=True))
+        self._residence.open_views.append(views)
+        self._open.append(_Open(module, run, number))
+
+    def _leave(self, module: nn.Module, _: Any, output: Any) -> Any:
+        if not self._open or self._open[-1].module is not module:
+            return None
+        opened = self._open.pop()
+        self._residence.open_views.pop()
+        try:
+            if opened.number is None or output is None:  # None as well where the forward has failed
+                return None
+            return self._behind_exit(opened, output)
+        finally:
+            self._residence.release(opened.run.chunks)
+
+    def _behind_exit(self, opened: _Open, output: Any) -> Any:
+        """Return the output of a module, with its tensors behind an `_Exit`.
+
+        Raises:
+            RuntimeError: There are no tensors in `output`.
+        """
+        tensors = _tensors_in(output)
+        if not tensors:
+            raise RuntimeError(
+                f"{self._names[opened.module]!r}, one of whole_modules, returned a {type(output).__name__} "
+                "in which no tensor is seen, so its backward is not: return tensors, or tuples, lists, dicts "
+                "or dataclasses of them"
+            )
+        floating = {
+            id(tensor): tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()
+        }
+        if not floating:
+            return None
+        behind = _Exit.apply(opened.run, opened.number, *floating.values())
+        found = dict(zip(floating, behind, strict=True))
+        return map_tensors(lambda tensor: found.get(id(tensor), tensor), output)
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
+    return found

@@ -1,0 +1,243 @@
+"""Modules that all ranks gather at their entry: experts chosen by data train as on one process."""
+
+import copy
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import colossalai
+from colossalai.booster.plugin import GeminiPlugin
+from colossalai.context import ConfigException
+from colossalai.core import global_context as gpc
+from colossalai.nn.parallel import GeminiDDP
+from colossalai.testing import ParityCase, check_parity
+from colossalai.zero.gemini import ChunkSizes, InChunks
+from tests.ranks import run_ranks
+from tests.zero.gemini.experts import GUISES, Mixture, Routing, batches
+from tests.zero.gemini.nets import trained
+from tests.zero.gemini.test_parity import SMALL, case_of, through_booster
+
+pytestmark = pytest.mark.dist
+
+RECOMPUTED = ("plain", "plain")  # two layers more: one is recomputed as a whole, of the other its mixture
+OPTIONS = {
+    "min_chunk_size_mb": 0.0001,  # 104 elements: two experts, or one and a part of a layer outside
+    "whole_modules": [Mixture, "layers.0"],  # one in another
+    "recompute": [f"layers.{len(GUISES)}", f"layers.{len(GUISES) + 1}.mixture"],
+}
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def train(accumulation: int) -> None:
+    colossalai.launch_from_torch({}, verbose=False)
+    case = ParityCase(
+        build_model=partial(Routing, *GUISES, *RECOMPUTED),
+        build_optimizer=partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
+        compute_loss=loss_of,
+        batches=batches(dist.get_world_size()),
+        max_norm=1.0,
+    )
+    check_parity(case, partial(through_booster, case, OPTIONS, accumulation))
+    gpc.destroy()
+
+
+@pytest.mark.parametrize(("num_ranks", "accumulation"), [(2, 2), (4, 1)])
+def test_experts_chosen_by_data_are_one_process(num_ranks: int, accumulation: int) -> None:
+    run_ranks(train, num_ranks, accumulation)
+
+
+def mixtral() -> nn.Module:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 8,
+        "use_cache": False,
+    }
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "experts_implementation": "eager"}
+    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts, attn_implementation="eager"))
+
+
+def train_mixtral(options: dict[str, Any], accumulation: int) -> list[float]:
+    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+
+    colossalai.launch_from_torch({}, verbose=False)
+    case = case_of(mixtral, max_norm=0.1)
+    options = {"whole_modules": [MixtralSparseMoeBlock], "min_chunk_size_mb": 0.001, **options}
+    losses = check_parity(case, partial(through_booster, case, options, accumulation))
+    gpc.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "options", "accumulation"),
+    [(2, {"recompute": True}, 2), (4, {}, 1)],
+)
+def test_mixtral_is_one_process(num_ranks: int, options: dict[str, Any], accumulation: int) -> None:
+    pytest.importorskip("transformers")
+    for losses in run_ranks(train_mixtral, num_ranks, options, accumulation):
+        assert losses[-1] < losses[0]
+
+
+def put(net: nn.Module, *choices: Any) -> Any:
+    replicas = gpc.mesh.axis(gpc.mesh.batch_axes)
+    method = InChunks(sizes=ChunkSizes(40, 0, 1), whole_modules=choices)
+    method.check(net, [], blocks=[], replicas=replicas)
+    return method.apply(net, blocks=[], replicas=replicas, device=torch.device("cpu"))
+
+
+def mechanics() -> dict[str, Any]:
+    """Train, evaluate, fail and copy a net with experts in chunks; return what was seen on the way."""
+    colossalai.launch_from_torch({}, verbose=False)
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    net = Routing("plain", "dict").double()
+    twin = copy.deepcopy(net)
+    applied = put(net, Mixture)
+    residence, seen = applied.residence, {}
+    x, y = batches(num_ranks, 1)[0]
+    x, y = x[4 * rank : 4 * rank + 4].double(), y[4 * rank : 4 * rank + 4]
+    step = trained(nn.Sequential(net), applied, partial(torch.optim.SGD, lr=0.1))
+    loss = nn.CrossEntropyLoss()
+    net.register_forward_hook(lambda *args: loss(args[-1], y), with_kwargs=False)
+    seen["is called"] = step((x,)).item() == loss(twin(x), y).item()
+    mixture = set(net.layers[0].mixture.parameters())
+    largest = max(chunk.num_bytes for chunk in residence.chunks)
+    whole = sum(chunk.num_bytes for chunk in residence.chunks if mixture & set(chunk.layout.params))
+    seen["peak fits"] = largest * 2 < residence.peak_bytes <= whole + 2 * largest
+    with torch.no_grad():
+        net.eval()(x)
+        net.train()
+    point = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(net(point), point)
+    seen["slope"] = bool(slope[:, :-1].any())
+    with pytest.raises(RuntimeError, match="create_graph=True, and the model has whole_modules"):
+        torch.autograd.grad(net(point), point, create_graph=True)
+    handle = net.layers[1].mixture.experts[3].register_forward_pre_hook(fail)
+    for choice in (3.0, x[0, -1].item()):  # all ranks fail, then none
+        with pytest.raises(KeyError) if choice == 3.0 else nullcontext():
+            net(torch.cat([x[:, :-1], torch.full((4, 1), choice, dtype=x.dtype)], 1))
+    handle.remove()
+    with residence.gathered():
+        double = copy.deepcopy(net)
+    before = residence.num_gathers
+    double(x)
+    seen["a copy gathers nothing"] = residence.num_gathers == before
+    seen["nothing is held"] = not any(chunk.num_uses for chunk in residence.chunks)
+    step((x,))
+    net.layers[0].mixture.register_forward_hook(lambda *_: [1.0], prepend=True)
+    with pytest.raises(RuntimeError, match=r"'layers.0.mixture', one of whole_modules, returned a list in"):
+        net(x)
+    seen["num_gathers"] = residence.num_gathers
+    gpc.destroy()
+    return seen
+
+
+def fail(*_: Any) -> None:
+    raise KeyError("an expert of the user's")
+
+
+def test_what_happens_around_whole_modules() -> None:
+    found = run_ranks(mechanics, 2)
+    assert found[0]["num_gathers"] == found[1]["num_gathers"]
+    for seen in found:
+        assert len(seen) == 6
+        assert all(seen.values()), seen
+
+
+DOORS: list[Callable[[Any], Any]] = [
+    lambda choices: GeminiPlugin(whole_modules=choices),
+    lambda choices: GeminiDDP(Routing("plain"), whole_modules=choices),
+    lambda choices: InChunks(whole_modules=choices),
+]
+WRONG_TYPES = {
+    "whole_modules is 'layers'; it must be a list": "layers",
+    "whole_modules is Mixture": Mixture("plain"),
+    "whole_modules is <class": Mixture,
+    "whole_modules is 3; it must be a list": 3,
+    "whole_modules has 3; an entry must be the name": [3],
+    "whole_modules has <class 'int'>; an entry": [int],
+    "whole_modules has Linear": [nn.Linear(2, 2)],
+}
+WRONG_CHOICES = {
+    r"names 'layer.0.mixture', and the model has no such module; it has 'layers.0.": "layer.0.mixture",
+    r"names 'zzzzzz', and the model has no such module; it has 'start', 'layers'": "zzzzzz",
+    r"has the class Conv1d, and the model has no module of it; it has modules of Expert, Layer": nn.Conv1d,
+    r"has 'layers', a ModuleList, which is never called itself": "layers",
+    r"has ModuleList, which is never called itself": nn.ModuleList,
+    r"has 'act', a Tanh, which has no parameters to gather": "act",
+}
+
+
+def knock() -> list[tuple[str, str]]:
+    """Come to all doors with wrong values; return what should be said, and what was."""
+    config = {"gemini": {"whole_modules": ["zzzzzz"], "precision": "fp32"}}
+    colossalai.launch_from_torch(config, verbose=False)
+    heard = []
+
+    def hear(words: str, run: Callable[[], Any]) -> None:
+        try:
+            heard.append((words, f"gave {run()}"))
+        except ValueError as error:
+            heard.append((words, str(error)))
+
+    for words, choices in WRONG_TYPES.items():
+        for door in DOORS:
+            hear(words, partial(door, choices))
+    for words, choice in WRONG_CHOICES.items():
+        net = Routing("plain")
+        net.act = nn.Tanh()
+        hear(words, partial(GeminiDDP, net, whole_modules=[choice]))
+    net = Routing("plain")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    hear("names 'zzzzzz', and", lambda: colossalai.initialize(net, optimizer, None, verbose=False))
+    hear(
+        "whole_modules and a pipeline cannot be combined",
+        lambda: InChunks(keeps_grads=True, whole_modules=("layers.0",)),
+    )
+    gpc.destroy()
+    return heard
+
+
+def test_what_is_no_module_of_the_model_is_refused_at_the_door() -> None:
+    (heard,) = run_ranks(knock, 1)
+    for words, said in heard:
+        assert words in said
+    assert issubclass(ConfigException, ValueError)
+
+
+def test_fp16_with_experts_trains_through_the_door_without_booster() -> None:
+    run_ranks(train_fp16, 2)
+
+
+def train_fp16() -> None:
+    from colossalai.zero import GeminiAdamOptimizer
+
+    colossalai.launch_from_torch({}, verbose=False)
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    sizes = {name: value for name, value in SMALL.items() if name != "precision"}
+    net = GeminiDDP(Routing("dict", "dataclass"), whole_modules=["layers.0.mixture", Mixture], **sizes)
+    optimizer = GeminiAdamOptimizer(net, lr=0.02, initial_scale=2.0**5)
+    x, y = batches(2, 1)[0]
+    x, y = x[4 * rank : 4 * rank + 4], y[4 * rank : 4 * rank + 4]
+    losses = []
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(x), y)
+        optimizer.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    gpc.destroy()
