@@ -1,6 +1,7 @@
 """What happens to gradients between backward and step: clipping by value, and those of no optimizer."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,47 @@ def clipped_by_value(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_clipping_is_that_of_one_process(stage: int) -> None:
     run_ranks(clipped_by_value, 2, stage)
+
+
+class NoGradient(torch.autograd.Function):
+    """The first argument; the second one has no gradient, and autograd says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return grads[0], None
+
+
+def without_gradient(stage: int) -> None:
+    """A parameter that a backward leads to, and that gets nothing."""
+    colossalai.launch_from_torch({}, verbose=False)
+    replicas = gpc.mesh.axis("dp")
+    torch.manual_seed(0)
+    model = Net().double()
+    model.register_forward_hook(lambda net, _, output: NoGradient.apply(output, net.spare))
+    model.spare = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    twin = copy.deepcopy(model)
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.1, weight_decay=0.5)
+    booster = Booster(plugin=plugin(stage))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    for step in range(2):
+        plain.zero_grad()
+        optimizer.zero_grad()
+        twin(batch_of(step)).square().mean().backward()
+        plain.step()
+        booster.backward(model(batch_of(step).chunk(replicas.size)[replicas.rank]).square().mean(), optimizer)
+        optimizer.step()
+        assert_same(model, twin, step)
+    gpc.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_function_may_return_no_gradient(stage: int) -> None:
+    run_ranks(without_gradient, 2, stage)
 
 
 def held_by_none(stage: int) -> None:

@@ -113,7 +113,8 @@ class GradReducer:
                 "where one backward adds several times to a parameter (reentrant checkpointing of shared "
                 "weights)"
             )
-        adopt_grad(bucket.params[index], bucket.views[index])
+        if param.grad is not None:  # a function may return none for it: zeros then
+            adopt_grad(bucket.params[index], bucket.views[index])
         if bucket in self._arrived:
             self._arrived[bucket].add(index)
             while self._queue and self._is_full(self._queue[0]):

@@ -119,6 +119,7 @@ def mechanics() -> dict[str, Any]:
     with torch.no_grad():
         net.eval()(x)
         net.train()
+    seen["order"] = [chunk.number for chunk in residence._present]  # in which they would be let go of
     point = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(net(point), point)
     seen["slope"] = bool(slope[:, :-1].any())
@@ -150,9 +151,10 @@ def fail(*_: Any) -> None:
 
 def test_what_happens_around_whole_modules() -> None:
     found = run_ranks(mechanics, 2)
-    assert found[0]["num_gathers"] == found[1]["num_gathers"]
+    for name in ("num_gathers", "order"):
+        assert found[0][name] == found[1][name]
     for seen in found:
-        assert len(seen) == 6
+        assert len(seen) == 7
         assert all(seen.values()), seen
 
 
