@@ -3,7 +3,6 @@
 from colossalai.pipeline._options import PipelineOptions as PipelineOptions
 from colossalai.pipeline.execution import PipelineExecutor as PipelineExecutor
 from colossalai.pipeline.execution import PipelineResult as PipelineResult
-from colossalai.pipeline.execution import map_tensors as map_tensors
 from colossalai.pipeline.execution import merge_outputs as merge_outputs
 from colossalai.pipeline.execution import microbatch_weights as microbatch_weights
 from colossalai.pipeline.execution import num_samples_in as num_samples_in

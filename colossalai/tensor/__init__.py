@@ -17,6 +17,10 @@ from colossalai.tensor._flat_range import flat_values as flat_values
 from colossalai.tensor._flat_range import range_of_states as range_of_states
 from colossalai.tensor._flat_range import set_flat_values as set_flat_values
 from colossalai.tensor._flat_range import set_range_of_states as set_range_of_states
+from colossalai.tensor._nested import map_leaves as map_leaves
+from colossalai.tensor._nested import map_tensors as map_tensors
+from colossalai.tensor._nested import parts_of as parts_of
+from colossalai.tensor._nested import rebuilt as rebuilt
 from colossalai.tensor._norm import count_zero_grads as count_zero_grads
 from colossalai.tensor._norm import global_grad_norm as global_grad_norm
 from colossalai.tensor._norm import scale_grads as scale_grads

@@ -20,7 +20,6 @@ from colossalai.pipeline.execution._nested import (
     PayloadSpec,
     digest,
     fixed_spec,
-    map_tensors,
     put_together,
     shape_digest,
     take_apart,
@@ -37,6 +36,7 @@ from colossalai.pipeline.schedules import (
 )
 from colossalai.pipeline.schedules import forward_only as forward_only_schedule
 from colossalai.pipeline.stages import caller_of
+from colossalai.tensor import map_tensors
 
 ComputeLoss = Callable[[Any, int], torch.Tensor]
 _NAMES = {

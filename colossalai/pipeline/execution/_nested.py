@@ -6,11 +6,10 @@ see `merge_outputs`. Between stages travel tensors in tuples, lists and dicts, t
 list of tensors; a dataclass does not, since its class would have to travel.
 """
 
-import copy
 import hashlib
 import sys
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from types import ModuleType
 from typing import Any, NoReturn
@@ -18,54 +17,10 @@ from typing import Any, NoReturn
 import torch
 
 from colossalai.cluster import PlainCodec
+from colossalai.tensor import map_leaves, map_tensors, parts_of, rebuilt
 
 _SENT_CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 _EQUAL_CONSTANTS = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
-
-
-def map_leaves(function: Callable[[Any], Any], value: Any, *, records: bool = True) -> Any:
-    """Return a nested value with `function` applied to everything in it that is no container.
-
-    Args:
-        function: The function.
-        value: The value.
-        records: Whether dataclasses are containers.
-    """
-    parts = _parts_of(value, records=records)
-    if parts is None:
-        return function(value)
-    return _rebuilt(value, [map_leaves(function, part, records=records) for _, part in parts])
-
-
-def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Return a nested value with every tensor in it replaced by what `function` makes of it."""
-    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
-
-
-def _parts_of(value: Any, *, records: bool = True) -> list[tuple[str, Any]] | None:
-    """Return what is in a container, each with what is written behind the container's name to get it."""
-    if isinstance(value, Mapping):
-        return [(f"[{key!r}]", part) for key, part in value.items()]
-    if isinstance(value, tuple | list):
-        return [(f"[{index}]", part) for index, part in enumerate(value)]
-    if records and is_dataclass(value) and not isinstance(value, type):
-        return [(f".{field.name}", getattr(value, field.name)) for field in fields(value)]
-    return None
-
-
-def _rebuilt(value: Any, parts: Sequence[Any]) -> Any:
-    """Return a container like `value` with other parts."""
-    if isinstance(value, Mapping):
-        named = dict(zip(value, parts, strict=True))
-        return named if type(value) is dict else type(value)(named)  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its parts one by one
-        return type(value)(*parts)
-    if isinstance(value, tuple | list):
-        return type(value)(parts)
-    rebuilt = copy.copy(value)
-    for field, part in zip(fields(value), parts, strict=True):
-        object.__setattr__(rebuilt, field.name, part)  # which also works where it is frozen
-    return rebuilt
 
 
 def num_samples_in(batch: Any) -> int:
@@ -145,14 +100,14 @@ def _merge(values: Sequence[Any], sizes: Sequence[float], place: str) -> Any:
     if any(type(value) is not type(first) for value in values):
         kinds = " and ".join(sorted({type(value).__name__ for value in values}))
         _refuse(place, f"is of type {kinds}")
-    nested = [_parts_of(value) for value in values]
+    nested = [parts_of(value) for value in values]
     if nested[0] is not None:
         names = [[name for name, _ in parts or ()] for parts in nested]
         if any(found != names[0] for found in names):
             _refuse(place, f"has parts {names[0]} and {next(found for found in names if found != names[0])}")
         columns = zip(*([part for _, part in parts or ()] for parts in nested), strict=True)
         merged = [_merge(column, sizes, place + name) for name, column in zip(names[0], columns, strict=True)]
-        return _rebuilt(first, merged)
+        return rebuilt(first, merged)
     if isinstance(first, float):
         total = sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
         return first if all(value == first for value in values) else total
@@ -200,7 +155,7 @@ def _slice(batch: Any, start: int, stop: int) -> Any:
 def _named_tensors(value: Any, place: str = "batch") -> list[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         return [(place, value)]
-    parts = _parts_of(value) or []
+    parts = parts_of(value) or []
     return [named for name, part in parts for named in _named_tensors(part, place + name)]
 
 

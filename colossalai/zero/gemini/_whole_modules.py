@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossalai.pipeline import map_tensors
+from colossalai.tensor import map_tensors, parts_of
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero.gemini._chunk import Chunk
 from colossalai.zero.gemini._residence import Residence
@@ -96,7 +96,7 @@ def find_modules(model: nn.Module, choices: Sequence[ModuleChoice]) -> dict[nn.M
     return {module: name for name, module in model.named_modules() if module in found}
 
 
-class _Run:
+class _Passage:
     """One run of a whole module: what its `_Entry` and its `_Exit` have in common.
 
     Args:
@@ -130,7 +130,7 @@ class _Entry(torch.autograd.Function):
     """The values of a module's parameters, and a number that leads from its outputs to here."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, run: _Passage, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.run = run
         ctx.num_inputs = len(tensors) - len(run.trained)
         ctx.set_materialize_grads(False)  # None says that a parameter was not used
@@ -146,7 +146,7 @@ class _Exit(torch.autograd.Function):
     """The outputs of a module, which lead to its `_Entry` whatever they were made of."""
 
     @staticmethod
-    def forward(ctx: Any, run: _Run, number: torch.Tensor, *outputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, run: _Passage, number: torch.Tensor, *outputs: torch.Tensor) -> Any:
         ctx.run = run
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(number)
@@ -172,7 +172,7 @@ class _Open:
         number: What its outputs lead to; None if there is no backward.
     """
 
-    def __init__(self, module: nn.Module, run: _Run, number: torch.Tensor | None) -> None:
+    def __init__(self, module: nn.Module, run: _Passage, number: torch.Tensor | None) -> None:
         self.module = module
         self.run = run
         self.number = number
@@ -195,7 +195,7 @@ class WholeModules:
         self._reducer = reducer
         self._chunks: dict[nn.Module, list[Chunk]] = {}
         self._open: list[_Open] = []
-        self._held: list[_Run] = []
+        self._held: list[_Passage] = []
         # Autograd keeps `_Entry` even where nothing in a module is trained.
         device = next((param.device for module in modules for param in module.parameters()), None)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -211,7 +211,7 @@ class WholeModules:
         """Return it itself: the modules of a copy have hooks that lead here, and are none of these."""
         return self
 
-    def hold(self, run: _Run) -> None:
+    def hold(self, run: _Passage) -> None:
         """Gather the chunks of a run whose backward begins; what comes from now on is averaged after it."""
         self._reducer.hold()
         self._residence.hold(run.chunks)
@@ -219,7 +219,7 @@ class WholeModules:
         # Private, and what DDP and FSDP of torch use: called when this backward ends.
         torch.autograd.Variable._execution_engine.queue_callback(run.end_backward)
 
-    def release(self, run: _Run) -> None:
+    def release(self, run: _Passage) -> None:
         """Let go of the chunks of a run whose backward has ended."""
         self._held.remove(run)
         self._residence.release(run.chunks)
@@ -234,7 +234,7 @@ class WholeModules:
                 run.end_backward()
         self._residence.hold(chunks)
         trained = [param for param in dict.fromkeys(module.parameters()) if param.requires_grad]
-        run, number = _Run(self, chunks, trained), None
+        run, number = _Passage(self, chunks, trained), None
         views: dict[nn.Parameter, torch.Tensor] = {}
         inputs = [tensor for tensor in _tensors_in((args, kwargs)) if tensor.requires_grad]
         if torch.is_grad_enabled() and (trained or inputs):
@@ -261,7 +261,7 @@ class WholeModules:
         """Return the output of a module, with its tensors behind an `_Exit`.
 
         Raises:
-            RuntimeError: There are no tensors in `output`.
+            RuntimeError: `output` has no tensor in it.
         """
         tensors = _tensors_in(output)
         if not tensors:
@@ -281,6 +281,6 @@ class WholeModules:
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
-    return found
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for _, part in parts_of(value) or () for tensor in _tensors_in(part)]

@@ -1,0 +1,53 @@
+"""Nested values: tensors in tuples, lists, dicts and dataclasses, such as batches and outputs of modules."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any, *, records: bool = True) -> Any:
+    """Return a nested value with `function` applied to everything in it that is no container.
+
+    Args:
+        function: The function.
+        value: The value.
+        records: Whether dataclasses are containers.
+    """
+    parts = parts_of(value, records=records)
+    if parts is None:
+        return function(value)
+    return rebuilt(value, [map_leaves(function, part, records=records) for _, part in parts])
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
+    """Return a nested value with every tensor in it replaced by what `function` makes of it."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def parts_of(value: Any, *, records: bool = True) -> list[tuple[str, Any]] | None:
+    """Return what is in a container, each with what is written behind the container's name to get it."""
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", part) for key, part in value.items()]
+    if isinstance(value, tuple | list):
+        return [(f"[{index}]", part) for index, part in enumerate(value)]
+    if records and is_dataclass(value) and not isinstance(value, type):
+        return [(f".{field.name}", getattr(value, field.name)) for field in fields(value)]
+    return None
+
+
+def rebuilt(value: Any, parts: Sequence[Any]) -> Any:
+    """Return a container like `value` with other parts."""
+    if isinstance(value, Mapping):
+        named = dict(zip(value, parts, strict=True))
+        return named if type(value) is dict else type(value)(named)  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a named tuple takes its parts one by one
+        return type(value)(*parts)
+    if isinstance(value, tuple | list):
+        return type(value)(parts)
+    record = copy.copy(value)
+    for field, part in zip(fields(value), parts, strict=True):
+        object.__setattr__(record, field.name, part)  # which also works where it is frozen
+    return record
