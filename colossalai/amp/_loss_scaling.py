@@ -8,9 +8,10 @@ the earlier the parameter stands in the model, then the lower the rank. Its maxi
 which parameter is the first, and who has it, without a message more.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, ClassVar
 
@@ -336,18 +337,19 @@ class Overflow:
 
 
 def find_overflow(
-    grads: Sequence[torch.Tensor], group: dist.ProcessGroup | None, places: Sequence[int]
+    placed: Iterable[tuple[Sequence[torch.Tensor], Sequence[int]]], group: dist.ProcessGroup | None
 ) -> Overflow | None:
     """Return the first overflow over all ranks of a group, the same on each; None if all is well.
 
     One all-reduce of one int64 over `group`. See [Note: one overflow decision].
 
     Args:
-        grads: This rank's gradients (slices, where they are sharded).
+        placed: This rank's gradients (slices, where they are sharded), and for each the place of its
+            parameter in the model; in runs, looked at one after the other.
         group: The ranks that decide together; None for this process alone.
-        places: For each gradient, the place of its parameter in the model.
     """
-    finding = _finding(grads, places)
+    findings = [_finding(grads, places) for grads, places in placed]
+    finding = functools.reduce(torch.maximum, findings) if findings else _finding([], [])
     if group is not None:
         dist.all_reduce(finding, op=dist.ReduceOp.MAX, group=group)
     value = int(finding.item())

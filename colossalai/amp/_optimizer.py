@@ -217,9 +217,11 @@ class OptimizerWrapper(Optimizer):
             raise ValueError(f"max_norm is {max_norm}; it must be above 0")
         if not self._prepare():
             return torch.tensor(float("inf"))
-        norm = global_grad_norm(self._measured(), norm_type, stages=self._stages)
+        norm = global_grad_norm(
+            self._measured(), norm_type, stages=self._stages, windows=self.masters.windows
+        )
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
-        scale_grads(self._params(), factor)
+        self._multiply(factor)
         return norm
 
     def clip_grad_norm(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -250,18 +252,23 @@ class OptimizerWrapper(Optimizer):
         if not clip_value > 0:
             raise ValueError(f"clip_value is {clip_value}; it must be above 0")
         if self._prepare():
-            for grad in local_grads(self._params()):
-                grad.clamp_(-clip_value, clip_value)
+            for window in self.masters.windows(self._params()):
+                for grad in local_grads(window):
+                    grad.clamp_(-clip_value, clip_value)
 
     def scale_grads(self, factor: float) -> None:
         """Multiply the gradients by a factor."""
         if self._prepare():
-            scale_grads(self._params(), factor)
+            self._multiply(factor)
+
+    def _multiply(self, factor: float | torch.Tensor) -> None:
+        for window in self.masters.windows(self._params()):
+            scale_grads(window, factor)
 
     def count_zero_grads(self) -> int:
         """Return how many elements of the gradients are 0, over all ranks; collective."""
         self._prepare()
-        return count_zero_grads(self._measured(), stages=self._stages)
+        return count_zero_grads(self._measured(), stages=self._stages, windows=self.masters.windows)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters, unless a rank found an overflow, or there are no gradients.
@@ -341,7 +348,7 @@ class OptimizerWrapper(Optimizer):
         if self._before_step is not None:
             self._before_step(self)
         self.masters.take_weights()
-        result = self.optim.step(None if closure is None else self._with_grads_taken(closure))
+        result = self.masters.step(self.optim, None if closure is None else self._with_grads_taken(closure))
         self.masters.write_weights()
         return result
 
@@ -393,10 +400,10 @@ class OptimizerWrapper(Optimizer):
         assert self._decision is not None
         if self._decision.may_step and self._scale_in_grads is not None:
             if self._weights_factor is not None:
-                scale_grads(self._params(), self._weights_factor / self._scale_in_grads)
+                self._multiply(self._weights_factor / self._scale_in_grads)
                 self.weights.spend()
             elif self._scale_in_grads != 1.0:
-                scale_grads(self._params(), 1.0 / self._scale_in_grads)
+                self._multiply(1.0 / self._scale_in_grads)
             self._scale_in_grads = self._weights_factor = None
         return self._decision.may_step
 
@@ -410,7 +417,8 @@ class OptimizerWrapper(Optimizer):
         for each in deciding:
             each._take_grads()
         self._refuse_unknown_scale()
-        decision = decide((placed for each in deciding for placed in each._placed()), self.group)
+        windows = (window for each in deciding for window in each._placed_windows())
+        decision = decide(windows, self.group)
         for each in deciding:
             each._decision = decision
             each._is_spent |= not decision.may_step
@@ -433,8 +441,9 @@ class OptimizerWrapper(Optimizer):
                 "too, has one scale only: put them into one model, or take bfloat16, which has none"
             )
 
-    def _placed(self) -> Iterator[tuple[nn.Parameter, int]]:
-        return ((param, self._place(param)) for param in self._params())
+    def _placed_windows(self) -> Iterator[list[tuple[nn.Parameter, int]]]:
+        for window in self.masters.windows(self._params()):
+            yield [(param, self._place(param)) for param in window]
 
     def _default_places(self, param_names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, int]:
         stage = 0 if self._stages is None else dist.get_rank(self._stages)

@@ -1,7 +1,7 @@
 """What may stand in an optimizer for the parameters of a model: float32 masters, slices, or nothing else."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -57,6 +57,20 @@ class StandIns(ABC):
     @abstractmethod
     def take_weights(self) -> None:
         """Let the stand-ins follow what was written into parameters since the last `write_weights`."""
+
+    def windows(self, params: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
+        """Yield runs of the optimizer's parameters that may be in memory together, all in one where they may.
+
+        What is done with all of them, gradients too, is done run by run.
+
+        Args:
+            params: What the optimizer holds, or a part of it.
+        """
+        yield params
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
+        """Let the optimizer update what it holds; return what its closure does."""
+        return optimizer.step(closure)
 
     @abstractmethod
     def write_weights(self) -> None:

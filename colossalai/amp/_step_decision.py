@@ -13,7 +13,7 @@ away, and an inf in them is an old one. All this follows from the order of the p
 decide alike.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -41,13 +41,19 @@ class Decision:
         return self.overflow is None
 
 
-def decide(placed: Iterable[tuple[torch.Tensor, int]], group: dist.ProcessGroup | None) -> Decision:
+def decide(
+    windows: Iterable[Iterable[tuple[torch.Tensor, int]]], group: dist.ProcessGroup | None
+) -> Decision:
     """Look for an inf or nan; one all-reduce of one int64 over `group`.
 
     Args:
-        placed: Parameters, each with its place in the model.
+        windows: Parameters, each with its place in the model, in runs that are in memory together.
         group: The ranks that decide together; None for this process alone.
     """
-    held = [(param, place) for param, place in placed if param.grad is not None]
-    grads = local_grads(param for param, _ in held)
-    return Decision(find_overflow(grads, group, [place for _, place in held]))
+
+    def placed_grads() -> Iterator[tuple[list[torch.Tensor], list[int]]]:
+        for window in windows:
+            held = [(param, place) for param, place in window if param.grad is not None]
+            yield local_grads(param for param, _ in held), [place for _, place in held]
+
+    return Decision(find_overflow(placed_grads(), group))

@@ -50,7 +50,7 @@ GEMINI_KEYS = (
     *("search_range_mb", "hidden_dim", "min_chunk_size_mb", "memstats", "gpu_margin_mem_ratio"),
     *("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis"),
     *("max_scale", "max_norm", "norm_type", "verbose"),
-    *("memory_budget", "host_budget", "offload_dir", "whole_modules"),
+    *("memory_budget", "host_budget", "warmup_ratio", "offload_dir", "whole_modules"),
 )
 """The keys of `gemini=dict(...)`: the fields of `colossalai.zero.gemini.GeminiOptions`."""
 

@@ -5,12 +5,19 @@ is counted once. Which is which is read off the parameter itself. The stages of 
 parameters: they add theirs.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from colossalai.tensor._spec import by_sharding_groups, local_grads, local_slice
+
+Windows = Callable[[list[Any]], Iterable[Sequence[Any]]]
+
+
+def _all_at_once(params: list[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
+    return [params]
 
 
 def global_grad_norm(
@@ -19,6 +26,7 @@ def global_grad_norm(
     *,
     stages: dist.ProcessGroup | None = None,
     counts: Callable[[torch.Tensor], bool] | None = None,
+    windows: Windows = _all_at_once,
 ) -> torch.Tensor:
     """Return the norm of the gradients of `params` taken as one vector; the same value on every rank.
 
@@ -31,6 +39,7 @@ def global_grad_norm(
         norm_type: The p of the p-norm, at least 1; infinity for the largest absolute value.
         stages: The ranks of a pipeline, each of which holds other parameters.
         counts: False for a parameter that another stage holds, too, and counts; default: all count.
+        windows: Yields runs of some parameters, whose gradients may be in memory together.
 
     Returns:
         A scalar in float32 (float64 for float64 gradients).
@@ -44,7 +53,8 @@ def global_grad_norm(
     op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
 
     def measure(members: list[torch.Tensor]) -> torch.Tensor:
-        return _power_sum(members, norm_type)
+        sums = torch.stack([_power_sum(window, norm_type) for window in windows(members)])
+        return sums.max() if maximum else sums.sum()
 
     total = _over_all_slices(params, measure, op=op, stages=stages, counts=counts)
     return total if maximum else total.pow(1.0 / norm_type)
@@ -55,9 +65,14 @@ def count_zero_grads(
     *,
     stages: dist.ProcessGroup | None = None,
     counts: Callable[[torch.Tensor], bool] | None = None,
+    windows: Windows = _all_at_once,
 ) -> int:
     """Return how many elements of the gradients are 0; arguments and communication as `global_grad_norm`."""
-    return int(_over_all_slices(params, _num_zeros, op=dist.ReduceOp.SUM, stages=stages, counts=counts))
+
+    def measure(members: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([_num_zeros(window) for window in windows(members)]).sum()
+
+    return int(_over_all_slices(params, measure, op=dist.ReduceOp.SUM, stages=stages, counts=counts))
 
 
 def scale_grads(params: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
@@ -103,7 +118,7 @@ def _over_stages(total: torch.Tensor, op: dist.ReduceOp.RedOpType, stages: dist.
     return wide.to(total.dtype)
 
 
-def _power_sum(params: list[torch.Tensor], norm_type: float) -> torch.Tensor:
+def _power_sum(params: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the sum of the p-th powers (the maximum for p = infinity) over this rank's slices."""
     grads = [grad for grad in map(_entries, local_grads(params)) if grad.numel() > 0]
     dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
@@ -113,7 +128,7 @@ def _power_sum(params: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     return norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()
 
 
-def _num_zeros(params: list[torch.Tensor]) -> torch.Tensor:
+def _num_zeros(params: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return how many elements of this rank's slices of the gradients are 0."""
     device = local_slice(params[0]).device
     result = torch.zeros((), dtype=_widest(device), device=device)

@@ -24,6 +24,8 @@ from colossalai.nn.parallel import adopt_grad
 from colossalai.zero._exchange import Finish, start_mean
 from colossalai.zero._layout import FlatBucket
 
+KeepMean = Callable[[FlatBucket, torch.Tensor], torch.Tensor]
+
 _MAX_UNDER_WAY = 2  # each has receive buffers, together nearly as large as the bucket
 
 
@@ -33,10 +35,12 @@ class BucketGrads:
     Args:
         bucket: The layout.
         is_kept: Whether the memory of full gradients is kept between rounds.
+        keep: Returns a slice as it is to be kept, in another dtype or place; None: in that of the gradients.
     """
 
-    def __init__(self, bucket: FlatBucket, *, is_kept: bool) -> None:
+    def __init__(self, bucket: FlatBucket, *, is_kept: bool, keep: KeepMean | None = None) -> None:
         self.bucket = bucket
+        self._keep = keep
         self.slice: torch.Tensor | None = None
         self.seen: set[int] = set()  # parameters that have had a gradient here since `forget`
         self.arrived: set[int] = set()  # in this round
@@ -81,8 +85,12 @@ class BucketGrads:
             self.slice += finish(None)
         elif self._is_kept:
             self.slice = finish(self.bucket.section(flat, self._rank))
-        else:
+        elif self._keep is None:
             self.slice = finish(None).to(self.bucket.grad_dtype)
+        else:
+            self.slice = finish(None)
+        if self._keep is not None:
+            self.slice = self._keep(self.bucket, self.slice)
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
@@ -145,6 +153,7 @@ class ShardedReducer:
         overlap: Start buckets during the backward; False: in `flush` only.
         dtype: What is sent; None: gradients as they are.
         on_grad: Called with a bucket of which a gradient has come, and whether all have.
+        keep: Called with a bucket and this rank's slice of the mean; returns it as it is to be kept.
     """
 
     def __init__(
@@ -157,6 +166,7 @@ class ShardedReducer:
         overlap: bool,
         dtype: torch.dtype | None,
         on_grad: Callable[[FlatBucket, bool], None] | None = None,
+        keep: KeepMean | None = None,
     ) -> None:
         self._replicas = replicas
         self._told = on_grad
@@ -167,7 +177,7 @@ class ShardedReducer:
         self._dtype = dtype
 
         def grads_of(buckets: Sequence[FlatBucket]) -> list[BucketGrads]:
-            return [BucketGrads(bucket, is_kept=stage == 1) for bucket in buckets]
+            return [BucketGrads(bucket, is_kept=stage == 1, keep=keep) for bucket in buckets]
 
         self._parts = [grads_of(buckets) for buckets in parts]
         self._late = grads_of(late)

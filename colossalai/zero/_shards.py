@@ -8,7 +8,8 @@ of its own (the master), on its rank only; after a step it is rounded into the f
 gather the flat memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,16 +38,23 @@ class Fragment:
         param: The parameter.
         tensor: What the optimizer holds; flat, or in the parameter's shape if it is the whole of it. It may
             have no elements, and then the optimizer does not hold it.
-        home: The part of the parameter's memory that it stands for.
+        weights: Those of its bucket.
+        index: The number of the parameter in the bucket.
         place: Begin and end of it in the section of this rank.
         has_own_memory: Whether it is not `home` itself; see [Note: three kinds of memory].
     """
 
     param: nn.Parameter
     tensor: nn.Parameter
-    home: torch.Tensor
+    weights: BucketWeights
+    index: int
     place: tuple[int, int]
     has_own_memory: bool
+
+    @property
+    def home(self) -> torch.Tensor:
+        """The part of the parameter's memory that it stands for, where it lies now."""
+        return self.weights.home(self.index).view(self.tensor.shape)
 
 
 class Shards(StandIns):
@@ -60,6 +68,7 @@ class Shards(StandIns):
         offload: Keep fragments and states in host memory.
         reducers: Those of all optimizers of the model, whose backwards are the same.
         before_step: Called, once all gradients are there, before every step.
+        after_step: Called when all ranks have what was updated, or loaded.
         weights_of: Return where the weights of a bucket lie.
     """
 
@@ -73,11 +82,13 @@ class Shards(StandIns):
         offload: bool,
         reducers: Sequence[ShardedReducer],
         before_step: Callable[[], None],
+        after_step: Callable[[], None] = lambda: None,
         weights_of: Callable[[FlatBucket], BucketWeights] = WholeWeights,
     ) -> None:
         self._reducer = reducer
         self._reducers = reducers
         self._before_step = before_step
+        self._after_step = after_step
         self._weights = [weights_of(grads.bucket) for grads in reducer.all_grads]
         self._fragments: dict[nn.Parameter, Fragment] = {}
         for weights in self._weights:
@@ -177,18 +188,106 @@ class Shards(StandIns):
                 fragment.tensor.copy_(
                     torch.where(home == rounded, fragment.tensor, home.to(fragment.tensor.dtype))
                 )
+                fragment.weights.give_back([fragment.home, fragment.tensor])
+
+    def windows(self, params: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
+        """See the base class: what lies on disk, bucket by bucket; its memory is given back after each."""
+        runs: dict[BucketWeights | None, list[nn.Parameter]] = {None: []}
+        for param in params:
+            weights = self._fragments[self._param_of[param]].weights if param in self._param_of else None
+            key = weights if weights is not None and weights.is_paged else None
+            runs.setdefault(key, []).append(param)
+        for weights, run in runs.items():
+            if weights is None:
+                if run or len(runs) == 1:
+                    yield run
+                continue
+            yield run
+            weights.give_back(tensor for param in run for tensor in (param, param.grad) if tensor is not None)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
+        """See the base class; what lies on disk is updated bucket by bucket, and rounded right away."""
+        groups = [(group, list(group["params"])) for group in optimizer.param_groups]
+        windows = list(self.windows([param for _, params in groups for param in params]))
+        if not self._is_paged:
+            return optimizer.step() if closure is None else optimizer.step(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+        try:
+            for number, window in enumerate(windows):
+                own = set(window)
+                for group, params in groups:
+                    group["params"] = [param for param in params if param in own]
+                # To whoever hooks a step it is one step.
+                optimizer._optimizer_step_pre_hooks = before if number == 0 else OrderedDict()
+                optimizer._optimizer_step_post_hooks = after if number == len(windows) - 1 else OrderedDict()
+                optimizer.step()
+                self._settle(optimizer, window)
+        finally:
+            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
+            for group, params in groups:
+                group["params"] = params
+        return loss
+
+    @property
+    def _is_paged(self) -> bool:
+        return any(weights.is_paged for weights in self._weights)
+
+    @torch.no_grad()
+    def _settle(self, optimizer: Optimizer, tensors: Iterable[nn.Parameter]) -> None:
+        """Let what belongs to fragments lie where it should: homes rounded, masters and states at home."""
+        for tensor in tensors:
+            if tensor not in self._param_of:
+                continue
+            fragment = self._fragments[self._param_of[tensor]]
+            weights = fragment.weights
+            if fragment.has_own_memory:
+                self._round_on_disk(fragment)
+                fragment.tensor.data = weights.keep(fragment.tensor.detach())
+            else:
+                fragment.tensor.data = fragment.home
+            touched = [fragment.home, fragment.tensor.detach()]
+            state = optimizer.state.get(fragment.tensor, {})
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.shape == fragment.tensor.shape:
+                    state[key] = weights.keep(value)
+                    touched.append(state[key])
+            if fragment.tensor.grad is not None:
+                touched.append(fragment.tensor.grad)
+            weights.give_back(touched)
+
+    def state_bytes(self, optimizer: Optimizer) -> dict[FlatBucket, float]:
+        """Return for each bucket how many bytes of states an element has that this rank updates."""
+        found = dict.fromkeys(self._weights, (0, 0))
+        for fragment in self._fragments.values():
+            state = optimizer.state.get(fragment.tensor, {})
+            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
+            num_bytes = sum(value.numel() * value.element_size() for value in tensors if value.ndim)
+            numel, before = found[fragment.weights]
+            found[fragment.weights] = numel + fragment.tensor.numel(), before + num_bytes
+        return {weights.bucket: size / max(numel, 1) for weights, (numel, size) in found.items()}
+
+    def settle(self, optimizer: Optimizer) -> None:
+        """Move what belongs to fragments to where the weights of their buckets say by now."""
+        self._settle(optimizer, list(self._param_of))
 
     @torch.no_grad()
     def write_weights(self) -> None:
         """Round the masters into the buckets and let all ranks have those; collective."""
         masters = [fragment for fragment in self._fragments.values() if fragment.has_own_memory]
         if masters:
-            torch._foreach_copy_([f.home for f in masters], [f.tensor.detach() for f in masters])
+            near = [fragment for fragment in masters if not fragment.weights.is_paged]  # others are rounded
+            if near:
+                torch._foreach_copy_([f.home for f in near], [f.tensor.detach() for f in near])
             for fragment in masters:
                 fragment.tensor.grad = None  # a copy in float32; the slice of the mean is still there
         waits = [weights.start_publishing() for weights in self._weights]
         for wait in waits:
             wait()
+        self._after_step()
 
     @contextmanager
     def as_states(self, optimizer: Optimizer, *, loads: bool = True) -> Iterator[None]:
@@ -218,6 +317,7 @@ class Shards(StandIns):
             self._put_fragments(optimizer)
             if loads:
                 self._take_masters(loaded)
+                self.settle(optimizer)
 
     @contextmanager
     def _as_whole_states(self, optimizer: Optimizer) -> Iterator[None]:
@@ -232,6 +332,7 @@ class Shards(StandIns):
             masters = self._exchange.cut(optimizer)
             self._put_fragments(optimizer)
             self._take_masters(masters)
+            self.settle(optimizer)
 
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state, the same that it would be without ZeRO; collective."""
@@ -244,6 +345,7 @@ class Shards(StandIns):
         masters = self._exchange.load_numbered(optimizer, content, self._whole_groups)
         self._put_fragments(optimizer)
         self._take_masters(masters)
+        self.settle(optimizer)
 
     def whole_grads(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the whole mean gradients of the parameters that have one, after `take_grads`; collective."""
@@ -274,11 +376,11 @@ class Shards(StandIns):
             own = home if master is None else master.detach().reshape(-1)[begin:end].view(shape)
             has_own_memory = master is not None or device != first.device
             if has_own_memory:
-                own = own.to(device, copy=True)
+                own = weights.keep(own.to(device, copy=True))
             tensor = nn.Parameter(own)
             set_fragment(tensor, param, bucket.axis.group)  # alone, too: it knows how `param` is cut
             place = bucket.place(index, rank)
-            self._fragments[param] = Fragment(param, tensor, home, place, has_own_memory)
+            self._fragments[param] = Fragment(param, tensor, weights, index, place, has_own_memory)
 
     def _put_grad(self, param: nn.Parameter, section: torch.Tensor) -> None:
         fragment = self._fragments[param]
@@ -298,8 +400,19 @@ class Shards(StandIns):
     def _take_masters(self, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Let fragments take the values of masters that were loaded, or of parameters that were."""
         for param, part in masters.items():
-            self._fragments[param].tensor.copy_(part.view(self._fragments[param].tensor.shape))
+            fragment = self._fragments[param]
+            fragment.tensor.copy_(part.view(fragment.tensor.shape))
+        for fragment in self._fragments.values():
+            if fragment.has_own_memory:
+                self._round_on_disk(fragment)
         self.write_weights()
+
+    @staticmethod
+    def _round_on_disk(fragment: Fragment) -> None:
+        """Round a master into its home, where that is done bucket by bucket."""
+        if fragment.weights.is_paged:
+            fragment.home.copy_(fragment.tensor)
+            fragment.weights.give_back([fragment.home, fragment.tensor.detach()])
 
     def _range_of(self, fragment: Fragment) -> FlatRange:
         param = fragment.param

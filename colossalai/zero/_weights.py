@@ -5,7 +5,7 @@ keep it whole on every rank; stage 3 keeps a rank's own section (`gemini/_reside
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import final
 
 import torch
@@ -28,9 +28,21 @@ class BucketWeights(ABC):
     def __init__(self, bucket: FlatBucket) -> None:
         self.bucket = bucket
 
+    @property
+    def is_paged(self) -> bool:
+        """Whether some of the bucket lies on disk, so that it has to be updated by itself."""
+        return False
+
     @abstractmethod
     def home(self, index: int) -> torch.Tensor:
         """Return the memory of this rank's fragment of a parameter, flat; there may be none of it."""
+
+    def keep(self, state: torch.Tensor) -> torch.Tensor:
+        """Return a state with the same values that lies where those of this bucket do: itself, if it does."""
+        return state
+
+    def give_back(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 - most have nothing on disk
+        """Give back the memory of what lies on disk; nothing is lost."""
 
     @abstractmethod
     def take_written(self) -> set[nn.Parameter]:

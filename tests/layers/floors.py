@@ -77,5 +77,5 @@ FACADES = ("utils", "testing", "builder")
 VENDOR_FILES = {
     "_aliases.py": "colossalai.utils.cuda is a documented module",
     "cluster/_doctor.py": "it reports the versions of that vendor's libraries",
-    "zero/gemini/_policy.py": "the documented name of a placement policy",
+    "zero/gemini/planning/_policy.py": "the documented name of a placement policy",
 }

@@ -33,7 +33,8 @@ class GeminiPlugin(Plugin):
         hidden_dim: The step between sizes, in elements; default 1024.
         min_chunk_size_mb: The least size of a chunk, in MB of 2**20 elements; a smaller model has one chunk.
         memstats: Not taken: the first iteration is recorded.
-        gpu_margin_mem_ratio: 0; the part of the free device memory for optimizer states, once they move.
+        gpu_margin_mem_ratio: The part of the free device memory that optimizer states take; no effect without
+            an accelerator, where states have all that is free.
         initial_scale: First loss scale of "fp16"; so are all up to `max_scale`.
         min_scale: The scale does not shrink below it.
         growth_factor: Factor of the scale after `growth_interval` steps without overflow.
@@ -47,6 +48,7 @@ class GeminiPlugin(Plugin):
         memory_budget: Bytes that a rank may take on the compute device; None: what is free; on a CPU no
             bound.
         host_budget: Bytes that model data may take in host memory; None: no bound.
+        warmup_ratio: The part of `memory_budget` that model data has in the first iteration.
         offload_dir: A folder for what lies on disk.
         whole_modules: Names of modules as in `model.named_modules()`, or classes, that all ranks gather at
             their entry: ranks may differ in what they run inside, such as experts chosen by data. All enter
@@ -84,6 +86,7 @@ class GeminiPlugin(Plugin):
         *,
         memory_budget: int | None = None,
         host_budget: int | None = None,
+        warmup_ratio: float = 0.3,
         offload_dir: str | os.PathLike[str] | None = None,
         whole_modules: Sequence[str | type[nn.Module]] = (),
         recompute: bool | str | Sequence[str] = False,

@@ -22,6 +22,8 @@ import torch
 from torch import nn
 
 from colossalai.zero._layout import FlatBucket
+from colossalai.zero.gemini._tiers import TierMemory
+from colossalai.zero.gemini.planning import Home
 
 
 class ChunkState(Enum):
@@ -53,27 +55,43 @@ class Chunk:
         number: Its place in the order of initialization.
         layout: Where its parameters lie in it, and which section is whose.
         names: The names of its parameters.
-        section: This rank's part of the values, flat.
+        section: This rank's part of the values, flat, on the compute device.
+        tiers: Where it may go.
 
     Attributes:
         number: As given.
         layout: As given.
-        section: As given.
+        names: As given.
+        section: As given; where it lies now.
+        device: Where it is computed with.
+        tiers: As given.
+        home: The tier of the section.
+        states_home: That of what an optimizer has for it: mean gradients, masters, states.
         whole: All values, as long as they are there.
         state: Of the whole.
         num_uses: How many functions, and blocks that gather it, need it now.
     """
 
     def __init__(
-        self, number: int, layout: FlatBucket, *, names: tuple[str, ...], section: torch.Tensor
+        self,
+        number: int,
+        layout: FlatBucket,
+        *,
+        names: tuple[str, ...],
+        section: torch.Tensor,
+        tiers: TierMemory,
     ) -> None:
         self.number = number
         self.layout = layout
         self.section = section
+        self.device = section.device
+        self.tiers = tiers
+        self.home = self.states_home = Home.COMPUTE
         self.whole: torch.Tensor | None = None
         self.state = ChunkState.FREE
         self.num_uses = 0
-        self._names = names
+        self.names = names
+        self._mean_on_disk: torch.Tensor | None = None
         self._version = 0  # of `whole`, when it was last known to be what the sections say
 
     @property
@@ -86,6 +104,39 @@ class Chunk:
         """Whether there are other ranks with other sections."""
         return self.layout.axis.size > 1
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether the whole has memory of its own: one rank has nothing to gather in its first tier."""
+        return self.is_cut or self.home is not Home.COMPUTE
+
+    def place(self, home: Home, states_home: Home) -> None:
+        """Let the section go to a tier, and know that of the states.
+
+        Raises:
+            OSError: The disk has no room for it.
+        """
+        assert self.whole is None, f"chunk {self.number} is present, and its section goes elsewhere"
+        self.section = self.tiers.keep(self.section, home)
+        self.home, self.states_home = home, states_home
+
+    def write_section(self) -> None:
+        """Let the section have what was written into the whole; one rank has all of it."""
+        assert self.whole is not None, f"chunk {self.number} is not present"
+        self.section.copy_(self.whole)
+        self.tiers.give_back([self.section])
+        self.take_write()
+
+    def keep_mean(self, mean: torch.Tensor) -> torch.Tensor:
+        """Return a mean gradient of the section where states lie; on disk in the same place every time."""
+        if self.states_home is not Home.DISK:
+            return self.tiers.keep(mean, self.states_home)
+        if self._mean_on_disk is None or self._mean_on_disk.dtype != mean.dtype:
+            self._mean_on_disk = self.tiers.keep(mean, Home.DISK)
+        elif mean is not self._mean_on_disk:
+            self._mean_on_disk.copy_(mean)
+        self.tiers.give_back([self._mean_on_disk])
+        return self._mean_on_disk
+
     def fragment(self, index: int) -> torch.Tensor:
         """Return this rank's part of the values of a parameter, flat, where it lies now."""
         begin, end = self.layout.place(index, self.layout.axis.rank)
@@ -93,7 +144,7 @@ class Chunk:
 
     def name_of(self, param: nn.Parameter) -> str:
         """Return the name of one of its parameters."""
-        return self._names[next(n for n, own in enumerate(self.layout.params) if own is param)]
+        return self.names[next(n for n, own in enumerate(self.layout.params) if own is param)]
 
     def move(self, state: ChunkState, *, name: str = "") -> None:
         """Go on to another state.
@@ -103,7 +154,7 @@ class Chunk:
             name: Of the parameter for whose sake, if it is for one.
         """
         assert state in LEGAL_MOVES[self.state], (
-            f"chunk {self.number} ({name or ', '.join(self._names)}) is {self.state.value}, "
+            f"chunk {self.number} ({name or ', '.join(self.names)}) is {self.state.value}, "
             f"and cannot become {state.value}"
         )
         self.state = state

@@ -11,7 +11,7 @@ Each step sends (n-1)/n of the parameters in the forward and in the backward, an
 
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, cast, final
@@ -36,13 +36,15 @@ from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._shards import Shards
 from colossalai.zero._weights import BucketWeights
 from colossalai.zero.gemini._chunk import Chunk
+from colossalai.zero.gemini._lodging import Lodging
 from colossalai.zero.gemini._packing import ChunkLayout
-from colossalai.zero.gemini._policy import PLACEMENT_POLICIES
 from colossalai.zero.gemini._residence import Residence
 from colossalai.zero.gemini._search import ChunkSizes, log_search, search_groups
 from colossalai.zero.gemini._state_dict import load_whole_state, whole_state
-from colossalai.zero.gemini._uses import ChunkPlace, is_chunked, place_of
+from colossalai.zero.gemini._tiers import TierMemory
+from colossalai.zero.gemini._uses import is_chunked, place_of
 from colossalai.zero.gemini._whole_modules import ModuleChoice, WholeModules, check_choices, find_modules
+from colossalai.zero.gemini.planning import PLACEMENT_POLICIES, Home, PlacementPolicy, Trace
 
 
 class _ChunkKind(NamedTuple):
@@ -57,7 +59,6 @@ class _ChunkKind(NamedTuple):
 
 
 _LATE = -1
-_OF_TIERS = ("memory_budget", "host_budget", "offload_dir")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +71,8 @@ class InChunks(DataMethod):
         placement_policy: Where sections and optimizer states lie; one of the names in `PLACEMENT_POLICIES`.
         memory_budget: Bytes that model data and the rest may take on the compute device; None: no bound.
         host_budget: Bytes that model data may take in host memory; None: no bound.
+        warmup_ratio: The part of the budget that model data has in the first iteration.
+        gpu_margin_mem_ratio: The part of what the device has left that optimizer states take.
         offload_dir: A folder for what lies on disk.
         pin_memory: Whether sections in host memory are pinned; no effect without an accelerator.
         whole_modules: Names of modules, or classes, that all ranks gather at their entry: what happens in
@@ -85,6 +88,8 @@ class InChunks(DataMethod):
     placement_policy: str = "cpu"
     memory_budget: int | None = None
     host_budget: int | None = None
+    warmup_ratio: float = 0.3
+    gpu_margin_mem_ratio: float = 0.0
     offload_dir: str | os.PathLike[str] | None = None
     pin_memory: bool = False
     whole_modules: tuple[ModuleChoice, ...] = ()
@@ -103,14 +108,26 @@ class InChunks(DataMethod):
                 "whole_modules and a pipeline cannot be combined: a stage has names of its own, and some "
                 "schedules run its backward in two parts, between which a module is not held; leave one out"
             )
-        waiting = [name for name in _OF_TIERS if getattr(self, name)]
-        if self.placement_policy in ("const", "nvme"):
-            waiting.append(f"placement_policy={self.placement_policy!r}")
-        if waiting:
+        if self.keeps_grads and (self.memory_budget is not None or self.offload_dir is not None):
             raise ValueError(
-                f"{', '.join(waiting)}: chunks do not move between device, host and disk yet; leave it out "
-                "(HybridAdam(nvme_offload_fraction=1.0) keeps optimizer states on disk)"
+                "memory_budget or offload_dir in a pipeline: whole gradients add up over its microbatches, "
+                "and have no room in a budget; leave both out"
             )
+        self.policy()
+
+    def policy(self) -> PlacementPolicy:
+        """Return the policy with its numbers.
+
+        Raises:
+            ValueError: A budget is negative, a ratio not within 0 and 1, or "const" has no budget.
+        """
+        return PlacementPolicy(
+            self.placement_policy,
+            memory_budget=self.memory_budget,
+            host_budget=self.host_budget,
+            warmup_ratio=self.warmup_ratio,
+            gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
+        )
 
     @property
     def name_in_pairs(self) -> str:
@@ -149,6 +166,7 @@ class InChunks(DataMethod):
                     "rank into other rows; build it with max_norm=None"
                 )
         find_modules(module, self.whole_modules)
+        self.policy().check(self._tier_memory(torch.accelerator.current_accelerator()).bounds)
         if len(optimizers) > 1:
             raise ValueError(
                 f"{len(optimizers)} optimizers of one model whose parameters share chunks: give one "
@@ -159,18 +177,17 @@ class InChunks(DataMethod):
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
     ) -> AppliedDataMethod:
         """See the base class; the parameters of `module` stay the same objects, without memory."""
-        if device.type != "cpu" and self.placement_policy in ("cpu", "auto"):
-            get_dist_logger().log_once(
-                f"placement_policy={self.placement_policy!r}: sections and states lie on the device, as they "
-                "do not move to host memory yet",
-                level="WARNING",
-                ranks=[0],
-            )
-        if self.pin_memory:
-            reason = "there is no accelerator" if device.type == "cpu" else "nothing lies in host memory yet"
-            get_dist_logger().log_once(f"pin_memory has no effect: {reason}", ranks=[0])
+        if self.pin_memory and device.type == "cpu":
+            get_dist_logger().log_once("pin_memory has no effect: there is no accelerator", ranks=[0])
+        if self.gpu_margin_mem_ratio:
+            _warn_of_margin(device)
         broadcast_from_first(module, replicas)
-        return _InChunks(module, self, replicas)
+        return _InChunks(module, self, replicas, self._tier_memory(device))
+
+    def _tier_memory(self, device: torch.device | None) -> TierMemory:
+        return TierMemory(
+            device or torch.device("cpu"), offload_dir=self.offload_dir, pin_memory=self.pin_memory
+        )
 
 
 @final
@@ -181,24 +198,29 @@ class _InChunks(AppliedDataMethod):
         module: The module itself.
         options: The options.
         replicas: The replicas.
+        tiers: Where chunks may lie.
     """
 
     shards_gradients: ClassVar[bool] = True
 
-    def __init__(self, module: nn.Module, options: InChunks, replicas: Axis) -> None:
+    def __init__(self, module: nn.Module, options: InChunks, replicas: Axis, tiers: TierMemory) -> None:
         super().__init__(module)
         self._options = options
         self._replicas = replicas
         names = {param: name for name, param in module.named_parameters()}
         parts = list(module) if isinstance(module, nn.ModuleList) else [module]
         layouts = _lay_out(names, parts, replicas, options)
-        chunks = [_make_chunk(number, layout, names) for number, layout in enumerate(layouts)]
-        largest = max((chunk.num_bytes for chunk in chunks), default=0)
-        self.residence = Residence(chunks, most_bytes=2 * largest)
-        for chunk in chunks:
-            for index, param in enumerate(chunk.layout.params):
-                self.residence.put(param, ChunkPlace(self.residence, chunk, index, names[param]))
-        self._chunk_of = {chunk.layout: chunk for chunk in chunks}
+        self._lodging = Lodging(list(layouts), options.policy(), tiers, replicas)
+        self.residence = Residence(
+            most_bytes=self._lodging.chunk_budget, is_strict=options.memory_budget is not None
+        )
+        for number, layout in enumerate(layouts):
+            self.residence.add(
+                _make_chunk(number, layout, names, tiers), names, *self._lodging.homes_of(number)
+            )
+        if self._lodging.is_bounded:
+            self.residence.follow_guide()
+        self._chunk_of = {chunk.layout: chunk for chunk in self.residence.chunks}
         trained = {layout: part for layout, part in layouts.items() if layout.params[0].requires_grad}
 
         def of_part(number: int) -> list[FlatBucket]:
@@ -214,6 +236,7 @@ class _InChunks(AppliedDataMethod):
             on_grad=lambda layout, full: self.residence.note_gradients(
                 self._chunk_of[layout], all_have_come=full
             ),
+            keep=None if options.keeps_grads else self._keep_mean,
         )
         raw = module.module if isinstance(module, PrecisionModule) else module
         WholeModules(find_modules(raw, options.whole_modules), self.residence, self._reducer)
@@ -221,6 +244,14 @@ class _InChunks(AppliedDataMethod):
             part.register_forward_pre_hook(self.residence.enter, prepend=True)
             part.register_forward_hook(self.residence.leave, always_call=True)
         self._shards: Shards | None = None
+        self._optimizer: Optimizer | None = None
+        self._mean_dtypes: dict[FlatBucket, torch.dtype] = {}  # in which the optimizer takes gradients
+        self._trace: Trace | None = None  # that was recorded, until it is planned from
+
+    def set_state_margin(self, ratio: float) -> None:
+        """Let states have a part of what the device has left, from the next plan on."""
+        _warn_of_margin(self.residence.chunks[0].device)
+        self._lodging.set_state_margin(ratio)
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
         """See the base class; but in a pipeline every backward averages: whole gradients have no room."""
@@ -248,6 +279,10 @@ class _InChunks(AppliedDataMethod):
                 f"{type(optimizer).__name__} needs whole parameters, and chunks are cut anywhere: use "
                 "LowLevelZeroPlugin, or an optimizer that treats each element alone, such as AdamW"
             )
+        for layout in self._chunk_of:
+            master = masters.master_of(layout.params[0])
+            self._mean_dtypes[layout] = layout.grad_dtype if master is None else master.dtype
+        self._optimizer = optimizer
         with torch.no_grad():
             self._shards = Shards(
                 optimizer,
@@ -256,7 +291,8 @@ class _InChunks(AppliedDataMethod):
                 master_of=masters.master_of,
                 offload=False,
                 reducers=[self._reducer],
-                before_step=self._give_buffers,
+                before_step=self._end_iteration,
+                after_step=self._make_plan,
                 weights_of=lambda layout: _SectionWeights(self._chunk_of[layout], self.residence),
             )
         return self._shards
@@ -282,6 +318,28 @@ class _InChunks(AppliedDataMethod):
             )
         return load_whole_state(self.residence, raw, content, strict=strict)
 
+    def _keep_mean(self, layout: FlatBucket, mean: torch.Tensor) -> torch.Tensor:
+        dtype = self._mean_dtypes.get(layout, layout.grad_dtype)
+        return self.residence.keep_mean(self._chunk_of[layout], mean.to(dtype))
+
+    def _end_iteration(self) -> None:
+        self._trace = self.residence.end_iteration() or self._trace
+        self._give_buffers()
+
+    def _make_plan(self) -> None:
+        """Plan from the iteration that was recorded, once its step has been made; collective then."""
+        if self._trace is None:
+            return
+        assert self._shards is not None, "a step was made"
+        assert self._optimizer is not None, "a step was made"
+        trace, self._trace = self._trace, None
+        state_bytes = self._shards.state_bytes(self._optimizer)
+        plan = self._lodging.plan(trace, state_bytes, names=[chunk.names for chunk in self.residence.chunks])
+        for number, chunk in enumerate(self.residence.chunks):
+            self.residence.place(chunk, *self._lodging.homes_of(number))
+        self._shards.settle(self._optimizer)
+        self.residence.follow(plan, most_bytes=self._lodging.chunk_budget)
+
     def _give_buffers(self) -> None:
         if self._options.broadcast_buffers and self._replicas.size > 1:
             broadcast_floating_buffers(self.module, self._replicas)
@@ -305,6 +363,19 @@ class _SectionWeights(BucketWeights):
         """See the base class."""
         return self._chunk.fragment(index)
 
+    @property
+    def is_paged(self) -> bool:
+        """See the base class."""
+        return Home.DISK in (self._chunk.home, self._chunk.states_home)
+
+    def keep(self, state: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return self._chunk.tiers.keep(state, self._chunk.states_home)
+
+    def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
+        """See the base class."""
+        self._chunk.tiers.give_back(tensors)
+
     def take_written(self) -> set[nn.Parameter]:
         """See the base class; which ones of a chunk were written is not known."""
         return set(self.bucket.params) if self._residence.take_written(self._chunk) else set()
@@ -313,6 +384,14 @@ class _SectionWeights(BucketWeights):
         """See the base class: nothing is sent; who needs the values gathers them."""
         self._residence.note_updated(self._chunk)
         return lambda: None
+
+
+def _warn_of_margin(device: torch.device) -> None:
+    if device.type == "cpu":
+        get_dist_logger().log_once(
+            "gpu_margin_mem_ratio has no effect: there is no accelerator, and states have all that is free",
+            ranks=[0],
+        )
 
 
 def _lay_out(
@@ -356,11 +435,12 @@ def _bucket_of(chunk: ChunkLayout, params: Sequence[nn.Parameter], kind: _ChunkK
     return FlatBucket(own, chunk.starts, bounds, kind.grad_dtype, True, kind.sync)
 
 
-def _make_chunk(number: int, layout: FlatBucket, names: dict[nn.Parameter, str]) -> Chunk:
+def _make_chunk(number: int, layout: FlatBucket, names: dict[nn.Parameter, str], tiers: TierMemory) -> Chunk:
     """Return a chunk with this rank's section of the values that its parameters have."""
     first = layout.params[0]
     section = torch.zeros(layout.section_sizes[layout.axis.rank], dtype=first.dtype, device=first.device)
-    chunk = Chunk(number, layout, names=tuple(names[param] for param in layout.params), section=section)
+    own_names = tuple(names[param] for param in layout.params)
+    chunk = Chunk(number, layout, names=own_names, section=section, tiers=tiers)
     for index, param in enumerate(layout.params):
         begin, end = layout.overlap(index, layout.axis.rank)
         chunk.fragment(index).copy_(param.detach().reshape(-1)[begin:end])

@@ -47,6 +47,7 @@ class GeminiOptions:
     verbose: bool = False
     memory_budget: int | None = None
     host_budget: int | None = None
+    warmup_ratio: float = 0.3
     offload_dir: str | os.PathLike[str] | None = None
     whole_modules: Sequence[ModuleChoice] = ()
 
@@ -62,11 +63,6 @@ class GeminiOptions:
                 f"gpu_margin_mem_ratio is {self.gpu_margin_mem_ratio}; it must be from 0 to 1: the part of "
                 "the free device memory that optimizer states take"
             )
-        if self.gpu_margin_mem_ratio:
-            raise ValueError(
-                f"gpu_margin_mem_ratio is {self.gpu_margin_mem_ratio}: optimizer states lie where their "
-                "sections do, and do not move yet; leave it out"
-            )
         if self.memstats is not None:
             raise ValueError(
                 "memstats is given, and the statistics are of this run: the first iteration is recorded; "
@@ -81,6 +77,8 @@ class GeminiOptions:
             placement_policy=self.placement_policy,
             memory_budget=self.memory_budget,
             host_budget=self.host_budget,
+            warmup_ratio=self.warmup_ratio,
+            gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
             offload_dir=self.offload_dir,
             pin_memory=self.pin_memory,
             whole_modules=check_choices(self.whole_modules),

@@ -1,12 +1,13 @@
 """Residence: which chunks are present on this rank, who brings them in, and which ones have to go.
 
 A chunk that is used is gathered, unless it is present; before that as many others are let go of as there has
-to be room for it. All ranks use chunks in the same order, so that the gathers are the same collectives.
+to be room for it: those that the guide's plan says, and where there is none the least recently used. All
+ranks use chunks in the same order, so that the gathers are the same collectives.
 """
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +20,7 @@ from colossalai.context import Axis
 from colossalai.zero._exchange import start_gather
 from colossalai.zero.gemini._chunk import Chunk, ChunkState
 from colossalai.zero.gemini._uses import ChunkPlace, put_into_chunk, refuse_transformations
+from colossalai.zero.gemini.planning import Guide, Home, OtherBytes, Period, ResidencePlan, Trace
 
 _Handle = tuple[Chunk, torch.Size, tuple[Any, ...], Any]  # of a saved view: chunk, sizes, strides, offset
 
@@ -27,11 +29,13 @@ class Residence:
     """The chunks of a model on this rank.
 
     Args:
-        chunks: All of them, in the order of initialization.
         most_bytes: How many bytes of gathered chunks are held; one function's own may be more.
+        is_strict: Whether one function's own may not be more.
 
     Attributes:
-        chunks: As given.
+        chunks: All of them, in the order of initialization.
+        most_bytes: As given.
+        guide: What knows the iteration; None: the least recently used chunks go.
         present_bytes: Of all gathered memory that is alive now, whoever keeps it.
         peak_bytes: The most of it so far.
         num_gathers: How many chunks have been gathered so far.
@@ -39,24 +43,55 @@ class Residence:
             there, as its backward knows them; the innermost last.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], *, most_bytes: int) -> None:
-        self.chunks = list(chunks)
+    def __init__(self, *, most_bytes: int, is_strict: bool = False) -> None:
+        self.chunks: list[Chunk] = []
+        self.most_bytes = most_bytes
+        self.guide: Guide | None = None
         self.present_bytes = self.peak_bytes = self.num_gathers = 0
         self.open_views: list[Mapping[nn.Parameter, torch.Tensor]] = []
-        self._most_bytes = most_bytes
+        self._is_strict = is_strict
+        self._coming: dict[Chunk, tuple[torch.Tensor, Callable[[], object]]] = {}  # whose gather is under way
         self._present: OrderedDict[Chunk, None] = OrderedDict()  # the least recently used first
         self._by_storage: dict[int, Chunk] = {}  # of gathered memory that is alive
+        self._by_section: dict[int, Chunk] = {}  # of sections
         self._by_placeholder: dict[int, ChunkPlace] = {}  # of what stands in the place of parameters' memory
         self._depth = 0  # forwards that are under way
+        self._is_evaluating = False  # whether they are no part of an iteration
         self._num_gathered = 0  # `gathered` blocks that are
         self._written: set[Chunk] = set()
         self._has_hooks = False
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def put(self, param: nn.Parameter, place: ChunkPlace) -> None:
-        """Let the values of a parameter lie in a chunk, which has them already."""
-        put_into_chunk(param, place)
-        self._by_placeholder[param.untyped_storage()._cdata] = place
+    def add(self, chunk: Chunk, names: Mapping[nn.Parameter, str], home: Home, states_home: Home) -> None:
+        """Take a chunk, which has the values of its parameters: these let go of their memory.
+
+        Args:
+            chunk: The next one in the order of initialization.
+            names: The names of parameters in the model.
+            home: Where its section goes.
+            states_home: Where its states will go.
+
+        Raises:
+            OSError: The disk has no room for it.
+        """
+        self.chunks.append(chunk)
+        for index, param in enumerate(chunk.layout.params):
+            place = ChunkPlace(self, chunk, index, names[param])
+            put_into_chunk(param, place)
+            self._by_placeholder[param.untyped_storage()._cdata] = place
+        self._place(chunk, home, states_home)
+
+    def follow_guide(self) -> None:
+        """Record the next iteration."""
+        assert self.chunks, "a model without chunks has nothing to record"
+        counter = OtherBytes(self.chunks[0].device, self._is_model_data)
+        self.guide = Guide(counter)
+
+    def follow(self, plan: ResidencePlan, *, most_bytes: int) -> None:
+        """Follow a plan from the next iteration on."""
+        assert self.guide is not None, "the plan is of what a guide has recorded"
+        self.most_bytes = most_bytes
+        self.guide.follow(plan)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Residence":
         """Return it itself: a copy of a model has ordinary parameters, and hooks that lead here."""
@@ -72,6 +107,9 @@ class Residence:
         if self._depth == 1 and not _is_in_backward():
             self._hooks.__enter__()
             self._has_hooks = True
+            self._is_evaluating = not torch.is_grad_enabled()
+            if not self._is_evaluating and (counter := self._active_counter) is not None:
+                counter.start()
 
     def leave(self, *_: Any) -> None:
         """End what `enter` has begun."""
@@ -79,6 +117,9 @@ class Residence:
         if self._depth == 0 and self._has_hooks:
             self._hooks.__exit__()
             self._has_hooks = False
+            self._is_evaluating = False
+            if (counter := self._active_counter) is not None:
+                counter.pause()
 
     def is_use(self) -> bool:
         """Return whether what happens now may use parameters: in a forward, a backward or `gathered`."""
@@ -87,6 +128,8 @@ class Residence:
     def begin_use(self, places: Sequence[ChunkPlace]) -> None:
         """Make sure that all values are present that a function is going to use."""
         needed = {place.chunk: place.name for place in places}
+        if self._is_strict:
+            self._check_fits(needed)
         for chunk, name in needed.items():
             self.fetch(chunk, needed)
             chunk.begin_use(name)
@@ -100,6 +143,8 @@ class Residence:
         for chunk, name in {place.chunk: place.name for place in places}.items():
             chunk.end_use()
             if self._num_gathered == 0 and chunk.take_write():
+                if chunk.is_apart and not chunk.is_cut:
+                    chunk.write_section()
                 if chunk.is_cut:
                     self._free(chunk)
                     raise RuntimeError(
@@ -116,15 +161,44 @@ class Residence:
             chunk: The chunk.
             needed: Chunks that have to stay.
         """
-        if chunk.whole is None:
-            self._make_room(chunk.num_bytes, needed)
-            chunk.hold(self._gather(chunk))
-        elif chunk.num_uses > 0:
+        if chunk.whole is not None and chunk.num_uses > 0:
             return chunk.whole  # it stays anyway, so how often it is used in the meantime leaves no trace
+        period = self._ask_guide(chunk, needed)
+        if period is not None:
+            self._let_go(other for other in list(self._present) if other.number not in period.present)
+        if chunk.whole is None:
+            if period is None and chunk not in self._coming:
+                self._make_room(chunk.num_bytes, needed)
+            chunk.hold(self._gather(chunk))
         self._present[chunk] = None
         self._present.move_to_end(chunk)
+        if period is not None:
+            self._fetch_ahead(period)
         assert chunk.whole is not None
         return chunk.whole
+
+    def keep_mean(self, chunk: Chunk, mean: torch.Tensor) -> torch.Tensor:
+        """Return this rank's section of a mean gradient where the states of its chunk lie."""
+        kept = chunk.keep_mean(mean)
+        if (counter := self._active_counter) is not None:
+            counter.forget(kept)
+        return kept
+
+    def end_iteration(self) -> Trace | None:
+        """Hear that the gradients of a step are complete; return what was recorded, if it was."""
+        return None if self.guide is None else self.guide.end_iteration()
+
+    def place(self, chunk: Chunk, home: Home, states_home: Home) -> None:
+        """Let the section of a chunk go to another tier; between two iterations.
+
+        Raises:
+            OSError: The disk has no room for it.
+        """
+        if (chunk.home, chunk.states_home) == (home, states_home):
+            return
+        if chunk.whole is not None:
+            self._free(chunk)
+        self._place(chunk, home, states_home)
 
     def hold(self, chunks: Sequence[Chunk]) -> None:
         """Gather chunks, in this order, and let them stay until `release`; collective."""
@@ -163,8 +237,8 @@ class Residence:
     def note_gradients(self, chunk: Chunk, *, all_have_come: bool) -> None:
         """Note that gradients of a chunk have come; with all of them this backward is through with it."""
         chunk.note_gradients(all_have_come=all_have_come)
-        is_held = self._num_gathered > 0 or chunk.num_uses > 0
-        if chunk.state is ChunkState.READY_FOR_REDUCE and chunk.is_cut and not is_held:
+        is_held = self._num_gathered > 0 or chunk.num_uses > 0 or self._has_plan
+        if chunk.state is ChunkState.READY_FOR_REDUCE and chunk.is_apart and not is_held:
             self._free(chunk)
 
     @contextmanager
@@ -185,9 +259,7 @@ class Residence:
             self._num_gathered -= 1
             self.release(chosen)
             self._share_writes(chosen)
-            for chunk in chosen:
-                if chunk.is_cut and chunk.num_uses == 0:
-                    self._free(chunk)
+            self._let_go(chosen)
 
     def share_writes(self) -> None:
         """Let all ranks have what one has written in the blocks that are under way; collective in these."""
@@ -195,13 +267,25 @@ class Residence:
 
     # Inside.
 
+    def _place(self, chunk: Chunk, home: Home, states_home: Home) -> None:
+        self._by_section.pop(chunk.section.untyped_storage()._cdata, None)
+        chunk.place(home, states_home)
+        self._by_section[chunk.section.untyped_storage()._cdata] = chunk
+
     def _gather(self, chunk: Chunk) -> torch.Tensor:
         """Return the values of all ranks' sections; collective."""
-        if not chunk.is_cut:
+        if not chunk.is_apart:
             return chunk.section
+        if chunk not in self._coming:
+            self._coming[chunk] = self._start_gather(chunk)
+        whole, wait = self._coming.pop(chunk)
+        wait()
+        return whole
+
+    def _start_gather(self, chunk: Chunk) -> tuple[torch.Tensor, Callable[[], object]]:
+        """Begin to gather; return where it goes, and the wait; collective."""
         self.num_gathers += 1
-        whole = torch.empty(chunk.layout.numel, dtype=chunk.section.dtype, device=chunk.section.device)
-        self._gather_into(whole, chunk)
+        whole = torch.empty(chunk.layout.numel, dtype=chunk.section.dtype, device=chunk.device)
         storage = whole.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         self._by_storage[key] = chunk
@@ -209,20 +293,25 @@ class Residence:
         self.peak_bytes = max(self.peak_bytes, self.present_bytes)
         # On the storage: one on the tensor would fire while a view of it still holds the memory.
         weakref.finalize(storage, self._forget_storage, key, size)
-        return whole
+        if (counter := self._active_counter) is not None:
+            counter.forget(whole)
+        return whole, self._start_gather_into(whole, chunk)
 
-    def _gather_into(self, whole: torch.Tensor, chunk: Chunk) -> None:
+    def _start_gather_into(self, whole: torch.Tensor, chunk: Chunk) -> Callable[[], object]:
         chunk.layout.section(whole, chunk.layout.axis.rank).copy_(chunk.section)
-        start_gather(whole, chunk.layout)()
+        chunk.tiers.give_back([chunk.section])
+        return start_gather(whole, chunk.layout)
 
     def _renew(self, chunk: Chunk) -> None:
         """Let go of what is out of date, or gather it anew for the blocks that hold it; collective then."""
-        if not chunk.is_cut or chunk.whole is None:
+        if chunk in self._coming:
+            self._coming.pop(chunk)[1]()
+        if not chunk.is_apart or chunk.whole is None:
             return
         if chunk.num_uses == 0:
             self._free(chunk)
             return
-        self._gather_into(chunk.whole, chunk)
+        self._start_gather_into(chunk.whole, chunk)()
         chunk.take_write()
 
     def _forget_storage(self, key: int, size: int) -> None:
@@ -231,13 +320,64 @@ class Residence:
 
     def _make_room(self, num_bytes: int, needed: Collection[Chunk]) -> None:
         """Let go of chunks that nobody uses, the least recently used first, until there is room."""
-        held = sum(chunk.num_bytes for chunk in self._present if chunk.is_cut)
+        held = sum(chunk.num_bytes for chunk in (*self._present, *self._coming) if chunk.is_apart)
         for chunk in list(self._present):
-            if held + num_bytes <= self._most_bytes:
+            if held + num_bytes <= self.most_bytes:
                 return
-            if chunk.is_cut and chunk.num_uses == 0 and chunk not in needed:
+            if chunk.is_apart and chunk.num_uses == 0 and chunk not in needed:
                 held -= chunk.num_bytes
                 self._free(chunk)
+
+    def _let_go(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            if chunk.is_apart and chunk.num_uses == 0 and chunk.whole is not None:
+                self._free(chunk)
+
+    def _check_fits(self, needed: Mapping[Chunk, str]) -> None:
+        """Refuse a function whose own chunks do not fit.
+
+        Raises:
+            ValueError: The chunks of `needed` are larger than the budget.
+        """
+        size = sum(chunk.num_bytes for chunk in needed if chunk.is_apart)
+        if size > self.most_bytes and self._num_gathered == 0:
+            raise ValueError(
+                f"a function takes {', '.join(list(needed.values())[:4])}, whose chunks are {size} bytes, "
+                f"and memory_budget leaves {self.most_bytes} for chunks: give {size - self.most_bytes} bytes "
+                "more, or smaller chunks (search_range_mb, min_chunk_size_mb)"
+            )
+
+    # What the guide knows.
+
+    def _is_model_data(self, storage: int) -> bool:
+        return storage in self._by_storage or storage in self._by_section
+
+    @property
+    def _active_counter(self) -> OtherBytes | None:
+        return self.guide.counter if self.guide is not None and self.guide.is_recording else None
+
+    @property
+    def _has_plan(self) -> bool:
+        return self.guide is not None and self.guide.is_followed
+
+    def _ask_guide(self, chunk: Chunk, needed: Collection[Chunk]) -> Period | None:
+        """Tell the guide of a use; return what it says, unless the use is no part of an iteration."""
+        if self.guide is None or self._num_gathered > 0 or self._is_evaluating:
+            return None
+        held = {other.number for other in self._present if other.num_uses > 0}
+        held |= {other.number for other in self._by_storage.values() if other.whole is None}
+        held -= {other.number for other in self._coming}
+        return self.guide.use(chunk.number, held | {other.number for other in needed})
+
+    def _fetch_ahead(self, period: Period) -> None:
+        """Start the gathers of the next use, and reading from disk for those after it."""
+        assert self.guide is not None
+        for number in period.ahead:
+            chunk = self.chunks[number]
+            if chunk.is_apart and chunk.whole is None and chunk not in self._coming:
+                self._coming[chunk] = self._start_gather(chunk)
+        tiers = self.chunks[0].tiers
+        tiers.expect(self.chunks[number].section for number in self.guide.coming())
 
     def _free(self, chunk: Chunk) -> None:
         chunk.free()
@@ -257,6 +397,8 @@ class Residence:
                 if rank == axis.size:
                     continue
                 assert chunk.whole is not None, "a chunk stays in the block that has gathered it"
+                if chunk.is_apart and not chunk.is_cut:
+                    chunk.write_section()
                 if chunk.is_cut:
                     dist.broadcast(chunk.whole, src=axis.ranks[rank], group=axis.group)
                     chunk.section.copy_(chunk.layout.section(chunk.whole, axis.rank))
@@ -273,6 +415,8 @@ class Residence:
             layout, index = place.chunk.layout, place.index
             return place.chunk, layout.shapes[index], layout.strides[index], layout.starts[index]
         chunk = self._by_storage.get(storage)
+        if chunk is None and self.guide is not None:  # a section that is the whole moves between iterations
+            chunk = self._by_section.get(storage)
         if chunk is None or chunk.whole is None or not _is_part_of(tensor, chunk.whole):
             return tensor
         return chunk, tensor.size(), tensor.stride(), tensor.storage_offset()

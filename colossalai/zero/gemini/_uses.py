@@ -59,7 +59,7 @@ class ChunkPlace:
         Raises:
             RuntimeError: The whole was written in a block of `gathered`, and sections do not know it yet.
         """
-        if self.chunk.is_cut and self.chunk.is_written:
+        if self.chunk.is_apart and self.chunk.is_written:
             raise RuntimeError(
                 f"{self.name}, or a parameter in its chunk, was written inside `with model.gathered():`, and "
                 "other ranks get what was written at the end: leave the block first, then save or load"
@@ -201,7 +201,7 @@ def _note_writes(params: Iterable[ChunkedParameter], versions: Iterable[int]) ->
     with torch._C.DisableTorchFunctionSubclass():
         for param, version in zip(params, versions, strict=True):
             if param._version != version:
-                torch.autograd.graph.increment_version(place_of(param).chunk.whole)
+                torch.autograd.graph.increment_version(place_of(param).view())
 
 
 def _params_among(*nests: Iterable[Any]) -> Iterator[ChunkedParameter]:
@@ -238,7 +238,12 @@ def _refuse_wrong_uses(func: Callable[..., Any], args: tuple[Any, ...], place: C
         refuse_transformations(f"{name} of {place.name}")
     is_in_place = name.endswith("_") and not name.endswith("__")
     first = args[0] if args else None
-    if is_in_place and is_chunked(first) and first.requires_grad and torch.is_grad_enabled():
+    if (
+        is_in_place
+        and isinstance(first, ChunkedParameter)
+        and first.requires_grad
+        and torch.is_grad_enabled()
+    ):
         raise RuntimeError(
             f"{name} of {place.name}: a leaf Variable that requires grad is being used in an in-place "
             "operation; write into it under torch.no_grad()"

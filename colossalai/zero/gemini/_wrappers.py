@@ -177,7 +177,8 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     Args:
         optim: Any optimizer that treats each element alone, such as HybridAdam; it is changed in place.
         module: What `GeminiDDP`, `ZeroDDP` or `zero_model_wrapper` returned.
-        gpu_margin_mem_ratio: 0; the part of the free device memory for optimizer states, once they move.
+        gpu_margin_mem_ratio: The part of the free device memory that optimizer states take, from the second
+            step on; no effect without an accelerator, where states have all that is free.
         initial_scale: First loss scale of precision "fp16"; so are all up to `max_scale`.
         min_scale: The scale does not shrink below it.
         growth_factor: Factor of the scale after `growth_interval` steps without overflow.
@@ -221,7 +222,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
             "verbose": verbose,
         }
         _check_is_zero_model(module)
-        GeminiOptions(gpu_margin_mem_ratio=gpu_margin_mem_ratio)  # which refuses it
+        GeminiOptions(gpu_margin_mem_ratio=gpu_margin_mem_ratio)  # which refuses what is out of range
         super().__init__(
             optim,
             model=module,
@@ -229,6 +230,9 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
             clip_grad_norm=clipping_norm,
             norm_type=norm_type,
         )
+        if gpu_margin_mem_ratio:
+            data: Any = module.data
+            data.set_state_margin(gpu_margin_mem_ratio)
 
 
 class GeminiAdamOptimizer(ZeroOptimizer):

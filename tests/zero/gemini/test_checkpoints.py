@@ -242,8 +242,9 @@ def test_float32_masters_follow_as_those_of_stage_2(tmp_path: Path) -> None:
     (chunks, *_), (stage_2, *_) = (
         run_ranks(low_precision, 2, method, tmp_path) for method in ("chunks", "zero2")
     )
+    # Means are float32 in chunks, and rounded to bfloat16 in stage 2: weights are a rounding apart.
     for found, expected in zip(chunks, stage_2, strict=True):
-        assert far(found, expected) == 0
+        assert far(found, expected) <= 2**-7
     assert far(chunks[2], chunks[0]) == 0
     assert far(chunks[1], chunks[0]) > 0
 

@@ -12,6 +12,7 @@ from colossalai.context import Mesh
 from colossalai.tensor import GradientSync
 from colossalai.zero._layout import FlatBucket
 from colossalai.zero.gemini._chunk import LEGAL_MOVES, Chunk, ChunkState
+from colossalai.zero.gemini._tiers import TierMemory
 
 pytestmark = pytest.mark.unit
 
@@ -20,7 +21,9 @@ def make_chunk() -> Chunk:
     axis = Mesh({"dp": 2}, rank=0).axis("dp")
     params = (nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2, 2)))
     layout = FlatBucket(params, (0, 3), ((0, 4), (4, 8)), torch.float32, True, GradientSync(axis, 2))
-    return Chunk(5, layout, names=("a.bias", "a.weight"), section=torch.ones(4))
+    return Chunk(
+        5, layout, names=("a.bias", "a.weight"), section=torch.ones(4), tiers=TierMemory(torch.device("cpu"))
+    )
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(ChunkState, repeat=2)))

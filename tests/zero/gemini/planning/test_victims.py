@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossalai.zero.gemini._trace import Trace
-from colossalai.zero.gemini._victims import (
+from colossalai.zero.gemini.planning._trace import Trace
+from colossalai.zero.gemini.planning._victims import (
     EXACT_CHUNKS,
     DoesNotFit,
     ResidencePlan,

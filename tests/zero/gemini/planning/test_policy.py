@@ -2,15 +2,17 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from colossalai.zero.gemini import InChunks
-from colossalai.zero.gemini._policy import Home, ModelData, Placement, PlacementPolicy, Tiers
-from colossalai.zero.gemini._trace import Trace
-from colossalai.zero.gemini._victims import ResidencePlan, plan_residence
+from colossalai.zero.gemini.planning._policy import Home, ModelData, Placement, PlacementPolicy, Tiers
+from colossalai.zero.gemini.planning._trace import Trace
+from colossalai.zero.gemini.planning._victims import ResidencePlan, plan_residence
 
 pytestmark = pytest.mark.unit
 
@@ -233,16 +235,19 @@ def test_the_number_in_a_refusal_would_do(name: str, trace: Trace | None) -> Non
     pytest.fail(f"still refused with {numbers}")
 
 
-def test_what_is_not_there_yet_is_refused_and_not_ignored() -> None:
-    for options in (
-        {"memory_budget": 1 << 30},
-        {"host_budget": 1 << 30},
-        {"offload_dir": "."},
-        {"placement_policy": "const"},
-        {"placement_policy": "nvme"},
+def test_what_no_tier_can_do_is_refused_before_the_model_changes(tmp_path: Path) -> None:
+    for options, words in (
+        ({"memory_budget": 1 << 30}, "nothing lies below memory: give offload_dir"),
+        ({"memory_budget": -1, "offload_dir": tmp_path}, "memory_budget=-1: it is a number of bytes"),
+        ({"host_budget": 1 << 30}, "without an accelerator memory is the compute tier: give memory_budget"),
+        ({"placement_policy": "const"}, "'const' has a fixed budget: give memory_budget"),
+        ({"placement_policy": "nvme"}, "'nvme' needs a disk: give offload_dir"),
+        ({"placement_policy": "nvme", "offload_dir": tmp_path}, "has no bound: give memory_budget"),
+        ({"offload_dir": "/proc/nowhere"}, "offload_dir is '/proc/nowhere', and no file can be made there"),
+        ({"warmup_ratio": 1.5}, "warmup_ratio=1.5: it is a part of memory"),
+        ({"keeps_grads": True, "offload_dir": tmp_path}, "offload_dir in a pipeline"),
     ):
-        name = next(iter(options))
-        with pytest.raises(ValueError, match=rf"{name}.*do not move between device, host and disk yet"):
-            InChunks(**options)
+        with pytest.raises(ValueError, match=words):
+            InChunks(**options).check(nn.Linear(2, 2), [], blocks=[], replicas=None)
     with pytest.raises(ValueError, match=r"placement_policy is 'gpu'; it must be one of \['cuda', 'cpu', "):
         InChunks(placement_policy="gpu")

@@ -21,8 +21,8 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from colossalai.zero.gemini._stays import Stay, StayRing
-from colossalai.zero.gemini._trace import Trace
+from colossalai.zero.gemini.planning._stays import Stay, StayRing
+from colossalai.zero.gemini.planning._trace import Trace
 
 EXACT_CHUNKS = 8
 EXACT_MOMENTS = 256

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossalai.zero.gemini._trace import (
+from colossalai.zero.gemini.planning._trace import (
     LEGAL_MOVES,
     Departure,
     Pursuit,

@@ -174,6 +174,11 @@ class TraceFollower:
         return self._pursuit
 
     @property
+    def is_recording(self) -> bool:
+        """Whether this iteration becomes the trace."""
+        return self._pursuit is Pursuit.RECORDING
+
+    @property
     def trace(self) -> Trace | None:
         """The trace, if the iteration is on it."""
         return self._trace if self._pursuit is Pursuit.FOLLOWING else None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from colossalai.zero.gemini._trace import Trace
+from colossalai.zero.gemini.planning._trace import Trace
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from colossalai.zero.gemini._trace import Trace
+from colossalai.zero.gemini.planning._trace import Trace
 
 
 class Home(enum.Enum):
@@ -150,6 +150,14 @@ class PlacementPolicy:
                 raise ValueError(f"{name}={ratio}: it is a part of memory, from 0 to 1")
         if self.name == "const" and self.memory_budget is None:
             raise ValueError("placement_policy='const' has a fixed budget: give memory_budget=<bytes>")
+
+    def check(self, tiers: Tiers) -> None:
+        """Refuse what has no effect, or no room, whatever the model.
+
+        Raises:
+            ValueError: A budget, or the policy, asks for a tier that is not there.
+        """
+        self._check_tiers(self._bounds(tiers))
 
     def place(self, data: ModelData, tiers: Tiers, trace: Trace | None = None) -> Placement:
         """Return the homes.

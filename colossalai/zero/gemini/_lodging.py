@@ -1,0 +1,151 @@
+"""Where the chunks of a model lie, and the plan of who is present: a policy, with the sizes of one model.
+
+All ranks that share chunks have the same plan, as it decides which collectives come when. So what is measured
+here (bytes beside chunks, of states, free on disk) is put together from all of them before it is used.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from colossalai.cluster import gather_values
+from colossalai.context import Axis
+from colossalai.zero._layout import FlatBucket
+from colossalai.zero.gemini._tiers import TierMemory
+from colossalai.zero.gemini.planning import (
+    DoesNotFit,
+    Home,
+    ModelData,
+    PlacementPolicy,
+    ResidencePlan,
+    Trace,
+    plan_residence,
+)
+
+_WIDE = 4  # bytes of an element in which an optimizer updates, at least
+_ASSUMED_STATES = 2  # tensors of an optimizer for each parameter, before it has made them: Adam's
+
+
+class Lodging:
+    """The homes of chunks.
+
+    Args:
+        layouts: The chunks, in the order of initialization; their parameters have memory still.
+        policy: The policy.
+        tiers: Where chunks may lie.
+        replicas: The ranks that plan together.
+
+    Attributes:
+        chunk_budget: Bytes of the compute tier for chunks that are present: at least two of them.
+
+    Raises:
+        ValueError: The policy does not suit the tiers, or a tier has too little room.
+    """
+
+    def __init__(
+        self, layouts: Sequence[FlatBucket], policy: PlacementPolicy, tiers: TierMemory, replicas: Axis
+    ) -> None:
+        self._policy = policy
+        self._replicas = replicas
+        self._layouts = layouts
+        self._item_sizes = [layout.params[0].element_size() for layout in layouts]
+        free = self._exchange([tiers.bounds[home] for home in tiers.bounds])
+        self._bounds = {
+            home: None if None in bounds else min(bounds)
+            for home, bounds in zip(tiers.bounds, zip(*free, strict=True), strict=True)
+        }
+        self._data = self._model_data([_ASSUMED_STATES * max(size, _WIDE) for size in self._item_sizes])
+        self._placement = policy.place(self._data, self._bounds)
+        self.chunk_budget = self._bytes_for_chunks(None)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether there is a budget, so that an iteration is worth recording."""
+        return bool(self._layouts) and self._budget(None) is not None
+
+    def set_state_margin(self, ratio: float) -> None:
+        """Let states have a part of what sections leave of the compute tier, from the next plan on."""
+        self._policy = replace(self._policy, gpu_margin_mem_ratio=ratio)
+
+    def homes_of(self, number: int) -> tuple[Home, Home]:
+        """Return the home of a chunk's section, and that of its states."""
+        section, states = self._placement.sections[number], self._placement.states[number]
+        is_trained = self._layouts[number].params[0].requires_grad
+        has_master = self._item_sizes[number] < _WIDE
+        if is_trained and not has_master and Home.HOST in (section, states) and section is not states:
+            section = states  # the optimizer updates the section itself, so both lie on one device
+        return section, states
+
+    def plan(
+        self, trace: Trace, state_bytes: Mapping[FlatBucket, float], names: Sequence[Sequence[str]]
+    ) -> ResidencePlan:
+        """Choose homes anew from a trace, and plan who is present when; collective.
+
+        Args:
+            trace: The iteration of this rank.
+            state_bytes: For each trained chunk the bytes of states of an element that this rank updates.
+            names: The names of the parameters of each chunk.
+
+        Raises:
+            ValueError: A function and what is there beside it take more than the budget; or ranks have used
+                chunks in different orders.
+        """
+        per_element = [state_bytes.get(layout, 0.0) for layout in self._layouts]
+        held = [sorted(beside) for beside in trace.held]
+        everywhere = self._exchange((list(trace.uses), list(trace.other_bytes), held, per_element))
+        for uses, other_bytes, its_held, its_bytes in everywhere:
+            if tuple(uses) != trace.uses:
+                raise ValueError(
+                    "ranks have used parameters in different orders in the first iteration: gather the "
+                    "modules in which they differ as a whole (whole_modules=[...])"
+                )
+            trace = trace.covering(Trace(trace.uses, tuple(other_bytes), tuple(map(frozenset, its_held))))
+            per_element = list(map(max, per_element, its_bytes))
+        self._data = self._model_data(per_element)
+        self._placement = self._policy.place(self._data, self._bounds, trace)
+        budget = self._budget(trace)
+        sizes = self._placement.bytes_when_present(self._data)
+        written = [number for number, layout in enumerate(self._layouts) if layout.params[0].requires_grad]
+        plan = plan_residence(trace, sizes, budget, out_of_date=written)
+        if isinstance(plan, DoesNotFit):
+            at_home = self._placement.bytes_at(Home.COMPUTE, self._data)
+            raise ValueError(
+                f"the use of {', '.join(names[plan.chunk][:3])} takes {plan.needed_bytes} bytes with what is "
+                f"there beside it, and memory_budget leaves {plan.allowed_bytes}: "
+                f"memory_budget={plan.needed_bytes + at_home} would do, or smaller batches"
+            )
+        self.chunk_budget = self._bytes_for_chunks(trace)
+        return plan
+
+    def _bytes_for_chunks(self, trace: Trace | None) -> int:
+        """Return the bytes of the compute tier for chunks that are present, where nothing is planned."""
+        budget = self._budget(trace)
+        if budget is None:
+            return self._data.two_chunks
+        beside = 0 if trace is None else max(trace.other_bytes, default=0)
+        return max(self._data.two_chunks, budget - beside)
+
+    def _budget(self, trace: Trace | None) -> int | None:
+        """Return the bytes for chunks that are present, and with a trace what is beside them; None: no bound.
+
+        Without `memory_budget` two chunks are present, which is what stage 3 promises.
+        """
+        if self._policy.memory_budget is None and self._policy.name not in ("auto", "nvme"):
+            return None
+        return self._policy.chunk_budget(self._placement, self._data, self._bounds, trace)
+
+    def _model_data(self, state_bytes: Sequence[float]) -> ModelData:
+        """Return the sizes of chunks, sections and states, these with mean gradients and masters."""
+        chunks, sections, states = [], [], []
+        for layout, item, per_element in zip(self._layouts, self._item_sizes, state_bytes, strict=True):
+            section = max(layout.section_sizes)
+            chunks.append(layout.numel * item)
+            sections.append(section * item)
+            wide = max(item, _WIDE)
+            its_own = wide + (wide if item < wide else 0) + per_element  # the mean, and a master
+            states.append(int(section * its_own) if layout.params[0].requires_grad else 0)
+        return ModelData(tuple(chunks), tuple(sections), tuple(states))
+
+    def _exchange(self, value: Any) -> list[Any]:
+        """Return the values of all ranks that plan together; collective."""
+        return [value] if self._replicas.size == 1 else gather_values(value, self._replicas.group)

@@ -1,0 +1,13 @@
+"""Plans of residence: what an iteration does, where chunks have their home, and who leaves for whom."""
+
+from colossalai.zero.gemini.planning._guide import Guide as Guide
+from colossalai.zero.gemini.planning._guide import OtherBytes as OtherBytes
+from colossalai.zero.gemini.planning._policy import PLACEMENT_POLICIES as PLACEMENT_POLICIES
+from colossalai.zero.gemini.planning._policy import Home as Home
+from colossalai.zero.gemini.planning._policy import ModelData as ModelData
+from colossalai.zero.gemini.planning._policy import PlacementPolicy as PlacementPolicy
+from colossalai.zero.gemini.planning._trace import Trace as Trace
+from colossalai.zero.gemini.planning._victims import DoesNotFit as DoesNotFit
+from colossalai.zero.gemini.planning._victims import Period as Period
+from colossalai.zero.gemini.planning._victims import ResidencePlan as ResidencePlan
+from colossalai.zero.gemini.planning._victims import plan_residence as plan_residence

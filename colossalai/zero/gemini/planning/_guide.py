@@ -1,0 +1,168 @@
+"""The guide of a residence: what the first iteration showed, and the plan that is followed from then on.
+
+[Note: what is not model data]
+What a step takes beside chunks (activations, gradients under way, temporary results) is counted by storages,
+in the one iteration that is recorded: a dispatch mode sees each tensor that a function of torch returns, and
+a finalizer on its storage says when the memory is free. Resident size would count what an allocator keeps.
+
+The mode is on from the first forward of the iteration until its gradients are asked for, so that the loss and
+the backward are seen, too. Modes are a stack: where somebody else's is on, ours is off after each forward.
+"""
+
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _get_current_dispatch_mode,
+    _len_torch_dispatch_stack,
+)
+from torch.utils._pytree import tree_leaves
+
+from colossalai.logging import get_dist_logger
+from colossalai.zero.gemini.planning._trace import Departure, Trace, TraceFollower
+from colossalai.zero.gemini.planning._victims import Period, ResidencePlan
+
+_LOOKS_AHEAD = 2  # periods of which the system is asked to read what lies on disk
+
+
+class OtherBytes(TorchDispatchMode):
+    """Counts the memory of tensors that functions of torch make; see [Note: what is not model data].
+
+    Args:
+        device: Where the memory counts.
+        is_model_data: Whether a storage, by its address as an object, is one of chunks.
+    """
+
+    def __init__(self, device: torch.device, is_model_data: Callable[[int], bool]) -> None:
+        super().__init__()
+        self._device_type = device.type
+        self._is_model_data = is_model_data
+        self._alive: dict[int, int] = {}
+        self._bytes = self._peak = 0
+        self._is_on = False
+
+    def start(self) -> None:
+        """Begin to count."""
+        if not self._is_on:
+            self._is_on = True
+            self._is_alone = _len_torch_dispatch_stack() == 0
+            self.__enter__()
+
+    def pause(self) -> None:
+        """Stop after a forward, if the mode may not stay: another one is on, or the forward has failed."""
+        if not self._is_alone or sys.exc_info()[0] is not None:
+            self.stop()
+
+    def stop(self) -> None:
+        """Stop counting; what has been seen is still known."""
+        if self._is_on and _get_current_dispatch_mode() is self:
+            self._is_on = False
+            self.__exit__(None, None, None)
+
+    def take_peak(self) -> int:
+        """Return the most bytes since this was asked."""
+        peak, self._peak = self._peak, self._bytes
+        return peak
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Let a tensor not count, which has become model data."""
+        self._forget(tensor.untyped_storage()._cdata)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device_type:
+                self._see(leaf)
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._alive or self._is_model_data(key):
+            return
+        # Memory of somebody else (a mapped file, a segment) is not all taken by the tensor that lies in it.
+        size = storage.nbytes() if storage.resizable() else tensor.numel() * tensor.element_size()
+        self._alive[key] = size
+        self._bytes += size
+        self._peak = max(self._peak, self._bytes)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self._bytes -= self._alive.pop(key, 0)
+
+
+class Guide:
+    """Says at each use who is to be dropped and fetched, once an iteration has been recorded.
+
+    Args:
+        counter: What counts other memory while an iteration is recorded; None: nothing does.
+    """
+
+    def __init__(self, counter: OtherBytes | None) -> None:
+        self.counter = counter
+        self._follower = TraceFollower()
+        self._plan: ResidencePlan | None = None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether the iteration will be a trace."""
+        return self._follower.is_recording
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether there is a plan, and the iteration goes as it was planned."""
+        return self._plan is not None and self._follower.trace is not None
+
+    def use(self, chunk: int, held: Collection[int]) -> Period | None:
+        """Hear of a use; return what the plan does there, None where nothing is planned.
+
+        Args:
+            chunk: The number of the chunk.
+            held: Others that cannot be dropped now.
+        """
+        if self.counter is not None and self.is_recording:
+            self._follower.sample(self.counter.take_peak())
+        self._tell(self._follower.use(chunk, held))
+        if self._plan is None or self._follower.trace is None:
+            return None
+        return self._plan.periods[self._follower.moment]
+
+    def coming(self) -> Iterator[int]:
+        """Yield the chunks that the plan fetches soon after the last use."""
+        assert self._plan is not None, "a plan is followed"
+        begin = self._follower.moment + 1
+        for period in self._plan.periods[begin : begin + _LOOKS_AHEAD]:
+            yield from (*period.fetch, *period.ahead)
+
+    def end_iteration(self) -> Trace | None:
+        """Hear that the iteration is over; return its trace if it was recorded, to be planned from."""
+        if self.counter is not None:
+            self.counter.stop()
+            if self.is_recording:
+                self._follower.sample(self.counter.take_peak())
+        was_recording = self.is_recording
+        self._tell(self._follower.end_iteration())
+        return self._follower.trace if was_recording else None
+
+    def follow(self, plan: ResidencePlan) -> None:
+        """Follow a plan that was made from the trace."""
+        self._plan = plan
+
+    def _tell(self, departure: Departure | None) -> None:
+        if departure is not None:
+            get_dist_logger().info(
+                f"chunks: {departure}; the least recently used go until a whole iteration is recorded again",
+                ranks=[0],
+            )

@@ -1,0 +1,141 @@
+"""Tiers: memory of files, and chunks that lie on disk or below the device train as those in memory do."""
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+from colossalai.core import global_context as gpc
+from colossalai.testing import check_parity
+from colossalai.zero.gemini._tiers import TierMemory
+from colossalai.zero.gemini._uses import place_of
+from colossalai.zero.gemini.planning._policy import Home
+from tests.ranks import run_ranks
+from tests.zero.gemini.test_parity import bert, case_of, gpt, gpt2, through_booster
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def mapped_bytes() -> int:
+    """Return how much of mapped files is in memory of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
+
+
+@pytest.mark.unit
+def test_what_lies_on_disk_is_a_tensor_whose_memory_can_be_given_back(tmp_path: Path) -> None:
+    tiers = TierMemory(CPU, offload_dir=tmp_path / "new")
+    assert set(tiers.bounds) == {Home.COMPUTE, Home.DISK}
+    values = torch.randn(8 * MIB // 4)
+    kept = tiers.keep(values, Home.DISK)
+    odd = tiers.keep(torch.arange(7), Home.DISK)
+    assert not list((tmp_path / "new").iterdir())  # a file has no name, and cannot be left behind
+    assert tiers.keep(kept, Home.DISK) is kept
+    assert tiers.keep(kept[3:9], Home.DISK).data_ptr() == kept[3:9].data_ptr()
+    assert torch.equal(kept, values)
+    kept += 1
+    before = mapped_bytes()
+    tiers.give_back([kept, odd])
+    assert mapped_bytes() <= before - 7 * MIB
+    tiers.expect([kept, values])
+    assert torch.equal(kept, values + 1)
+    assert odd.tolist() == list(range(7))
+    back = tiers.keep(kept, Home.COMPUTE)
+    assert back.data_ptr() != kept.data_ptr()
+    assert torch.equal(back, kept)
+    assert tiers.keep(back, Home.COMPUTE) is back
+    empty = tiers.keep(torch.empty(0, 3), Home.DISK)
+    assert empty.shape == (0, 3)
+    large = [tiers.keep(torch.full((9 * MIB,), float(n)), Home.DISK) for n in range(4)]  # of several files
+    assert [int(tensor[-1]) for tensor in large] == [0, 1, 2, 3]
+    tiers.give_back(large)
+
+
+@pytest.mark.unit
+def test_a_disk_without_room_is_an_error_with_the_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = TierMemory(CPU, offload_dir=tmp_path)
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(OSError, match=r"No space left .*67108864 bytes needed, \d+ free in"):
+        tiers.keep(torch.ones(3), Home.DISK)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="no file can be made there"):
+        TierMemory(CPU, offload_dir=tmp_path / "file")
+
+
+POLICIES: list[dict[str, Any]] = [
+    {"placement_policy": "cpu"},
+    {"placement_policy": "cuda"},
+    {"placement_policy": "cuda", "memory_budget": 2**30},
+    {"placement_policy": "const", "memory_budget": 40_000},  # and what an iteration needs at least
+    {"placement_policy": "auto", "memory_budget": 25_000},
+    {"placement_policy": "nvme", "memory_budget": 10_000},
+]
+
+
+def of_policies(build: Callable[[], nn.Module], folder: str, accumulation: int, least: int) -> list[Any]:
+    """Train with each policy as one process does; return losses, homes and gathers of each."""
+    colossalai.launch_from_torch({}, verbose=False)
+    found = []
+    for policy in POLICIES:
+        case = case_of(build, max_norm=0.1)
+        options = {**policy, "min_chunk_size_mb": 0.0005, "recompute": True}
+        if "memory_budget" in policy:
+            options["offload_dir"] = folder
+            options["memory_budget"] += least
+        models = []
+
+        def apply(model: nn.Module, case: Any = case, options: Any = options, models: Any = models) -> Any:
+            subject = through_booster(case, options, accumulation, model)
+            models.append(model)
+            return subject
+
+        losses = check_parity(case, apply)
+        residence = place_of(next(iter(models[0].parameters()))).residence
+        found.append(
+            (
+                losses,
+                [chunk.home.name for chunk in residence.chunks],
+                [chunk.states_home.name for chunk in residence.chunks],
+                residence.guide is not None and residence.guide.is_followed,
+                residence.num_gathers,
+            )
+        )
+    gpc.destroy()
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(
+    ("build", "num_ranks", "accumulation", "least"),
+    [(gpt2, 1, 2, 235_000), (gpt, 2, 2, 100_000), (bert, 4, 1, 75_000)],
+    ids=["gpt2", "gpt", "bert"],
+)
+def test_all_policies_train_as_one_process(
+    build: Callable[[], nn.Module], num_ranks: int, accumulation: int, least: int, tmp_path: Path
+) -> None:
+    if build is not gpt:
+        pytest.importorskip("transformers")
+    for found in run_ranks(of_policies, num_ranks, build, str(tmp_path), accumulation, least):
+        assert len({tuple(losses) for losses, *_ in found}) == 1  # bit for bit
+        for policy, (_, _, states_homes, is_followed, _) in zip(POLICIES, found, strict=True):
+            assert is_followed == ("memory_budget" in policy)
+            lies_on_disk = policy["placement_policy"] in ("const", "auto", "nvme")
+            assert ("DISK" in states_homes) == lies_on_disk
+        num_gathers = [gathers for *_, gathers in found]
+        assert (
+            num_gathers[2] < num_gathers[3] <= num_gathers[5] or num_ranks == 1
+        )  # nothing that fits is moved
+        assert "DISK" in found[5][1]  # sections, too
