@@ -6,7 +6,7 @@ the package: the rest; `context` switches the watchdog and the debug mode on and
 | word | what it is |
 | --- | --- |
 | section | a part of a step that says what it is: "the forward", "data loading" |
-| meeting | a section in which a thread waits for other ranks without a collective |
+| meeting | a section in which a thread waits for other ranks by other means than one collective |
 | channel | a process group's collectives, or the messages from one rank to another; each is counted |
 | alarm, notice | set in the store by a rank that has waited too long: for a report, or for one line |
 | rank report | what a rank says at an alarm: where it waits, what it has issued, its stacks |
@@ -15,6 +15,7 @@ the package: the rest; `context` switches the watchdog and the debug mode on and
 """
 
 from colossalai.monitor._collective_check import CollectiveCheck as CollectiveCheck
+from colossalai.monitor._flight_recorder import STAMPED_TAGS as STAMPED_TAGS
 from colossalai.monitor._flight_recorder import CallRecord as CallRecord
 from colossalai.monitor._flight_recorder import records as records
 from colossalai.monitor._mismatch import DisagreementError as DisagreementError

@@ -25,10 +25,12 @@ class Diagnosis:
     Attributes:
         lines: One for every rank to blame, the most certain first.
         blamed: Those ranks.
+        seconds: How long somebody has waited for it, if not for the watchdog's timeout.
     """
 
     lines: tuple[str, ...]
     blamed: tuple[int, ...] = field(default=())
+    seconds: float | None = None
 
 
 def diagnose(

@@ -32,6 +32,8 @@ _NUM_COLLECTIVES = 500  # torch keeps 2000 of them: to write those down takes se
 _NUM_MESSAGES = 64
 _NUM_OF_A_GROUP = 64
 _SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
+STAMPED_TAGS = 1 << 30
+"""A message with a tag from here on is known by it, whatever came before; it is a part of a meeting."""
 _native: Any = torch._C._distributed_c10d
 
 
@@ -51,6 +53,8 @@ class Issued:
         seconds: How long ago it was issued.
         thread: The thread that issued it.
         where: Of what it is a part, if not of what its group is.
+        patience: See `meeting`.
+        advice: See `meeting`.
     """
 
     op: str
@@ -64,6 +68,8 @@ class Issued:
     seconds: float
     thread: int
     where: str = ""
+    patience: float | None = None
+    advice: str = ""
 
 
 class RecordedCall:
@@ -229,10 +235,10 @@ def group_members() -> dict[str, tuple[int, ...]]:
 
 
 def awaited_meetings() -> list[Issued]:
-    """Return the meetings without a collective that this rank waits in."""
+    """Return the meetings that this rank waits in."""
     return [
         Issued(
-            op="step",
+            op=item.op,
             group=item.channel,
             channel=item.channel,
             number=item.number,
@@ -243,6 +249,8 @@ def awaited_meetings() -> list[Issued]:
             seconds=time.monotonic() - item.start,
             thread=thread,
             where=f"of {item.name}",
+            patience=item.patience,
+            advice=item.advice,
         )
         for thread, item in meetings().items()
     ]
@@ -326,6 +334,10 @@ class MessageRecord:
         with replaced(dist.ProcessGroup, makers), replaced(dist.Work, {"wait": self._noting_wait}):
             yield
 
+    def waiting_threads(self) -> set[int]:
+        """Return the threads that are inside of the wait for a work, of a message or of a collective."""
+        return {thread for thread, _ in list(self._awaited.values())}
+
     def messages(self) -> list[Issued]:
         """Return those that a thread waits for, oldest first."""
         now = time.monotonic()
@@ -350,7 +362,7 @@ class MessageRecord:
     def _noting(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def note(group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
             work = original(group, tensors, peer, tag)
-            if work is not None:
+            if work is not None and tag < STAMPED_TAGS:
                 self._note(op, group, tensors, peer, work)
             return work
 

@@ -78,7 +78,7 @@ def write_notice(
     new = [(rank, wait) for rank, wait in waits if (wait.channel, wait.number) not in told]
     told.update((wait.channel, wait.number) for _, wait in new)
     if new:
-        _, longest = max(new, key=lambda item: item[1].seconds)
+        _, longest = max(new, key=lambda item: (item[1].patience is not None, item[1].seconds))
         ranks = [rank for rank, wait in new if is_same_wait(wait, longest)]
         verb, seconds = "wait" if len(ranks) > 1 else "waits", longest.seconds
         where = f"{longest.describe()} ({reports[ranks[0]].activity})"

@@ -6,6 +6,13 @@ walk over its callers. The graph knows: from the tensors that the backward began
 frame of the waiting thread or of the one that waits for it, to the node that hangs. The module that is named
 holds the parameters of that node, or else the nearest ones of what has used its result in the forward. An
 autograd function may still note it itself, with `current_module`.
+
+[Note: what a script is held by]
+That a collective is not complete says little: it may run beside the script. A script is held by others if its
+thread is inside of the wait for a work, of a call through shared memory, or of a meeting. Of a meeting and of
+a message one sees which; else it is one of the collectives that are not complete. The thread counts only if
+it is in the same frame before all of that is looked up, and after it. How far the rank has come is asked
+later still: so it has not come further than it says before it was held. `_deadlock.py` relies on that.
 """
 
 import dataclasses
@@ -48,6 +55,7 @@ _OUR_THREADS = "colossalai-"  # begins the name of each: they are not what hangs
 _MOST_NODES = 200_000  # of an autograd graph that are looked at
 _NEAR = 2  # steps between a node and the parameters that tell where it belongs
 _NUM_RECENT = 8  # collectives of each group that a rank tells of
+_BLOCKING_CALLS = f"{PACKAGE_FOLDER}/communication/shared_memory/"
 
 # What code is about, by where it stands; looked at from the inside of a stack to the outside.
 _SUBJECTS = (
@@ -74,6 +82,8 @@ class Waiting:
         dtypes: Their types.
         seconds: How long ago it was issued.
         module: The name of the innermost module at work, where there is one.
+        patience: See `meeting`.
+        advice: See `meeting`.
     """
 
     op: str
@@ -85,6 +95,8 @@ class Waiting:
     dtypes: tuple[str, ...]
     seconds: float
     module: str | None
+    patience: float | None = None
+    advice: str = ""
 
     def describe(self) -> str:
         """Name it: "all_reduce #118 of axis tp in blocks.2.attn"."""
@@ -108,8 +120,10 @@ class RankReport:
         host: The name of its machine.
         pid: Its process.
         activity: What follows the words "rank 3"; for a rank that waits, where it is nevertheless.
-        waiting: What it has issued and is not complete, oldest first.
+        waiting: What it has issued and is not complete: meetings, then the rest, oldest first.
+        held: Those of them in one of which its script waits; none while the script gets on by itself.
         reached: How far it has come in every channel.
+        met: By channel, the last meeting that it has come to.
         recent: For every group its last collectives: number, name, shapes.
         stacks: The Python stacks of its threads.
         overdue: What it has been in for longer than allowed.
@@ -122,7 +136,9 @@ class RankReport:
     pid: int
     activity: str
     waiting: tuple[Waiting, ...] = ()
+    held: tuple[Waiting, ...] = ()
     reached: dict[str, int] = dataclasses.field(default_factory=dict)
+    met: dict[str, str] = dataclasses.field(default_factory=dict)
     recent: dict[str, list[tuple[int, str, tuple[tuple[int, ...], ...]]]] = dataclasses.field(
         default_factory=dict
     )
@@ -140,22 +156,14 @@ class RankReport:
     def from_json(text: str | bytes) -> "RankReport":
         """Return what `to_json` has written."""
         fields = json.loads(text)
-        waiting = tuple(
-            Waiting(
-                partners=tuple(item.pop("partners")),
-                shapes=_tuples(item.pop("shapes")),
-                dtypes=tuple(item.pop("dtypes")),
-                **item,
-            )
-            for item in fields["waiting"]
-        )
+        waiting, held = (tuple(map(_waiting_from, fields[name])) for name in ("waiting", "held"))
         recent = {
             group: [(number, op, _tuples(shapes)) for number, op, shapes in entries]
             for group, entries in fields["recent"].items()
         }
         gone = {int(rank): how for rank, how in fields["gone"].items()}
         signatures = {int(rank): from_plain(items) for rank, items in fields["signatures"].items()}
-        read = {"waiting": waiting, "recent": recent, "gone": gone, "signatures": signatures}
+        read = {"waiting": waiting, "held": held, "recent": recent, "gone": gone, "signatures": signatures}
         return RankReport(**{**fields, **read})
 
 
@@ -184,13 +192,19 @@ def report_of_this_rank(
         gone: What is known of the processes of other ranks.
         signatures: The last collectives, of this rank and of those.
     """
+    frames = _frames()  # before the rest; see [Note: what a script is held by]
     issued = collectives(since=since)
-    ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith(_OUR_THREADS)}
-    frames = {thread: frame for thread, frame in sys._current_frames().items() if thread not in ours}
-    pending = [item for item in issued if item.is_pending] + record.messages() + awaited_meetings()
+    pending = [item for item in issued if item.is_pending]
+    messages, awaited = record.messages(), awaited_meetings()
     members = group_members()
-    waiting = tuple(_waiting(item, frames.get(item.thread), axis_of, members) for item in pending)
-    reached = {**record.counts, **meetings_reached()}
+
+    def describe(items: list[Issued]) -> tuple[Waiting, ...]:
+        return tuple(_waiting(item, frames.get(item.thread), axis_of, members) for item in items)
+
+    held = describe(_held(frames, record, awaited=awaited, messages=messages, pending=pending))
+    waiting = describe([*awaited, *pending, *messages])
+    met = meetings_reached()
+    reached = {**record.counts, **{channel: item.number for channel, item in met.items()}}
     recent: dict[str, list[tuple[int, str, tuple[tuple[int, ...], ...]]]] = {}
     for item in issued:
         reached[item.channel] = max(reached.get(item.channel, 0), item.number)
@@ -202,12 +216,59 @@ def report_of_this_rank(
         pid=pid,
         activity=_activity(main, frames.get(main)) + _waits_of_others(main),
         waiting=waiting,
+        held=held,
         reached=reached,
+        met={channel: f"{item.op} #{item.number} of {item.name}" for channel, item in met.items()},
         recent={group: entries[-_NUM_RECENT:] for group, entries in recent.items()},
         stacks="\n".join(_stacks(frames)),
         overdue=overdue,
         gone=gone,
         signatures=signatures,
+    )
+
+
+def _frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread that is not ours."""
+    ours = {thread.ident for thread in threading.enumerate() if thread.name.startswith(_OUR_THREADS)}
+    return {thread: frame for thread, frame in sys._current_frames().items() if thread not in ours}
+
+
+def _held(
+    frames: dict[int, FrameType],
+    record: MessageRecord,
+    *,
+    awaited: list[Issued],
+    messages: list[Issued],
+    pending: list[Issued],
+) -> list[Issued]:
+    """Return what the script waits for, one of these; nothing if it gets on by itself.
+
+    See [Note: what a script is held by].
+
+    Args:
+        frames: Where the threads were before the others were looked up.
+        record: The messages.
+        awaited: The meetings in which a thread waits.
+        messages: The messages that a thread waits for.
+        pending: The collectives that are not complete.
+    """
+    main = threading.main_thread().ident or 0
+    innermost = frames.get(main)
+    if innermost is None:
+        return []
+    in_waits = record.waiting_threads() | {
+        thread for thread, frame in frames.items() if frame.f_code.co_filename.startswith(_BLOCKING_CALLS)
+    }
+    in_waits.update(item.thread for item in awaited)
+    thread = main
+    if innermost.f_code.co_name == "_engine_run_backward":  # on a device, a thread of the engine waits
+        thread = next((other for other in frames if other in in_waits), main)
+    if thread not in in_waits or _frames().get(thread) is not frames[thread]:
+        return []
+    return (
+        [item for item in awaited if item.thread == thread]
+        or [item for item in messages if item.thread == thread]
+        or pending
     )
 
 
@@ -231,7 +292,14 @@ def _waiting(
         dtypes=item.dtypes,
         seconds=item.seconds,
         module=_current_module(frame) if inside else None,
+        patience=item.patience,
+        advice=item.advice,
     )
+
+
+def _waiting_from(fields: dict[str, Any]) -> Waiting:
+    partners, shapes, dtypes = (fields.pop(name) for name in ("partners", "shapes", "dtypes"))
+    return Waiting(partners=tuple(partners), shapes=_tuples(shapes), dtypes=tuple(dtypes), **fields)
 
 
 def _activity(thread: int, frame: FrameType | None) -> str:

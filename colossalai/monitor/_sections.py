@@ -33,13 +33,13 @@ class _Known:
     Attributes:
         sections: By thread, the sections that it is in, the innermost last: name, since when, whether a wait.
         meetings: By thread, the meeting that it waits in.
-        reached: By channel, the last meeting.
+        reached: By channel, the last meeting that a thread has come to.
         models: Those whose modules have names.
     """
 
     sections: dict[int, list[tuple[str, float, bool]]] = field(default_factory=dict)
     meetings: dict[int, "meeting"] = field(default_factory=dict)
-    reached: dict[str, int] = field(default_factory=dict)
+    reached: dict[str, "meeting"] = field(default_factory=dict)
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
 
@@ -72,23 +72,43 @@ class section:
 
 
 class meeting(section):
-    """A section in which this thread waits for other ranks without a collective, over the store say.
+    """A section in which this thread waits for other ranks by other means than one collective.
 
     Args:
-        name: Of what it is a step.
+        name: Of what it is a part.
         channel: Of all meetings that follow one another, in the same order on all ranks.
         number: Which of them; it grows.
         partners: The global ranks that meet.
+        op: What each of them is called.
+        patience: Seconds after which all ranks are asked where they are, again and again. It is an error if
+            those that are missing cannot come any more; None: only the watchdog's timeout ends the wait.
+        advice: A sentence for that error.
     """
 
-    def __init__(self, name: str, *, channel: str, number: int, partners: Sequence[int]) -> None:
-        super().__init__(name)
+    def __init__(
+        self,
+        name: str,
+        *,
+        channel: str,
+        number: int,
+        partners: Sequence[int],
+        op: str = "step",
+        patience: float | None = None,
+        advice: str = "",
+    ) -> None:
+        super().__init__(name if op == "step" else f"a {op}")
         self.name, self.channel, self.number, self.partners = name, channel, number, tuple(partners)
+        self.op, self.patience, self.advice = op, patience, advice
         self.start = time.monotonic()
+
+    def come(self) -> None:
+        """Say that this rank has come: the others do not wait for it, though it may not wait for them yet."""
+        _known.reached[self.channel] = self
 
     def __enter__(self) -> None:
         super().__enter__()
-        _known.reached[self.channel] = self.number
+        self.start = time.monotonic()
+        self.come()
         _known.meetings[threading.get_ident()] = self
 
     def __exit__(self, *error: object) -> None:
@@ -108,8 +128,13 @@ def meetings() -> dict[int, meeting]:
     return dict(_known.meetings)
 
 
-def meetings_reached() -> dict[str, int]:
-    """Return how many meetings this rank has come to, by channel."""
+def forget_meetings() -> None:
+    """Forget how far this rank has come, in a job before this one: channels begin anew."""
+    _known.reached.clear()
+
+
+def meetings_reached() -> dict[str, meeting]:
+    """Return the last meetings that this rank has come to, by channel."""
     return dict(_known.reached)
 
 

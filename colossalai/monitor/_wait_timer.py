@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from colossalai.monitor._flight_recorder import MessageRecord, progress
-from colossalai.monitor._sections import innermost_sections, meetings
+from colossalai.monitor._sections import innermost_sections, meeting, meetings
 
 
 @dataclass
@@ -35,6 +35,7 @@ class WaitTimer:
         self._forgiven: dict[str, object] = {}
         self._noticed: dict[str, object] = {}
         self._steps: set[str] = set()  # names of sections that wait for nobody
+        self._asked = self._last_look  # when the ranks were last asked where they are
 
     def look(self, look_s: float) -> None:
         """Look what has moved.
@@ -65,6 +66,16 @@ class WaitTimer:
         late = [name for name in self._late(seconds, self._noticed) if name not in self._steps]
         return f"has been in {late[0]} for more than {seconds:g} s" if late else ""
 
+    def is_impatient(self) -> bool:
+        """Return whether a meeting asks for word of the others: it has had none for as long as it says."""
+        now = time.monotonic()
+        return any(
+            item.patience is not None
+            and now - max(item.start, self._asked) > item.patience
+            and self._forgiven.get(_name(item)) != (thread, item.number)
+            for thread, item in meetings().items()
+        )
+
     def forgive(self) -> None:
         """Raise no second alarm for what has not moved up to now."""
         self._forgiven = self._pending()
@@ -72,6 +83,7 @@ class WaitTimer:
     def take_notice(self) -> None:
         """Ask for no second notice of what has not moved up to now."""
         self._noticed = self._pending()
+        self._asked = time.monotonic()
 
     def _pending(self) -> dict[str, object]:
         return {name: wait.mark for name, wait in self._waits.items()}
@@ -97,5 +109,9 @@ class WaitTimer:
             if self._watches_sections or section.is_wait:
                 marks[section.name] = (section.thread, section.start)
         for thread, item in meetings().items():
-            marks[f"a step of {item.name}"] = (thread, item.number)
+            marks[_name(item)] = (thread, item.number)
         return marks
+
+
+def _name(item: meeting) -> str:
+    return f"a {item.op} of {item.name}"

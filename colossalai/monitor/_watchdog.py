@@ -36,6 +36,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from colossalai.monitor._deadlock import Left, deadlock
 from colossalai.monitor._diagnosis import Diagnosis, diagnose
 from colossalai.monitor._flight_recorder import MessageRecord, prepare_recorder
 from colossalai.monitor._hang_report import flush_output, write_notice, write_report
@@ -54,6 +55,7 @@ from colossalai.monitor._peer_processes import (
     unregister_this_process,
 )
 from colossalai.monitor._rank_report import RankReport, report_of_this_rank
+from colossalai.monitor._sections import forget_meetings, meetings_reached
 from colossalai.monitor._store import DeadlineStore
 from colossalai.monitor._wait_timer import WaitTimer
 
@@ -114,6 +116,7 @@ class Watchdog:
         self._open = ExitStack()
         self._thread = threading.Thread(target=self._run, name="colossalai-watchdog", daemon=True)
         prepare_recorder()
+        forget_meetings()
         self._timer = WaitTimer(self._record, watches_sections=options.watches_steps)
         self._process = register_this_process(self._signatures.descriptor)
 
@@ -137,7 +140,9 @@ class Watchdog:
         self._of_neighbors.close()
         self._signatures.close()
         unregister_this_process(self._process)
+        met = {channel: item.number for channel, item in meetings_reached().items()}
         try:
+            self._store.set(f"met/{self._rank}", json.dumps(met))
             self._store.set(f"left/{self._rank}", reason or "has left the job: its script has ended it")
         except dist.DistError:
             return  # the store has ended before, with rank 0
@@ -201,7 +206,9 @@ class Watchdog:
         self._store.set(f"alive/{self._rank}", str(time.time()))
         if overdue:
             self._store.set(f"alarm/{self._alarms}", str(self._rank))
-        elif self._options.notice < self._options.timeout and self._timer.slow(self._options.notice):
+        elif self._timer.is_impatient() or (
+            self._options.notice < self._options.timeout and self._timer.slow(self._options.notice)
+        ):
             self._store.set(f"notice/{self._notices}", str(self._rank))
         if not self._known and self._store.check(*self._process_keys()):
             self._known = self._processes()
@@ -213,12 +220,17 @@ class Watchdog:
             self._take_notice()
 
     def _take_notice(self) -> None:
-        """Say what this rank is doing; one rank tells in a line who waits for whom, and the job goes on."""
+        """Say what this rank is doing; one rank tells in a line who waits for whom, and the job goes on.
+
+        Unless there is a `deadlock`: then it ends as after an alarm.
+        """
         number = f"notice-{self._notices}"
         self._notices += 1
         waits = self._timer.slow(self._options.notice)
         self._timer.take_notice()
-        self._say(number, waits, deadline=time.monotonic() + self._options.grace_s)
+        diagnosis = self._say_and_listen(number, waits)
+        if diagnosis.get("is_deadlock"):
+            self._obey(number, diagnosis)
 
     def _answer(self, overdue: str) -> None:
         """Say what this rank is doing, wait for the diagnosis, and do what the options say.
@@ -227,16 +239,24 @@ class Watchdog:
         """
         number = str(self._alarms)
         self._alarms += 1
+        self._obey(number, self._say_and_listen(number, overdue))
+
+    def _obey(self, number: str, diagnosis: dict[str, Any]) -> None:
+        """Do what the options say, now that there is a diagnosis."""
+        if self._options.action == "end":
+            self._end(number, diagnosis)
+        self._timer.forgive()
+
+    def _say_and_listen(self, number: str, overdue: str) -> dict[str, Any]:
+        """Say what this rank is doing, and return the diagnosis of all."""
         deadline = time.monotonic() + self._options.grace_s
         self._say(number, overdue, deadline=deadline)
         patience = time.monotonic() + self._options.grace_s + _DIAGNOSIS_S
         if not self._comes(f"diagnosis/{number}", number, deadline=patience):  # who was at it has died
             self._conclude_if_lowest(number, deadline=deadline)
         text = self._store.text(f"diagnosis/{number}")
-        diagnosis = json.loads(text) if text else _NO_DIAGNOSIS
-        if self._options.action == "end":
-            self._end(number, diagnosis)
-        self._timer.forgive()
+        diagnosis: dict[str, Any] = json.loads(text) if text else _NO_DIAGNOSIS
+        return diagnosis
 
     def _say(self, number: str, overdue: str, *, deadline: float) -> None:
         """Say what this rank is doing, and conclude from what all say, if that is for this rank to do."""
@@ -265,8 +285,10 @@ class Watchdog:
         )
 
     def _comes(self, key: str, number: str, *, deadline: float) -> bool:
-        """Wait for a key, and help those who conclude meanwhile."""
+        """Wait for a key, and help those who conclude meanwhile; the end of the job waits for no notice."""
         while not (is_there := self._store.check(key)) and time.monotonic() < deadline:
+            if self._stop.is_set() and number.startswith("notice"):
+                break
             self._help_silent(number)
             time.sleep(_LOOK_S)
         return is_there
@@ -291,14 +313,21 @@ class Watchdog:
             time.sleep(_STACKS_S)
             stacks = {rank: self._store.text(f"stacks/{number}/{rank}") for rank in silent}
         absent = {rank: self._how_is(rank, reports, stacks.get(rank, "")) for rank in silent}
-        diagnosis = diagnose(reports, absent, self._axis_of)
+        is_notice = number.startswith("notice")
+        stuck = deadlock(reports, self._left(absent)) if is_notice else None
+        diagnosis = stuck or diagnose(reports, absent, self._axis_of)
         if self._store.add(f"told/{number}", 1) > 1:
             return  # another rank was quicker: its diagnosis is the one that all end by
-        if number.startswith("notice"):
+        if is_notice and stuck is None:
             self._tell_notice(diagnosis, reports)
         else:
             self._tell(diagnosis, reports, stacks)
-        told = {"lines": diagnosis.lines, "blamed": diagnosis.blamed, "speakers": sorted(reports)}
+        told = {
+            "lines": diagnosis.lines,
+            "blamed": diagnosis.blamed,
+            "speakers": sorted(reports),
+            "is_deadlock": stuck is not None,
+        }
         self._store.set(f"diagnosis/{number}", json.dumps(told))
 
     def _collect(self, number: str, *, deadline: float) -> dict[int, RankReport]:
@@ -331,6 +360,14 @@ class Watchdog:
             return f"{name} does not answer{ago}: compiled code holds Python's lock{innermost_place(stacks)}"
         return f"{name} does not answer{ago}: its machine is out of reach, or compiled code holds its lock"
 
+    def _left(self, absent: dict[int, str]) -> dict[int, Left]:
+        """Return those that have left the job, of the ranks that say nothing."""
+        return {
+            rank: Left(how, json.loads(self._store.text(f"met/{rank}")))
+            for rank, how in absent.items()
+            if self._store.text(f"left/{rank}")
+        }
+
     def _help_silent(self, number: str) -> None:
         """Have neighbors that do not answer write their stacks, if nobody has yet."""
         silent = json.loads(self._store.text(f"silent/{number}") or "[]")
@@ -355,7 +392,7 @@ class Watchdog:
             reports,
             stacks,
             folder=self._options.folder,
-            timeout=self._options.timeout,
+            timeout=diagnosis.seconds or self._options.timeout,
             ends=self._options.action == "end",
         )
 

@@ -4,7 +4,7 @@ import pytest
 
 from colossalai.monitor import _wait_timer
 from colossalai.monitor._flight_recorder import MessageRecord
-from colossalai.monitor._sections import innermost_sections, section
+from colossalai.monitor._sections import innermost_sections, meeting, section
 from colossalai.monitor._wait_timer import WaitTimer
 
 pytestmark = pytest.mark.unit
@@ -102,3 +102,25 @@ def test_sections_nest_and_may_be_entered_again():
             assert [item.name for item in innermost_sections()] == ["the forward"]
         assert [item.name for item in innermost_sections()] == ["the forward"]
     assert innermost_sections() == []
+
+
+def test_a_meeting_with_a_patience_asks_again_and_again(monkeypatch, world):
+    ordinary = meeting("a save", channel="saves", number=1, partners=(0, 1))
+    gather = meeting("chunk 1", channel="gathers", number=1, partners=(0, 1), op="gather", patience=2.0)
+    with ordinary:
+        world.looks(3)
+        assert not world.watch.is_impatient()
+    with gather:
+        world.looks(2)
+        assert not world.watch.is_impatient()
+        world.looks(1)
+        assert world.watch.is_impatient()
+        world.watch.take_notice()
+        world.looks(2)
+        assert not world.watch.is_impatient()
+        world.looks(1)
+        assert world.watch.is_impatient()
+        world.watch.forgive()
+        world.looks(3)
+        assert not world.watch.is_impatient()
+    assert not world.watch.is_impatient()
