@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from colossalai.communication._ledger import is_timed, record
-from colossalai.communication.shared_memory import empty_to_lend, is_within_machine
+from colossalai.communication.shared_memory import empty_to_lend, is_within_machine, stamp_next
 from colossalai.context import Axis, global_context
 
 AxisLike = Axis | Hashable
@@ -202,18 +202,24 @@ def start_sum_of_sections(flat: torch.Tensor, parallel_mode: AxisLike) -> Callab
     return work.wait
 
 
-def start_gather_of_sections(flat: torch.Tensor, parallel_mode: AxisLike) -> Callable[[], object]:
+def start_gather_of_sections(
+    flat: torch.Tensor, parallel_mode: AxisLike, *, stamp: int = 0, words: bytes = b""
+) -> Callable[[], object]:
     """Begin to fill a flat tensor with the sections of all ranks, each of which has its own in place.
 
     Args:
         flat: One section for each rank, equally long.
         parallel_mode: The axis.
+        stamp: A number that ranks which share memory compare; 0: none.
+        words: What it means; see `stamp_next`.
 
     Returns:
         What waits for the end.
     """
     axis = as_axis(parallel_mode)
     own = flat.view(axis.size, -1)[axis.rank]
+    if stamp:
+        stamp_next(axis.group, stamp, words)
     with record("all_gather", axis.name, own, axis.size):
         work = _started(_all_gather(flat, own, group=axis.group, async_op=True))
     return work.wait

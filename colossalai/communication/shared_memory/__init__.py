@@ -17,3 +17,4 @@ from colossalai.communication.shared_memory._machines import empty_to_lend as em
 from colossalai.communication.shared_memory._machines import how_ranks_talk as how_ranks_talk
 from colossalai.communication.shared_memory._machines import is_within_machine as is_within_machine
 from colossalai.communication.shared_memory._machines import make_group as make_group
+from colossalai.communication.shared_memory._machines import stamp_next as stamp_next

@@ -6,14 +6,14 @@ and roots at the same place of a group are an error at once and on all ranks, an
 """
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from colossalai.monitor import difference
 
-_AGREED = struct.Struct("<QQBBBBi")  # what all ranks must say alike
+_AGREED = struct.Struct("<QQQBBBBi")  # what all ranks must say alike
 _OWN = struct.Struct("<IQ?Q")  # what each says of itself
 AGREED_SIZE = _AGREED.size
 
@@ -74,6 +74,8 @@ class Call(NamedTuple):
             it has not.
         is_growing: Whether ranks first agree on larger slots.
         room: Bytes that this rank has reserved of each half of its slot.
+        stamp: What the caller wants to be alike on all ranks, beside the call itself.
+        words: What the stamp means, for people; as they are on this rank.
     """
 
     number: int
@@ -85,6 +87,8 @@ class Call(NamedTuple):
     island_root: int = -1
     is_growing: bool = False
     room: int = 0
+    stamp: int = 0
+    words: bytes = b""
 
     @property
     def slot_root(self) -> int:
@@ -102,6 +106,7 @@ class Call(NamedTuple):
         return _AGREED.pack(
             self.number,
             self.num_elements,
+            self.stamp,
             _OPERATION_PLACES[self.operation],
             _REDUCTION_PLACES[self.reduction],
             dtype,
@@ -140,23 +145,40 @@ def read_own_words(header: bytes) -> OwnWords:
     return OwnWords(*_OWN.unpack_from(header, AGREED_SIZE))
 
 
-def disagreement(where: str, headers: Mapping[int, bytes]) -> str:
+def disagreement(
+    where: str, headers: Mapping[int, bytes], words_of: Callable[[int], str] = lambda rank: ""
+) -> str:
     """Say in what ranks do not agree.
 
     Args:
         where: Names the group.
         headers: Of the ranks that are known to have come, by global rank.
+        words_of: What does the stamp of a rank mean, or that of its last call with one?
     """
     told = {rank: _read(header) for rank, header in headers.items()}
     numbers = {said.pop("number") for said in told.values()}
+    stamps = {rank: said.pop("stamp") for rank, said in told.items()}
     line = difference(f"#{min(numbers)} {where}", told).partition("\n")[0]
-    return line or f"ranks are not at the same collective {where}: #{min(numbers)} and #{max(numbers)}"
+    if not line and len(numbers) > 1:
+        line = f"ranks are not at the same collective {where}: #{min(numbers)} and #{max(numbers)}"
+    if len(set(stamps.values())) == 1:
+        return line
+    line = line or f"ranks do not agree on {next(iter(told.values()))['op']} #{min(numbers)} {where}"
+    meanings = {rank: words_of(rank).partition("\n") for rank in stamps}
+    advice = next(filter(None, (meaning[2] for meaning in meanings.values())), "")
+    places = "; ".join(
+        f"rank {rank} {'is' if stamps[rank] else 'was last'} in {meaning[0]}"
+        for rank, meaning in meanings.items()
+        if meaning[0]
+    )
+    return f"{line}: {places}{f'. {advice}' if advice else ''}"
 
 
 def _read(header: bytes) -> dict[str, Any]:
-    number, num_elements, operation, reduction, dtype, _, root = _AGREED.unpack_from(header)
+    number, num_elements, stamp, operation, reduction, dtype, _, root = _AGREED.unpack_from(header)
     return {
         "number": number,
+        "stamp": stamp,
         "op": OPERATIONS[operation] if operation < len(OPERATIONS) else f"operation {operation}",
         "dtype": _DTYPES[dtype] if dtype < len(_DTYPES) else "another one",
         "reduction": REDUCTIONS[reduction] if reduction < len(REDUCTIONS) else f"reduction {reduction}",

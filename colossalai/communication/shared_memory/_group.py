@@ -44,6 +44,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     Attributes:
         collectives: See above.
+        stamps: By thread, the stamp of its next collective, and what it means; see `stamp_next`.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._name = self._description = ""
         self._record = record
+        self.stamps: dict[int, tuple[int, bytes]] = {}
         self._closing = weakref.finalize(self, membership.close)
         self._closing.atexit = False  # `Members` does, in time
 
@@ -441,7 +443,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._check_process()
         self._membership.watch.check()
         recorded = self._record.begin(operation, tensors)
-        call = Call(recorded.number, operation)
+        stamp, words = self.stamps.pop(recorded.thread, (0, b""))
+        call = Call(recorded.number, operation, stamp=stamp, words=words)
         # Within a machine such a call copies bytes, and no operation of torch's needs to know in which mode.
         only_bytes = places is not None and not places.has_copies and self._slots.num_ranks == self._num_ranks
 

@@ -8,6 +8,7 @@
 | bell | rank | a word that others add to when something has come for it, or has been taken from it |
 | alarm | rank | the same, for what must be seen to even if no call of the rank is waiting |
 | words | rank | why it has given up |
+| meanings | rank | what the stamp of its last call with a stamp means |
 | headers | rank, 4 times | what its present call is, and the calls of the parts before |
 | controls | pair of ranks | how far its mailbox was written and read |
 | slots | rank, two halves | what it gives to collectives |
@@ -28,7 +29,7 @@ MOST_ROOM = 2 << 20  # and that a group of large tensors comes to; more would no
 NUM_HEADERS = 4  # who looks at the header of a part is two parts behind at most
 HEADER = LINE
 START = 2**32 - 256  # of the progress counters, which so wrap in every run, and soon
-WORDS = 8 * LINE  # bytes for why a rank has given up
+WORDS = 8 * LINE  # bytes for why a rank has given up, and for what a stamp means
 
 _MOST_MAILBOX = 4 << 20
 _MOST_MAILBOXES = 4 << 30  # address space of all mailboxes together
@@ -65,9 +66,13 @@ class SegmentLayout:
         """Where a rank says why it has given up."""
         return self.alarms + LINE * self.num_ranks + WORDS * rank
 
+    def meaning(self, rank: int) -> int:
+        """Where a rank says what the stamp of its present call means."""
+        return self.words(self.num_ranks) + WORDS * rank
+
     def header(self, rank: int, part: int) -> int:
         """The header of a rank's part."""
-        return self.words(self.num_ranks) + HEADER * (NUM_HEADERS * rank + part % NUM_HEADERS)
+        return self.meaning(self.num_ranks) + HEADER * (NUM_HEADERS * rank + part % NUM_HEADERS)
 
     @property
     def controls(self) -> int:

@@ -21,6 +21,7 @@ All-to-all, gather, scatter, sums of sparse tensors and all messages are gloo's,
 """
 
 import ctypes
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -71,6 +72,19 @@ def empty_to_lend(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> t
         dtype: Their type.
     """
     return group.empty(numel, dtype) if isinstance(group, SharedMemoryGroup) else None
+
+
+def stamp_next(group: dist.ProcessGroup, stamp: int, words: bytes) -> None:
+    """Have the ranks compare a number in the next collective of a group that this thread issues.
+
+    Args:
+        group: One of this backend.
+        stamp: The number, not 0.
+        words: What it means on this rank, for the error of ranks that do not agree; after the first line
+            comes what is to be done about it.
+    """
+    assert isinstance(group, SharedMemoryGroup), "others compare nothing"
+    group.stamps[threading.get_ident()] = stamp, words
 
 
 def make_group(options: Any) -> Any:

@@ -29,6 +29,7 @@ from colossalai.communication.shared_memory._layout import (
     HEADER,
     MOST_ROOM,
     START,
+    WORDS,
     SegmentLayout,
 )
 from colossalai.communication.shared_memory._segment import (
@@ -118,6 +119,8 @@ class Slots:
         self._watch.check()
         self._call = call
         self._header = call.packed()
+        if call.words:  # before the header: whoever reads its stamp may ask what it means
+            self._segment.write(self._layout.meaning(self.rank), call.words[:WORDS].ljust(WORDS, b"\0"))
         self.make_room(num_bytes)
 
     def make_room(self, num_bytes: int) -> None:
@@ -366,7 +369,14 @@ class Slots:
                 }
                 by_rank = {self._watch.ranks[index]: said for index, said in headers.items()}
                 by_rank[self._watch.ranks[self.rank]] = header
-                raise DisagreementError(disagreement(self._watch.where(), dict(sorted(by_rank.items()))))
+                raise DisagreementError(
+                    disagreement(self._watch.where(), dict(sorted(by_rank.items())), self._meaning)
+                )
+
+    def _meaning(self, rank: int) -> str:
+        """Return what the stamp of a global rank's call means, of the last one that has had any."""
+        text = self._segment.read(self._layout.meaning(self._watch.ranks.index(rank)), WORDS)
+        return text.rstrip(b"\0").decode(errors="replace")
 
     def _come_in_time(self, part: int) -> list[int]:
         """Return who else has come to a part, after a moment for the late: who is alone shows by the rest."""
