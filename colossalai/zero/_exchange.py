@@ -11,6 +11,7 @@ sections in float32 or better, which need no rounding on the way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,21 @@ from colossalai.context import Axis
 from colossalai.zero._layout import FlatBucket
 
 Finish = Callable[[torch.Tensor | None], torch.Tensor]
+
+
+class Stamp(NamedTuple):
+    """By what a collective is known: those of different stamps never meet.
+
+    Attributes:
+        number: From `STAMPED_TAGS` on; 0 is none.
+        words: What it means, in bytes; after the first line comes what to do if ranks differ.
+    """
+
+    number: int
+    words: bytes
+
+
+NO_STAMP = Stamp(0, b"")
 
 
 def start_mean(flat: torch.Tensor, bucket: FlatBucket, dtype: torch.dtype | None) -> Finish:
@@ -70,13 +86,24 @@ def start_mean(flat: torch.Tensor, bucket: FlatBucket, dtype: torch.dtype | None
     return finish
 
 
-def start_gather(flat: torch.Tensor, bucket: FlatBucket) -> Callable[[], object]:
-    """Begin to fill a bucket with the sections of its ranks, each of which has its own in place."""
+def start_gather(flat: torch.Tensor, bucket: FlatBucket, *, stamp: Stamp = NO_STAMP) -> Callable[[], object]:
+    """Begin to fill a bucket with the sections of its ranks, each of which has its own in place.
+
+    Args:
+        flat: The memory of the bucket.
+        bucket: Its layout, and the ranks.
+        stamp: By what it is known, if another gather might be taken for it.
+
+    Returns:
+        What waits for the end.
+    """
     axis = bucket.axis
     if axis.size == 1:
         return lambda: None
     if _goes_through_memory(flat, bucket):
-        return start_gather_of_sections(flat, axis)
+        return start_gather_of_sections(flat, axis, stamp=stamp.number, words=stamp.words)
+    if stamp.number and flat.device.type != "cpu":
+        return _both(start_meeting(axis, stamp), start_gather(flat, bucket))
     own = bucket.section(flat, axis.rank)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     with record("all_gather", axis.name, own, axis.size):
@@ -84,7 +111,22 @@ def start_gather(flat: torch.Tensor, bucket: FlatBucket) -> Callable[[], object]
             axis,
             sends=dict.fromkeys(others, own),
             receives={rank: bucket.section(flat, rank) for rank in others},
+            tag=stamp.number,
         )
+
+
+def start_meeting(axis: Axis, stamp: Stamp) -> Callable[[], object]:
+    """Begin to meet those ranks of an axis that have the same stamp; return the wait, which ends with all.
+
+    Beside a collective of a library without tags: a byte in host memory goes to each rank.
+    """
+    others = [rank for rank in range(axis.size) if rank != axis.rank]
+    return _start(
+        axis,
+        sends={rank: torch.zeros(1, dtype=torch.uint8, device="cpu") for rank in others},
+        receives={rank: torch.zeros(1, dtype=torch.uint8, device="cpu") for rank in others},
+        tag=stamp.number,
+    )
 
 
 def _goes_through_memory(flat: torch.Tensor, bucket: FlatBucket) -> bool:
@@ -92,13 +134,25 @@ def _goes_through_memory(flat: torch.Tensor, bucket: FlatBucket) -> bool:
     return is_exact and len(set(bucket.section_sizes)) == 1 and shares_memory(bucket.axis)
 
 
+def _both(first: Callable[[], object], second: Callable[[], object]) -> Callable[[], None]:
+    def wait() -> None:
+        first()
+        second()
+
+    return wait
+
+
 def _start(
-    axis: Axis, *, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]
+    axis: Axis,
+    *,
+    sends: Mapping[int, torch.Tensor],
+    receives: Mapping[int, torch.Tensor],
+    tag: int = 0,
 ) -> Callable[[], None]:
     """Begin to send to and to receive from ranks of an axis; return what waits for both."""
     ops = [
-        *(dist.P2POp(dist.irecv, part, group=axis.group, group_peer=r) for r, part in receives.items()),
-        *(dist.P2POp(dist.isend, part, group=axis.group, group_peer=r) for r, part in sends.items()),
+        *(dist.P2POp(dist.irecv, part, None, axis.group, tag, r) for r, part in receives.items()),
+        *(dist.P2POp(dist.isend, part, None, axis.group, tag, r) for r, part in sends.items()),
     ]
     ops = [op for op in ops if op.tensor.numel() > 0]  # whose lengths all ranks know
     works = dist.batch_isend_irecv(ops) if ops else []

@@ -38,6 +38,7 @@ from colossalai.zero._weights import BucketWeights
 from colossalai.zero.gemini._chunk import Chunk
 from colossalai.zero.gemini._lodging import Lodging
 from colossalai.zero.gemini._packing import ChunkLayout
+from colossalai.zero.gemini._positions import PATIENCE_S
 from colossalai.zero.gemini._residence import Residence
 from colossalai.zero.gemini._search import ChunkSizes, log_search, search_groups
 from colossalai.zero.gemini._state_dict import load_whole_state, whole_state
@@ -80,6 +81,7 @@ class InChunks(DataMethod):
         is_strict: Whether parameters that tensor parallelism has cut are refused.
         keeps_grads: Whether the gradients of several backwards add up whole, and are averaged in the last
             one, as with stage 1: in a pipeline, whose microbatches leave no time to average each.
+        patience: Seconds that a gather waits until all ranks are asked where they are.
         broadcast_buffers: Give all replicas the floating buffers of the first one before each step.
     """
 
@@ -95,6 +97,7 @@ class InChunks(DataMethod):
     whole_modules: tuple[ModuleChoice, ...] = ()
     is_strict: bool = False
     keeps_grads: bool = False
+    patience: float = PATIENCE_S
     broadcast_buffers: bool = True
 
     def __post_init__(self) -> None:
@@ -218,6 +221,7 @@ class _InChunks(AppliedDataMethod):
             self.residence.add(
                 _make_chunk(number, layout, names, tiers), names, *self._lodging.homes_of(number)
             )
+        self.residence.start_gathers(patience=options.patience)
         if self._lodging.is_bounded:
             self.residence.follow_guide()
         self._chunk_of = {chunk.layout: chunk for chunk in self.residence.chunks}

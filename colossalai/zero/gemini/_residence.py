@@ -2,7 +2,7 @@
 
 A chunk that is used is gathered, unless it is present; before that as many others are let go of as there has
 to be room for it: those that the guide's plan says, and where there is none the least recently used. All
-ranks use chunks in the same order, so that the gathers are the same collectives.
+ranks use chunks in the same order, so that the gathers are the same collectives; see _positions.py.
 """
 
 import weakref
@@ -17,8 +17,8 @@ from torch import nn
 
 from colossalai.communication import all_reduce_in_place
 from colossalai.context import Axis
-from colossalai.zero._exchange import start_gather
 from colossalai.zero.gemini._chunk import Chunk, ChunkState
+from colossalai.zero.gemini._positions import PATIENCE_S, GatherPositions
 from colossalai.zero.gemini._uses import ChunkPlace, put_into_chunk, refuse_transformations
 from colossalai.zero.gemini.planning import Guide, Home, OtherBytes, Period, ResidencePlan, Trace
 
@@ -47,6 +47,7 @@ class Residence:
         self.chunks: list[Chunk] = []
         self.most_bytes = most_bytes
         self.guide: Guide | None = None
+        self._positions = GatherPositions([])
         self.present_bytes = self.peak_bytes = self.num_gathers = 0
         self.open_views: list[Mapping[nn.Parameter, torch.Tensor]] = []
         self._is_strict = is_strict
@@ -80,6 +81,14 @@ class Residence:
             put_into_chunk(param, place)
             self._by_placeholder[param.untyped_storage()._cdata] = place
         self._place(chunk, home, states_home)
+
+    def start_gathers(self, *, patience: float = PATIENCE_S) -> None:
+        """Number the gathers of all chunks, which have been added; collective over the job's store.
+
+        Args:
+            patience: Seconds that a gather waits until all ranks are asked where they are.
+        """
+        self._positions = GatherPositions(self.chunks, patience=patience)
 
     def follow_guide(self) -> None:
         """Record the next iteration."""
@@ -300,12 +309,13 @@ class Residence:
     def _start_gather_into(self, whole: torch.Tensor, chunk: Chunk) -> Callable[[], object]:
         chunk.layout.section(whole, chunk.layout.axis.rank).copy_(chunk.section)
         chunk.tiers.give_back([chunk.section])
-        return start_gather(whole, chunk.layout)
+        return self._positions.start(whole, chunk) if chunk.is_cut else lambda: None
 
     def _renew(self, chunk: Chunk) -> None:
         """Let go of what is out of date, or gather it anew for the blocks that hold it; collective then."""
         if chunk in self._coming:
             self._coming.pop(chunk)[1]()
+        self._positions.note_written(chunk)
         if not chunk.is_apart or chunk.whole is None:
             return
         if chunk.num_uses == 0:

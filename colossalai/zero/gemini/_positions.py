@@ -1,0 +1,146 @@
+"""Positions: where this rank is in the order of gathers, which must be the same on all ranks of an axis.
+
+A gather is a collective at the place where a module uses a parameter. A rank that runs a forward more, or
+uses modules in another order, would wait for ever, or, since chunks have one size, take another chunk's
+values for this one's.
+
+[Note: two gathers are never taken for each other]
+Each gather has a *stamp*: which chunk it is of, among those of all models along the axis, how often the
+sections of that were written, and how many gathers the model has had. Messages carry it as their tag, so only
+those of one stamp meet, and none of gradients. Collectives through shared memory have it in the header that
+ranks compare anyway. NCCL knows no tags: there one byte over the group's other library has it, beside the
+data. Nothing is sent for the stamp where ranks compute on CPU.
+
+A tag has room for 30 bits, so counts go round in it. Ranks whose gathers have met up to now have had as many
+of them, and differ by little in how often they have written since.
+
+So ranks that differ wait, or have an error at once where they share memory. A gather is a `meeting` for the
+watchdog, with a patience: see `deadlock` in `monitor`, which says where each of them is.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from colossalai.context import Axis
+from colossalai.monitor import STAMPED_TAGS, meeting
+from colossalai.zero._exchange import Stamp, start_gather
+from colossalai.zero.gemini._chunk import Chunk
+
+PATIENCE_S = 10.0
+ADVICE = (
+    "Every rank runs the same forwards and backwards in the same order; where ranks rightly differ, gather "
+    "the module whole: whole_modules=[...] names it; a rank that evaluates more often than others does so "
+    "inside `with model.gathered():`"
+)
+_GATHERS, _WRITES, _CHUNKS = 1 << 6, 1 << 10, 1 << 14  # until a stamp comes again; together 30 bits
+
+
+@dataclass
+class _Line:
+    """The gathers of a model along one axis.
+
+    Attributes:
+        channel: Its name, the same on all ranks of the axis.
+        number: How many there were.
+    """
+
+    channel: str
+    number: int = 0
+
+
+class GatherPositions:
+    """Where this rank is in the order of gathers of a model; all ranks make theirs in the same order.
+
+    Args:
+        chunks: Those of the model.
+        patience: Seconds that a gather waits until all ranks are asked where they are.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], *, patience: float = PATIENCE_S) -> None:
+        self._patience = patience
+        self._lines: dict[Axis, _Line] = {}
+        self._named: dict[Chunk, tuple[int, str]] = {}  # number along the axis, and name
+        self._num_writes: Counter[Chunk] = Counter()
+        along: dict[Axis, list[Chunk]] = {}
+        for chunk in chunks:
+            if chunk.is_cut:
+                along.setdefault(chunk.layout.axis, []).append(chunk)
+        for axis, cut in along.items():
+            ranks = "-".join(map(str, axis.ranks))
+            model, first = _take_numbers(f"colossalai/gathers/{ranks}/{dist.get_rank()}", len(cut))
+            self._lines[axis] = _Line(f"gathers/{ranks}/{model}")
+            for number, chunk in enumerate(cut, first):
+                self._named[chunk] = number, f"{_name(chunk)}{f' of model {model}' if model > 1 else ''}"
+
+    def note_written(self, chunk: Chunk) -> None:
+        """Note that all ranks have written into their sections of a chunk."""
+        self._num_writes[chunk] += 1
+
+    def start(self, whole: torch.Tensor, chunk: Chunk) -> Callable[[], None]:
+        """Begin to gather a chunk, in the order of all ranks; return what waits for the end. Collective.
+
+        Args:
+            whole: For all values; this rank's section is in place.
+            chunk: One that is cut.
+        """
+        axis = chunk.layout.axis
+        line = self._lines[axis]
+        line.number += 1
+        place, name = self._named[chunk]
+        writes = self._num_writes[chunk]
+        if writes:
+            name += f" after update {writes}"
+        item = meeting(
+            name,
+            channel=line.channel,
+            number=line.number,
+            partners=axis.ranks,
+            op="gather",
+            patience=self._patience,
+            advice=ADVICE,
+        )
+        # See [Note: two gathers are never taken for each other].
+        number = (line.number % _GATHERS * _WRITES + writes % _WRITES) * _CHUNKS + place % _CHUNKS
+        words = f"gather #{line.number} of {name}\n{ADVICE}".encode()
+        with _at(item):
+            wait = start_gather(whole, chunk.layout, stamp=Stamp(STAMPED_TAGS + number, words))
+
+        def end() -> None:
+            with _at(item):
+                wait()
+
+        return end
+
+
+@contextmanager
+def _at(item: meeting) -> Iterator[None]:
+    """Be in a meeting; an error says which one it was."""
+    try:
+        with item:
+            yield
+    except RuntimeError as error:
+        if ADVICE not in str(error):
+            error.add_note(f"This rank was in {item.op} #{item.number} of {item.name}. {ADVICE}")
+        raise
+
+
+def _take_numbers(key: str, count: int) -> tuple[int, int]:
+    """Return which model of this job along an axis it is, and the first of its numbers for chunks.
+
+    They are counted for each rank, in the job's store: nothing else in a process ends with the job.
+    """
+    store = _get_default_store()
+    return int(store.add(f"{key}/models", 1)), int(store.add(f"{key}/chunks", count)) - count
+
+
+def _name(chunk: Chunk) -> str:
+    """Name a chunk for people, by its parameters: "chunk 3 (blocks.1.up.weight to blocks.2.scale)"."""
+    names = [chunk.name_of(param) for param in chunk.layout.params]
+    within = ", ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]}"
+    return f"chunk {chunk.number} ({within})"
