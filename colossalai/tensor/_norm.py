@@ -53,8 +53,7 @@ def global_grad_norm(
     op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
 
     def measure(members: list[torch.Tensor]) -> torch.Tensor:
-        sums = torch.stack([_power_sum(window, norm_type) for window in windows(members)])
-        return sums.max() if maximum else sums.sum()
+        return _power_sum(members, norm_type, windows)
 
     total = _over_all_slices(params, measure, op=op, stages=stages, counts=counts)
     return total if maximum else total.pow(1.0 / norm_type)
@@ -118,13 +117,22 @@ def _over_stages(total: torch.Tensor, op: dist.ReduceOp.RedOpType, stages: dist.
     return wide.to(total.dtype)
 
 
-def _power_sum(params: Sequence[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the sum of the p-th powers (the maximum for p = infinity) over this rank's slices."""
-    grads = [grad for grad in map(_entries, local_grads(params)) if grad.numel() > 0]
+def _power_sum(params: list[torch.Tensor], norm_type: float, windows: Windows) -> torch.Tensor:
+    """Return the sum of the p-th powers (the maximum for p = infinity) over this rank's slices.
+
+    They are added in the order of `params`, whatever the windows: the sum is the same bits.
+    """
     dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
-    if not grads:
+    norm_of: dict[torch.Tensor, torch.Tensor] = {}
+    for window in windows(params):
+        placed = [(param, _entries(local_slice(param.grad))) for param in window if param.grad is not None]
+        placed = [(param, grad) for param, grad in placed if grad.numel() > 0]
+        if placed:
+            norms_here = torch._foreach_norm([grad for _, grad in placed], norm_type, dtype=dtype)
+            norm_of.update(zip((param for param, _ in placed), norms_here, strict=True))
+    if not norm_of:
         return torch.zeros((), dtype=dtype, device=local_slice(params[0]).device)
-    norms = torch.stack([norm.to(dtype) for norm in torch._foreach_norm(grads, norm_type, dtype=dtype)])
+    norms = torch.stack([norm_of[param].to(dtype) for param in params if param in norm_of])
     return norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()
 
 

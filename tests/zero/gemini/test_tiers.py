@@ -8,15 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import colossalai
+from colossalai.amp import FullPrecision, NaiveFP16, PureBF16
 from colossalai.core import global_context as gpc
+from colossalai.runtime import Plan, assemble
 from colossalai.testing import check_parity
+from colossalai.zero.gemini import ChunkSizes, InChunks
 from colossalai.zero.gemini._tiers import TierMemory
 from colossalai.zero.gemini._uses import place_of
 from colossalai.zero.gemini.planning._policy import Home
 from tests.ranks import run_ranks
+from tests.zero.gemini.nets import Block
 from tests.zero.gemini.test_parity import bert, case_of, gpt, gpt2, through_booster
 
 CPU = torch.device("cpu")
@@ -139,3 +144,77 @@ def test_all_policies_train_as_one_process(
             num_gathers[2] < num_gathers[3] <= num_gathers[5] or num_ranks == 1
         )  # nothing that fits is moved
         assert "DISK" in found[5][1]  # sections, too
+
+
+class OnHost(InChunks):
+    """Chunks of a device that has host memory below it; here both are the same memory."""
+
+    def _tier_memory(self, device: torch.device | None) -> TierMemory:
+        return TierMemory(CPU, offload_dir=self.offload_dir, has_host=True)
+
+
+class Sometimes(nn.Module):
+    """Blocks, of which some are left out in some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(8) for _ in range(8))
+
+    def forward(self, x: torch.Tensor, left_out: int) -> torch.Tensor:
+        """Return the mean of the squares."""
+        for number, block in enumerate(self.blocks):
+            if number != left_out:
+                x = block(x)
+        return x.square().mean()
+
+
+def changing(method: InChunks, precision: Any, num_steps: int) -> tuple[list[float], Any]:
+    """Train while blocks are left out, with evaluations between; return losses and the applied method."""
+    torch.manual_seed(0)
+    net = Sometimes()
+    plan = Plan(data=method, precision=precision, clip_grad_norm=0.1)
+    made = torch.optim.AdamW(net.parameters(), lr=0.01)
+    model, optimizer = assemble(plan, net, made, mesh=gpc.mesh, device=CPU)
+    assert optimizer is not None
+    losses = []
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        for _ in range(2):
+            loss = model(x, 1 if step in (3, 6, 7) else 9)
+            optimizer.backward(loss / 2)
+        with torch.no_grad():
+            losses += [loss.item(), model(x, 2).item()]
+        optimizer.step()
+    return losses, model.data
+
+
+def leave_the_trace(folder: str) -> list[Any]:
+    """Return the losses in memory and on disk of each precision, and what became of the plan."""
+    colossalai.launch_from_torch({}, verbose=False)
+    sizes = ChunkSizes(200, 0, 1)
+    found = []
+    disk = {"placement_policy": "nvme", "memory_budget": 30_000, "offload_dir": folder}
+    for precision in (FullPrecision(), PureBF16(), NaiveFP16(initial_scale=2.0**30)):
+        methods = [InChunks(sizes=sizes, **more) for more in ({}, disk)]
+        methods += [
+            OnHost(sizes=sizes, **more)
+            for more in ({}, {**disk, "host_budget": 24_000 // dist.get_world_size()})
+        ]
+        runs = [changing(method, precision, 10) for method in methods]
+        homes = [{chunk.states_home.name for chunk in data.residence.chunks} for _, data in runs]
+        found.append(([losses for losses, _ in runs], homes))
+    gpc.destroy()
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_iteration_that_leaves_the_trace_trains_to_the_same_values(num_ranks: int, tmp_path: Path) -> None:
+    for of_rank in run_ranks(leave_the_trace, num_ranks, str(tmp_path)):
+        for losses, homes in of_rank:
+            assert losses[1:] == losses[:1] * 3
+            assert homes[0] == {"COMPUTE"}
+            assert "DISK" in homes[1]
+            assert homes[2] == {"HOST"}
+            assert homes[3] >= {"HOST", "DISK"}
