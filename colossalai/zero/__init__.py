@@ -1,9 +1,12 @@
-"""ZeRO: optimizer states, gradients, and with Gemini parameters, cut over the data-parallel ranks."""
+"""ZeRO: optimizer states, gradients, and with Gemini parameters, cut over the data-parallel ranks.
+
+Gemini and the wrappers of models come when they are asked for (see `colossalai.zero.gemini`).
+"""
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from colossalai._not_landed import refuse_name
+from colossalai._lazy import find_name
 from colossalai.zero._elementwise import declare_elementwise as declare_elementwise
 from colossalai.zero._elementwise import is_elementwise as is_elementwise
 from colossalai.zero._init_context import ColoInitContext as ColoInitContext
@@ -12,12 +15,21 @@ from colossalai.zero._low_level import LowLevelZeroOptimizer as LowLevelZeroOpti
 from colossalai.zero._model import ZeroModel as ZeroModel
 from colossalai.zero._replicas import ZeroReplicas as ZeroReplicas
 from colossalai.zero._shards import Shards as Shards
-from colossalai.zero._wrappers import zero_model_wrapper as zero_model_wrapper
-from colossalai.zero._wrappers import zero_optim_wrapper as zero_optim_wrapper
-from colossalai.zero.gemini import GeminiAdamOptimizer as GeminiAdamOptimizer
-from colossalai.zero.gemini import GeminiDDP as GeminiDDP
-from colossalai.zero.gemini import ZeroDDP as ZeroDDP
-from colossalai.zero.gemini import ZeroOptimizer as ZeroOptimizer
 
-if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed
+if TYPE_CHECKING:
+    from colossalai.zero._wrappers import zero_model_wrapper as zero_model_wrapper
+    from colossalai.zero._wrappers import zero_optim_wrapper as zero_optim_wrapper
+    from colossalai.zero.gemini import GeminiAdamOptimizer as GeminiAdamOptimizer
+    from colossalai.zero.gemini import GeminiDDP as GeminiDDP
+    from colossalai.zero.gemini import ZeroDDP as ZeroDDP
+    from colossalai.zero.gemini import ZeroOptimizer as ZeroOptimizer
+else:
+    _HOMES = {
+        "zero_model_wrapper": "colossalai.zero._wrappers",
+        "zero_optim_wrapper": "colossalai.zero._wrappers",
+        "GeminiAdamOptimizer": "colossalai.zero.gemini",
+        "GeminiDDP": "colossalai.zero.gemini",
+        "ZeroDDP": "colossalai.zero.gemini",
+        "ZeroOptimizer": "colossalai.zero.gemini",
+    }
+    __getattr__ = partial(find_name, __name__, _HOMES)  # PEP 562

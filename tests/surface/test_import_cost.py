@@ -9,8 +9,10 @@ import pytest
 
 pytestmark = pytest.mark.unit
 
-MOST = 0.18  # of what `import torch` takes in the same process: a slow or busy machine slows both
-NUM_RUNS = 15  # a quarter of a second each
+# Of what `import torch` takes in the same process, for a slow or busy machine slows both. 0.16 is usual; a
+# library that should not come with us takes more than the rest.
+MOST = 0.25
+NUM_RUNS = 8  # a quarter of a second each
 
 # These come with a user's first call that needs them, unless torch itself imports them.
 HEAVY = (
@@ -94,4 +96,9 @@ def test_nothing_heavy_is_imported(runs: list[tuple[float, list[str]]]) -> None:
 def test_sub_packages_that_are_not_needed_are_not_imported(runs: list[tuple[float, list[str]]]) -> None:
     _, modules = runs[0]
     facades = ("colossalai.utils", "colossalai.testing", "colossalai.cli", "colossalai.trainer")
-    assert [name for name in modules if name.startswith(facades)] == []
+    of_one_method = (
+        "colossalai.zero._wrappers",
+        "colossalai.zero.gemini._method",
+        "colossalai.zero.gemini.planning",
+    )
+    assert [name for name in modules if name.startswith((*facades, *of_one_method))] == []

@@ -4,14 +4,16 @@ For users: `GeminiDDP`, `ZeroDDP`, `ZeroOptimizer`, `GeminiAdamOptimizer`, `Chun
 `ColoInitContext`, `get_static_torch_model`, `search_chunk_configuration`. The rest is for the package: what a
 chunk holds (`ChunkLayout`), how parameters are packed (`Packing`, `ChunkGroup`), which sizes are tried
 (`ChunkSizes`), and the data method (`InChunks`) and its documented options (`GeminiOptions`).
+
+What moves chunks (`InChunks`) and its doors come when they are asked for: most jobs have no chunks, and
+`import colossalai` is to be quick.
 """
 
 from functools import partial
 from typing import TYPE_CHECKING
 
-from colossalai._not_landed import refuse_name
+from colossalai._lazy import find_name
 from colossalai.zero._init_context import ColoInitContext as ColoInitContext
-from colossalai.zero.gemini._method import InChunks as InChunks
 from colossalai.zero.gemini._options import GeminiOptions as GeminiOptions
 from colossalai.zero.gemini._packing import ChunkLayout as ChunkLayout
 from colossalai.zero.gemini._packing import Packing as Packing
@@ -23,13 +25,25 @@ from colossalai.zero.gemini._search import log_search as log_search
 from colossalai.zero.gemini._search import search as search
 from colossalai.zero.gemini._search import search_chunk_configuration as search_chunk_configuration
 from colossalai.zero.gemini._search import search_groups as search_groups
-from colossalai.zero.gemini._wrappers import GeminiAdamOptimizer as GeminiAdamOptimizer
-from colossalai.zero.gemini._wrappers import GeminiDDP as GeminiDDP
-from colossalai.zero.gemini._wrappers import ZeroDDP as ZeroDDP
-from colossalai.zero.gemini._wrappers import ZeroOptimizer as ZeroOptimizer
-from colossalai.zero.gemini._wrappers import get_static_torch_model as get_static_torch_model
-from colossalai.zero.gemini.chunk._chunk_manager import ChunkManager as ChunkManager
-from colossalai.zero.gemini.chunk._chunk_manager import GeminiManager as GeminiManager
 
-if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed
+if TYPE_CHECKING:
+    from colossalai.zero.gemini._method import InChunks as InChunks
+    from colossalai.zero.gemini._wrappers import GeminiAdamOptimizer as GeminiAdamOptimizer
+    from colossalai.zero.gemini._wrappers import GeminiDDP as GeminiDDP
+    from colossalai.zero.gemini._wrappers import ZeroDDP as ZeroDDP
+    from colossalai.zero.gemini._wrappers import ZeroOptimizer as ZeroOptimizer
+    from colossalai.zero.gemini._wrappers import get_static_torch_model as get_static_torch_model
+    from colossalai.zero.gemini.chunk._chunk_manager import ChunkManager as ChunkManager
+    from colossalai.zero.gemini.chunk._chunk_manager import GeminiManager as GeminiManager
+else:
+    _HOMES = {
+        "InChunks": "colossalai.zero.gemini._method",
+        "GeminiAdamOptimizer": "colossalai.zero.gemini._wrappers",
+        "GeminiDDP": "colossalai.zero.gemini._wrappers",
+        "ZeroDDP": "colossalai.zero.gemini._wrappers",
+        "ZeroOptimizer": "colossalai.zero.gemini._wrappers",
+        "get_static_torch_model": "colossalai.zero.gemini._wrappers",
+        "ChunkManager": "colossalai.zero.gemini.chunk._chunk_manager",
+        "GeminiManager": "colossalai.zero.gemini.chunk._chunk_manager",
+    }
+    __getattr__ = partial(find_name, __name__, _HOMES)  # PEP 562

@@ -3,15 +3,17 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from colossalai.amp import FullPrecision, NaiveFP16, Precision, PureBF16, check_clipping
 from colossalai.logging import get_dist_logger
-from colossalai.zero.gemini._method import InChunks
 from colossalai.zero.gemini._search import DEFAULT_INTERVAL, ChunkSizes
-from colossalai.zero.gemini._whole_modules import ModuleChoice, check_choices
+
+if TYPE_CHECKING:
+    from colossalai.zero.gemini._method import InChunks
+    from colossalai.zero.gemini._whole_modules import ModuleChoice
 
 _PRECISIONS = ("fp16", "bf16", "fp32")
 _SCALER = (
@@ -49,7 +51,7 @@ class GeminiOptions:
     host_budget: int | None = None
     warmup_ratio: float = 0.3
     offload_dir: str | os.PathLike[str] | None = None
-    whole_modules: Sequence[ModuleChoice] = ()
+    whole_modules: Sequence["ModuleChoice"] = ()
 
     def __post_init__(self) -> None:
         check_clipping(self.max_norm, self.norm_type)
@@ -70,8 +72,12 @@ class GeminiOptions:
             )
         self._chunk_sizes()
 
-    def method(self, *, in_pipeline: bool = False) -> InChunks:
+    def method(self, *, in_pipeline: bool = False) -> "InChunks":
         """Return the data method, for a whole model or for the stages of a pipeline."""
+        # Here, so that doors and config may name the options without what carries them out (20 modules).
+        from colossalai.zero.gemini._method import InChunks
+        from colossalai.zero.gemini._whole_modules import check_choices
+
         return InChunks(
             sizes=self._chunk_sizes(),
             placement_policy=self.placement_policy,
