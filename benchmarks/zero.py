@@ -16,8 +16,8 @@ precision, ours what the job has chosen (`colossalai run --set matmul=onednn`), 
 - `bytes_per_param` counts the memory behind all floating tensors that Python can reach after a step,
   gradients included, on the rank with the most; `formula` is that of 1910.02054. Not in it: the buckets of
   DDP, which are as large as the gradients and which Python cannot reach.
-- `sent_per_param` are the bytes that a rank sends in a step, from our ledger, `sent_formula` those of the
-  paper, 2 Psi elements on a ring (3 Psi for stage 3): times (n-1)/n.
+- `sent_per_param` are the bytes that a rank sends in a step, `messages` how many these are, both as on a ring
+  (`harness/sent.py`); `sent_formula` is that of the paper, 2 Psi elements (3 Psi for stage 3) times (n-1)/n.
 """
 
 import argparse
@@ -35,6 +35,7 @@ import torch.distributed as dist
 from harness.peers import peer_group, peer_mesh
 from harness.products import bits_at_medium, with_products
 from harness.rounds import compare, report, time_rounds
+from harness.sent import Sent, count_sent
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -44,7 +45,6 @@ from torch.nn.parallel import DistributedDataParallel
 import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin
-from colossalai.communication import ledger
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.utils import get_current_device
 
@@ -199,11 +199,10 @@ def build_and_count(build: Callable[[], Variant]) -> tuple[Variant, int]:
     return variant, max(_from_all_ranks(num_bytes))
 
 
-def count_sent(variant: Variant) -> float:
-    """Return the bytes that a rank sends in a step, of what goes through our ledger."""
-    with ledger() as book:
-        variant.step()
-    return max(_from_all_ranks(book.num_bytes()))
+def most_sent(name: str, variant: Variant) -> Sent:
+    """Return what the rank sends in a step that sends most."""
+    sent = count_sent(variant.step, is_ours=name in OURS)
+    return max(_from_all_ranks(sent), key=lambda each: each.num_bytes)
 
 
 def check_same(variants: dict[str, Variant]) -> None:
@@ -224,42 +223,92 @@ def slowest(times: Mapping[str, list[float]]) -> dict[str, list[float]]:
     }
 
 
-def measure(args: argparse.Namespace, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
-    """Return a row for each variant."""
+def build_all(
+    args: argparse.Namespace, model: nn.Module, batch: Batch
+) -> tuple[dict[str, Variant], dict[str, dict[str, Any]]]:
+    """Return the variants, which train alike, and what each holds and sends."""
     builds: dict[str, Callable[[nn.Module, Batch], Variant]] = dict(THEIRS)
     builds["zero1"] = partial(zero, stage=1, bucket_mb=args.bucket_mb)
     builds["zero2"] = partial(zero, stage=2, bucket_mb=args.bucket_mb)
     builds["gemini"] = partial(gemini, bucket_mb=args.bucket_mb)
     num_params = sum(param.numel() for param in model.parameters())
     num_ranks = dist.get_world_size()
+    share = (num_ranks - 1) / num_ranks
     variants, held = {}, {}
     for name in args.variants:
         build = builds[name]
         variants[name], held[name] = build_and_count(lambda build=build: build(copy.deepcopy(model), batch))
     check_same(variants)
-    sent = {name: count_sent(variants[name]) for name in args.variants if name in OURS}
+    sent = {name: most_sent(name, variants[name]) for name in args.variants}
+    return variants, {
+        name: {
+            "bytes_per_param": round(held[name] / num_params, 3),
+            "formula": formula(name, num_ranks),
+            "sent_per_param": round(sent[name].num_bytes / num_params, 4),
+            "sent_formula": (3 if name in ("fsdp2", "gemini") else 2) * ELEMENT * share,
+            "sockets_per_param": round(sent[name].through_sockets / num_params, 4),
+            "messages": sent[name].num_messages,
+        }
+        for name in args.variants
+    }
+
+
+def time_all(args: argparse.Namespace, variants: Mapping[str, Variant]) -> dict[str, list[float]]:
+    """Return the times of each variant, with each of its products of matrices."""
     steps, around = with_products(
         {name: variant.step for name, variant in variants.items()}, theirs=list(THEIRS)
     )
-    times = slowest(time_rounds(steps, rounds=args.rounds, warmup=args.warmup, around=around))
+    return slowest(time_rounds(steps, rounds=args.rounds, warmup=args.warmup, around=around))
+
+
+def measure(args: argparse.Namespace, model: nn.Module, batch: Batch) -> list[dict[str, Any]]:
+    """Return a row for each variant."""
+    variants, costs = build_all(args, model, batch)
+    times = time_all(args, variants)
     medians = {name: statistics.median(times[name]) for name in args.variants if name in THEIRS}
     fastest = min(medians, key=lambda name: medians[name])
     to_fastest = {row["variant"]: row for row in compare(times, baseline=fastest)}
-    share = (num_ranks - 1) / num_ranks
     return [
         row
         | {
             "fastest": fastest,
             "vs_fastest": to_fastest[row["variant"]]["ratio"],
             "vs_fastest_quartiles": to_fastest[row["variant"]]["ratio_quartiles"],
-            "bytes_per_param": round(held[name] / num_params, 3),
-            "formula": formula(name, num_ranks),
-            "sent_per_param": round(sent[name] / num_params, 4) if name in sent else None,
-            "sent_formula": (3 if name == "gemini" else 2) * ELEMENT * share if name in sent else None,
         }
+        | costs[name]
         for row in compare(times, baseline="ddp")
         for name in row["variant"].split()[:1]
     ]
+
+
+def problem(args: argparse.Namespace, *, hidden_size: int = 256) -> tuple[nn.Module, Batch]:
+    """Return the model, alike on all ranks, and tokens and labels of this one."""
+    shape = GPTConfig(
+        vocab_size=2048,
+        max_position_embeddings=args.seq,
+        hidden_size=hidden_size,
+        num_layers=12,
+        num_attention_heads=hidden_size // 32,
+        embedding_dropout=0.0,
+        dropout=0.0,
+        attention_dropout=0.0,
+    )
+    torch.manual_seed(0)
+    model = GPT(shape).to(get_current_device())
+    torch.manual_seed(dist.get_rank())
+    tokens = torch.randint(shape.vocab_size, (args.batch, args.seq + 1), device=get_current_device())
+    return model, (tokens[:, :-1], tokens[:, 1:])
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what is trained, and how often."""
+    add = partial(parser.add_argument, type=int)
+    add("--rounds", default=40, help="rounds that count (default: %(default)s)")
+    add("--warmup", default=3, help="rounds before them (default: %(default)s)")
+    add("--batch", default=2, help="sequences on a rank (default: %(default)s)")
+    add("--seq", default=128, help="tokens in a sequence (default: %(default)s)")
+    parser.add_argument("--bucket_mb", type=float, default=12.0, help="our buckets (default: %(default)s)")
+    parser.add_argument("--json", help="also write the figures to this file")
 
 
 def _from_all_ranks(value: Any) -> list[Any]:
@@ -273,33 +322,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = partial(parser.add_argument, type=int)
-    add("--rounds", default=40, help="rounds that count (default: %(default)s)")
-    add("--warmup", default=3, help="rounds before them (default: %(default)s)")
-    add("--batch", default=2, help="sequences on a rank (default: %(default)s)")
-    add("--seq", default=128, help="tokens in a sequence (default: %(default)s)")
-    parser.add_argument("--bucket_mb", type=float, default=12.0, help="our buckets (default: %(default)s)")
+    add_options(parser)
     parser.add_argument(
         "--variants", nargs="+", default=[*THEIRS, *OURS], choices=[*THEIRS, *OURS], help="default: all"
     )
-    parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     colossalai.launch_from_torch(config={}, verbose=False)
-    shape = GPTConfig(
-        vocab_size=2048,
-        max_position_embeddings=args.seq,
-        hidden_size=256,
-        num_layers=12,
-        num_attention_heads=8,
-        embedding_dropout=0.0,
-        dropout=0.0,
-        attention_dropout=0.0,
-    )
-    torch.manual_seed(0)
-    model = GPT(shape).to(get_current_device())
-    torch.manual_seed(dist.get_rank())
-    tokens = torch.randint(shape.vocab_size, (args.batch, args.seq + 1), device=get_current_device())
-    rows = measure(args, model, (tokens[:, :-1], tokens[:, 1:]))
+    model, batch = problem(args)
+    rows = measure(args, model, batch)
     num_params = sum(param.numel() for param in model.parameters())
     report(
         f"Data parallelism and ZeRO, GPT with {num_params / 1e6:.1f}M parameters",

@@ -20,6 +20,7 @@ SMALLEST = {
     "checkpoint": ("--parameters", "1e5", *ROUNDS),
     "collectives": ("--sizes", "1024", "100000", *ROUNDS),
     "data_parallel": ("--seq", "8", *ROUNDS),
+    "gemini": ("--seq", "8", *ROUNDS),
     "linear_cross_entropy": ("--sizes", "16x8x32", *ROUNDS),
     "operator_share": ("--layers", "1", "--batch", "1", "--rounds", "1"),
     "pipeline": ("--seq", "8", "--hidden", "128", "--idle_rounds", "2", *ROUNDS),
