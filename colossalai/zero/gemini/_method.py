@@ -224,6 +224,7 @@ class _InChunks(AppliedDataMethod):
         self.residence.start_gathers(patience=options.patience)
         if self._lodging.is_bounded:
             self.residence.follow_guide()
+            tiers.map_large_blocks()
         self._chunk_of = {chunk.layout: chunk for chunk in self.residence.chunks}
         trained = {layout: part for layout, part in layouts.items() if layout.params[0].requires_grad}
 

@@ -294,6 +294,8 @@ class Residence:
     def _start_gather(self, chunk: Chunk) -> tuple[torch.Tensor, Callable[[], object]]:
         """Begin to gather; return where it goes, and the wait; collective."""
         self.num_gathers += 1
+        if self.guide is not None:
+            chunk.tiers.give_back_freed()
         whole = torch.empty(chunk.layout.numel, dtype=chunk.section.dtype, device=chunk.device)
         storage = whole.untyped_storage()
         key, size = storage._cdata, storage.nbytes()

@@ -10,8 +10,16 @@ by optimizers and by checkpoints, as long as somebody gives the pages back after
 A file has no name: it is unlinked as soon as it is there, and its space is free when the last tensor in it
 has gone, or the process has ended in any way. Its space is taken at once, so that a full disk is an error
 where the memory is asked for, and not a signal where it is written.
+
+[Note: freed memory]
+glibc keeps what is freed, and a block that is asked for next does not always fit where another was: with a
+budget of 349 MiB a process was seen to take 1,180. So a process that has a budget has large blocks mapped one
+by one, which go back to the system when they are freed, and gives back the pages that are free in the heap
+whenever a chunk is gathered. The heap is what the user's model left behind: its parameters were small blocks
+in it before there was a budget.
 """
 
+import ctypes
 import errno
 import mmap
 import os
@@ -26,6 +34,8 @@ import torch
 from colossalai.zero.gemini.planning import Home
 
 _FILE_BYTES = 2**26, 2**32  # of the first file, and at most: each is twice as large as the one before
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's mallopt
+_MAPPED_BYTES = 2**20  # blocks of this size and more are mapped one by one; smaller ones cost more to map
 _ALIGNMENT = 64  # of a tensor in a file: a line of the processor's cache
 
 
@@ -59,6 +69,9 @@ class TierMemory:
         self._maps: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by address
         self._rest: tuple[int, int, mmap.mmap] | None = None  # of the last file: address, bytes used, itself
         self._file_bytes = _FILE_BYTES[0]
+        libc = ctypes.CDLL(None)
+        self._mallopt = getattr(libc, "mallopt", None) if device.type == "cpu" else None
+        self._malloc_trim = getattr(libc, "malloc_trim", None) if device.type == "cpu" else None
         bounds: dict[Home, int | None] = {Home.COMPUTE: _free_bytes(device)}
         if has_host if has_host is not None else device.type != "cpu":
             bounds[Home.HOST] = None
@@ -92,6 +105,20 @@ class TierMemory:
         """Let the system begin to read those that lie on disk."""
         for file, begin, end in self._pages(tensors):
             file.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
+    def map_large_blocks(self) -> None:
+        """Let the process give large blocks back to the system when they are freed; see [Note: freed memory].
+
+        What the user has set (MALLOC_MMAP_THRESHOLD_) stays; so does everything where there is no glibc.
+        """
+        if self._mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+            self._mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+            self._mallopt(_M_TRIM_THRESHOLD, _MAPPED_BYTES)
+
+    def give_back_freed(self) -> None:
+        """Give back to the system what is free in the heap; see [Note: freed memory]."""
+        if self._malloc_trim is not None:
+            self._malloc_trim(0)
 
     def _is_at(self, tensor: torch.Tensor, home: Home) -> bool:
         is_on_disk = self._file_of(tensor) is not None

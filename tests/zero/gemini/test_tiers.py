@@ -1,5 +1,6 @@
 """Tiers: memory of files, and chunks that lie on disk or below the device train as those in memory do."""
 
+import ctypes
 import errno
 import os
 from collections.abc import Callable
@@ -28,10 +29,10 @@ CPU = torch.device("cpu")
 MIB = 2**20
 
 
-def mapped_bytes() -> int:
-    """Return how much of mapped files is in memory of this process."""
+def resident_bytes(kind: str = "RssFile") -> int:
+    """Return how much of a kind of memory this process has; by default of mapped files."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile"))
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(kind))
 
 
 @pytest.mark.unit
@@ -46,9 +47,9 @@ def test_what_lies_on_disk_is_a_tensor_whose_memory_can_be_given_back(tmp_path: 
     assert tiers.keep(kept[3:9], Home.DISK).data_ptr() == kept[3:9].data_ptr()
     assert torch.equal(kept, values)
     kept += 1
-    before = mapped_bytes()
+    before = resident_bytes()
     tiers.give_back([kept, odd])
-    assert mapped_bytes() <= before - 7 * MIB
+    assert resident_bytes() <= before - 7 * MIB
     tiers.expect([kept, values])
     assert torch.equal(kept, values + 1)
     assert odd.tolist() == list(range(7))
@@ -61,6 +62,19 @@ def test_what_lies_on_disk_is_a_tensor_whose_memory_can_be_given_back(tmp_path: 
     large = [tiers.keep(torch.full((9 * MIB,), float(n)), Home.DISK) for n in range(4)]  # of several files
     assert [int(tensor[-1]) for tensor in large] == [0, 1, 2, 3]
     tiers.give_back(large)
+
+
+@pytest.mark.unit
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="not glibc")
+def test_what_is_free_in_the_heap_is_given_back() -> None:
+    """As a model leaves it that was built before there was a budget: free blocks between others that stay."""
+    blocks = [(bytearray(100_000), bytearray(600)) for _ in range(600)]
+    stay = [small for _, small in blocks]
+    del blocks
+    before = resident_bytes("RssAnon")
+    TierMemory(CPU).give_back_freed()
+    assert resident_bytes("RssAnon") <= before - 40 * MIB
+    assert len(stay) == 600
 
 
 @pytest.mark.unit

@@ -1,0 +1,232 @@
+"""A GPT whose model data is four times the memory that it may have: its peak, and what its steps cost.
+
+    python benchmarks/gemini_disk.py --dir /mnt/nvme --json benchmarks/results/gemini_disk.json
+
+Two processes take turns at the same training, one with all model data in memory and one with
+`placement_policy="nvme"` and a budget of a quarter of it. The peak is that of the process's resident memory,
+mapped files included, above what it had when everything was imported, and is looked at from outside. The
+disk's own time is that of reading and writing the bytes that a step moves, with a sync at the end, and
+nothing else; it is taken in the same rounds, for the speed of a shared disk comes and goes.
+"""
+
+import argparse
+import json
+import mmap
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness.rounds import compare, report, time_rounds
+
+import colossalai
+from colossalai.booster import Booster
+from colossalai.booster.plugin import GeminiPlugin
+from colossalai.model_zoo.gpt import GPT, GPTConfig
+
+BYTES_OF_MODEL_DATA = 4 + 4 + 8  # of a parameter, its gradient and Adam's two states
+PIECE = 8 * 2**20
+OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # a launcher's variables
+
+
+def build(args: argparse.Namespace) -> GPT:
+    """Return the GPT, from a seed."""
+    torch.manual_seed(0)
+    rates = dict.fromkeys(("embedding_dropout", "dropout", "attention_dropout"), 0.0)
+    return GPT(
+        GPTConfig(
+            **rates,
+            vocab_size=8192,
+            max_position_embeddings=args.seq,
+            hidden_size=args.hidden,
+            num_layers=args.layers,
+            num_attention_heads=args.hidden // 64,
+        )
+    )
+
+
+def resident(field: str, pid: int | str = "self") -> int:
+    """Return a field of the kernel's account of a process's memory, in bytes."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def worker(args: argparse.Namespace) -> None:
+    """Train one step for each line of the input; print what it had at first, its time and its loss."""
+    torch.set_num_threads(args.threads)
+    colossalai.launch_from_torch(config={}, verbose=False)
+    (
+        torch.randn(512, 512, requires_grad=True) @ torch.randn(512, 512)
+    ).sum().backward()  # buffers of libraries
+    before = resident("VmRSS")
+    model = build(args)
+    numel = sum(param.numel() for param in model.parameters())
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
+    more: dict[str, Any] = {}
+    if args.worker == "disk":
+        budget = int(BYTES_OF_MODEL_DATA * numel / args.times)
+        more = {"placement_policy": "nvme", "memory_budget": budget, "offload_dir": args.dir}
+    plugin = GeminiPlugin(
+        precision="fp32", search_range_mb=2, min_chunk_size_mb=args.chunk_mb, recompute=True, **more
+    )
+    model, optimizer, *_ = Booster(plugin=plugin).boost(model, optimizer)
+    tokens = torch.randint(8192, (args.batch, args.seq))
+    print(json.dumps({"before": before, "numel": numel}), flush=True)
+    for _ in sys.stdin:
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+        optimizer.backward(loss)
+        optimizer.step()
+        seconds = time.perf_counter() - start
+        chunks = model.data.residence.chunks
+        homes = [(chunk.home.name, chunk.states_home.name, chunk.num_bytes) for chunk in chunks]
+        moved = {"sections": 0, "states": 0}
+        for home, states_home, size in homes:
+            moved["sections"] += size * (home == "DISK")
+            moved["states"] += size * (states_home == "DISK")
+        print(json.dumps({"seconds": seconds, "loss": loss.item(), "moved": moved}), flush=True)
+
+
+class Trainer:
+    """A process that makes a step when it is told to.
+
+    Args:
+        kind: Where its model data is, "memory" or "disk".
+    """
+
+    def __init__(self, kind: str) -> None:
+        command = [sys.executable, __file__, *sys.argv[1:], "--worker", kind]
+        alone = {key: value for key, value in os.environ.items() if key not in OF_A_RANK}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self._process = subprocess.Popen(command, text=True, env=alone, **pipes)
+        self.first = self._next()
+        self.losses: list[float] = []
+        self.moved: dict[str, int] = {}
+
+    def step(self) -> None:
+        """Make a step."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        told = self._next()
+        self.losses.append(told["loss"])
+        self.moved = told["moved"]
+
+    @property
+    def peak(self) -> int:
+        """The most resident memory so far, above that before there was a model."""
+        return resident("VmHWM", self._process.pid) - int(self.first["before"])
+
+    def end(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _next(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                told: dict[str, Any] = json.loads(line)
+                return told
+        raise RuntimeError(f"the process ended with {self._process.wait()}")
+
+
+def exchange_raw(folder: str | None, num_read: int, num_written: int) -> Callable[[], None]:
+    """Return what reads and writes bytes of a file past the page cache where it can, and syncs."""
+    num_bytes = -(-max(num_read, num_written, 1) // PIECE) * PIECE
+    buffer = memoryview(mmap.mmap(-1, PIECE))
+    path = tempfile.NamedTemporaryFile(dir=folder, delete=False).name  # noqa: SIM115 - opened again below
+    try:
+        file = os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+    except OSError:
+        file = os.open(path, os.O_RDWR)
+    os.unlink(path)
+    os.posix_fallocate(file, 0, num_bytes)
+    for offset in range(0, num_bytes, PIECE):
+        os.pwritev(file, [buffer], offset)
+
+    def exchange() -> None:
+        for offset in range(0, num_written, PIECE):
+            os.pwritev(file, [buffer], offset)
+        for offset in range(0, num_read, PIECE):
+            os.preadv(file, [buffer], offset)
+        os.fdatasync(file)
+
+    return exchange
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--dir", help="a folder on the disk (default: the temporary one)")
+    parser.add_argument("--times", type=float, default=4.0, help="model data / budget (default: %(default)s)")
+    parser.add_argument("--hidden", type=int, default=768, help="default: %(default)s")
+    parser.add_argument("--layers", type=int, default=12, help="default: %(default)s")
+    parser.add_argument("--batch", type=int, default=4, help="sequences (default: %(default)s)")
+    parser.add_argument("--seq", type=int, default=128, help="tokens of a sequence (default: %(default)s)")
+    parser.add_argument("--chunk-mb", type=float, default=6.5, help="2**20 elements (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="default: %(default)s")
+    parser.add_argument("--json", help="also write the figures to this file")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.dir = args.dir or tempfile.gettempdir()
+    if args.worker:
+        worker(args)
+        return
+    trainers = {kind: Trainer(kind) for kind in ("memory", "disk")}
+    for trainer in trainers.values():
+        trainer.step()  # recorded
+        trainer.step()  # the first that follows the plan
+    moved = trainers["disk"].moved
+    # Sections are read in forward and backward, and with states and gradients read and written in the step.
+    num_read, num_written = (
+        3 * moved["sections"] + 3 * moved["states"],
+        moved["sections"] + 3 * moved["states"],
+    )
+    acts = {kind: trainer.step for kind, trainer in trainers.items()}
+    acts["the disk alone"] = exchange_raw(args.dir, num_read, num_written)
+    times = time_rounds(acts, rounds=args.rounds, warmup=1)
+    assert trainers["memory"].losses == trainers["disk"].losses, "losses differ"
+    numel = int(trainers["disk"].first["numel"])
+    budget = BYTES_OF_MODEL_DATA * numel / args.times
+    rows = [
+        {
+            "what": "peak resident memory",
+            "variant": kind,
+            "value": f"{trainer.peak / 2**20:.0f} MiB",
+            "ratio": round(trainer.peak / budget, 3),
+            "quartiles": "of the budget",
+        }
+        for kind, trainer in trainers.items()
+    ]
+    for baseline in ("memory", "the disk alone"):
+        rows += [
+            {
+                "what": f"step / {baseline}",
+                "variant": row["variant"],
+                "value": f"{row['step_ms']:.0f} ms",
+                "ratio": row["ratio"],
+                "quartiles": str(row["ratio_quartiles"]),
+            }
+            for row in compare(times, baseline=baseline)
+            if row["variant"] in (("memory", "disk") if baseline == "memory" else ("disk", baseline))
+        ]
+    for trainer in trainers.values():
+        trainer.end()
+    title = f"a GPT of {numel / 1e6:.0f} million parameters in {budget / 2**20:.0f} MiB"
+    settings = {**vars(args), "budget": budget, "bytes_read": num_read, "bytes_written": num_written}
+    report(title, rows, settings=settings, json_file=args.json)
+
+
+if __name__ == "__main__":
+    main()
