@@ -155,9 +155,22 @@ class PlacementPolicy:
         """Refuse what has no effect, or no room, whatever the model.
 
         Raises:
-            ValueError: A budget, or the policy, asks for a tier that is not there.
+            ValueError: A budget, or the policy, asks for a tier that is not there, or the policy never uses
+                the disk.
         """
-        self._check_tiers(self._bounds(tiers))
+        bounds = self._bounds(tiers)
+        self._check_tiers(bounds)
+        if Home.DISK not in bounds:
+            return
+        if Home.HOST in bounds and not _RULES[self.name].uses_disk:
+            raise ValueError(
+                f"offload_dir has no effect under placement_policy={self.name!r}, which keeps in host memory "
+                "what is not on the device: take 'nvme'"
+            )
+        if math.isinf(bounds[Home.COMPUTE]) and self.memory_budget is None and self.name != "nvme":
+            raise ValueError(
+                "offload_dir has no effect without a bound of memory: give memory_budget=<bytes>"
+            )
 
     def place(self, data: ModelData, tiers: Tiers, trace: Trace | None = None) -> Placement:
         """Return the homes.

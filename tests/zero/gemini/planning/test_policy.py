@@ -235,6 +235,14 @@ def test_the_number_in_a_refusal_would_do(name: str, trace: Trace | None) -> Non
     pytest.fail(f"still refused with {numbers}")
 
 
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"nvme"}))
+def test_a_disk_that_is_never_used_is_refused(name: str) -> None:
+    with pytest.raises(
+        ValueError, match=f"offload_dir has no effect under placement_policy='{name}'.*'nvme'"
+    ):
+        PlacementPolicy(name, memory_budget=100).check({C: None, H: None, D: None})
+
+
 def test_what_no_tier_can_do_is_refused_before_the_model_changes(tmp_path: Path) -> None:
     for options, words in (
         ({"memory_budget": 1 << 30}, "nothing lies below memory: give offload_dir"),
@@ -243,6 +251,7 @@ def test_what_no_tier_can_do_is_refused_before_the_model_changes(tmp_path: Path)
         ({"placement_policy": "const"}, "'const' has a fixed budget: give memory_budget"),
         ({"placement_policy": "nvme"}, "'nvme' needs a disk: give offload_dir"),
         ({"placement_policy": "nvme", "offload_dir": tmp_path}, "has no bound: give memory_budget"),
+        ({"offload_dir": tmp_path}, "offload_dir has no effect without .* give memory_budget"),
         ({"offload_dir": "/proc/nowhere"}, "offload_dir is '/proc/nowhere', and no file can be made there"),
         ({"warmup_ratio": 1.5}, "warmup_ratio=1.5: it is a part of memory"),
         ({"keeps_grads": True, "offload_dir": tmp_path}, "offload_dir in a pipeline"),
