@@ -63,6 +63,14 @@ class Lodging:
         """Whether there is a budget, so that an iteration is worth recording."""
         return bool(self._layouts) and self._budget(None) is not None
 
+    @property
+    def memory_budget(self) -> int | None:
+        """Bytes of the compute tier for all there is; None: no bound is known or asked for."""
+        bound = (
+            self._bounds[Home.COMPUTE] if self._policy.memory_budget is None else self._policy.memory_budget
+        )
+        return bound if self.is_bounded else None
+
     def set_state_margin(self, ratio: float) -> None:
         """Let states have a part of what sections leave of the compute tier, from the next plan on."""
         self._policy = replace(self._policy, gpu_margin_mem_ratio=ratio)

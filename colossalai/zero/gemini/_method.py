@@ -43,6 +43,7 @@ from colossalai.zero.gemini._residence import Residence
 from colossalai.zero.gemini._search import ChunkSizes, log_search, search_groups
 from colossalai.zero.gemini._state_dict import load_whole_state, whole_state
 from colossalai.zero.gemini._tiers import TierMemory
+from colossalai.zero.gemini._timeline import contents_of
 from colossalai.zero.gemini._uses import is_chunked, place_of
 from colossalai.zero.gemini._whole_modules import ModuleChoice, WholeModules, check_choices, find_modules
 from colossalai.zero.gemini.planning import PLACEMENT_POLICIES, Home, PlacementPolicy, Trace
@@ -250,6 +251,10 @@ class _InChunks(AppliedDataMethod):
             part.register_forward_hook(self.residence.leave, always_call=True)
         self._shards: Shards | None = None
         self._optimizer: Optimizer | None = None
+        self.residence.memory_budget = self._lodging.memory_budget
+        self.residence.contents = lambda: contents_of(
+            self.residence.chunks, self._reducer, self._shards, self._optimizer
+        )
         self._mean_dtypes: dict[FlatBucket, torch.dtype] = {}  # in which the optimizer takes gradients
         self._trace: Trace | None = None  # that was recorded, until it is planned from
 
@@ -333,6 +338,7 @@ class _InChunks(AppliedDataMethod):
 
     def _make_plan(self) -> None:
         """Plan from the iteration that was recorded, once its step has been made; collective then."""
+        self.residence.end_step()
         if self._trace is None:
             return
         assert self._shards is not None, "a step was made"

@@ -9,7 +9,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,9 @@ from colossalai.zero.gemini._chunk import Chunk, ChunkState
 from colossalai.zero.gemini._positions import PATIENCE_S, GatherPositions
 from colossalai.zero.gemini._uses import ChunkPlace, put_into_chunk, refuse_transformations
 from colossalai.zero.gemini.planning import Guide, Home, OtherBytes, Period, ResidencePlan, Trace
+
+if TYPE_CHECKING:
+    from colossalai.zero.gemini._timeline import ChunkContents, TimelineRecorder
 
 _Handle = tuple[Chunk, torch.Size, tuple[Any, ...], Any]  # of a saved view: chunk, sizes, strides, offset
 
@@ -39,6 +43,9 @@ class Residence:
         present_bytes: Of all gathered memory that is alive now, whoever keeps it.
         peak_bytes: The most of it so far.
         num_gathers: How many chunks have been gathered so far.
+        recorder: What is told of this iteration; None: nobody asks.
+        contents: Returns what this rank has of each chunk; set by who knows it.
+        memory_budget: Bytes of the compute tier for all there is; None: no bound. Likewise.
         open_views: For each whole module whose forward is under way, the values that its parameters have
             there, as its backward knows them; the innermost last.
     """
@@ -47,6 +54,9 @@ class Residence:
         self.chunks: list[Chunk] = []
         self.most_bytes = most_bytes
         self.guide: Guide | None = None
+        self.recorder: TimelineRecorder | None = None
+        self.contents: Callable[[], list[ChunkContents]] = list
+        self.memory_budget: int | None = None
         self._positions = GatherPositions([])
         self.present_bytes = self.peak_bytes = self.num_gathers = 0
         self.open_views: list[Mapping[nn.Parameter, torch.Tensor]] = []
@@ -93,8 +103,12 @@ class Residence:
     def follow_guide(self) -> None:
         """Record the next iteration."""
         assert self.chunks, "a model without chunks has nothing to record"
-        counter = OtherBytes(self.chunks[0].device, self._is_model_data)
-        self.guide = Guide(counter)
+        self.guide = Guide(self.counter())
+
+    def counter(self) -> OtherBytes:
+        """Return what counts other memory: the guide's, if it has one."""
+        counter = None if self.guide is None else self.guide.counter
+        return counter or OtherBytes(self.chunks[0].device, self._is_model_data)
 
     def follow(self, plan: ResidencePlan, *, most_bytes: int) -> None:
         """Follow a plan from the next iteration on."""
@@ -183,6 +197,8 @@ class Residence:
         self._present.move_to_end(chunk)
         if period is not None:
             self._fetch_ahead(period)
+        if self.recorder is not None:
+            self.recorder.hold(self.present_bytes)
         assert chunk.whole is not None
         return chunk.whole
 
@@ -191,11 +207,21 @@ class Residence:
         kept = chunk.keep_mean(mean)
         if (counter := self._active_counter) is not None:
             counter.forget(kept)
+        if self.recorder is not None and chunk.states_home is not Home.COMPUTE:
+            self.recorder.move(bytes_in=kept.nbytes if kept is mean else 0, bytes_out=kept.nbytes)
         return kept
 
     def end_iteration(self) -> Trace | None:
         """Hear that the gradients of a step are complete; return what was recorded, if it was."""
-        return None if self.guide is None else self.guide.end_iteration()
+        trace = None if self.guide is None else self.guide.end_iteration()
+        if self.recorder is not None:
+            self.recorder.begin_step()
+        return trace
+
+    def end_step(self) -> None:
+        """Hear that the step has been made, whatever it has made of the values."""
+        if self.recorder is not None:
+            self.recorder.end_step(self.present_bytes)
 
     def place(self, chunk: Chunk, home: Home, states_home: Home) -> None:
         """Let the section of a chunk go to another tier; between two iterations.
@@ -245,6 +271,8 @@ class Residence:
 
     def note_gradients(self, chunk: Chunk, *, all_have_come: bool) -> None:
         """Note that gradients of a chunk have come; with all of them this backward is through with it."""
+        if self.recorder is not None and self.guide is None and not chunk.is_apart:
+            self.recorder.use(chunk.number, is_backward=True, is_planned=False)  # nobody has fetched it
         chunk.note_gradients(all_have_come=all_have_come)
         is_held = self._num_gathered > 0 or chunk.num_uses > 0 or self._has_plan
         if chunk.state is ChunkState.READY_FOR_REDUCE and chunk.is_apart and not is_held:
@@ -296,7 +324,8 @@ class Residence:
         self.num_gathers += 1
         if self.guide is not None:
             chunk.tiers.give_back_freed()
-        whole = torch.empty(chunk.layout.numel, dtype=chunk.section.dtype, device=chunk.device)
+        make = partial(torch.empty, chunk.layout.numel, dtype=chunk.section.dtype, device=chunk.device)
+        whole = make() if (counter := self._active_counter) is None else counter.set_aside(make)
         storage = whole.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         self._by_storage[key] = chunk
@@ -304,13 +333,13 @@ class Residence:
         self.peak_bytes = max(self.peak_bytes, self.present_bytes)
         # On the storage: one on the tensor would fire while a view of it still holds the memory.
         weakref.finalize(storage, self._forget_storage, key, size)
-        if (counter := self._active_counter) is not None:
-            counter.forget(whole)
         return whole, self._start_gather_into(whole, chunk)
 
     def _start_gather_into(self, whole: torch.Tensor, chunk: Chunk) -> Callable[[], object]:
         chunk.layout.section(whole, chunk.layout.axis.rank).copy_(chunk.section)
         chunk.tiers.give_back([chunk.section])
+        if self.recorder is not None and chunk.home is not Home.COMPUTE:
+            self.recorder.move(bytes_in=chunk.section.nbytes)
         return self._positions.start(whole, chunk) if chunk.is_cut else lambda: None
 
     def _renew(self, chunk: Chunk) -> None:
@@ -366,6 +395,8 @@ class Residence:
 
     @property
     def _active_counter(self) -> OtherBytes | None:
+        if self.recorder is not None:
+            return self.recorder.counter
         return self.guide.counter if self.guide is not None and self.guide.is_recording else None
 
     @property
@@ -374,12 +405,18 @@ class Residence:
 
     def _ask_guide(self, chunk: Chunk, needed: Collection[Chunk]) -> Period | None:
         """Tell the guide of a use; return what it says, unless the use is no part of an iteration."""
-        if self.guide is None or self._num_gathered > 0 or self._is_evaluating:
+        if self._num_gathered > 0 or self._is_evaluating:
             return None
+        period = None if self.guide is None else self._use_on_trace(self.guide, chunk, needed)
+        if self.recorder is not None:  # behind the guide, whom a peak is for
+            self.recorder.use(chunk.number, is_backward=_is_in_backward(), is_planned=self._has_plan)
+        return period
+
+    def _use_on_trace(self, guide: Guide, chunk: Chunk, needed: Collection[Chunk]) -> Period | None:
         held = {other.number for other in self._present if other.num_uses > 0}
         held |= {other.number for other in self._by_storage.values() if other.whole is None}
         held -= {other.number for other in self._coming}
-        return self.guide.use(chunk.number, held | {other.number for other in needed})
+        return guide.use(chunk.number, held | {other.number for other in needed})
 
     def _fetch_ahead(self, period: Period) -> None:
         """Start the gathers of the next use, and reading from disk for those after it."""

@@ -35,6 +35,9 @@ class OtherBytes(TorchDispatchMode):
     Args:
         device: Where the memory counts.
         is_model_data: Whether a storage, by its address as an object, is one of chunks.
+
+    Attributes:
+        listener: Is told every peak that somebody takes.
     """
 
     def __init__(self, device: torch.device, is_model_data: Callable[[int], bool]) -> None:
@@ -44,6 +47,7 @@ class OtherBytes(TorchDispatchMode):
         self._alive: dict[int, int] = {}
         self._bytes = self._peak = 0
         self._is_on = False
+        self.listener: Callable[[int], None] | None = None
 
     def start(self) -> None:
         """Begin to count."""
@@ -66,7 +70,17 @@ class OtherBytes(TorchDispatchMode):
     def take_peak(self) -> int:
         """Return the most bytes since this was asked."""
         peak, self._peak = self._peak, self._bytes
+        if self.listener is not None:
+            self.listener(peak)
         return peak
+
+    def set_aside(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return a tensor that is to be model data, and does not count while nobody knows it yet."""
+        peak = self._peak
+        tensor = make()
+        self.forget(tensor)
+        self._peak = peak
+        return tensor
 
     def forget(self, tensor: torch.Tensor) -> None:
         """Let a tensor not count, which has become model data."""

@@ -1,0 +1,358 @@
+"""The timeline of an iteration: what lies on the compute tier from one use until the next, as measured.
+
+    with record_timeline(model) as iterations:
+        for batch in batches[:2]:  # whole iterations: forward, backward, step
+            ...
+    iterations[-1].peak_bytes
+
+Model data is asked of those who hold it: the residence knows gathered chunks (by finalizers on their memory),
+chunks their sections, the reducer means, the optimizer its states. The rest is what `OtherBytes` counts; see
+[Note: what is not model data]. Without a recorder nothing of this is asked, and a use costs one comparison.
+
+[Note: the step]
+An optimizer updates what lies in memory at once, and then chunk by chunk what has parts on disk, whose pages
+are memory until they are given back: one moment for each. Nobody counts other memory there, so what an
+optimizer takes for itself is not seen; and what clipping reads from disk is not among the bytes that move.
+"""
+
+import enum
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.zero._reducer import ShardedReducer
+from colossalai.zero._shards import Shards
+from colossalai.zero.gemini._chunk import Chunk
+from colossalai.zero.gemini._uses import is_chunked, place_of
+from colossalai.zero.gemini.planning import Home, OtherBytes
+
+
+class Phase(enum.StrEnum):
+    """The part of an iteration."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """A use of a chunk, and the time until the next one; in the step, the update of one chunk or of several.
+
+    All sizes are bytes on this rank, the most in this time.
+
+    Attributes:
+        phase: The part of the iteration.
+        chunk: The number of the chunk; None for all that is updated in memory at once.
+        gathered_bytes: Of gathered chunks, on their way or used, whoever keeps their memory.
+        section_bytes: Of sections that have their home on the compute tier.
+        gradient_bytes: Of mean gradients that are kept there.
+        state_bytes: Of masters and optimizer states that are kept there.
+        paged_bytes: Of files whose pages are in memory while their chunk is updated.
+        other_bytes: Of all that is not model data: activations, gradients under way, temporary results.
+        bytes_in: What has come from tiers below.
+        bytes_out: What has gone to tiers below.
+    """
+
+    phase: Phase
+    chunk: int | None
+    gathered_bytes: int
+    section_bytes: int
+    gradient_bytes: int
+    state_bytes: int
+    paged_bytes: int = 0
+    other_bytes: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+    @property
+    def model_bytes(self) -> int:
+        """Bytes of model data on the compute tier."""
+        at_home = self.section_bytes + self.gradient_bytes + self.state_bytes
+        return self.gathered_bytes + at_home + self.paged_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all that lies on the compute tier."""
+        return self.model_bytes + self.other_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iteration:
+    """What one iteration was like on this rank.
+
+    Attributes:
+        moments: In the order of uses.
+        memory_budget: Bytes of the compute tier; None for no bound.
+        is_planned: Whether it went by a plan from the beginning to the end.
+    """
+
+    moments: tuple[Moment, ...]
+    memory_budget: int | None
+    is_planned: bool
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes on the compute tier."""
+        return max((moment.num_bytes for moment in self.moments), default=0)
+
+    @property
+    def peak_model_bytes(self) -> int:
+        """The most bytes of model data there."""
+        return max((moment.model_bytes for moment in self.moments), default=0)
+
+    @property
+    def peak_other_bytes(self) -> int:
+        """The most bytes of other memory there."""
+        return max((moment.other_bytes for moment in self.moments), default=0)
+
+    @property
+    def bytes_in(self) -> int:
+        """Bytes that have come from tiers below."""
+        return sum(moment.bytes_in for moment in self.moments)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes that have gone to tiers below."""
+        return sum(moment.bytes_out for moment in self.moments)
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> "Iteration":
+        """Return what `as_dict` was made of."""
+        moments = tuple(Moment(**{**each, "phase": Phase(each["phase"])}) for each in content["moments"])
+        return cls(moments=moments, memory_budget=content["memory_budget"], is_planned=content["is_planned"])
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures and the series under their names, for JSON."""
+        names = ("peak_bytes", "peak_model_bytes", "peak_other_bytes", "bytes_in", "bytes_out")
+        return {
+            "memory_budget": self.memory_budget,
+            "is_planned": self.is_planned,
+            **{name: getattr(self, name) for name in names},
+            "moments": [asdict(moment) for moment in self.moments],
+        }
+
+
+@contextmanager
+def record_timeline(model: nn.Module) -> Iterator[list[Iteration]]:
+    """Within the block, record what lies on the compute tier of this rank at each use of a chunk.
+
+    The block holds whole iterations. Ranks need not record alike, and what is trained stays the same bit for
+    bit. Functions of torch take longer, since each of their results is seen.
+
+    Args:
+        model: What a door of Gemini returned, or the model that was given to it.
+
+    Returns:
+        The iterations whose step was made, one after the other; each is there when its step has ended.
+
+    Raises:
+        ValueError: No parameter of `model` lies in a chunk, or the model is being recorded already.
+    """
+    residence = next((place_of(param).residence for param in model.parameters() if is_chunked(param)), None)
+    if residence is None:
+        raise ValueError(
+            f"no parameter of this {type(model).__name__} lies in a chunk: pass a model that has been "
+            "through GeminiPlugin, GeminiDDP or zero_model_wrapper(zero_stage=3)"
+        )
+    if residence.recorder is not None:
+        raise ValueError(f"this {type(model).__name__} is being recorded already: leave one block out")
+    iterations: list[Iteration] = []
+    recorder = TimelineRecorder(
+        iterations,
+        residence.counter(),
+        contents=residence.contents,
+        memory_budget=residence.memory_budget,
+    )
+    residence.recorder = recorder
+    recorder.counter.listener = recorder.hear_peak
+    try:
+        yield iterations
+    finally:
+        residence.recorder = recorder.counter.listener = None
+        recorder.counter.stop()
+
+
+@dataclass(frozen=True)
+class ChunkContents:
+    """What this rank has of a chunk beside gathered values; sizes in bytes.
+
+    Attributes:
+        chunk: The chunk.
+        section: Of its section.
+        mean: Of the section of the mean gradient, as long as there is one.
+        states: Of masters and optimizer states.
+    """
+
+    chunk: Chunk
+    section: int
+    mean: int
+    states: int
+
+    def bytes_at(self, home: Home) -> tuple[int, int, int]:
+        """Return those of section, mean and states that have their home in a tier."""
+        has_states = self.chunk.states_home is home
+        section = self.section if self.chunk.home is home else 0
+        return section, self.mean if has_states else 0, self.states if has_states else 0
+
+    @property
+    def is_updated_below(self) -> bool:
+        """Whether some of it lies below the compute tier when an optimizer updates it."""
+        return {self.chunk.home, self.chunk.states_home} != {Home.COMPUTE}
+
+    def moved_by_update(self) -> dict[str, int]:
+        """Return what an update moves between tiers, and the pages of files that it has in memory.
+
+        A processor that is the compute tier reads files through memory. Below an accelerator the optimizer
+        works where the states lie, and what is updated there goes nowhere.
+        """
+        section, mean, states = self.bytes_at(Home.DISK)
+        paged = section + mean + states
+        is_apart = Home.HOST in self.chunk.tiers.bounds
+        return {
+            "paged_bytes": 0 if is_apart else paged,
+            "bytes_in": 0 if is_apart else paged,
+            "bytes_out": 0 if is_apart else section + states,
+        }
+
+
+def contents_of(
+    chunks: Sequence[Chunk], reducer: ShardedReducer, shards: Shards | None, optimizer: Optimizer | None
+) -> list[ChunkContents]:
+    """Return what this rank has of each chunk now."""
+    means = {grads.bucket: grads.slice for grads in reducer.all_grads}
+    states = dict.fromkeys(chunks, 0)
+    if shards is not None and optimizer is not None:
+        for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
+            param = shards.param_of(tensor)
+            if not is_chunked(param):
+                continue
+            chunk = place_of(param).chunk
+            its_own = [value for value in optimizer.state.get(tensor, {}).values() if torch.is_tensor(value)]
+            if tensor.untyped_storage()._cdata != chunk.section.untyped_storage()._cdata:
+                its_own.append(tensor)  # a master
+            states[chunk] += sum(value.nbytes for value in its_own if value.ndim)
+    return [
+        ChunkContents(
+            chunk, chunk.section.nbytes, 0 if (mean := means.get(chunk.layout)) is None else mean.nbytes, size
+        )
+        for chunk, size in states.items()
+    ]
+
+
+Contents = Callable[[], list[ChunkContents]]
+
+
+class TimelineRecorder:
+    """Puts moments together of what a residence tells.
+
+    Args:
+        iterations: Where iterations go.
+        counter: What counts other memory.
+        contents: Returns what this rank has of each chunk now.
+        memory_budget: Bytes of the compute tier; None for no bound.
+    """
+
+    def __init__(
+        self,
+        iterations: list[Iteration],
+        counter: OtherBytes,
+        *,
+        contents: Contents,
+        memory_budget: int | None,
+    ) -> None:
+        self.counter = counter
+        self._iterations = iterations
+        self._contents = contents
+        self._memory_budget = memory_budget
+        self._moments: list[Moment] = []
+        self._current: tuple[Phase, int] | None = None  # of the moment that is under way
+        self._sizes: Counter[str] = Counter()  # its other fields
+        self._is_stepping = False
+        self._is_planned = True
+
+    def use(self, chunk: int, *, is_backward: bool, is_planned: bool) -> None:
+        """Hear of a use, before the chunk is gathered; several times in a row is one use."""
+        if self._is_stepping:  # the step was skipped, as that of a loss scale after an overflow
+            self._begin_anew()
+        phase = Phase.BACKWARD if is_backward else Phase.FORWARD
+        self.counter.take_peak()  # what the guide has taken was heard then
+        self._is_planned &= is_planned
+        if self._current != (phase, chunk):
+            self._close()
+            self._current = (phase, chunk)
+
+    def hear_peak(self, num_bytes: int) -> None:
+        """Hear how many bytes of other memory there were at most since this was told."""
+        self._sizes["other_bytes"] = max(self._sizes["other_bytes"], num_bytes)
+
+    def hold(self, gathered_bytes: int) -> None:
+        """Hear of gathered memory, when more has been gathered."""
+        self._sizes["gathered_bytes"] = max(self._sizes["gathered_bytes"], gathered_bytes)
+
+    def move(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
+        """Hear that bytes have come from tiers below, or have gone there."""
+        self._sizes.update(bytes_in=bytes_in, bytes_out=bytes_out)
+
+    def begin_step(self) -> None:
+        """Hear that the gradients are complete."""
+        self.counter.take_peak()
+        self.counter.stop()
+        if self._current is not None:
+            self._close()
+            self._is_stepping = True
+
+    def end_step(self, gathered_bytes: int) -> None:
+        """Hear that the step has been made, before anything moves; see [Note: the step].
+
+        Args:
+            gathered_bytes: Of chunks that are still there.
+        """
+        if not self._is_stepping:
+            return
+        found = self._contents()
+        sizes = {"gathered_bytes": gathered_bytes, **_at_home(found)}
+        trained = [contents for contents in found if contents.mean or contents.states]
+        below = [contents for contents in trained if contents.is_updated_below]
+        if len(below) < len(trained) or not trained:
+            self._moments.append(Moment(phase=Phase.STEP, chunk=None, **sizes))
+        self._moments += [
+            Moment(phase=Phase.STEP, chunk=contents.chunk.number, **sizes, **contents.moved_by_update())
+            for contents in below
+        ]
+        self._finish()
+
+    def _close(self) -> None:
+        """End the moment that is under way; what was heard before the first use is left out."""
+        if self._current is not None:
+            phase, chunk = self._current
+            sizes = {"gathered_bytes": 0, **self._sizes, **_at_home(self._contents())}
+            self._moments.append(Moment(phase=phase, chunk=chunk, **sizes))
+        self._current = None
+        self._sizes.clear()
+
+    def _finish(self) -> None:
+        self._iterations.append(
+            Iteration(
+                moments=tuple(self._moments),
+                memory_budget=self._memory_budget,
+                is_planned=self._is_planned,
+            )
+        )
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._moments, self._is_stepping, self._is_planned = [], False, True
+
+
+def _at_home(found: Iterable[ChunkContents]) -> dict[str, int]:
+    """Return the bytes that have their home on the compute tier, by the fields of a moment."""
+    kinds = ("section_bytes", "gradient_bytes", "state_bytes")
+    sizes = zip(*(contents.bytes_at(Home.COMPUTE) for contents in found), strict=True)
+    return dict(zip(kinds, map(sum, sizes), strict=True))
