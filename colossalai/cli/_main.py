@@ -36,7 +36,8 @@ _MEMORY_EXAMPLES = """\b
 Examples:
   colossalai memory --model gpt2-xl --dp 8 --zero 2
   colossalai memory --model gpt3 --dp 16 --tp 8 --pp 12 --zero 1 --recompute --explain
-  colossalai memory --model path/to/config.json --batch 4 --seq 512 --precision bf16 --json"""
+  colossalai memory --model path/to/config.json --batch 4 --seq 512 --precision bf16 --json
+  colossalai memory --model gpt2-small --trace out.png --memory-budget 512MiB --offload-dir /tmp/chunks"""
 
 _POSITIVE = click.IntRange(min=1)
 _TIME = click.FloatRange(min=0)
@@ -286,17 +287,55 @@ def pipeline(
 )
 @click.option("--explain", is_flag=True, help="Also print the formula of each row, with its numbers.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, formulas included, without tables.")
-def memory(as_json: bool, explain: bool, **settings: Any) -> None:
+@click.option(
+    "--trace",
+    "trace_file",
+    metavar="FILE.png",
+    help="Train two iterations under Gemini, and draw what lay in memory when. The options below are its.",
+)
+@click.option("--memory-budget", "--memory_budget", metavar="SIZE", help="Of a rank: 268435456, or 256MiB.")
+@click.option("--offload-dir", "--offload_dir", metavar="FOLDER", help="For what does not fit into it.")
+@click.option(
+    "--placement-policy",
+    "--placement_policy",
+    metavar="NAME",
+    help="One of those of GeminiPlugin; auto if there is a budget, cpu if not.",
+)
+@click.option(
+    "--blocks", type=_POSITIVE, metavar="N", help="Train with N blocks of the model; 4 if not given."
+)
+@click.option(
+    "--min-chunk-size-mb",
+    "--min_chunk_size_mb",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="MB",
+    help="The least size of a chunk, in MB of 2**20 elements; a sixteenth of the model if not given.",
+)
+def memory(as_json: bool, explain: bool, trace_file: str | None, **settings: Any) -> None:
     """Estimate what a rank holds in training with Adam: parameters, gradients, states, activations.
 
     Neither weights nor ranks are needed: parameters are counted on the meta device. With a pipeline, the
     stage that needs most is shown.
+
+    With --trace nothing is estimated: --dp ranks train with random data, on this machine, by default with 4
+    blocks on 128 tokens.
     """
-    from colossalai.cli._memory import show_memory
+    of_trace = ("memory_budget", "offload_dir", "placement_policy", "blocks", "min_chunk_size_mb")
+    if trace_file is None:
+        if given := [name for name in of_trace if settings.pop(name) is not None]:
+            raise click.UsageError(f"--{given[0].replace('_', '-')} is an option of --trace FILE.png")
+    elif explain:
+        raise click.UsageError("--trace measures, and has no formulas: leave --explain out")
+    from colossalai.cli._memory import show_memory, trace_memory
 
     if as_json and explain:
         raise click.UsageError("--json has the formulas: leave --explain out")
     try:
-        show_memory(**settings, as_json=as_json, explain=explain)
+        if trace_file is None:
+            show_memory(**settings, as_json=as_json, explain=explain)
+        else:
+            sys.exit(trace_memory(trace_file, **settings, as_json=as_json))
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    except KeyboardInterrupt:
+        sys.exit(130)

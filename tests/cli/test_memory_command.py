@@ -14,10 +14,10 @@ import colossalai
 from colossalai.amp import AMP_TYPE, FullPrecision, OptimizerWrapper, apply_precision, precision_of
 from colossalai.cli._benchmark._measure import saved_bytes
 from colossalai.cli._main import main
-from colossalai.cli._memory._command import size_text
 from colossalai.cli._memory._formulas import STORAGE, BlockExtents, block_bytes, output_row, state_bytes
 from colossalai.cli._memory._report import TrainingSetup, report_of
 from colossalai.cli._memory._shape import MODEL_NAMES, count_parameters, shape_of
+from colossalai.cli._picture import size_text
 from colossalai.core import global_context as gpc
 from colossalai.model_zoo.bert import bert_base
 from colossalai.model_zoo.gpt import GPT, GPTConfig, gpt2_small

@@ -1,7 +1,6 @@
 """`colossalai benchmark`: check what is asked, start the processes, and show what they found."""
 
 import dataclasses
-import importlib.util
 import json
 import sys
 import tempfile
@@ -20,10 +19,10 @@ from colossalai.cli._benchmark._configurations import (
 )
 from colossalai.cli._benchmark._results import BenchmarkSettings, Results, Skipped
 from colossalai.cli._benchmark._show import plot, show
+from colossalai.cli._picture import check_folder, check_picture
 from colossalai.launcher import Job, launch
 
 _WORKER = "colossalai.cli._benchmark._worker"
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,13 +84,9 @@ def _choose(num_procs: int, modes: Sequence[str] | None) -> tuple[list[Configura
 
 def _check_output(output: BenchmarkOutput) -> None:
     if output.plot_file is not None:
-        if Path(output.plot_file).suffix not in _PICTURES:
-            raise ValueError(f"--plot {output.plot_file}: the name must end in {', '.join(_PICTURES)}")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise ValueError("--plot draws with matplotlib, which is not installed: pip install matplotlib")
-    for path in (output.json_file, output.plot_file):
-        if path not in (None, "-") and not Path(path).absolute().parent.is_dir():
-            raise ValueError(f"there is no folder {str(Path(path).parent)!r} to write {path!r} into")
+        check_picture("--plot", output.plot_file)
+    if output.json_file not in (None, "-"):
+        check_folder(output.json_file)
 
 
 def _check_devices(num_procs: int) -> None:

@@ -12,8 +12,7 @@ from rich.table import Table
 from colossalai.cli._memory._formulas import SYMBOLS
 from colossalai.cli._memory._report import Report, TrainingSetup, report_of, total_of
 from colossalai.cli._memory._shape import shape_of
-
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+from colossalai.cli._picture import size_text
 
 
 def show(report: Report, *, explain: bool) -> None:
@@ -35,14 +34,6 @@ def show(report: Report, *, explain: bool) -> None:
     )
     if explain:
         _explain(console, report)
-
-
-def size_text(num_bytes: int) -> str:
-    """Return a number of bytes in a unit that fits it."""
-    size, place = float(num_bytes), 0
-    while size >= 1024 and place < len(_UNITS) - 1:
-        size, place = size / 1024, place + 1
-    return f"{size:.2f} {_UNITS[place]}" if place else f"{num_bytes} B"
 
 
 def _figures(num_bytes: int, total: int) -> tuple[str, str]:

@@ -1,8 +1,8 @@
 """The shape of a model and its parameters, counted on the meta device: nothing gets memory."""
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +123,29 @@ def shape_of(model: str) -> ModelShape:
     return _shape_of_theirs(path)
 
 
+def build_model(model: str, *, num_blocks: int, attention: str) -> nn.Module:
+    """Return a model as it trains, of fewer blocks if asked for.
+
+    Args:
+        model: As of `shape_of`.
+        num_blocks: How many blocks it has.
+        attention: "sdpa" or "eager".
+
+    Raises:
+        ValueError: `model` is no known name, and no config of a model that can be built.
+    """
+    name = model.lower().replace("_", "-")
+    if name in _MODELS:
+        kind, config = _MODELS[name]
+        # On a CPU dropout on attention weights, and nothing else, leaves the fused attention.
+        rate = 0.0 if attention == "sdpa" else config.attention_dropout or 0.1
+        return kind(replace(config, num_layers=num_blocks, attention_dropout=rate))
+    theirs, build = _read_config(Path(model))
+    theirs.num_hidden_layers = num_blocks
+    theirs._attn_implementation = attention
+    return build(theirs)
+
+
 def _shape_of_own(name: str, kind: Any, config: TransformerConfig) -> ModelShape:
     with torch.device("meta"):
         module = kind(config)
@@ -150,8 +173,8 @@ def _ends_of(config: TransformerConfig) -> tuple[int, int]:
     return config.max_position_embeddings, config.vocab_size
 
 
-def _shape_of_theirs(path: Path) -> ModelShape:
-    """Read a config of transformers and build its model on the meta device."""
+def _read_config(path: Path) -> tuple[Any, Callable[[Any], nn.Module]]:
+    """Read a config of transformers; return it, and what builds its model."""
     try:
         import transformers
     except ModuleNotFoundError as error:
@@ -166,8 +189,14 @@ def _shape_of_theirs(path: Path) -> ModelShape:
     kind = getattr(transformers, architectures[0], None) if architectures else None
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         kind = None
+    return config, transformers.AutoModel.from_config if kind is None else kind
+
+
+def _shape_of_theirs(path: Path) -> ModelShape:
+    """Read a config of transformers and build its model on the meta device."""
+    config, build = _read_config(path)
     with torch.device("meta"):
-        module = transformers.AutoModel.from_config(config) if kind is None else kind(config)
+        module = build(config)
     is_image = getattr(config, "image_size", None) is not None
     hidden = _read(config, path, "hidden_size")
     return ModelShape(

@@ -1,18 +1,15 @@
 """`colossalai pipeline`: check what is asked, simulate the schedules, and show what comes out."""
 
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
+from colossalai.cli._picture import check_picture
 from colossalai.cli._pipeline._chart import show_charts
 from colossalai.cli._pipeline._outcome import Outcome, show, show_steps
 from colossalai.cli._pipeline._plot import plot
 from colossalai.pipeline import SCHEDULES, Costs, Schedule, make_schedule, read_schedule, simulate
-
-_PICTURES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +133,5 @@ def _check_output(output: PipelineOutput) -> None:
     for option, is_given in (("--text", output.has_text), ("--steps", output.has_steps)):
         if output.as_json and is_given:
             raise ValueError(f"--json prints nothing but JSON: leave {option} out")
-    if output.plot_file is None:
-        return
-    path = Path(output.plot_file)
-    if path.suffix not in _PICTURES:
-        raise ValueError(f"--plot {path}: the name must end in {', '.join(_PICTURES)}")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot draws with matplotlib, which is not installed: pip install matplotlib")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"there is no folder {str(path.parent)!r} to write {path.name!r} into")
+    if output.plot_file is not None:
+        check_picture("--plot", output.plot_file)

@@ -1,0 +1,234 @@
+"""`colossalai memory --trace`: train a model truly for two iterations, and show what lay in memory when.
+
+The ranks are a job of their own (`_trace_worker.py`); rank 0 writes what `record_timeline` has seen of it.
+"""
+
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from colossalai.cli._memory._shape import ModelShape, shape_of
+from colossalai.cli._memory._trace_plot import plot
+from colossalai.cli._picture import check_picture, size_text
+from colossalai.launcher import Job, launch
+from colossalai.zero.gemini import PLACEMENT_POLICIES, Iteration
+
+_WORKER = "colossalai.cli._memory._trace_worker"
+PRECISIONS = {"fp32": "fp32", "bf16_master": "bf16", "fp16_naive": "fp16"}  # to those of Gemini
+_SMALL_BLOCKS, _SMALL_SEQ = 4, 128
+_MOST_CHUNKS = 16  # that are aimed at
+_STATE_BYTES = 18  # of a parameter in training with masters, at most
+_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSettings:
+    """What is trained, and how.
+
+    Attributes:
+        model: As of `shape_of`.
+        num_blocks: How many of its blocks.
+        dp: Number of ranks.
+        precision: One of `GeminiOptions`.
+        batch: Samples in a forward of a rank.
+        seq: Their length.
+        recompute: Whether blocks are recomputed in the backward.
+        attention: "sdpa" or "eager".
+        placement_policy: One of `PLACEMENT_POLICIES`.
+        memory_budget: Bytes of a rank; None: no bound.
+        offload_dir: A folder for what lies on disk.
+        min_chunk_size_mb: As of `GeminiOptions`.
+    """
+
+    model: str
+    num_blocks: int
+    dp: int
+    precision: str
+    batch: int
+    seq: int
+    recompute: bool
+    attention: str
+    placement_policy: str
+    memory_budget: int | None
+    offload_dir: str | None
+    min_chunk_size_mb: float
+
+
+def trace_memory(trace_file: str, *, as_json: bool, **options: Any) -> int:
+    """Train, draw, show, and return the exit code.
+
+    Args:
+        trace_file: The path of the picture.
+        as_json: Print JSON in place of the table.
+        options: Those of the command.
+
+    Raises:
+        ValueError: An option is wrong, an output cannot be written, the machine is too small, or Gemini
+            refuses the budget.
+    """
+    check_picture("--trace", trace_file)
+    shape = shape_of(options["model"])
+    _check_layout(**{name: options.pop(name) for name in ("tp", "pp", "zero")})
+    settings = _settings(shape, **options)
+    with tempfile.TemporaryDirectory(prefix="colossalai_memory_") as folder:
+        file = Path(folder) / "found.json"
+        args = (json.dumps(asdict(settings)), str(file))
+        exit_code = launch(Job(target=_WORKER, args=args, is_module=True, num_procs=settings.dp))
+        if exit_code != 0:
+            return exit_code
+        found = json.loads(file.read_text())
+    if "refused" in found:
+        raise ValueError(found["refused"])
+    iterations = [Iteration.from_dict(content) for content in found["iterations"]]
+    if settings.memory_budget is None:
+        iterations = iterations[-1:]  # without a plan the second is as all others, the first without states
+    named = dict(zip(_names(iterations), iterations, strict=True))
+    headline = _headline(shape, settings, found)
+    plot(trace_file, named, headline)
+    if as_json:
+        sys.stdout.write(json.dumps({"settings": asdict(settings), **found}, indent=2) + "\n")
+    else:
+        _show(headline, shape, settings, named)
+    return 0
+
+
+def _names(iterations: Sequence[Iteration]) -> list[str]:
+    """Return what the last iterations of two are called."""
+    kinds = ["planned" if its.is_planned else "recorded" for its in iterations]
+    if len(iterations) == 1 or kinds[-1] == "recorded":
+        kinds[-1] = "not planned"
+    return [f"iteration {place}, {kind}" for place, kind in enumerate(kinds, start=3 - len(kinds))]
+
+
+def _settings(
+    shape: ModelShape,
+    *,
+    model: str,
+    dp: int,
+    precision: str,
+    seq: int | None,
+    blocks: int | None,
+    memory_budget: str | None,
+    placement_policy: str | None,
+    offload_dir: str | None,
+    min_chunk_size_mb: float | None,
+    **rest: Any,
+) -> TraceSettings:
+    """Return what the options mean."""
+    if precision not in PRECISIONS:
+        raise ValueError(f"--precision {precision} with --trace: choose one of {', '.join(PRECISIONS)}")
+    num_blocks = min(_SMALL_BLOCKS, len(shape.blocks)) if blocks is None else blocks
+    if num_blocks > len(shape.blocks):
+        raise ValueError(f"--blocks {num_blocks}: {shape.name} has {len(shape.blocks)} blocks only")
+    if shape.has_fixed_length and seq not in (None, shape.max_length):
+        raise ValueError(
+            f"--seq {seq}: {shape.name} takes images, of {shape.max_length} patches: leave it out"
+        )
+    length = shape.max_length if shape.has_fixed_length else min(seq or _SMALL_SEQ, shape.max_length)
+    if seq is not None and seq > shape.max_length:
+        raise ValueError(f"--seq {seq}: {shape.name} takes at most {shape.max_length}")
+    if placement_policy is not None and placement_policy not in PLACEMENT_POLICIES:
+        raise ValueError(
+            f"--placement-policy {placement_policy}: choose one of {', '.join(PLACEMENT_POLICIES)}"
+        )
+    budget = None if memory_budget is None else _num_bytes("--memory-budget", memory_budget)
+    if budget is not None and offload_dir is None and torch.accelerator.device_count() == 0:
+        raise ValueError(
+            f"--memory-budget {memory_budget}: without an accelerator nothing lies below memory: give "
+            "--offload-dir FOLDER as well"
+        )
+    num_params = count_of(shape, num_blocks)
+    _check_machine(num_params, dp, budget)
+    return TraceSettings(
+        model=model,
+        num_blocks=num_blocks,
+        dp=dp,
+        precision=PRECISIONS[precision],
+        seq=length,
+        placement_policy=placement_policy or ("cpu" if budget is None else "auto"),
+        memory_budget=budget,
+        offload_dir=None if offload_dir is None else str(Path(offload_dir).absolute()),
+        min_chunk_size_mb=min_chunk_size_mb or num_params / _MOST_CHUNKS / 2**20,
+        **rest,
+    )
+
+
+def _check_layout(*, tp: int, pp: int, zero: int) -> None:
+    for option, given, allowed in (("--tp", tp, (1,)), ("--pp", pp, (1,)), ("--zero", zero, (0, 3))):
+        if given not in allowed:
+            raise ValueError(
+                f"{option} {given} with --trace: what is traced is Gemini, which is ZeRO 3: leave it out"
+            )
+
+
+def count_of(shape: ModelShape, num_blocks: int) -> int:
+    """Return how many parameters a model has with that many blocks."""
+    ends = shape.first + shape.last
+    return ends.cut + ends.whole + sum(block.cut + block.whole for block in shape.blocks[:num_blocks])
+
+
+def _check_machine(num_params: int, dp: int, budget: int | None) -> None:
+    """Refuse what this machine has no memory for; before there are chunks, each rank has the whole model."""
+    num_devices = torch.accelerator.device_count()
+    if 0 < num_devices < dp:
+        raise ValueError(f"--dp {dp}, but this machine has {num_devices} devices; use at most that many")
+    needed = dp * (4 * num_params + (budget or 0)) + (0 if budget is not None else _STATE_BYTES * num_params)
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(
+            f"{num_params:,} parameters on {dp} ranks take about {size_text(needed)} to train, and this "
+            f"machine has {size_text(free)} free: give fewer --blocks, or a --memory-budget"
+        )
+
+
+def _num_bytes(option: str, text: str) -> int:
+    """Return a number of bytes that is given with a unit."""
+    found = _SIZE.fullmatch(text)
+    if found is None or found[2].lower() not in _UNITS or float(found[1]) == 0:
+        raise ValueError(f"{option} {text}: give bytes, such as 268435456, or with a unit, such as 256MiB")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def _headline(shape: ModelShape, settings: TraceSettings, found: dict[str, Any]) -> str:
+    parts = f"{settings.num_blocks} of {len(shape.blocks)} blocks"
+    budget = "no budget" if settings.memory_budget is None else f"budget {size_text(settings.memory_budget)}"
+    return (
+        f"{shape.name}, {parts}, {settings.precision}, batch {settings.batch} x {settings.seq}; "
+        f"rank 0 of {settings.dp}, {settings.placement_policy!r}, {budget}, {found['num_chunks']} chunks"
+    )
+
+
+def _show(
+    headline: str, shape: ModelShape, settings: TraceSettings, iterations: dict[str, Iteration]
+) -> None:
+    """Print a column for each iteration."""
+    console = Console(highlight=False, markup=False)
+    console.print(headline, soft_wrap=True)
+    table = Table(box=box.SIMPLE)
+    table.add_column("")
+    for name in iterations:
+        table.add_column(name, justify="right", no_wrap=True)
+    every = list(iterations.values())
+    table.add_row("peak of model data", *(size_text(its.peak_model_bytes) for its in every))
+    table.add_row("peak of other data", *(size_text(its.peak_other_bytes) for its in every))
+    table.add_row("peak of both together", *(size_text(its.peak_bytes) for its in every))
+    if settings.memory_budget is not None:
+        shares = (f"{its.peak_bytes / settings.memory_budget:.1%}" for its in every)
+        table.add_row("of the budget", *shares)
+    table.add_row("moved in from below", *(size_text(its.bytes_in) for its in every))
+    table.add_row("moved out to below", *(size_text(its.bytes_out) for its in every))
+    console.print(table)
+    if settings.num_blocks < len(shape.blocks):
+        console.print(f"--blocks {len(shape.blocks)} trains the whole model.", soft_wrap=True)
