@@ -70,8 +70,8 @@ def test_what_is_free_in_the_heap_is_given_back() -> None:
     """As a model leaves it that was built before there was a budget: free blocks between others that stay."""
     blocks = [(bytearray(100_000), bytearray(600)) for _ in range(600)]
     stay = [small for _, small in blocks]
-    del blocks
     before = resident_bytes("RssAnon")
+    del blocks
     TierMemory(CPU).give_back_freed()
     assert resident_bytes("RssAnon") <= before - 40 * MIB
     assert len(stay) == 600

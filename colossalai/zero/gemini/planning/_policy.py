@@ -45,6 +45,11 @@ class ModelData:
         """Bytes of the two largest chunks: one that is used, and one that comes or goes."""
         return _two_largest(self.chunks)
 
+    @property
+    def most_updated(self) -> int:
+        """The most bytes of a chunk that the optimizer updates: its section, and its states."""
+        return max((sum(its) for its in zip(self.sections, self.states, strict=True)), default=0)
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -186,9 +191,9 @@ class PlacementPolicy:
         """
         bounds = self._bounds(tiers)
         self._check_tiers(bounds)
-        _check_two_chunks(bounds[Home.COMPUTE], data, trace)
         fill = _RULES[self.name].fill
         below = self._tiers_below(bounds)
+        _check_least(bounds[Home.COMPUTE], data, trace, updates_from_disk=_is_disk_next(below))
         if fill is _Fill.ALL or not below or (fill is _Fill.NONE and Home.HOST not in below):
             everywhere = (Home.COMPUTE,) * len(data.chunks)
             placement = Placement(everywhere, everywhere)
@@ -244,9 +249,11 @@ class PlacementPolicy:
             needs = {chunk: len(moments) for chunk, moments in trace.moments.items()}
             order = sorted(first_used, key=lambda chunk: -needs.get(chunk, 0) * data.sections[chunk])
         room = 0.0 if rule.fill is _Fill.NONE else self._room(data, budget, trace)
+        if _is_disk_next(below):
+            room = min(room, budget - data.most_updated)
         sections, left = _deal_out(data.sections, order, {Home.COMPUTE: room, **below})
         margin = self.gpu_margin_mem_ratio if rule.has_margin else 0.0
-        if Home.HOST not in below:
+        if _is_disk_next(below):
             margin = 1.0  # the tier below is the disk: memory is worth it for states, too
         left[Home.COMPUTE] = margin * left[Home.COMPUTE] if margin else 0.0  # 0 of an endless rest, too
         states, _ = _deal_out(data.states, first_used, left)
@@ -283,9 +290,19 @@ class PlacementPolicy:
             )
 
 
-def _check_two_chunks(budget: float, data: ModelData, trace: Trace | None) -> None:
+def _is_disk_next(below: Tiers | Mapping[Home, float]) -> bool:
+    """Return whether the disk is the next tier below, so that what lies there is updated in memory."""
+    return Home.DISK in below and Home.HOST not in below
+
+
+def _check_least(budget: float, data: ModelData, trace: Trace | None, *, updates_from_disk: bool) -> None:
     measured = 0 if trace is None else max(trace.other_bytes, default=0)
     least = data.two_chunks + measured
+    if updates_from_disk and budget < data.most_updated and least < data.most_updated:
+        raise ValueError(
+            f"the compute tier has {budget} bytes, and to update the largest chunk takes {data.most_updated} "
+            f"with its gradient and states: memory_budget={data.most_updated} would do, or smaller chunks"
+        )
     if budget < least:
         raise ValueError(
             f"the compute tier has {budget} bytes, and needs {data.two_chunks} for the two largest chunks "

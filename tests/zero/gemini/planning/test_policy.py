@@ -124,7 +124,7 @@ def situations(draw: st.DrawFn) -> tuple[PlacementPolicy, ModelData, Tiers, Trac
     data = ModelData(tuple(chunks), tuple(sections), tuple(2 * section for section in sections))
     uses = draw(st.lists(st.integers(0, num_chunks - 1), min_size=1, max_size=12))
     trace = Trace(tuple(uses), tuple(draw(st.integers(0, 9)) for _ in uses))
-    budget = data.two_chunks + 9 + draw(st.integers(0, 80))
+    budget = max(data.two_chunks + 9, data.most_updated) + draw(st.integers(0, 80))
     policy = PlacementPolicy(
         draw(st.sampled_from(["const", "auto", "nvme"])),
         memory_budget=budget,
@@ -147,6 +147,8 @@ def test_homes_stay_within_the_tiers_and_leave_what_an_iteration_needs(
     for home in Home:
         bound = tiers.get(home, 0) if home is not C else policy.memory_budget
         assert placed.bytes_at(home, data) <= (math.inf if bound is None else bound)
+    if H not in tiers and D in {*placed.sections, *placed.states}:  # what lies there is updated in memory
+        assert placed.bytes_at(C, data) + data.most_updated <= policy.memory_budget
     left = policy.chunk_budget(placed, data, tiers, trace)
     assert left is not None
     assert policy.memory_budget is not None
@@ -216,6 +218,15 @@ def test_what_cannot_be_done_on_these_tiers_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         policy.place(DATA, tiers, trace)
+
+
+def test_what_lies_on_disk_is_updated_within_the_budget() -> None:
+    """24 bytes of a chunk are in memory while it is updated, which is more than an iteration needs."""
+    data, tiers = replace(DATA, states=(20,) * 4), {C: None, D: None}
+    assert homes("auto", data, tiers, TRACE, memory_budget=24 + 4).sections == (D, C, D, D)
+    assert homes("auto", data, tiers, TRACE, memory_budget=24 + 3).sections == (D,) * 4
+    with pytest.raises(ValueError, match=r"has 23 .* update the largest chunk takes 24 .*budget=24 would do"):
+        homes("auto", data, tiers, TRACE, memory_budget=23)
 
 
 @pytest.mark.parametrize("trace", [None, TRACE])
