@@ -11,8 +11,10 @@ over many backwards. With stage 2 a bucket has memory only from its first gradie
 and every backward is a round.
 """
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from colossalai.communication import all_reduce_in_place, empty_to_send
 from colossalai.context import Axis
-from colossalai.nn.parallel import adopt_grad
+from colossalai.nn.parallel import adopt_grad, call_on_grad
 from colossalai.zero._exchange import Finish, start_mean
 from colossalai.zero._layout import FlatBucket
 
@@ -185,7 +187,7 @@ class ShardedReducer:
         for grads in self.all_grads:
             for index, param in enumerate(grads.bucket.params):
                 self._place[param] = (grads, index)
-                param.register_post_accumulate_grad_hook(self._on_grad)
+                call_on_grad(param, self, ShardedReducer._on_grad)
         self._queue: deque[BucketGrads] = deque()
         self._queued_parts: set[int] = set()
         self._started: set[BucketGrads] = set()
@@ -264,10 +266,17 @@ class ShardedReducer:
         That is at the same point on all ranks, if the graph leads there on all, whether or not there is a
         gradient: what is not there is zero.
         """
+        find_reducer = weakref.ref(self)  # as in `call_on_grad`
+
+        def call(param: torch.Tensor, *_: object) -> None:
+            living = find_reducer()
+            if living is not None:
+                living._at_node(param)
+
         with torch._C.DisableTorchFunctionSubclass():
             for param in self._place:
                 node = get_gradient_edge(param).node
-                node.register_hook(lambda *_, param=param: self._at_node(param))
+                node.register_hook(partial(call, param))
                 self._nodes.append(node)
 
     def hold(self) -> None:

@@ -3,8 +3,10 @@
 The layout only. What is done with a full bucket (an all-reduce, a reduce-scatter) is the business of others.
 """
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +15,7 @@ from colossalai.communication import empty_to_send
 from colossalai.context import Axis
 from colossalai.tensor import GradientSync, gradient_sync
 
+Owner = TypeVar("Owner")
 Kind = tuple[torch.dtype, torch.device, GradientSync]
 
 
@@ -56,6 +59,23 @@ def make_buckets(params: Iterable[nn.Parameter], replicas: Axis, *, cap_bytes: i
         num_bytes[kind] = needed + (num_bytes[kind] if kind in is_open else 0)
         is_open.setdefault(kind, []).append(param)
     return [_make_bucket(group, replicas) for group in (*groups, *is_open.values())]
+
+
+def call_on_grad(param: torch.Tensor, owner: Owner, method: Callable[[Owner, torch.Tensor], object]) -> None:
+    """Let autograd call a method of `owner` with a parameter when it has added to its gradient.
+
+    The owner is held weakly, and what is registered does nothing once it has gone. For torch keeps such
+    hooks where the garbage collector does not look: an owner that holds the parameter, as reducers do, would
+    stay for ever, and the model with it.
+    """
+    find_owner = weakref.ref(owner)
+
+    def call(param: torch.Tensor) -> None:
+        living = find_owner()
+        if living is not None:
+            method(living, param)
+
+    param.register_post_accumulate_grad_hook(call)
 
 
 def adopt_grad(param: nn.Parameter, view: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from colossalai.communication import start_all_reduce
 from colossalai.context import Axis
-from colossalai.nn.parallel._buckets import Bucket, adopt_grad, make_buckets
+from colossalai.nn.parallel._buckets import Bucket, adopt_grad, call_on_grad, make_buckets
 
 
 class GradReducer:
@@ -43,7 +43,7 @@ class GradReducer:
         for bucket in self._all_buckets():
             for index, param in enumerate(bucket.params):
                 self._place[param] = (bucket, index)
-                param.register_post_accumulate_grad_hook(self._on_grad)
+                call_on_grad(param, self, GradReducer._on_grad)
         self._queue: list[Bucket] = []
         self._arrived: dict[Bucket, set[int]] = {}  # of the buckets in the queue
         self._started: dict[Bucket, Callable[[], object]] = {}

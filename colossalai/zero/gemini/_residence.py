@@ -108,7 +108,15 @@ class Residence:
     def counter(self) -> OtherBytes:
         """Return what counts other memory: the guide's, if it has one."""
         counter = None if self.guide is None else self.guide.counter
-        return counter or OtherBytes(self.chunks[0].device, self._is_model_data)
+        if counter is not None:
+            return counter
+        find = weakref.ref(self)
+
+        def is_model_data(storage: int) -> bool:
+            living = find()
+            return living is not None and (storage in living._by_storage or storage in living._by_section)
+
+        return OtherBytes(self.chunks[0].device, is_model_data)
 
     def follow(self, plan: ResidencePlan, *, most_bytes: int) -> None:
         """Follow a plan from the next iteration on."""
@@ -332,7 +340,7 @@ class Residence:
         self.present_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.present_bytes)
         # On the storage: one on the tensor would fire while a view of it still holds the memory.
-        weakref.finalize(storage, self._forget_storage, key, size)
+        weakref.finalize(storage, Residence._forget_storage, weakref.ref(self), key, size)
         return whole, self._start_gather_into(whole, chunk)
 
     def _start_gather_into(self, whole: torch.Tensor, chunk: Chunk) -> Callable[[], object]:
@@ -355,9 +363,12 @@ class Residence:
         self._start_gather_into(chunk.whole, chunk)()
         chunk.take_write()
 
-    def _forget_storage(self, key: int, size: int) -> None:
-        del self._by_storage[key]
-        self.present_bytes -= size
+    @staticmethod
+    def _forget_storage(find: "weakref.ref[Residence]", key: int, size: int) -> None:
+        """Note that gathered memory has gone; weakly, since finalizers hold what they call."""
+        if (living := find()) is not None:
+            del living._by_storage[key]
+            living.present_bytes -= size
 
     def _make_room(self, num_bytes: int, needed: Collection[Chunk]) -> None:
         """Let go of chunks that nobody uses, the least recently used first, until there is room."""
@@ -389,9 +400,6 @@ class Residence:
             )
 
     # What the guide knows.
-
-    def _is_model_data(self, storage: int) -> bool:
-        return storage in self._by_storage or storage in self._by_section
 
     @property
     def _active_counter(self) -> OtherBytes | None:
@@ -467,7 +475,8 @@ class Residence:
         if chunk is None and self.guide is not None:  # a section that is the whole moves between iterations
             chunk = self._by_section.get(storage)
         if chunk is None or chunk.whole is None or not _is_part_of(tensor, chunk.whole):
-            return tensor
+            # What a node has saved of its own result would hold the node, which holds it, until a backward.
+            return tensor.detach() if tensor.grad_fn is not None else tensor
         return chunk, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def _unpack(self, packed: "torch.Tensor | _Handle") -> torch.Tensor:

@@ -4,9 +4,12 @@
 What a step takes beside chunks (activations, gradients under way, temporary results) is counted by storages,
 in the one iteration that is recorded: a dispatch mode sees each tensor that a function of torch returns, and
 a finalizer on its storage says when the memory is free. Resident size would count what an allocator keeps.
+Until then the interpreter holds what a finalizer calls, so nothing may lead from there to the model: the mode
+does not, and neither does `is_model_data`.
 
 The mode is on from the first forward of the iteration until its gradients are asked for, so that the loss and
 the backward are seen, too. Modes are a stack: where somebody else's is on, ours is off after each forward.
+A guide that is dropped in between, with its model, switches its mode off.
 """
 
 import sys
@@ -34,7 +37,7 @@ class OtherBytes(TorchDispatchMode):
 
     Args:
         device: Where the memory counts.
-        is_model_data: Whether a storage, by its address as an object, is one of chunks.
+        is_model_data: Whether a storage, by its address as an object, is one of chunks; it holds no chunks.
 
     Attributes:
         listener: Is told every peak that somebody takes.
@@ -46,7 +49,7 @@ class OtherBytes(TorchDispatchMode):
         self._is_model_data = is_model_data
         self._alive: dict[int, int] = {}
         self._bytes = self._peak = 0
-        self._is_on = False
+        self._is_on = self._is_alone = False
         self.listener: Callable[[int], None] | None = None
 
     def start(self) -> None:
@@ -128,6 +131,8 @@ class Guide:
         self.counter = counter
         self._follower = TraceFollower()
         self._plan: ResidencePlan | None = None
+        if counter is not None:
+            weakref.finalize(self, counter.stop).atexit = False
 
     @property
     def is_recording(self) -> bool:
