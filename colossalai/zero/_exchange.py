@@ -169,8 +169,10 @@ def _start(
 def _sum(parts: Sequence[torch.Tensor], scratch: torch.Tensor) -> torch.Tensor:
     """Add up tensors one after the other, in float32 or better; `scratch` is one of the first two."""
     wide = torch.promote_types(scratch.dtype, torch.float32)
-    total = scratch if scratch.dtype == wide else torch.empty_like(scratch, dtype=wide)
-    torch.add(parts[0].to(wide), parts[1], out=total)
+    if scratch.dtype == wide:
+        total = torch.add(parts[0], parts[1], out=scratch)
+    else:
+        total = parts[0].to(wide).add_(parts[1])
     for part in parts[2:]:
         total += part
     return total

@@ -28,8 +28,6 @@ from colossalai.zero._layout import FlatBucket
 
 KeepMean = Callable[[FlatBucket, torch.Tensor], torch.Tensor]
 
-_MAX_UNDER_WAY = 2  # each has receive buffers, together nearly as large as the bucket
-
 
 class BucketGrads:
     """The gradients of a bucket: full ones of this rank, and its slice of the mean.
@@ -84,7 +82,8 @@ class BucketGrads:
     def add_mean(self, finish: Finish, flat: torch.Tensor) -> None:
         """Add this rank's section of a mean; `flat` is what `fill` has returned, of which it is the mean."""
         if self.slice is not None:
-            self.slice += finish(None)
+            is_exact = flat.dtype.itemsize >= torch.float32.itemsize
+            self.slice += finish(self.bucket.section(flat, self._rank) if is_exact else None)
         elif self._is_kept:
             self.slice = finish(self.bucket.section(flat, self._rank))
         elif self._keep is None:
@@ -156,6 +155,8 @@ class ShardedReducer:
         dtype: What is sent; None: gradients as they are.
         on_grad: Called with a bucket of which a gradient has come, and whether all have.
         keep: Called with a bucket and this rank's slice of the mean; returns it as it is to be kept.
+        most_under_way: Buckets that are averaged at a time; a 16-bit one has receive buffers, together nearly
+            as large as it is.
     """
 
     def __init__(
@@ -169,8 +170,10 @@ class ShardedReducer:
         dtype: torch.dtype | None,
         on_grad: Callable[[FlatBucket, bool], None] | None = None,
         keep: KeepMean | None = None,
+        most_under_way: int = 2,
     ) -> None:
         self._replicas = replicas
+        self._most_under_way = most_under_way
         self._told = on_grad
         self._nodes: list[Node] = []  # those of `await_nodes`: a parameter alone does not keep its own
         self._num_holds = 0
@@ -366,7 +369,7 @@ class ShardedReducer:
             self._start(self._queue.popleft())
 
     def _start(self, grads: BucketGrads) -> None:
-        if len(self._under_way) == _MAX_UNDER_WAY:
+        if len(self._under_way) == self._most_under_way:
             self._under_way.popleft()()
         flat = grads.fill()
         mean = start_mean(flat, grads.bucket, self._dtype)

@@ -6,6 +6,9 @@ states (masters included):
 
     (p + g + s) Psi / n,  plus at most two gathered chunks and two full gradients of chunks
 
+Under float32 masters means are float32, so g is 4. Of the two gradients one is averaged and one is filled; a
+16-bit one that is averaged has receive buffers of (n-1)/n of its size, and a sum in float32.
+
 Each step sends (n-1)/n of the parameters in the forward and in the backward, and (n-1)/n of the gradients.
 """
 
@@ -243,6 +246,7 @@ class _InChunks(AppliedDataMethod):
                 self._chunk_of[layout], all_have_come=full
             ),
             keep=None if options.keeps_grads else self._keep_mean,
+            most_under_way=1,  # beside the one that gradients come into
         )
         raw = module.module if isinstance(module, PrecisionModule) else module
         WholeModules(find_modules(raw, options.whole_modules), self.residence, self._reducer)

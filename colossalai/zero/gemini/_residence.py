@@ -156,11 +156,15 @@ class Residence:
         """Return whether what happens now may use parameters: in a forward, a backward or `gathered`."""
         return self._depth > 0 or self._num_gathered > 0 or _is_in_backward()
 
-    def begin_use(self, places: Sequence[ChunkPlace]) -> None:
-        """Make sure that all values are present that a function is going to use."""
+    def begin_use(self, places: Sequence[ChunkPlace], func: Callable[..., Any]) -> None:
+        """Make sure that all values are present that a function is going to use.
+
+        Raises:
+            ValueError: The chunks that `func` takes at once are larger than the budget.
+        """
         needed = {place.chunk: place.name for place in places}
         if self._is_strict:
-            self._check_fits(needed)
+            self._check_fits(needed, func)
         for chunk, name in needed.items():
             self.fetch(chunk, needed)
             chunk.begin_use(name)
@@ -385,7 +389,7 @@ class Residence:
             if chunk.is_apart and chunk.num_uses == 0 and chunk.whole is not None:
                 self._free(chunk)
 
-    def _check_fits(self, needed: Mapping[Chunk, str]) -> None:
+    def _check_fits(self, needed: Mapping[Chunk, str], func: Callable[..., Any]) -> None:
         """Refuse a function whose own chunks do not fit.
 
         Raises:
@@ -393,10 +397,11 @@ class Residence:
         """
         size = sum(chunk.num_bytes for chunk in needed if chunk.is_apart)
         if size > self.most_bytes and self._num_gathered == 0:
+            names, name = ", ".join(list(needed.values())[:4]), getattr(func, "__name__", func)
             raise ValueError(
-                f"a function takes {', '.join(list(needed.values())[:4])}, whose chunks are {size} bytes, "
-                f"and memory_budget leaves {self.most_bytes} for chunks: give {size - self.most_bytes} bytes "
-                "more, or smaller chunks (search_range_mb, min_chunk_size_mb)"
+                f"{name} takes {names} at once, whose chunks are {size} bytes, and memory_budget leaves "
+                f"{self.most_bytes} for chunks: give {size - self.most_bytes} bytes more, or smaller chunks "
+                "(search_range_mb, min_chunk_size_mb)"
             )
 
     # What the guide knows.

@@ -106,7 +106,7 @@ class ChunkedParameter(nn.Parameter):
             places.setdefault(place.residence, []).append(place)
         _refuse_wrong_uses(func, args, next(iter(places.values()))[0])
         for residence, own in places.items():
-            residence.begin_use(own)
+            residence.begin_use(own, func)
         try:
             with torch._C.DisableTorchFunctionSubclass():  # what is asked of parameters here is no use
                 versions = [param._version for param in params]

@@ -1,0 +1,185 @@
+"""Bytes per rank are those of ZeRO stage 3, and beside them two chunks and two gradients at a time."""
+
+import gc
+import itertools
+import re
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import colossalai
+from colossalai.booster import Booster
+from colossalai.booster.plugin import GeminiPlugin
+from colossalai.core import global_context as gpc
+from colossalai.zero.gemini._uses import place_of
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+WIDTH = 64
+NUM_LAYERS = 8
+CHUNK = WIDTH * (WIDTH + 1)  # elements: one layer
+LEAST = CHUNK // 4  # elements of what is looked at
+CASES = {
+    2: (("fp32", torch.float64), ("fp16", torch.float32)),
+    4: (("fp32", torch.float32), ("bf16", torch.float32)),
+}
+ACTIVATIONS = 3 * NUM_LAYERS * WIDTH / CHUNK  # saved, and under way
+PATIENCE_S = 5.0  # for the thread that has sent a bucket to let go of it
+
+
+class Peak(TorchDispatchMode):
+    """Notes the most bytes of all float tensors, looked at after functions that return some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call the function, and look."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.numel() >= LEAST:
+            self.bytes = max(self.bytes, float_bytes())
+        return result
+
+
+class Peaks(NamedTuple):
+    """The most bytes at a time in the last microbatch, in the step, and the bytes after it."""
+
+    forward: float
+    backward: float
+    step: float
+    after: float
+
+
+def float_bytes() -> int:
+    """Return the bytes of the memory behind all float tensors that were made since `gc.freeze`."""
+    found = {}
+    for thing in gc.get_objects():
+        if issubclass(type(thing), torch.Tensor) and thing.is_floating_point():
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
+
+
+def build(dtype: torch.dtype) -> nn.Sequential:
+    layers = ((nn.Linear(WIDTH, WIDTH, dtype=dtype), nn.Tanh()) for _ in range(NUM_LAYERS))
+    return nn.Sequential(*itertools.chain(*layers))
+
+
+def peaks(precision: str, dtype: torch.dtype) -> Peaks:
+    """Train two steps of two microbatches; return the most of each part of the last one."""
+    gc.collect()
+    gc.freeze()
+    plugin = GeminiPlugin(
+        precision=precision,
+        min_chunk_size_mb=CHUNK / 2**20,
+        search_range_mb=0,
+        hidden_dim=WIDTH,
+        **({"initial_scale": 2.0} if precision == "fp16" else {}),
+    )
+    booster = Booster(plugin=plugin)
+    model = build(dtype)
+    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    x = torch.ones(1, WIDTH, dtype=dtype)
+    forward, backward, step = Peak(), Peak(), Peak()
+    for number in range(4):  # two microbatches, twice
+        with forward if number == 3 else nullcontext():
+            loss = model(x).float().square().mean()
+        with backward if number == 3 else nullcontext():
+            booster.backward(loss, optimizer)
+        del loss
+        if number % 2:
+            with step if number == 3 else nullcontext():
+                optimizer.step()
+            if number == 1:
+                optimizer.zero_grad()
+    deadline = time.monotonic() + PATIENCE_S
+    left = [float_bytes()]
+    while len(left) < 3 or (left[-1] > left[-3] and time.monotonic() < deadline):
+        time.sleep(0.02)
+        gc.collect()
+        left.append(float_bytes())
+    gc.unfreeze()
+    found = (forward.bytes, backward.bytes, step.bytes, left[-1])
+    return Peaks(*(num_bytes / CHUNK for num_bytes in found))
+
+
+def all_peaks() -> list[Peaks]:
+    colossalai.launch_from_torch({}, verbose=False)
+    torch.optim.AdamW(nn.Linear(1, 1).parameters()).step()  # it imports a lot
+    found = [peaks(precision, dtype) for precision, dtype in CASES[dist.get_world_size()]]
+    gpc.destroy()
+    return found
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_bytes_per_rank(num_ranks: int) -> None:
+    """Adam, in bytes for an element of a chunk: so a whole chunk is an element, a section a part of one."""
+    share = NUM_LAYERS / num_ranks
+    for of_rank in run_ranks(all_peaks, num_ranks):
+        for (precision, dtype), found in zip(CASES[num_ranks], of_rank, strict=True):
+            size = dtype.itemsize
+            param, mean, states = (size, size, 2 * size) if precision == "fp32" else (2, 4, 12)
+            held = share * (param + mean + states)
+            section = max(mean, 4) / num_ranks  # in which a mean is added up
+            received = 0 if precision == "fp32" else param * (num_ranks - 1) / num_ranks
+            assert found.after == pytest.approx(held, rel=0.01)
+            assert held <= found.forward <= held + 2 * param + param + received + section + ACTIVATIONS * size
+            assert found.backward <= held + 2 * param + 2 * param + received + section + ACTIVATIONS * size
+            assert found.step <= held + 2 * param + 2 * param
+
+
+class Recurrent(nn.Module):
+    """Four layers, all weights of which one function takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 16, num_layers=4)
+        self.last = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return a loss."""
+        return self.last(self.lstm(x)[0]).square().mean()
+
+
+def recurrent(folder: str) -> tuple[int, int, int, str]:
+    """Return the bytes of the function's chunks, of what was present at most, twice, and what is refused."""
+    colossalai.launch_from_torch({}, verbose=False)
+    sizes: dict[str, Any] = {"min_chunk_size_mb": 2112 / 2**20, "search_range_mb": 0, "hidden_dim": 16}
+    disk = {"placement_policy": "nvme", "offload_dir": folder}
+    found = []
+    for budget in ({}, {**disk, "memory_budget": 2**20}, {**disk, "memory_budget": 64_000}):
+        booster = Booster(plugin=GeminiPlugin(precision="fp32", **sizes, **budget))
+        net = Recurrent()
+        model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters()))
+        residence = place_of(net.last.weight).residence
+        try:
+            for _ in range(2):
+                booster.backward(model(torch.ones(2, 2, 16)), optimizer)
+                optimizer.step()
+            found.append(residence.peak_bytes)
+        except ValueError as error:
+            message = str(error)
+        taken = {place_of(param).chunk for param in net.lstm.parameters()}
+    gpc.destroy()
+    assert len(found) == 2, message
+    return sum(chunk.num_bytes for chunk in taken), found[0], found[1], message
+
+
+def test_one_function_has_all_it_takes_or_is_refused_with_its_name(tmp_path: Path) -> None:
+    for taken, freely, bounded, message in run_ranks(recurrent, 2, str(tmp_path)):
+        assert freely == taken
+        assert taken <= bounded <= 2**20
+        assert re.search(rf"lstm takes lstm.* at once, whose chunks are {taken} bytes", message)
+        assert "memory_budget leaves" in message
