@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,14 +102,16 @@ class SharedWork(dist.Work):
 
     def finish(self, error: BaseException | None = None) -> None:
         """End it, with an error or without; whoever waits goes on."""
+        self._end(error)()
+
+    def _end(self, error: BaseException | None) -> Callable[[], None]:
+        """Note that it has ended; return what lets those go on who wait, and holds no tensors."""
         with self._mutex:
             if self._is_done:
-                return
+                return lambda: None
             self._error, self._is_done = error, True
             futures, self._futures = self._futures, []
-        self._latch.release()
-        for future in futures:
-            future.set_result(None)
+        return partial(_let_go_on, self._latch, futures)
 
     def _finish_waiting(self, timeout: float | None) -> None:
         self._await_latch(timeout)
@@ -168,27 +171,33 @@ class QueuedWork(SharedWork):
         self._doing: Callable[[], str] | None = doing
         self._pid = os.getpid()
 
-    def finish(self, error: BaseException | None = None) -> None:
-        """End it; whoever waits goes on, and whoever keeps it does not keep the group."""
-        super().finish(error)
+    def _end(self, error: BaseException | None) -> Callable[[], None]:
+        """See the base class; whoever keeps it does not keep the group."""
+        let_go_on = super()._end(error)
         self._doing = None
+        return let_go_on
 
     def _described(self) -> str:
         doing = self._doing
         return doing() if doing is not None else super()._described()
 
-    def execute(self) -> None:
-        """Do it, in whatever thread, and end it."""
+    def execute(self) -> Callable[[], None]:
+        """Do it, in whatever thread; return what lets those go on who wait.
+
+        That is to be called when nothing of this thread refers to the call any more: who has waited may drop
+        its tensors then, and counts on it that their memory is free.
+        """
         run, self._run, self._calls = self._run, None, None
         assert run is not None, "a call runs once"
         try:
             run()
         except BaseException as error:
-            self.finish(error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            self.finish()
+            let_go_on = self._end(error)
+            if isinstance(error, Exception):
+                return let_go_on
+            let_go_on()
+            raise
+        return self._end(None)
 
     def _finish_waiting(self, timeout: float | None) -> None:
         check_process(self._pid)
@@ -239,7 +248,7 @@ class CallQueue:
             try:
                 if not self._waiting:
                     return
-                self._waiting.popleft().execute()
+                self._waiting.popleft().execute()()
             finally:
                 self._running.release()
                 if self._waiting:
@@ -275,8 +284,14 @@ class CallQueue:
             return False
         with self._running:
             if self._waiting:
-                self._waiting.popleft().execute()
+                self._waiting.popleft().execute()()
         return True
+
+
+def _let_go_on(latch: threading.Lock, futures: Sequence[Future[Any]]) -> None:
+    latch.release()
+    for future in futures:
+        future.set_result(None)
 
 
 def _work_off(calls: CallQueue) -> None:
