@@ -14,6 +14,7 @@ Each step sends (n-1)/n of the parameters in the forward and in the backward, an
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ from colossalai.zero.gemini._residence import Residence
 from colossalai.zero.gemini._search import ChunkSizes, log_search, search_groups
 from colossalai.zero.gemini._state_dict import load_whole_state, whole_state
 from colossalai.zero.gemini._tiers import TierMemory
-from colossalai.zero.gemini._timeline import contents_of
+from colossalai.zero.gemini._timeline import ChunkContents, contents_of
 from colossalai.zero.gemini._uses import is_chunked, place_of
 from colossalai.zero.gemini._whole_modules import ModuleChoice, WholeModules, check_choices, find_modules
 from colossalai.zero.gemini.planning import PLACEMENT_POLICIES, Home, PlacementPolicy, Trace
@@ -256,9 +257,7 @@ class _InChunks(AppliedDataMethod):
         self._shards: Shards | None = None
         self._optimizer: Optimizer | None = None
         self.residence.memory_budget = self._lodging.memory_budget
-        self.residence.contents = lambda: contents_of(
-            self.residence.chunks, self._reducer, self._shards, self._optimizer
-        )
+        self.residence.contents = self._contents()
         self._mean_dtypes: dict[FlatBucket, torch.dtype] = {}  # in which the optimizer takes gradients
         self._trace: Trace | None = None  # that was recorded, until it is planned from
 
@@ -331,6 +330,22 @@ class _InChunks(AppliedDataMethod):
                 "assign=True puts new parameters into the model, and those it has lie in chunks: leave it out"
             )
         return load_whole_state(self.residence, raw, content, strict=strict)
+
+    def _contents(self) -> Callable[[], list[ChunkContents]]:
+        """Return what tells the contents of chunks; weakly, for parameters lead to the residence.
+
+        What the residence leads to they would hold, and hooks on their nodes of the graph lead back to them
+        where the garbage collector does not look.
+        """
+        find = weakref.ref(self)
+
+        def contents() -> list[ChunkContents]:
+            living = find()
+            if living is None:
+                return []
+            return contents_of(living.residence.chunks, living._reducer, living._shards, living._optimizer)
+
+        return contents
 
     def _keep_mean(self, layout: FlatBucket, mean: torch.Tensor) -> torch.Tensor:
         dtype = self._mean_dtypes.get(layout, layout.grad_dtype)
