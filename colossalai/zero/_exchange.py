@@ -1,4 +1,4 @@
-"""The two collectives of ZeRO on a bucket: a mean of which each rank gets its section, and the way back.
+"""The collectives of ZeRO on a bucket: a mean of which each rank gets its section, the way back, and pieces.
 
 [Note: every section straight to where it is needed]
 For the mean each rank sends every other one that one's section, and adds up what it gets, in float32 or
@@ -127,6 +127,30 @@ def start_meeting(axis: Axis, stamp: Stamp) -> Callable[[], object]:
         receives={rank: torch.zeros(1, dtype=torch.uint8, device="cpu") for rank in others},
         tag=stamp.number,
     )
+
+
+def exchange_pieces(
+    sent: torch.Tensor, *, send_sizes: Sequence[int], receive_sizes: Sequence[int], axis: Axis
+) -> torch.Tensor:
+    """Return what the ranks of an axis have for this one, in their order; collective.
+
+    Args:
+        sent: What goes to the first rank, then what goes to the second, and so on; flat.
+        send_sizes: How many elements go to each.
+        receive_sizes: How many come from each.
+        axis: The ranks.
+    """
+    received = sent.new_empty(sum(receive_sizes))
+    sends, receives = sent.split(list(send_sizes)), received.split(list(receive_sizes))
+    receives[axis.rank].copy_(sends[axis.rank])
+    others = [rank for rank in range(axis.size) if rank != axis.rank]
+    with record("shift", axis.name, sent[send_sizes[axis.rank] :], axis.size):  # those bytes, and no more
+        _start(
+            axis,
+            sends={rank: sends[rank] for rank in others},
+            receives={rank: receives[rank] for rank in others},
+        )()
+    return received
 
 
 def _goes_through_memory(flat: torch.Tensor, bucket: FlatBucket) -> bool:

@@ -150,22 +150,36 @@ def _make_bucket(
     params: Sequence[nn.Parameter], replicas: Axis, owners: Mapping[nn.Parameter, int]
 ) -> FlatBucket:
     sync = gradient_sync(params[0], replicas)
-    num_ranks = sync.axis.size
-    cuts_params = params[0] not in owners
-    if not cuts_params:
-        params = sorted(params, key=lambda param: owners[param])
+    if params[0] in owners:
+        return lay_out_by_owner(params, owners, grad_dtype=_grad_dtype(params[0]), sync=sync)
+    starts, total = _in_a_row(params)
+    size = -(-total // sync.axis.size)
+    bounds = tuple((size * rank, size * (rank + 1)) for rank in range(sync.axis.size))
+    return FlatBucket(tuple(params), starts, bounds, _grad_dtype(params[0]), True, sync)
+
+
+def lay_out_by_owner(
+    params: Sequence[nn.Parameter],
+    owners: Mapping[nn.Parameter, int],
+    *,
+    grad_dtype: torch.dtype,
+    sync: GradientSync,
+) -> FlatBucket:
+    """Return a bucket of whole parameters, in the order of their owners; some ranks may have none."""
+    params = sorted(params, key=lambda param: owners[param])
+    starts, _ = _in_a_row(params)
+    ends = [sum(p.numel() for p in params if owners[p] <= rank) for rank in range(sync.axis.size)]
+    bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
+    return FlatBucket(tuple(params), starts, bounds, grad_dtype, False, sync)
+
+
+def _in_a_row(params: Sequence[nn.Parameter]) -> tuple[tuple[int, ...], int]:
+    """Return where each parameter begins, and the end of the last."""
     starts, total = [], 0
     for param in params:
         starts.append(total)
         total += param.numel()
-    if cuts_params:
-        size = -(-total // num_ranks)
-        ends = [size * (rank + 1) for rank in range(num_ranks)]
-    else:
-        held = [sum(p.numel() for p in params if owners[p] <= rank) for rank in range(num_ranks)]
-        ends = held
-    bounds = tuple(zip([0, *ends[:-1]], ends, strict=True))
-    return FlatBucket(tuple(params), tuple(starts), bounds, _grad_dtype(params[0]), cuts_params, sync)
+    return tuple(starts), total
 
 
 def _kind_of(param: nn.Parameter, replicas: Axis) -> Kind:

@@ -13,7 +13,7 @@ and every backward is a round.
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -45,6 +45,7 @@ class BucketGrads:
         self.seen: set[int] = set()  # parameters that have had a gradient here since `forget`
         self.arrived: set[int] = set()  # in this round
         self._rank = bucket.axis.rank
+        self._blank: set[int] = set()  # parameters of whose means the slice has nothing, but zeros
         self._is_kept = is_kept
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []  # of `_flat`, one for each parameter
@@ -90,33 +91,60 @@ class BucketGrads:
             self.slice = finish(None).to(self.bucket.grad_dtype)
         else:
             self.slice = finish(None)
+        self._blank.clear()
         if self._keep is not None:
             self.slice = self._keep(self.bucket, self.slice)
 
     @torch.no_grad()
-    def scale(self, factor: float) -> None:
-        """Multiply the slice, and full gradients that no round has averaged."""
-        if self.slice is not None:
+    def scale(self, factor: float, *, besides: Collection[torch.Tensor]) -> None:
+        """Multiply the slice, and full gradients that no round has averaged; of some parameters neither."""
+        chosen = self._all_besides(besides)
+        if len(chosen) == len(self.bucket.params) and self.slice is not None:
             self.slice *= factor
-        for param in self.bucket.params:
+        elif self.slice is not None:
+            for index in chosen:
+                self._part(self.slice, index).mul_(factor)
+        for index in chosen:
+            param = self.bucket.params[index]
             if param.grad is not None:
                 param.grad *= factor
 
-    def forget(self, *, set_to_none: bool) -> None:
-        """Drop the slice, and full gradients; or make them zero."""
-        for param in self.bucket.params:
+    def forget(self, *, set_to_none: bool, besides: Collection[torch.Tensor]) -> None:
+        """Drop the slice, and full gradients, or make them zero; of some parameters neither."""
+        chosen = self._all_besides(besides)
+        for index in chosen:
+            param = self.bucket.params[index]
             if set_to_none or param.grad is None:
                 param.grad = None
             else:
                 param.grad.zero_()
+        self.arrived.difference_update(chosen)
         if set_to_none:
-            if not self._is_kept:
+            self.seen.difference_update(chosen)
+            self.drop(chosen)
+            if self.slice is None and not self._is_kept:
                 self._release()
-            self.slice = None
-            self.seen.clear()
         elif self.slice is not None:
-            self.slice.zero_()
-        self.arrived.clear()
+            for index in chosen:
+                self._part(self.slice, index).zero_()
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Let the slice have nothing of the means of some parameters; it goes when it has nothing at all."""
+        self._blank.update(indices)
+        if len(self._blank) == len(self.bucket.params):
+            self.slice = None
+            self._blank.clear()
+        elif self.slice is not None:
+            for index in self._blank:
+                self._part(self.slice, index).zero_()
+
+    def _all_besides(self, params: Collection[torch.Tensor]) -> Sequence[int]:
+        own = self.bucket.params
+        return range(len(own)) if not params else [n for n, param in enumerate(own) if param not in params]
+
+    def _part(self, flat: torch.Tensor, index: int) -> torch.Tensor:
+        begin, end = self.bucket.place(index, self._rank)
+        return flat[begin:end]
 
     def _memory(self) -> torch.Tensor:
         if self._flat is None:
@@ -290,19 +318,19 @@ class ShardedReducer:
         """End what `hold` has begun."""
         self._num_holds -= 1
 
-    def scale(self, factor: float) -> None:
-        """Multiply all gradients, between two backwards."""
+    def scale(self, factor: float, *, besides: Collection[torch.Tensor] = ()) -> None:
+        """Multiply all gradients but those of some parameters, between two backwards."""
         assert not self._started
         for grads in self.all_grads:
-            grads.scale(factor)
+            grads.scale(factor, besides=besides)
 
-    def forget(self, *, set_to_none: bool) -> None:
-        """Forget all gradients; collective."""
+    def forget(self, *, set_to_none: bool, besides: Collection[torch.Tensor] = ()) -> None:
+        """Forget all gradients but those of some parameters; collective."""
         if self._ran or self._started:
             self.flush()  # what has been started has to be ended
         with torch._C.DisableTorchFunctionSubclass():
             for grads in self.all_grads:
-                grads.forget(set_to_none=set_to_none)
+                grads.forget(set_to_none=set_to_none, besides=besides)
         self._is_dirty = True
 
     def marks(self) -> list[bool]:

@@ -127,13 +127,9 @@ class _Cut(AppliedDataMethod):
         if options.cpu_offload and all(param.device.type == "cpu" for param in self.module.parameters()):
             get_dist_logger().log_once("cpu_offload has no effect: the model is in host memory", ranks=[0])
         if replicas.size > 1:
-            _refuse_own_clipping(optimizer)
+            refuse_own_clipping(optimizer)
         held = {param for group in optimizer.param_groups for param in group["params"]}
-        if (twice := next(iter(self._held & held), None)) is not None:
-            raise ValueError(
-                f"a parameter of shape {tuple(twice.shape)} is in two optimizers of one model: its slice has "
-                "one master and one gradient, so give each optimizer parameters of its own"
-            )
+        refuse_shared(self._held & held)
         own, shared = _trainable(self._parts, held, late)
         owners = {}
         if not is_elementwise(optimizer):
@@ -169,13 +165,31 @@ class _Cut(AppliedDataMethod):
             broadcast_floating_buffers(self.module, self._replicas)
 
 
-def _refuse_own_clipping(optimizer: Optimizer) -> None:
+def refuse_own_clipping(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that clips by a norm of its own, which would be one of slices.
+
+    Raises:
+        ValueError: `optimizer` has a `max_grad_norm`.
+    """
     bound = getattr(optimizer, "max_grad_norm", None)
     if bound:
         raise ValueError(
             f"{type(optimizer).__name__} clips to max_grad_norm={bound} by the norm of the gradients that a "
             "rank holds, which are slices: build it with max_grad_norm=0, and give the bound to the plugin "
             "(max_norm) or to the config (clip_grad_norm)"
+        )
+
+
+def refuse_shared(params: Collection[nn.Parameter]) -> None:
+    """Refuse parameters that a second optimizer of a model has as well.
+
+    Raises:
+        ValueError: There are `params`.
+    """
+    if (twice := next(iter(params), None)) is not None:
+        raise ValueError(
+            f"a parameter of shape {tuple(twice.shape)} is in two optimizers of one model: its slice has "
+            "one master and one gradient, so give each optimizer parameters of its own"
         )
 
 

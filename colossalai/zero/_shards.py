@@ -9,7 +9,7 @@ gather the flat memory.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +69,9 @@ class Shards(StandIns):
         reducers: Those of all optimizers of the model, whose backwards are the same.
         before_step: Called, once all gradients are there, before every step.
         after_step: Called when all ranks have what was updated, or loaded.
-        weights_of: Return where the weights of a bucket lie.
+        weights_of: Return where the weights of a bucket of the reducer lie; each of its parameters in one
+            layout, or in none, if the optimizer has it not.
+        others: Return the parameters of other optimizers whose gradients the reducer has, too.
     """
 
     def __init__(
@@ -83,13 +85,18 @@ class Shards(StandIns):
         reducers: Sequence[ShardedReducer],
         before_step: Callable[[], None],
         after_step: Callable[[], None] = lambda: None,
-        weights_of: Callable[[FlatBucket], BucketWeights] = WholeWeights,
+        weights_of: Callable[[FlatBucket], Sequence[BucketWeights]] = lambda bucket: [WholeWeights(bucket)],
+        others: Callable[[], Collection[nn.Parameter]] = tuple,
     ) -> None:
         self._reducer = reducer
         self._reducers = reducers
         self._before_step = before_step
         self._after_step = after_step
-        self._weights = [weights_of(grads.bucket) for grads in reducer.all_grads]
+        self._others = others
+        self._grads_of = {
+            weights: grads for grads in reducer.all_grads for weights in weights_of(grads.bucket)
+        }
+        self._weights = list(self._grads_of)
         self._fragments: dict[nn.Parameter, Fragment] = {}
         for weights in self._weights:
             self._add_bucket(weights, master_of, offload)
@@ -99,18 +106,20 @@ class Shards(StandIns):
             {param: fragment.tensor for param, fragment in self._fragments.items()},
             ranges={
                 param: [bucket.overlap(index, rank) for rank in range(bucket.axis.size)]
-                for bucket in self._buckets
-                for index, param in enumerate(bucket.params)
+                for param, (bucket, index) in self._places.items()
             },
-            axes={param: bucket.axis for bucket in self._buckets for param in bucket.params},
+            axes={param: bucket.axis for param, (bucket, _) in self._places.items()},
             replicas=replicas,
         )
         self._exchange.cut(optimizer)
         self._put_fragments(optimizer)
 
     @property
-    def _buckets(self) -> list[FlatBucket]:
-        return [weights.bucket for weights in self._weights]
+    def _places(self) -> dict[nn.Parameter, tuple[FlatBucket, int]]:
+        """For each parameter the layout that says who updates what of it, and its number there."""
+        return {
+            fragment.param: (fragment.weights.bucket, fragment.index) for fragment in self._fragments.values()
+        }
 
     def __len__(self) -> int:
         return len(self._fragments)
@@ -144,7 +153,9 @@ class Shards(StandIns):
 
     def scale_grads(self, factor: float) -> None:
         """See the base class; after `before_backward`."""
-        self._reducer.scale(factor)
+        self._reducer.scale(factor, besides=self._others())
+        for weights in self._weights:
+            weights.scale_mean(factor)
 
     def take_grads(self) -> None:
         """Finish the reduction and give each fragment its part of the mean; collective.
@@ -154,15 +165,18 @@ class Shards(StandIns):
         """
         self.finish_means()
         self._before_step()
-        marks = iter(self._reducer.marks())
-        for grads in self._reducer.all_grads:
-            fragments = [self._fragments[param] for param in grads.bucket.params]
-            sizes = [fragment.tensor.numel() for fragment in fragments]
-            parts: Sequence[torch.Tensor | None] = [None] * len(sizes)
-            if grads.slice is not None:
-                parts = grads.slice[: sum(sizes)].split(sizes)
-            for fragment, part in zip(fragments, parts, strict=True):
-                _give_grad(fragment.tensor, part if next(marks) else None)
+        marked = self._marked()
+        for weights, grads in self._grads_of.items():
+            bucket, rank = weights.bucket, weights.bucket.axis.rank
+            mean = weights.take_mean(grads)
+            parts: Sequence[torch.Tensor | None] = [None] * len(bucket.params)
+            if mean is not None:
+                places = [bucket.place(index, rank) for index in range(len(parts))]
+                sizes = [end - begin for begin, end in places]
+                parts = mean[: sum(sizes)].split(sizes)
+            for index in weights.held:
+                param = bucket.params[index]
+                _give_grad(self._fragments[param].tensor, parts[index] if param in marked else None)
         for params in self._whole_groups:
             for param in params:
                 if param not in self._fragments and param.grad is not None:
@@ -173,22 +187,26 @@ class Shards(StandIns):
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """See the base class."""
-        self._reducer.forget(set_to_none=set_to_none)
+        self._reducer.forget(set_to_none=set_to_none, besides=self._others())
+        for weights in self._weights:
+            weights.forget_mean(set_to_none=set_to_none)
         for fragment in self._fragments.values():
             fragment.tensor.grad = None
 
     @torch.no_grad()
     def take_weights(self) -> None:
         """See the base class; parameters that were given other memory come back to their buckets."""
-        for param in (param for weights in self._weights for param in weights.take_written()):
-            fragment = self._fragments[param]
-            if fragment.has_own_memory:
-                home = fragment.home.to(fragment.tensor.device)
-                rounded = fragment.tensor.to(home.dtype)
-                fragment.tensor.copy_(
-                    torch.where(home == rounded, fragment.tensor, home.to(fragment.tensor.dtype))
-                )
-                fragment.weights.give_back([fragment.home, fragment.tensor])
+        for weights in self._weights:
+            for param in weights.take_written():
+                fragment = self._fragments[param]
+                if fragment.has_own_memory:
+                    home = fragment.home.to(fragment.tensor.device)
+                    rounded = fragment.tensor.to(home.dtype)
+                    fragment.tensor.copy_(
+                        torch.where(home == rounded, fragment.tensor, home.to(fragment.tensor.dtype))
+                    )
+                    weights.give_back([fragment.home, fragment.tensor])
+            weights.release_homes()
 
     def windows(self, params: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
         """See the base class: what lies on disk, bucket by bucket; its memory is given back after each."""
@@ -249,7 +267,9 @@ class Shards(StandIns):
                 fragment.tensor.data = weights.keep(fragment.tensor.detach())
             else:
                 fragment.tensor.data = fragment.home
-            touched = [fragment.home, fragment.tensor.detach()]
+            touched = [fragment.tensor.detach()]
+            if weights.has_lasting_homes:
+                touched.append(fragment.home)
             state = optimizer.state.get(fragment.tensor, {})
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.shape == fragment.tensor.shape:
@@ -259,16 +279,26 @@ class Shards(StandIns):
                 touched.append(fragment.tensor.grad)
             weights.give_back(touched)
 
-    def state_bytes(self, optimizer: Optimizer) -> dict[FlatBucket, float]:
-        """Return for each bucket how many bytes of states an element has that this rank updates."""
-        found = dict.fromkeys(self._weights, (0, 0))
+    def state_bytes(self, optimizer: Optimizer) -> dict[FlatBucket, tuple[int, int]]:
+        """Return for each bucket of the reducer how many elements of the mean this rank gets, and bytes.
+
+        The bytes are those of states; for fragments that lie elsewhere their own and those of gradients, too.
+        """
+        found = {weights: (weights.num_reduced, 0) for weights in self._weights}
         for fragment in self._fragments.values():
             state = optimizer.state.get(fragment.tensor, {})
-            tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
-            num_bytes = sum(value.numel() * value.element_size() for value in tensors if value.ndim)
+            tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.ndim]
+            if not fragment.weights.has_lasting_homes:
+                tensors += [fragment.tensor, fragment.tensor]
+            num_bytes = sum(value.numel() * value.element_size() for value in tensors)
             numel, before = found[fragment.weights]
-            found[fragment.weights] = numel + fragment.tensor.numel(), before + num_bytes
-        return {weights.bucket: size / max(numel, 1) for weights, (numel, size) in found.items()}
+            found[fragment.weights] = numel, before + num_bytes
+        total: dict[FlatBucket, tuple[int, int]] = {}
+        for weights, (numel, num_bytes) in found.items():
+            bucket = self._grads_of[weights].bucket
+            numel_before, bytes_before = total.get(bucket, (0, 0))
+            total[bucket] = numel_before + numel, bytes_before + num_bytes
+        return total
 
     def settle(self, optimizer: Optimizer) -> None:
         """Move what belongs to fragments to where the weights of their buckets say by now."""
@@ -277,14 +307,14 @@ class Shards(StandIns):
     @torch.no_grad()
     def write_weights(self) -> None:
         """Round the masters into the buckets and let all ranks have those; collective."""
-        masters = [fragment for fragment in self._fragments.values() if fragment.has_own_memory]
-        if masters:
-            near = [fragment for fragment in masters if not fragment.weights.is_paged]  # others are rounded
-            if near:
-                torch._foreach_copy_([f.home for f in near], [f.tensor.detach() for f in near])
-            for fragment in masters:
+        waits = []
+        for weights in self._weights:
+            masters = [fragment for fragment in self._fragments_in(weights) if fragment.has_own_memory]
+            if masters and not (weights.is_paged and weights.has_lasting_homes):  # those are rounded
+                torch._foreach_copy_([f.home for f in masters], [f.tensor.detach() for f in masters])
+            for fragment in masters if weights.has_lasting_homes else ():
                 fragment.tensor.grad = None  # a copy in float32; the slice of the mean is still there
-        waits = [weights.start_publishing() for weights in self._weights]
+            waits.append(weights.start_publishing())
         for wait in waits:
             wait()
         self._after_step()
@@ -350,37 +380,51 @@ class Shards(StandIns):
     def whole_grads(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the whole mean gradients of the parameters that have one, after `take_grads`; collective."""
         found: dict[nn.Parameter, torch.Tensor] = {}
-        marks = iter(self._reducer.marks())
-        for bucket in self._buckets:
+        marked = self._marked()
+        for bucket, held in ((weights.bucket, weights.held) for weights in self._weights):
             device = bucket.params[0].device
             flat = torch.zeros(bucket.numel, dtype=bucket.grad_dtype, device=device)
-            for param in bucket.params:
-                self._put_grad(param, bucket.section(flat, bucket.axis.rank))
+            for index in held:
+                self._put_grad(bucket.params[index], bucket.section(flat, bucket.axis.rank))
             start_gather(flat, bucket)()
-            for index, param in enumerate(bucket.params):
-                if next(marks):
-                    found[param] = bucket.view(flat, index)
+            found |= {
+                bucket.params[index]: bucket.view(flat, index)
+                for index in held
+                if bucket.params[index] in marked
+            }
         return found
+
+    def _marked(self) -> set[nn.Parameter]:
+        """Return the parameters of the model that have had a gradient on any replica; collective."""
+        params = (param for grads in self._reducer.all_grads for param in grads.bucket.params)
+        return {param for param, mark in zip(params, self._reducer.marks(), strict=True) if mark}
+
+    def _fragments_in(self, weights: BucketWeights) -> list[Fragment]:
+        return [self._fragments[weights.bucket.params[index]] for index in weights.held]
 
     def _add_bucket(self, weights: BucketWeights, master_of: MasterOf, offload: bool) -> None:
         bucket = weights.bucket
         first = bucket.params[0]
         device = torch.device("cpu") if offload else first.device
         rank = bucket.axis.rank
-        for index, param in enumerate(bucket.params):
+        weights.collect_homes()
+        for index in weights.held:
+            param = bucket.params[index]
             begin, end = bucket.overlap(index, rank)
-            whole = end - begin == param.numel() and not bucket.cuts_params
+            whole = end - begin == param.numel() and weights.keeps_shapes
             shape = param.shape if whole else (end - begin,)
             home = weights.home(index).view(shape)
             master = master_of(param)
             own = home if master is None else master.detach().reshape(-1)[begin:end].view(shape)
-            has_own_memory = master is not None or device != first.device
+            is_away = device != first.device or not weights.has_lasting_homes
+            has_own_memory = master is not None or is_away
             if has_own_memory:
                 own = weights.keep(own.to(device, copy=True))
             tensor = nn.Parameter(own)
             set_fragment(tensor, param, bucket.axis.group)  # alone, too: it knows how `param` is cut
             place = bucket.place(index, rank)
             self._fragments[param] = Fragment(param, tensor, weights, index, place, has_own_memory)
+        weights.release_homes()
 
     def _put_grad(self, param: nn.Parameter, section: torch.Tensor) -> None:
         fragment = self._fragments[param]
@@ -410,7 +454,7 @@ class Shards(StandIns):
     @staticmethod
     def _round_on_disk(fragment: Fragment) -> None:
         """Round a master into its home, where that is done bucket by bucket."""
-        if fragment.weights.is_paged:
+        if fragment.weights.is_paged and fragment.weights.has_lasting_homes:
             fragment.home.copy_(fragment.tensor)
             fragment.weights.give_back([fragment.home, fragment.tensor.detach()])
 

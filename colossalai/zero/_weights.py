@@ -1,11 +1,11 @@
 """Where the weights of a bucket lie between two steps, and how what an optimizer has updated gets there.
 
 The fragments of an optimizer (`_shards.py`) are parts of this memory, or are rounded into it. Stages 1 and 2
-keep it whole on every rank; stage 3 keeps a rank's own section (`gemini/_residence.py`).
+keep it whole on every rank; stage 3 keeps a rank's own section (`gemini/_section_weights.py`).
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import final
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 
 from colossalai.zero._exchange import start_gather
 from colossalai.zero._layout import FlatBucket
+from colossalai.zero._reducer import BucketGrads
 
 
 class BucketWeights(ABC):
@@ -20,22 +21,65 @@ class BucketWeights(ABC):
 
     Args:
         bucket: The layout.
+        held: The numbers of those parameters in the bucket that are updated here; default: all.
+        keeps_shapes: Whether a fragment that is a whole parameter has its shape; default: if no other exist.
 
     Attributes:
         bucket: As given.
+        held: As given.
+        keeps_shapes: As given.
     """
 
-    def __init__(self, bucket: FlatBucket) -> None:
+    def __init__(
+        self, bucket: FlatBucket, *, held: Sequence[int] | None = None, keeps_shapes: bool | None = None
+    ) -> None:
         self.bucket = bucket
+        self.held = range(len(bucket.params)) if held is None else held
+        self.keeps_shapes = not bucket.cuts_params if keeps_shapes is None else keeps_shapes
 
     @property
     def is_paged(self) -> bool:
         """Whether some of the bucket lies on disk, so that it has to be updated by itself."""
         return False
 
+    @property
+    def has_lasting_homes(self) -> bool:
+        """Whether homes are the memory of the bucket itself, and not made when they are asked for."""
+        return True
+
+    @property
+    def num_reduced(self) -> int:
+        """Number of elements of `held` of which this rank gets the mean from the reducer."""
+        bounds = (self.bucket.place(index, self.bucket.axis.rank) for index in self.held)
+        return sum(end - begin for begin, end in bounds)
+
     @abstractmethod
     def home(self, index: int) -> torch.Tensor:
-        """Return the memory of this rank's fragment of a parameter, flat; there may be none of it."""
+        """Return the memory of this rank's fragment of a parameter, flat; there may be none of it.
+
+        Where homes do not last, it has values from `collect_homes`, or from who writes into it, on.
+        """
+
+    def collect_homes(self) -> None:  # noqa: B027 - lasting ones have them
+        """Let homes that do not last have the values of the bucket."""
+
+    def release_homes(self) -> None:  # noqa: B027 - most have lasting ones
+        """Give back the memory of homes that do not last."""
+
+    def take_mean(self, grads: BucketGrads) -> torch.Tensor | None:
+        """Return this rank's section of the mean gradient, in the layout of `bucket`, if there is one.
+
+        Args:
+            grads: The gradients of which the parameters of `bucket` are a part. What is moved elsewhere
+                goes from there; it adds up until `forget_mean`. Collective then.
+        """
+        return grads.slice
+
+    def scale_mean(self, factor: float) -> None:  # noqa: B027 - most have moved none
+        """Multiply what `take_mean` has moved."""
+
+    def forget_mean(self, *, set_to_none: bool) -> None:  # noqa: B027 - most have moved none
+        """Drop what `take_mean` has moved, or make it zero."""
 
     def keep(self, state: torch.Tensor) -> torch.Tensor:
         """Return a state with the same values that lies where those of this bucket do: itself, if it does."""

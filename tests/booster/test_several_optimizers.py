@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import (
+    GeminiPlugin,
     HybridParallelPlugin,
     LowLevelZeroPlugin,
     Plugin,
@@ -33,6 +35,9 @@ def make_plugin(name: str) -> Plugin:
         "fsdp": TorchFSDPPlugin,
         "zero1": lambda: LowLevelZeroPlugin(stage=1, precision="fp32"),
         "zero2": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
+        "gemini": lambda: GeminiPlugin(
+            precision="fp32", min_chunk_size_mb=2e-5, search_range_mb=0, hidden_dim=1
+        ),
         "zero1 fp16": lambda: LowLevelZeroPlugin(stage=1, precision="fp16", initial_scale=2.0**8),
         "pipeline": lambda: HybridParallelPlugin(pp_size=2, num_microbatches=2, max_norm=0.5),
     }[name]()
@@ -66,6 +71,11 @@ def twin(*, max_norm: float = 0.0, steps: int = 3) -> nn.Module:
     return model
 
 
+def values_of(model: Any, method: str) -> dict[str, torch.Tensor]:
+    with model.gathered() if method == "gemini" else nullcontext():
+        return {name: value.clone() for name, value in full_parameters(model).items()}
+
+
 def train(method: str, kind: type, num_microbatches: int) -> dict[str, torch.Tensor]:
     colossalai.launch_from_torch({}, verbose=False)
     booster = Booster(plugin=make_plugin(method), gradient_accumulation=num_microbatches)
@@ -97,11 +107,11 @@ def train(method: str, kind: type, num_microbatches: int) -> dict[str, torch.Ten
                     optimizer.zero_grad()
     with pytest.raises(ValueError, match="a training state holds one optimizer"):
         booster.save("nowhere", boosted, optimizers, step=1)
-    return full_parameters(boosted)
+    return values_of(boosted, method)
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("method", ["ddp", "fsdp", "zero1", "zero2", "pipeline"])
+@pytest.mark.parametrize("method", ["ddp", "fsdp", "zero1", "zero2", "gemini", "pipeline"])
 def test_parts_of_a_model_with_an_optimizer_each(method: str, num_microbatches: int) -> None:
     expected = twin(max_norm=0.5 if method == "pipeline" else 0.0)
     kind = tuple if num_microbatches == 1 else list
@@ -155,10 +165,10 @@ def gan(method: str) -> dict[str, torch.Tensor]:
     raw = GAN()
     model, players, *_ = booster.boost(raw, players_of(raw))
     play(model, players, booster.backward, lambda x: x.chunk(2)[gpc.get_global_rank()])
-    return full_parameters(model)
+    return values_of(model, method)
 
 
-@pytest.mark.parametrize("method", ["ddp", "zero1", "fsdp"])
+@pytest.mark.parametrize("method", ["ddp", "zero1", "fsdp", "gemini"])
 def test_a_gan_in_one_module(method: str) -> None:
     expected = GAN()
     play(expected, players_of(expected), lambda loss, _: loss.backward(), lambda x: x)

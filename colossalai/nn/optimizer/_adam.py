@@ -99,6 +99,11 @@ class Adam(SteppingOptimizer):
         self._interrupted: _Interrupted | None = None
         super().__init__(params, options)
 
+    @property
+    def offloads_states(self) -> bool:
+        """Whether the optimizer itself keeps some of its states on disk (`nvme_offload_fraction`)."""
+        return self._offload.is_used
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_offload": self._offload}
 

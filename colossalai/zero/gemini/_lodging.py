@@ -54,7 +54,7 @@ class Lodging:
             home: None if None in bounds else min(bounds)
             for home, bounds in zip(tiers.bounds, zip(*free, strict=True), strict=True)
         }
-        self._data = self._model_data([_ASSUMED_STATES * max(size, _WIDE) for size in self._item_sizes])
+        self._data = self._model_data([self.assumed_state_bytes(layout) for layout in layouts])
         self._placement = policy.place(self._data, self._bounds)
         self.chunk_budget = self._bytes_for_chunks(None)
 
@@ -70,6 +70,11 @@ class Lodging:
             self._bounds[Home.COMPUTE] if self._policy.memory_budget is None else self._policy.memory_budget
         )
         return bound if self.is_bounded else None
+
+    @staticmethod
+    def assumed_state_bytes(layout: FlatBucket) -> int:
+        """Return the bytes of states for an element of a chunk, before an optimizer has made them."""
+        return _ASSUMED_STATES * max(layout.params[0].element_size(), _WIDE)
 
     def set_state_margin(self, ratio: float) -> None:
         """Let states have a part of what sections leave of the compute tier, from the next plan on."""

@@ -12,12 +12,13 @@ Under float32 masters means are float32, so g is 4. Of the two gradients one is 
 Each step sends (n-1)/n of the parameters in the forward and in the backward, and (n-1)/n of the gradients.
 """
 
+import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, cast, final
 
 import torch
@@ -37,20 +38,21 @@ from colossalai.tensor import PIPELINE_SHARE, GradientSync, gradient_sync, spec_
 from colossalai.zero._elementwise import is_elementwise
 from colossalai.zero._layout import FlatBucket
 from colossalai.zero._reducer import ShardedReducer
+from colossalai.zero._replicas import refuse_own_clipping, refuse_shared
 from colossalai.zero._shards import Shards
-from colossalai.zero._weights import BucketWeights
 from colossalai.zero.gemini._chunk import Chunk
 from colossalai.zero.gemini._lodging import Lodging
 from colossalai.zero.gemini._packing import ChunkLayout
 from colossalai.zero.gemini._positions import PATIENCE_S
 from colossalai.zero.gemini._residence import Residence
 from colossalai.zero.gemini._search import ChunkSizes, log_search, search_groups
+from colossalai.zero.gemini._section_weights import deal_out_cut_params, weights_in
 from colossalai.zero.gemini._state_dict import load_whole_state, whole_state
 from colossalai.zero.gemini._tiers import TierMemory
 from colossalai.zero.gemini._timeline import ChunkContents, contents_of
 from colossalai.zero.gemini._uses import is_chunked, place_of
 from colossalai.zero.gemini._whole_modules import ModuleChoice, WholeModules, check_choices, find_modules
-from colossalai.zero.gemini.planning import PLACEMENT_POLICIES, Home, PlacementPolicy, Trace
+from colossalai.zero.gemini.planning import PLACEMENT_POLICIES, PlacementPolicy, Trace
 
 
 class _ChunkKind(NamedTuple):
@@ -175,10 +177,32 @@ class InChunks(DataMethod):
                 )
         find_modules(module, self.whole_modules)
         self.policy().check(self._tier_memory(torch.accelerator.current_accelerator()).bounds)
-        if len(optimizers) > 1:
+        for optimizer in optimizers:
+            self.check_optimizer(optimizer, replicas)
+
+    def check_optimizer(self, optimizer: Optimizer, replicas: Axis) -> None:
+        """Refuse an optimizer that cannot have sections, or whose states two mechanisms would put on disk.
+
+        Raises:
+            ValueError: `optimizer` clips by a norm of its own or treats all parameters as one vector, or its
+                states go to disk by itself, and elsewhere by an option here.
+        """
+        if replicas.size > 1:
+            is_elementwise(optimizer)  # which refuses some
+            refuse_own_clipping(optimizer)
+        if not getattr(optimizer, "offloads_states", False):
+            return
+        name = type(optimizer).__name__
+        if self.offload_dir is not None:
             raise ValueError(
-                f"{len(optimizers)} optimizers of one model whose parameters share chunks: give one "
-                "optimizer several parameter groups instead"
+                f"{name} has nvme_offload_fraction, and offload_dir is {os.fspath(self.offload_dir)!r}: both "
+                "put states on disk. Leave out the first, and what does not fit into memory_budget goes to "
+                "disk, or the second, and that fraction of the states does"
+            )
+        if self.gpu_margin_mem_ratio and torch.accelerator.is_available():
+            raise ValueError(
+                f"{name} has nvme_offload_fraction, and gpu_margin_mem_ratio is {self.gpu_margin_mem_ratio}: "
+                "states are on disk, or on the device; leave one out"
             )
 
     def apply(
@@ -254,15 +278,23 @@ class _InChunks(AppliedDataMethod):
         for part in module.modules():
             part.register_forward_pre_hook(self.residence.enter, prepend=True)
             part.register_forward_hook(self.residence.leave, always_call=True)
-        self._shards: Shards | None = None
-        self._optimizer: Optimizer | None = None
         self.residence.memory_budget = self._lodging.memory_budget
         self.residence.contents = self._contents()
+        self._shards: dict[Optimizer, Shards] = {}
+        self._held: dict[Optimizer, set[nn.Parameter]] = {}
+        self._have_stepped: set[Optimizer] = set()
         self._mean_dtypes: dict[FlatBucket, torch.dtype] = {}  # in which the optimizer takes gradients
         self._trace: Trace | None = None  # that was recorded, until it is planned from
 
     def set_state_margin(self, ratio: float) -> None:
-        """Let states have a part of what the device has left, from the next plan on."""
+        """Let states have a part of what the device has left, from the next plan on.
+
+        Raises:
+            ValueError: An optimizer keeps its states on disk itself.
+        """
+        options = replace(self._options, gpu_margin_mem_ratio=ratio)
+        for optimizer in self._shards:
+            options.check_optimizer(optimizer, self._replicas)
         _warn_of_margin(self.residence.chunks[0].device)
         self._lodging.set_state_margin(ratio)
 
@@ -277,38 +309,46 @@ class _InChunks(AppliedDataMethod):
     def stand_ins(
         self, optimizer: Optimizer, masters: Masters, *, late: Collection[nn.Parameter] = ()
     ) -> Shards:
-        """See the base class; the optimizer gets the sections.
+        """See the base class; the optimizer gets the sections, or whole parameters if it needs those.
 
         Raises:
-            ValueError: `optimizer` is the second one, or needs whole parameters.
+            ValueError: `optimizer` has a parameter that another one has, or is refused by itself.
         """
-        if self._shards is not None:
-            raise ValueError(
-                "this model has an optimizer already, and its parameters share chunks: give one optimizer "
-                "several parameter groups instead of a second optimizer"
-            )
-        if self._replicas.size > 1 and not is_elementwise(optimizer):
-            raise ValueError(
-                f"{type(optimizer).__name__} needs whole parameters, and chunks are cut anywhere: use "
-                "LowLevelZeroPlugin, or an optimizer that treats each element alone, such as AdamW"
-            )
+        self._options.check_optimizer(optimizer, self._replicas)
+        held = {param for group in optimizer.param_groups for param in group["params"]}
+        refuse_shared(held & self._held_besides(optimizer))
         for layout in self._chunk_of:
-            master = masters.master_of(layout.params[0])
-            self._mean_dtypes[layout] = layout.grad_dtype if master is None else master.dtype
-        self._optimizer = optimizer
+            known_masters = map(masters.master_of, held.intersection(layout.params))
+            dtypes = [master.dtype for master in known_masters if master is not None]
+            known = self._mean_dtypes.get(layout, layout.grad_dtype)
+            self._mean_dtypes[layout] = functools.reduce(torch.promote_types, dtypes, known)
+        owners = {} if is_elementwise(optimizer) else deal_out_cut_params(list(self._chunk_of), held)
+        is_first = not self._held
+        self._held[optimizer] = held
         with torch.no_grad():
-            self._shards = Shards(
+            self._shards[optimizer] = shards = Shards(
                 optimizer,
                 self._reducer,
                 self._replicas,
                 master_of=masters.master_of,
                 offload=False,
                 reducers=[self._reducer],
-                before_step=self._end_iteration,
-                after_step=self._make_plan,
-                weights_of=lambda layout: _SectionWeights(self._chunk_of[layout], self.residence),
+                before_step=self._end_iteration if is_first else self._give_buffers,
+                after_step=lambda: self._end_step(optimizer),
+                weights_of=lambda layout: weights_in(
+                    self._chunk_of[layout],
+                    self.residence,
+                    held,
+                    owners=owners,
+                    keeps_shapes=not is_elementwise(optimizer),
+                ),
+                others=lambda: self._held_besides(optimizer),
             )
-        return self._shards
+        return shards
+
+    def _held_besides(self, optimizer: Optimizer) -> set[nn.Parameter]:
+        """Return the parameters that other optimizers of the model have."""
+        return set().union(*(held for other, held in self._held.items() if other is not optimizer))
 
     def gathered(self, params: Collection[nn.Parameter] | None = None) -> AbstractContextManager[None]:
         """See the base class; what shares a chunk with one of `params` comes with it."""
@@ -343,7 +383,7 @@ class _InChunks(AppliedDataMethod):
             living = find()
             if living is None:
                 return []
-            return contents_of(living.residence.chunks, living._reducer, living._shards, living._optimizer)
+            return contents_of(living.residence.chunks, living._reducer, living._shards)
 
         return contents
 
@@ -355,65 +395,37 @@ class _InChunks(AppliedDataMethod):
         self._trace = self.residence.end_iteration() or self._trace
         self._give_buffers()
 
-    def _make_plan(self) -> None:
-        """Plan from the iteration that was recorded, once its step has been made; collective then."""
-        self.residence.end_step()
+    def _end_step(self, optimizer: Optimizer) -> None:
+        """Plan from the iteration that was recorded, once a step has been made; collective then."""
+        self._have_stepped.add(optimizer)
+        if optimizer is next(iter(self._shards), optimizer):  # the first one, whose step ends an iteration
+            self.residence.end_step()
         if self._trace is None:
             return
-        assert self._shards is not None, "a step was made"
-        assert self._optimizer is not None, "a step was made"
         trace, self._trace = self._trace, None
-        state_bytes = self._shards.state_bytes(self._optimizer)
-        plan = self._lodging.plan(trace, state_bytes, names=[chunk.names for chunk in self.residence.chunks])
+        plan = self._lodging.plan(
+            trace, self._state_bytes(), names=[chunk.names for chunk in self.residence.chunks]
+        )
         for number, chunk in enumerate(self.residence.chunks):
             self.residence.place(chunk, *self._lodging.homes_of(number))
-        self._shards.settle(self._optimizer)
+        for other, shards in self._shards.items():
+            shards.settle(other)
         self.residence.follow(plan, most_bytes=self._lodging.chunk_budget)
+
+    def _state_bytes(self) -> dict[FlatBucket, float]:
+        """Return for each trained chunk the bytes of states for an element of this rank's section."""
+        total: dict[FlatBucket, tuple[int, float]] = {}
+        for optimizer, shards in self._shards.items():
+            for layout, (numel, num_bytes) in shards.state_bytes(optimizer).items():
+                before, bytes_before = total.get(layout, (0, 0.0))
+                if optimizer not in self._have_stepped:
+                    num_bytes += numel * self._lodging.assumed_state_bytes(layout)
+                total[layout] = before + numel, bytes_before + num_bytes
+        return {layout: num_bytes / max(numel, 1) for layout, (numel, num_bytes) in total.items()}
 
     def _give_buffers(self) -> None:
         if self._options.broadcast_buffers and self._replicas.size > 1:
             broadcast_floating_buffers(self.module, self._replicas)
-
-
-@final
-class _SectionWeights(BucketWeights):
-    """The weights of a chunk, of which a rank keeps its section.
-
-    Args:
-        chunk: The chunk.
-        residence: Where it is present.
-    """
-
-    def __init__(self, chunk: Chunk, residence: Residence) -> None:
-        super().__init__(chunk.layout)
-        self._chunk = chunk
-        self._residence = residence
-
-    def home(self, index: int) -> torch.Tensor:
-        """See the base class."""
-        return self._chunk.fragment(index)
-
-    @property
-    def is_paged(self) -> bool:
-        """See the base class."""
-        return Home.DISK in (self._chunk.home, self._chunk.states_home)
-
-    def keep(self, state: torch.Tensor) -> torch.Tensor:
-        """See the base class."""
-        return self._chunk.tiers.keep(state, self._chunk.states_home)
-
-    def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """See the base class."""
-        self._chunk.tiers.give_back(tensors)
-
-    def take_written(self) -> set[nn.Parameter]:
-        """See the base class; which ones of a chunk were written is not known."""
-        return set(self.bucket.params) if self._residence.take_written(self._chunk) else set()
-
-    def start_publishing(self) -> Callable[[], object]:
-        """See the base class: nothing is sent; who needs the values gathers them."""
-        self._residence.note_updated(self._chunk)
-        return lambda: None
 
 
 def _warn_of_margin(device: torch.device) -> None:

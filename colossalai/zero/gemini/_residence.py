@@ -6,7 +6,7 @@ ranks use chunks in the same order, so that the gathers are the same collectives
 """
 
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -69,7 +69,7 @@ class Residence:
         self._depth = 0  # forwards that are under way
         self._is_evaluating = False  # whether they are no part of an iteration
         self._num_gathered = 0  # `gathered` blocks that are
-        self._written: set[Chunk] = set()
+        self._num_writes: Counter[Chunk] = Counter()
         self._has_hooks = False
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
@@ -187,7 +187,7 @@ class Residence:
                         "write into it inside `with torch.no_grad(), model.gathered():` (an embedding with "
                         "max_norm writes into its weight: leave max_norm out)"
                     )
-                self._written.add(chunk)
+                self._num_writes[chunk] += 1
 
     def fetch(self, chunk: Chunk, needed: Collection[Chunk] = ()) -> torch.Tensor:
         """Return all values of a chunk; collective over the ranks that share it, if it is not present.
@@ -267,18 +267,15 @@ class Residence:
 
     def note_updated(self, chunk: Chunk) -> None:
         """Note that all ranks have updated their sections: what was gathered is out of date."""
-        self._written.discard(chunk)
         self._renew(chunk)
 
-    def take_written(self, chunk: Chunk) -> bool:
-        """Return whether values of a chunk have been written since this was asked, and are in its section."""
-        was_written = chunk in self._written
-        self._written.discard(chunk)
-        return was_written
+    def num_writes(self, chunk: Chunk) -> int:
+        """Return how often others than optimizers have written into a chunk; its section has the values."""
+        return self._num_writes[chunk]
 
     def note_loaded(self, chunk: Chunk) -> None:
         """Note that all ranks have written into their sections; collective in a block of `gathered`."""
-        self._written.add(chunk)
+        self._num_writes[chunk] += 1
         self._renew(chunk)
 
     def note_gradients(self, chunk: Chunk, *, all_have_come: bool) -> None:
@@ -465,7 +462,7 @@ class Residence:
                     dist.broadcast(chunk.whole, src=axis.ranks[rank], group=axis.group)
                     chunk.section.copy_(chunk.layout.section(chunk.whole, axis.rank))
                     chunk.take_write()  # what came from the other rank is no write of this one
-                self._written.add(chunk)
+                self._num_writes[chunk] += 1
 
     def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Handle":
         """Return where a saved tensor lies in its chunk, or itself; see [Note: what autograd saves]."""

@@ -223,12 +223,13 @@ class ChunkContents:
 
 
 def contents_of(
-    chunks: Sequence[Chunk], reducer: ShardedReducer, shards: Shards | None, optimizer: Optimizer | None
+    chunks: Sequence[Chunk], reducer: ShardedReducer, shards_of: Mapping[Optimizer, Shards]
 ) -> list[ChunkContents]:
     """Return what this rank has of each chunk now."""
-    means = {grads.bucket: grads.slice for grads in reducer.all_grads}
+    slices = {grads.bucket: grads.slice for grads in reducer.all_grads}
+    means = {chunk: 0 if (its := slices.get(chunk.layout)) is None else its.nbytes for chunk in chunks}
     states = dict.fromkeys(chunks, 0)
-    if shards is not None and optimizer is not None:
+    for optimizer, shards in shards_of.items():
         for tensor in (tensor for group in optimizer.param_groups for tensor in group["params"]):
             param = shards.param_of(tensor)
             if not is_chunked(param):
@@ -236,14 +237,11 @@ def contents_of(
             chunk = place_of(param).chunk
             its_own = [value for value in optimizer.state.get(tensor, {}).values() if torch.is_tensor(value)]
             if tensor.untyped_storage()._cdata != chunk.section.untyped_storage()._cdata:
-                its_own.append(tensor)  # a master
+                its_own.append(tensor)  # a master, or a whole parameter
+                if slices.get(chunk.layout) is None and tensor.grad is not None:
+                    means[chunk] += tensor.grad.nbytes  # which was moved to who has the whole
             states[chunk] += sum(value.nbytes for value in its_own if value.ndim)
-    return [
-        ChunkContents(
-            chunk, chunk.section.nbytes, 0 if (mean := means.get(chunk.layout)) is None else mean.nbytes, size
-        )
-        for chunk, size in states.items()
-    ]
+    return [ChunkContents(chunk, chunk.section.nbytes, means[chunk], size) for chunk, size in states.items()]
 
 
 Contents = Callable[[], list[ChunkContents]]

@@ -175,7 +175,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
     """An optimizer of a model in chunks; call its `backward(loss)` and `step()`.
 
     Args:
-        optim: Any optimizer that treats each element alone, such as HybridAdam; it is changed in place.
+        optim: Any optimizer, which is changed in place; a model may have several, of different parameters.
         module: What `GeminiDDP`, `ZeroDDP` or `zero_model_wrapper` returned.
         gpu_margin_mem_ratio: The part of the free device memory that optimizer states take, from the second
             step on; no effect without an accelerator, where states have all that is free.
@@ -191,8 +191,9 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         verbose: Log every change of the loss scale.
 
     Raises:
-        ValueError: `module` has not been through one of those doors, `optim` cannot be cut or is a second one
-            of a model in chunks, or an option is out of range.
+        ValueError: `module` has not been through one of those doors, `optim` cannot be cut, has a parameter
+            that another optimizer of the model has, or puts states on disk as `module` does, or an option is
+            out of range.
     """
 
     def __init__(  # noqa: PLR0913 - the documented options

@@ -390,7 +390,7 @@ def mistakes() -> list[tuple[str, str]]:
         (lambda: ZeroOptimizer(HybridAdam(fresh().parameters()), fresh()), "the model is a Linear"),
         (lambda: GeminiAdamOptimizer(fresh()), "the model is a Linear"),
         (lambda: GeminiAdamOptimizer(model, rate=1), "has no argument 'rate'; it has lr, "),
-        (lambda: GeminiAdamOptimizer(model), "has an optimizer already"),
+        (lambda: GeminiAdamOptimizer(model), "is in two optimizers of one model"),
         (lambda: ZeroOptimizer(optimizer, model), "it must be a torch.optim.Optimizer that you built"),
         (
             lambda: ZeroOptimizer(HybridAdam(net.parameters()), model, gpu_margin_mem_ratio=2.0),

@@ -1,0 +1,302 @@
+"""The weights of chunks, as optimizers update them: in this rank's section, or whole, by an owner.
+
+[Note: whole parameters of chunks]
+Chunks are cut anywhere, and some optimizers need whole parameters. Of those that one of them has, most lie in
+one section: that rank updates them in place. The others, at most one fewer than there are ranks in a chunk,
+are dealt out to owners. Before a step the owner gets the pieces of the mean gradient from the ranks in whose
+sections they are, and sends back the pieces of what it has updated. Between steps it keeps its own copy (the
+master, where there is one anyway) and the states; gradients that have been moved add up there.
+So the layout of chunks, the gathers and the averaging know nothing of optimizers, which may come later.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import final
+
+import torch
+from torch import nn
+
+from colossalai.context import Axis
+from colossalai.zero._exchange import exchange_pieces
+from colossalai.zero._layout import FlatBucket, lay_out_by_owner
+from colossalai.zero._reducer import BucketGrads
+from colossalai.zero._weights import BucketWeights
+from colossalai.zero.gemini._chunk import Chunk
+from colossalai.zero.gemini._residence import Residence
+from colossalai.zero.gemini.planning import Home
+
+
+def deal_out_cut_params(
+    layouts: Sequence[FlatBucket], held: Collection[nn.Parameter]
+) -> dict[nn.Parameter, int]:
+    """Return an owner for each parameter that lies in several sections, a position among the ranks.
+
+    The largest first, each to the rank that updates the fewest elements so far.
+
+    Args:
+        layouts: The chunks.
+        held: The parameters that have to be whole.
+    """
+    loads_along: dict[Axis, list[int]] = {}
+    cut: list[tuple[int, Axis, nn.Parameter]] = []
+    for layout in layouts:
+        loads = loads_along.setdefault(layout.axis, [0] * layout.axis.size)
+        for index, param in enumerate(layout.params):
+            if param not in held:
+                continue
+            ranks = _ranks_with(layout, index)
+            if len(ranks) > 1:
+                cut.append((layout.numels[index], layout.axis, param))
+            elif ranks:
+                loads[ranks[0]] += layout.numels[index]
+    owners = {}
+    for numel, axis, param in sorted(cut, key=lambda each: -each[0]):
+        loads = loads_along[axis]
+        owners[param] = loads.index(min(loads))
+        loads[owners[param]] += numel
+    return owners
+
+
+def weights_in(
+    chunk: Chunk,
+    residence: Residence,
+    held: Collection[nn.Parameter],
+    *,
+    owners: Mapping[nn.Parameter, int],
+    keeps_shapes: bool,
+) -> list[BucketWeights]:
+    """Return the weights of those parameters of a chunk that an optimizer has.
+
+    Args:
+        chunk: The chunk.
+        residence: Where it is present.
+        held: The parameters of the optimizer.
+        owners: Which of the ranks that hold it gets a parameter as a whole, for those that are cut.
+        keeps_shapes: Whether what lies in one section keeps its shape.
+    """
+    params = chunk.layout.params
+    here = [index for index, param in enumerate(params) if param in held and param not in owners]
+    moved = [param for param in params if param in owners]
+    found: list[BucketWeights] = []
+    if here:
+        found.append(SectionWeights(chunk, residence, held=here, keeps_shapes=keeps_shapes))
+    if moved:
+        layout = lay_out_by_owner(moved, owners, grad_dtype=chunk.layout.grad_dtype, sync=chunk.layout.sync)
+        found.append(OwnedWeights(chunk, residence, layout))
+    return found
+
+
+class _OfChunk(BucketWeights):
+    """Abstract: what the weights of a chunk know of it, wherever they are updated.
+
+    Args:
+        chunk: The chunk.
+        residence: Where it is present.
+        bucket: The layout by which it is updated.
+        options: See the base class.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        residence: Residence,
+        bucket: FlatBucket,
+        *,
+        held: Sequence[int] | None = None,
+        keeps_shapes: bool | None = None,
+    ) -> None:
+        super().__init__(bucket, held=held, keeps_shapes=keeps_shapes)
+        self._chunk = chunk
+        self._residence = residence
+        self._num_writes = 0  # that are known here
+
+    def keep(self, state: torch.Tensor) -> torch.Tensor:
+        """See the base class."""
+        return self._chunk.tiers.keep(state, self._chunk.states_home)
+
+    def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
+        """See the base class."""
+        self._chunk.tiers.give_back(tensors)
+
+    def take_written(self) -> set[nn.Parameter]:
+        """See the base class; which ones of a chunk were written is not known."""
+        num_writes, before = self._residence.num_writes(self._chunk), self._num_writes
+        self._num_writes = num_writes
+        return {self.bucket.params[index] for index in self.held} if num_writes > before else set()
+
+    def start_publishing(self) -> Callable[[], object]:
+        """See the base class: who needs the values gathers them."""
+        self._num_writes = self._residence.num_writes(self._chunk)
+        self._residence.note_updated(self._chunk)
+        return lambda: None
+
+
+@final
+class SectionWeights(_OfChunk):
+    """The weights of parameters of a chunk of which a rank updates what lies in its section.
+
+    Args:
+        chunk: The chunk.
+        residence: Where it is present.
+        held: The numbers of the parameters in the chunk.
+        keeps_shapes: Whether what is a whole parameter has its shape.
+    """
+
+    def __init__(
+        self, chunk: Chunk, residence: Residence, *, held: Sequence[int], keeps_shapes: bool
+    ) -> None:
+        super().__init__(chunk, residence, chunk.layout, held=held, keeps_shapes=keeps_shapes)
+
+    @property
+    def is_paged(self) -> bool:
+        """See the base class."""
+        return Home.DISK in (self._chunk.home, self._chunk.states_home)
+
+    def home(self, index: int) -> torch.Tensor:
+        """See the base class."""
+        return self._chunk.fragment(index)
+
+
+@final
+class OwnedWeights(_OfChunk):
+    """The weights of parameters of a chunk that lie in several sections, each updated whole by its owner.
+
+    See [Note: whole parameters of chunks].
+
+    Args:
+        chunk: The chunk.
+        residence: Where it is present.
+        bucket: The layout by owners.
+    """
+
+    def __init__(self, chunk: Chunk, residence: Residence, bucket: FlatBucket) -> None:
+        super().__init__(chunk, residence, bucket)
+        layout, ranks = chunk.layout, range(bucket.axis.size)
+        numbers = {param: number for number, param in enumerate(layout.params)}
+        owners_of = [_ranks_with(bucket, index)[0] for index in range(len(bucket.params))]
+        self._in_section: list[tuple[int, int]] = []  # pieces that this rank's section has, by owner
+        self._in_own: list[tuple[int, int]] = []  # pieces of what this rank owns, by where they lie
+        self._to_owners, self._from_sections = [0 for _ in ranks], [0 for _ in ranks]
+        for owner in ranks:
+            for index, param in enumerate(bucket.params):
+                begin, end = layout.place(numbers[param], bucket.axis.rank)
+                if owners_of[index] == owner and end > begin:
+                    self._in_section.append((begin, end))
+                    self._to_owners[owner] += end - begin
+        for rank in ranks:
+            for index, param in enumerate(bucket.params):
+                begin, end = layout.overlap(numbers[param], rank)
+                offset, stop = bucket.place(index, bucket.axis.rank)
+                if stop > offset and end > begin:
+                    self._in_own.append((offset + begin, offset + end))
+                    self._from_sections[rank] += end - begin
+        self._homes: torch.Tensor | None = None  # of what this rank owns, as other ranks have it
+        self._mean: torch.Tensor | None = None
+        self._mean_on_disk: torch.Tensor | None = None
+
+    @property
+    def is_paged(self) -> bool:
+        """See the base class."""
+        return self._chunk.states_home is Home.DISK
+
+    @property
+    def has_lasting_homes(self) -> bool:
+        """See the base class."""
+        return False
+
+    @property
+    def num_reduced(self) -> int:
+        """See the base class: the pieces in this rank's section."""
+        return sum(self._to_owners)
+
+    def home(self, index: int) -> torch.Tensor:
+        """See the base class; without values where they are about to be overwritten."""
+        begin, end = self.bucket.place(index, self.bucket.axis.rank)
+        return self._own()[begin:end]
+
+    def release_homes(self) -> None:
+        """See the base class."""
+        self._homes = None
+
+    def collect_homes(self) -> None:
+        """See the base class; collective."""
+        self._homes = self._to_owner(self._chunk.section)
+
+    def take_written(self) -> set[nn.Parameter]:
+        """See the base class; collective if there are some."""
+        written = super().take_written()
+        if written:
+            self.collect_homes()
+        return written
+
+    def start_publishing(self) -> Callable[[], object]:
+        """See the base class: what this rank owns goes into the sections; collective."""
+        sent = _packed(self._own(), self._in_own)
+        received = exchange_pieces(
+            sent, send_sizes=self._from_sections, receive_sizes=self._to_owners, axis=self.bucket.axis
+        )
+        _unpack(received, self._chunk.section, self._in_section)
+        self._chunk.tiers.give_back([self._chunk.section])
+        self._homes = None
+        return super().start_publishing()
+
+    def take_mean(self, grads: BucketGrads) -> torch.Tensor | None:
+        """See the base class: the pieces come from the sections; collective."""
+        if grads.slice is None:  # so it is on all ranks
+            return self._mean
+        mean = self._to_owner(grads.slice)
+        numbers = {param: number for number, param in enumerate(self._chunk.layout.params)}
+        grads.drop([numbers[param] for param in self.bucket.params])
+        if self._mean is not None:
+            self._mean += mean
+        elif self._mean_on_disk is not None and self.is_paged:
+            self._mean = self._mean_on_disk.copy_(mean)
+        else:
+            self._mean = self.keep(mean)
+            self._mean_on_disk = self._mean if self.is_paged else None
+        self.give_back([self._mean])
+        return self._mean
+
+    def scale_mean(self, factor: float) -> None:
+        """See the base class."""
+        if self._mean is not None:
+            self._mean *= factor
+
+    def forget_mean(self, *, set_to_none: bool) -> None:
+        """See the base class."""
+        if set_to_none:
+            self._mean = None
+        elif self._mean is not None:
+            self._mean.zero_()
+
+    def _own(self) -> torch.Tensor:
+        """Return memory for what this rank owns, in the dtype of the chunk."""
+        if self._homes is None:
+            size = self.bucket.section_sizes[self.bucket.axis.rank]
+            self._homes = torch.empty(size, dtype=self._chunk.section.dtype, device=self._chunk.device)
+        return self._homes
+
+    def _to_owner(self, section: torch.Tensor) -> torch.Tensor:
+        """Return what this rank owns, of a section of each rank; collective."""
+        sent = _packed(section, self._in_section).to(self._chunk.device)
+        received = exchange_pieces(
+            sent, send_sizes=self._to_owners, receive_sizes=self._from_sections, axis=self.bucket.axis
+        )
+        own = received.new_empty(self.bucket.section_sizes[self.bucket.axis.rank])
+        _unpack(received, own, self._in_own)
+        return own
+
+
+def _ranks_with(layout: FlatBucket, index: int) -> list[int]:
+    """Return the ranks whose sections have something of a parameter."""
+    overlaps = (layout.overlap(index, rank) for rank in range(layout.axis.size))
+    return [rank for rank, (begin, end) in enumerate(overlaps) if end > begin]
+
+
+def _packed(flat: torch.Tensor, places: Sequence[tuple[int, int]]) -> torch.Tensor:
+    return torch.cat([flat[begin:end] for begin, end in places]) if places else flat.new_empty(0)
+
+
+def _unpack(packed: torch.Tensor, flat: torch.Tensor, places: Sequence[tuple[int, int]]) -> None:
+    parts = packed.split([end - begin for begin, end in places])
+    for part, (begin, end) in zip(parts, places, strict=True):
+        flat[begin:end].copy_(part)
