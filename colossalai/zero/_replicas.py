@@ -184,7 +184,7 @@ def refuse_shared(params: Collection[nn.Parameter]) -> None:
     """Refuse parameters that a second optimizer of a model has as well.
 
     Raises:
-        ValueError: There are `params`.
+        ValueError: `params` has some.
     """
     if (twice := next(iter(params), None)) is not None:
         raise ValueError(

@@ -11,6 +11,7 @@ that lasts ends also when a rank of any group of this process has died: ended wi
 
 import os
 import select
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -104,6 +105,7 @@ class Watch:
         self._pids = dict(pids)
         self._ends = ends
         self._poll = select.poll()
+        self._polling = threading.Lock()  # threads that wait look at the same time, which a poll refuses
         self._index_of: dict[int, int] = {}
         self._gone: set[int] = set()  # those that were before they could be watched
         for index, pid in pids.items():
@@ -143,7 +145,8 @@ class Watch:
     def gone(self) -> set[int]:
         """Return the indices of the ranks whose processes have ended."""
         index_of = self._index_of
-        ended = {descriptor for descriptor, _ in self._poll.poll(0)}
+        with self._polling:
+            ended = {descriptor for descriptor, _ in self._poll.poll(0)}
         return self._gone | {index_of[descriptor] for descriptor in ended if descriptor in index_of}
 
     def died_anywhere(self) -> set[int]:

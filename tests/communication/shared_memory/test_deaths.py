@@ -2,9 +2,11 @@
 
 import os
 import random
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch.distributed._functional_collectives as functional
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from colossalai.communication.shared_memory._watch import ProcessEnds, Watch
 from tests.communication.shared_memory.ranks_that_end import (
     die,
     error_of,
@@ -175,3 +178,36 @@ def test_kills_at_random_moments_of_a_training(tmp_path, count):
     wrong = run_ranks(lose_ranks_at_random, 3, tmp_path, count, timeout=300.0)
     assert not any(wrong), "\n".join(line for lines in wrong for line in lines)
     assert {path for path in Path("/dev/shm").iterdir() if path.name.startswith("colossalai-")} <= before
+
+
+def test_threads_that_wait_may_look_at_the_same_time() -> None:
+    layout = SimpleNamespace(broken=0)
+    watch = Watch(
+        None,  # type: ignore[arg-type]
+        layout,  # type: ignore[arg-type]
+        0,
+        ranks=[0, 1],
+        pids={1: os.getpid()},
+        ends=ProcessEnds(),
+        where=str,
+    )
+    found: list[object] = []
+
+    def look() -> None:
+        try:
+            found.append([watch.gone() for _ in range(20_000)] == [set()] * 20_000)
+        except RuntimeError as error:
+            found.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=look) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+        watch.close()
+    assert found == [True, True]

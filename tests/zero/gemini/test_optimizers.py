@@ -29,6 +29,8 @@ from colossalai.runtime._assemble import assemble_with_optimizers
 from colossalai.testing import check_parity
 from colossalai.zero import GeminiAdamOptimizer, GeminiDDP, ZeroOptimizer, ZeroReplicas
 from colossalai.zero.gemini import ChunkSizes, InChunks
+from tests.booster.test_accumulate import make_model
+from tests.booster.test_several_optimizers import batch_of
 from tests.ranks import run_ranks
 from tests.zero.gemini.nets import Block
 from tests.zero.gemini.test_parity import SMALL, case_of, gpt, through_booster
@@ -419,3 +421,37 @@ def test_at_the_doors(tmp_path: Path) -> None:
         assert "max_grad_norm=1.0" in said[2]
         assert "LBFGS treats all parameters as one vector" in said[3]
         assert "is in two optimizers of one model" in said[4]
+
+
+def in_a_pipeline() -> dict[str, Tensor]:
+    config = {
+        "parallel": {"pipeline": {"size": 2, "partition": "balanced"}, "data": 2},
+        "gemini": {**SMALL, "min_chunk_size_mb": 0.00002},
+        "NUM_MICRO_BATCHES": 2,
+        "clip_grad_norm": 0.3,
+    }
+    colossalai.launch_from_torch(config, verbose=False)
+    model = make_model()
+    made = Lamb(model.parameters(), lr=0.05)
+    engine, *_ = colossalai.initialize(model, made, nn.functional.mse_loss, verbose=False)
+    for step in range(3):
+        engine.zero_grad()
+        replica = gpc.mesh.axis_rank("dp")
+        engine.execute_schedule(iter([tuple(part.chunk(2)[replica] for part in batch_of(step))]))
+        engine.step()
+    names = engine.optimizer.param_names
+    with engine.model.gathered():
+        return {names[param]: param.detach().clone() for param in engine.model.parameters()}
+
+
+def test_whole_parameters_in_a_pipeline() -> None:
+    twin = make_model()
+    optimizer = Lamb(twin.parameters(), lr=0.05)
+    for step in range(3):
+        x, y = batch_of(step)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(twin(x), y).backward()
+        nn.utils.clip_grad_norm_(twin.parameters(), 0.3)
+        optimizer.step()
+    for found in run_ranks(in_a_pipeline, 4):
+        assert far(found, {name: twin.get_parameter(name).detach() for name in found}) < 1e-10
