@@ -279,26 +279,25 @@ class Shards(StandIns):
                 touched.append(fragment.tensor.grad)
             weights.give_back(touched)
 
-    def state_bytes(self, optimizer: Optimizer) -> dict[FlatBucket, tuple[int, int]]:
-        """Return for each bucket of the reducer how many elements of the mean this rank gets, and bytes.
+    def state_bytes(self, optimizer: Optimizer) -> dict[FlatBucket, tuple[int, int, int]]:
+        """Return what each bucket of the reducer has here: elements updated at home, bytes, and other bytes.
 
-        The bytes are those of states; for fragments that lie elsewhere their own and those of gradients, too.
+        The first bytes are those of the states of these elements. The others are of fragments that lie
+        elsewhere: their own, those of their gradients, and of their states.
         """
-        found = {weights: (weights.num_reduced, 0) for weights in self._weights}
+        found: dict[FlatBucket, tuple[int, int, int]] = {}
         for fragment in self._fragments.values():
             state = optimizer.state.get(fragment.tensor, {})
             tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.ndim]
-            if not fragment.weights.has_lasting_homes:
-                tensors += [fragment.tensor, fragment.tensor]
-            num_bytes = sum(value.numel() * value.element_size() for value in tensors)
-            numel, before = found[fragment.weights]
-            found[fragment.weights] = numel, before + num_bytes
-        total: dict[FlatBucket, tuple[int, int]] = {}
-        for weights, (numel, num_bytes) in found.items():
-            bucket = self._grads_of[weights].bucket
-            numel_before, bytes_before = total.get(bucket, (0, 0))
-            total[bucket] = numel_before + numel, bytes_before + num_bytes
-        return total
+            num_bytes = sum(value.nbytes for value in tensors)
+            bucket = self._grads_of[fragment.weights].bucket
+            numel, at_home, elsewhere = found.get(bucket, (0, 0, 0))
+            if fragment.weights.has_lasting_homes:
+                numel, at_home = numel + fragment.tensor.numel(), at_home + num_bytes
+            else:
+                elsewhere += num_bytes + 2 * fragment.tensor.nbytes
+            found[bucket] = numel, at_home, elsewhere
+        return found
 
     def settle(self, optimizer: Optimizer) -> None:
         """Move what belongs to fragments to where the weights of their buckets say by now."""

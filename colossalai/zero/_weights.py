@@ -47,12 +47,6 @@ class BucketWeights(ABC):
         """Whether homes are the memory of the bucket itself, and not made when they are asked for."""
         return True
 
-    @property
-    def num_reduced(self) -> int:
-        """Number of elements of `held` of which this rank gets the mean from the reducer."""
-        bounds = (self.bucket.place(index, self.bucket.axis.rank) for index in self.held)
-        return sum(end - begin for begin, end in bounds)
-
     @abstractmethod
     def home(self, index: int) -> torch.Tensor:
         """Return the memory of this rank's fragment of a parameter, flat; there may be none of it.

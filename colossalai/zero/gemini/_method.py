@@ -414,14 +414,20 @@ class _InChunks(AppliedDataMethod):
 
     def _state_bytes(self) -> dict[FlatBucket, float]:
         """Return for each trained chunk the bytes of states for an element of this rank's section."""
-        total: dict[FlatBucket, tuple[int, float]] = {}
+        total: dict[FlatBucket, tuple[int, float, int]] = {}
         for optimizer, shards in self._shards.items():
-            for layout, (numel, num_bytes) in shards.state_bytes(optimizer).items():
-                before, bytes_before = total.get(layout, (0, 0.0))
-                if optimizer not in self._have_stepped:
-                    num_bytes += numel * self._lodging.assumed_state_bytes(layout)
-                total[layout] = before + numel, bytes_before + num_bytes
-        return {layout: num_bytes / max(numel, 1) for layout, (numel, num_bytes) in total.items()}
+            for layout, (numel, at_home, elsewhere) in shards.state_bytes(optimizer).items():
+                assumed = 0 if optimizer in self._have_stepped else self._lodging.assumed_state_bytes(layout)
+                before = total.get(layout, (0, 0.0, 0))
+                total[layout] = (
+                    before[0] + numel,
+                    before[1] + at_home + numel * assumed,
+                    before[2] + elsewhere,
+                )
+        return {
+            layout: at_home / max(numel, 1) + elsewhere / layout.section_sizes[layout.axis.rank]
+            for layout, (numel, at_home, elsewhere) in total.items()
+        }
 
     def _give_buffers(self) -> None:
         if self._options.broadcast_buffers and self._replicas.size > 1:

@@ -203,11 +203,6 @@ class OwnedWeights(_OfChunk):
         """See the base class."""
         return False
 
-    @property
-    def num_reduced(self) -> int:
-        """See the base class: the pieces in this rank's section."""
-        return sum(self._to_owners)
-
     def home(self, index: int) -> torch.Tensor:
         """See the base class; without values where they are about to be overwritten."""
         begin, end = self.bucket.place(index, self.bucket.axis.rank)
