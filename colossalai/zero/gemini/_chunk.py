@@ -16,6 +16,7 @@ of date then. `ChunkState` says of the whole:
 Where a chunk's section lies (device, host or disk) is another matter, see `_tiers.py`.
 """
 
+from collections.abc import Mapping
 from enum import Enum
 
 import torch
@@ -200,3 +201,17 @@ class Chunk:
         if self.whole is not None:
             self._version = self.whole._version
         return was_written
+
+
+def make_chunk(
+    number: int, layout: FlatBucket, names: Mapping[nn.Parameter, str], tiers: TierMemory
+) -> Chunk:
+    """Return a chunk with this rank's section of the values that its parameters have."""
+    first = layout.params[0]
+    section = torch.zeros(layout.section_sizes[layout.axis.rank], dtype=first.dtype, device=first.device)
+    own_names = tuple(names[param] for param in layout.params)
+    chunk = Chunk(number, layout, names=own_names, section=section, tiers=tiers)
+    for index, param in enumerate(layout.params):
+        begin, end = layout.overlap(index, layout.axis.rank)
+        chunk.fragment(index).copy_(param.detach().reshape(-1)[begin:end])
+    return chunk

@@ -40,7 +40,7 @@ from colossalai.zero._layout import FlatBucket
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._replicas import refuse_own_clipping, refuse_shared
 from colossalai.zero._shards import Shards
-from colossalai.zero.gemini._chunk import Chunk
+from colossalai.zero.gemini._chunk import make_chunk
 from colossalai.zero.gemini._lodging import Lodging
 from colossalai.zero.gemini._packing import ChunkLayout
 from colossalai.zero.gemini._positions import PATIENCE_S
@@ -248,7 +248,7 @@ class _InChunks(AppliedDataMethod):
         )
         for number, layout in enumerate(layouts):
             self.residence.add(
-                _make_chunk(number, layout, names, tiers), names, *self._lodging.homes_of(number)
+                make_chunk(number, layout, names, tiers), names, *self._lodging.homes_of(number)
             )
         self.residence.start_gathers(patience=options.patience)
         if self._lodging.is_bounded:
@@ -481,18 +481,6 @@ def _bucket_of(chunk: ChunkLayout, params: Sequence[nn.Parameter], kind: _ChunkK
     bounds = tuple((size * rank, size * (rank + 1)) for rank in range(num_ranks))
     own = tuple(params[position] for position in chunk.params)
     return FlatBucket(own, chunk.starts, bounds, kind.grad_dtype, True, kind.sync)
-
-
-def _make_chunk(number: int, layout: FlatBucket, names: dict[nn.Parameter, str], tiers: TierMemory) -> Chunk:
-    """Return a chunk with this rank's section of the values that its parameters have."""
-    first = layout.params[0]
-    section = torch.zeros(layout.section_sizes[layout.axis.rank], dtype=first.dtype, device=first.device)
-    own_names = tuple(names[param] for param in layout.params)
-    chunk = Chunk(number, layout, names=own_names, section=section, tiers=tiers)
-    for index, param in enumerate(layout.params):
-        begin, end = layout.overlap(index, layout.axis.rank)
-        chunk.fragment(index).copy_(param.detach().reshape(-1)[begin:end])
-    return chunk
 
 
 def _kind_of(param: nn.Parameter, replicas: Axis, part: int) -> _ChunkKind:
