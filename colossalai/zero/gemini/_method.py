@@ -246,14 +246,17 @@ class _InChunks(AppliedDataMethod):
         self.residence = Residence(
             most_bytes=self._lodging.chunk_budget, is_strict=options.memory_budget is not None
         )
+        if self._lodging.is_bounded:
+            tiers.map_large_blocks()
         for number, layout in enumerate(layouts):
             self.residence.add(
                 make_chunk(number, layout, names, tiers), names, *self._lodging.homes_of(number)
             )
+            if self._lodging.is_bounded:
+                tiers.give_back_freed()  # what its parameters have left
         self.residence.start_gathers(patience=options.patience)
         if self._lodging.is_bounded:
             self.residence.follow_guide()
-            tiers.map_large_blocks()
         self._chunk_of = {chunk.layout: chunk for chunk in self.residence.chunks}
         trained = {layout: part for layout, part in layouts.items() if layout.params[0].requires_grad}
 

@@ -225,7 +225,10 @@ class Residence:
 
     def end_iteration(self) -> Trace | None:
         """Hear that the gradients of a step are complete; return what was recorded, if it was."""
-        trace = None if self.guide is None else self.guide.end_iteration()
+        trace = None
+        if self.guide is not None:
+            trace = self.guide.end_iteration()
+            self.chunks[0].tiers.give_back_freed()
         if self.recorder is not None:
             self.recorder.begin_step()
         return trace
