@@ -203,6 +203,8 @@ def main() -> None:
     if args.worker:
         worker(args)
         return
+    if os.environ.get("RANK", "0") != "0":
+        return  # it starts its processes by itself: one table is enough
     trainers = {kind: Trainer(kind) for kind in ("memory", "disk")}
     for trainer in trainers.values():
         trainer.step()  # recorded

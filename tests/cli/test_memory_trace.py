@@ -135,7 +135,7 @@ def test_the_commands_of_the_pages_have_these_options(
     monkeypatch.setattr(_trace, "launch", lambda _: 7)
     monkeypatch.chdir(tmp_path)
     docs = Path(__file__).parents[2] / "docs"
-    text = (docs / "features/memory.md").read_text() + (docs / "design/gemini.md").read_text()
+    text = (docs / "features/memory.md").read_text() + (docs / "design/gemini_tiers.md").read_text()
     commands = re.findall(r"colossalai memory ([^`\n]*--trace [^`\n]*)", text)
     commands += re.findall(r"colossalai memory (.*--trace.*)", invoke("--help").output)
     assert len(commands) == 5

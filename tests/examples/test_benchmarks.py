@@ -14,14 +14,29 @@ ROUNDS = ("--rounds", "2")
 # Run by hand: matmul.py has 30 shapes, which take minutes, nvme.py trains GPT-2, start_time.py needs hosts,
 # rank_settings.py starts jobs by itself.
 BY_HAND = {"matmul", "nvme", "rank_settings", "start_time"}
-ALONE = ("adam", "gemini_disk", "linear_cross_entropy", "operator_share")
+ALONE = ("adam", "gemini_disk", "gemini_gpu", "linear_cross_entropy", "operator_share")
 SMALLEST = {
     "adam": ("--numel", "10000", *ROUNDS),
     "checkpoint": ("--parameters", "1e5", *ROUNDS),
     "collectives": ("--sizes", "1024", "100000", *ROUNDS),
     "data_parallel": ("--seq", "8", *ROUNDS),
     "gemini": ("--seq", "8", *ROUNDS),
-    "gemini_disk": (*("--hidden", "64", "--seq", "8", "--chunk-mb", "0.5", "--times", "1.1"), *ROUNDS),
+    "gemini_gpu": (
+        *("--device", "cpu", "--layers", "1", "--most-layers", "2", "--hidden", "64", "--vocab", "128"),
+        *(
+            "--batch",
+            "1",
+            "--seq",
+            "8",
+            "--steps",
+            "1",
+            "--variants",
+            "torch",
+            "fsdp2, on host",
+            "gemini auto",
+        ),
+    ),
+    "gemini_disk": (*("--hidden", "64", "--seq", "8", "--chunk-mb", "0.5", "--times", "0.9"), *ROUNDS),
     "linear_cross_entropy": ("--sizes", "16x8x32", *ROUNDS),
     "operator_share": ("--layers", "1", "--batch", "1", "--rounds", "1"),
     "pipeline": ("--seq", "8", "--hidden", "128", "--idle_rounds", "2", *ROUNDS),
