@@ -9,10 +9,9 @@ import pytest
 
 pytestmark = pytest.mark.unit
 
-# Of what `import torch` takes in the same process, for a slow or busy machine slows both. 0.16 is usual; a
-# library that should not come with us takes more than the rest.
-MOST = 0.25
-NUM_RUNS = 8  # a quarter of a second each
+MOST = 0.18  # of what `import torch` takes in the same process: a slow or busy machine slows both
+NUM_RUNS = 8  # in a process, a quarter of a second each
+NUM_PROCESSES = 4  # at most: what torch takes is measured once in each, and is as noisy as the rest
 
 # These come with a user's first call that needs them, unless torch itself imports them.
 HEAVY = (
@@ -76,9 +75,16 @@ def runs() -> list[tuple[float, list[str]]]:
     command = [sys.executable, "-c", MEASURE, str(NUM_RUNS)]
     # As users have it: the first of the runs compiles what is new, the others find it compiled.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
-    assert run.returncode == 0, run.stderr
-    return json.loads(run.stdout)
+    found: list[tuple[float, list[str]]] = []
+    for _ in range(NUM_PROCESSES):
+        run = subprocess.run(
+            command, capture_output=True, text=True, timeout=120, check=False, env=environment
+        )
+        assert run.returncode == 0, run.stderr
+        found += json.loads(run.stdout)
+        if min(share for share, _ in found) < MOST:
+            break
+    return found
 
 
 def test_import_is_cheap(runs: list[tuple[float, list[str]]]) -> None:
