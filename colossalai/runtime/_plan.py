@@ -51,6 +51,11 @@ class Plan:
     def __post_init__(self) -> None:
         check_compile(self.compile)
         refuse_pairs(self.methods)
+        if self.compile is not False and not self.data.allows_compile:
+            raise ValueError(
+                f"compile and {self.data.name_in_pairs} cannot be combined: a compiled forward does not let "
+                "uses of parameters be seen as they come: leave compile out, or use ZeRO 2 or FSDP"
+            )
         if self.data.in_pipeline not in (None, self.pipeline is not None):
             has = "has one" if self.pipeline is not None else "has none"
             where = "in a pipeline" if self.data.in_pipeline else "without a pipeline"

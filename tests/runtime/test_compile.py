@@ -15,6 +15,7 @@ from colossalai.nn.parallel import Bucketed, Replicated
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble
 from colossalai.runtime._compile import apply_compile
+from colossalai.zero.gemini import InChunks
 
 EAGER = {"backend": "eager"}
 
@@ -167,6 +168,15 @@ def test_a_pipeline_that_splits_its_backward_is_refused(schedule):
     with pytest.raises(ValueError, match=f"compile and the schedule '{schedule}' cannot be combined"):
         apply_to_ranks({"pp": 2}, Net(), pipeline=pipeline)
     apply_to_ranks({"pp": 2}, Net(), pipeline=PipelineOptions(num_microbatches=4))
+
+
+def test_chunks_and_compiled_forwards_are_refused_before_the_model_changes():
+    with pytest.raises(ValueError, match=r"compile and Gemini cannot be combined.*leave compile out"):
+        Plan(compile=EAGER, data=InChunks())
+    model = Net()
+    model.blocks[1].compile(backend="eager")
+    with pytest.raises(ValueError, match=r"blocks\.1 was compiled by module\.compile\(\)"):
+        InChunks().check(model, [], blocks=[], replicas=None)
 
 
 def test_it_is_off_in_modes_that_communicate_inside_of_products(capfd):

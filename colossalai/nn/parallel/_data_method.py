@@ -26,9 +26,11 @@ class DataMethod(ABC):
     Attributes:
         shards_parameters: Whether a rank holds only slices of the parameters.
         in_pipeline: Whether it synchronizes in pipelines only (True), only without one (False), or in both.
+        allows_compile: Whether forwards of the model may be compiled.
     """
 
     shards_parameters: ClassVar[bool] = False
+    allows_compile: ClassVar[bool] = True
     in_pipeline: ClassVar[bool | None] = None
 
     @property

@@ -50,7 +50,7 @@ from colossalai.zero.gemini._section_weights import deal_out_cut_params, weights
 from colossalai.zero.gemini._state_dict import load_whole_state, whole_state
 from colossalai.zero.gemini._tiers import TierMemory
 from colossalai.zero.gemini._timeline import ChunkContents, contents_of
-from colossalai.zero.gemini._uses import is_chunked, place_of
+from colossalai.zero.gemini._uses import is_chunked, place_of, refuse_modules
 from colossalai.zero.gemini._whole_modules import ModuleChoice, WholeModules, check_choices, find_modules
 from colossalai.zero.gemini.planning import PLACEMENT_POLICIES, PlacementPolicy, Trace
 
@@ -139,6 +139,8 @@ class InChunks(DataMethod):
             gpu_margin_mem_ratio=self.gpu_margin_mem_ratio,
         )
 
+    allows_compile: ClassVar[bool] = False
+
     @property
     def name_in_pairs(self) -> str:
         """See the base class."""
@@ -165,16 +167,7 @@ class InChunks(DataMethod):
                     f"strict_ddp_mode=True, and {name} is cut over {' x '.join(spec.axes)}: leave it out, or "
                     "take a model that no mode cuts"
                 )
-        for name, part in module.named_modules():
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
-                raise ValueError(
-                    f"{name} gives sparse gradients, and chunks take dense ones: build it with sparse=False"
-                )
-            if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
-                raise ValueError(
-                    f"{name} has max_norm={part.max_norm}: it writes into its weight in every forward, each "
-                    "rank into other rows; build it with max_norm=None"
-                )
+        refuse_modules(module)
         find_modules(module, self.whole_modules)
         self.policy().check(self._tier_memory(torch.accelerator.current_accelerator()).bounds)
         for optimizer in optimizers:

@@ -158,6 +158,29 @@ def put_into_chunk(param: nn.Parameter, place: ChunkPlace) -> None:
     param.__class__ = ChunkedParameter  # See [Note: how a use is seen]
 
 
+def refuse_modules(model: nn.Module) -> None:
+    """Refuse modules whose uses of parameters cannot be seen, or change them.
+
+    Raises:
+        ValueError: A module of `model` is compiled, gives sparse gradients, or writes into its weight.
+    """
+    for name, part in model.named_modules():
+        if part._compiled_call_impl is not None:
+            raise ValueError(
+                f"{name or 'the model'} was compiled by module.compile(), and a compiled forward does not "
+                "let uses of parameters be seen as they come: leave it out"
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise ValueError(
+                f"{name} gives sparse gradients, and chunks take dense ones: build it with sparse=False"
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ValueError(
+                f"{name} has max_norm={part.max_norm}: it writes into its weight in every forward, each "
+                "rank into other rows; build it with max_norm=None"
+            )
+
+
 def refuse_transformations(what: str) -> None:
     """Raise if a transformation of torch is under way.
 
