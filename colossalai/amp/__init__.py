@@ -21,6 +21,7 @@ from colossalai.amp._loss_weights import check_loss as check_loss
 from colossalai.amp._loss_weights import read_loss as read_loss
 from colossalai.amp._low_weights import NaiveFP16 as NaiveFP16
 from colossalai.amp._low_weights import PureBF16 as PureBF16
+from colossalai.amp._masters import Casts as Casts
 from colossalai.amp._masters import Masters as Masters
 from colossalai.amp._optimizer import OptimizerWrapper as OptimizerWrapper
 from colossalai.amp._optimizer import check_clipping as check_clipping

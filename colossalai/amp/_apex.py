@@ -28,7 +28,7 @@ from colossalai.amp._loss_scaling import (
     StaticLossScaler,
 )
 from colossalai.amp._low_weights import cast_floats, tensors_of_batch_norms
-from colossalai.amp._masters import Masters, cast_parameters
+from colossalai.amp._masters import Casts
 from colossalai.amp._precision import Precision, to_float32
 from colossalai.logging import get_dist_logger
 
@@ -116,12 +116,11 @@ class ApexPrecision(Precision):
             return torch.autocast(device_type, dtype=torch.float16)
         return nullcontext()
 
-    def convert_model(self, model: nn.Module, *, float32_grads: bool) -> Masters:
+    def casts(self, model: nn.Module, *, float32_grads: bool) -> Casts:
         level = _level_of(self)
         if not self.enabled or level.model_dtype is None:
-            return Masters()
-        return cast_parameters(
-            model,
+            return Casts()
+        return Casts(
             level.model_dtype,
             keep=tensors_of_batch_norms(model) if level.keeps_batch_norm else (),
             grad_dtype=torch.float32 if float32_grads else level.model_dtype,

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from colossalai.amp._loss_scaling import MAX_CONSECUTIVE_SKIPS, DynamicLossScaler, LossScaler
-from colossalai.amp._masters import Masters, cast_parameters
+from colossalai.amp._masters import Casts
 from colossalai.amp._optimizer import OptimizerWrapper
 from colossalai.amp._precision import Precision, to_float32
 from colossalai.logging import get_dist_logger
@@ -43,12 +43,12 @@ class _LowWeights(Precision):
     def has_masters(self) -> bool:
         return True
 
-    def convert_model(self, model: nn.Module, *, float32_grads: bool) -> Masters:
-        return cast_parameters(
-            model,
+    def casts(self, model: nn.Module, *, float32_grads: bool) -> Casts:
+        return Casts(
             self.dtype,
             keep=tensors_of_batch_norms(model),
             grad_dtype=torch.float32 if float32_grads else self.dtype,
+            with_masters=True,
         )
 
     def convert_input(self, inputs: Any) -> Any:

@@ -9,8 +9,9 @@ its elements that are no longer the master's, rounded, become the master's. In-p
 version that torch counts for every tensor; those through `param.data`, which torch does not count, are not.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -152,40 +153,53 @@ class Masters(StandIns):
         self.write_weights()
 
 
-def cast_parameters(
-    model: nn.Module,
-    dtype: torch.dtype,
-    *,
-    keep: Collection[int],
-    grad_dtype: torch.dtype,
-    with_masters: bool = True,
-) -> Masters:
-    """Cast the floating parameters and buffers of a model in place, and return masters of the trainable ones.
+@dataclass(frozen=True, eq=False)
+class Casts:
+    """The dtypes that a precision gives to the parameters and buffers of a model, all at once or in runs.
 
-    Parameters stay the same objects. Gradients that they have are dropped.
-
-    Args:
-        model: The model.
-        dtype: The new dtype.
-        keep: The `id` of each parameter and buffer that keeps its dtype.
-        grad_dtype: The dtype in which the gradients of those with a master accumulate.
-        with_masters: False makes none: the optimizer works on what the model holds.
+    Attributes:
+        dtype: Of what is floating; None: everything stays as it is.
+        keep: The `id` of each parameter and buffer that stays as it is.
+        grad_dtype: The dtype in which gradients of parameters with a master accumulate; None: `dtype`.
+        with_masters: Whether trainable parameters that are cast get a master; False: the optimizer works on
+            what the model holds.
     """
-    pairs = {}
-    for param in model.parameters():  # a tied one comes once
-        if not param.is_floating_point() or id(param) in keep:
-            continue
-        has_master = with_masters and param.requires_grad
-        if has_master:
-            pairs[param] = _master_of(param)
-        param.grad = None
-        param.data = param.data.to(dtype)
-        if has_master and grad_dtype != dtype:
-            param.grad_dtype = grad_dtype
-    for buffer in model.buffers():
-        if buffer.is_floating_point() and id(buffer) not in keep:
-            buffer.data = buffer.data.to(dtype)
-    return Masters(pairs)
+
+    dtype: torch.dtype | None = None
+    keep: Collection[int] = ()
+    grad_dtype: torch.dtype | None = None
+    with_masters: bool = False
+
+    def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+        """Return the dtype that a parameter or buffer gets."""
+        return tensor.dtype if self.dtype is None or not self._is_cast(tensor) else self.dtype
+
+    def has_master(self, param: nn.Parameter) -> bool:
+        """Return whether a parameter, which need not have been cast, gets a master."""
+        return self.with_masters and param.requires_grad and self._is_cast(param)
+
+    def cast(self, params: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
+        """Cast parameters in place, and return the masters of those that get one.
+
+        They stay the same objects. Gradients that they have are dropped.
+        """
+        masters = {}
+        for param in filter(self._is_cast, params):
+            if self.has_master(param):
+                masters[param] = _master_of(param)
+            param.grad = None
+            param.data = param.data.to(self.dtype)
+            if param in masters and self.grad_dtype not in (None, self.dtype):
+                param.grad_dtype = self.grad_dtype
+        return masters
+
+    def cast_buffers(self, model: nn.Module) -> None:
+        """Cast the floating buffers of a model in place."""
+        for buffer in filter(self._is_cast, model.buffers()):
+            buffer.data = buffer.data.to(self.dtype)
+
+    def _is_cast(self, tensor: torch.Tensor) -> bool:
+        return self.dtype is not None and tensor.is_floating_point() and id(tensor) not in self.keep
 
 
 def _master_of(param: nn.Parameter) -> nn.Parameter:

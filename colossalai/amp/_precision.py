@@ -6,14 +6,14 @@ state that goes with it.
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from colossalai.amp._loss_scaling import MAX_CONSECUTIVE_SKIPS, DynamicLossScaler, LossScaler
-from colossalai.amp._masters import Masters
+from colossalai.amp._masters import Casts, Masters
 from colossalai.amp._optimizer import OptimizerWrapper
 
 
@@ -22,22 +22,35 @@ class Precision:
 
     @property
     def has_masters(self) -> bool:
-        """Whether `convert_model` gives parameters float32 masters."""
+        """Whether parameters get float32 masters."""
         return False
 
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
         """Return the context in which the forward runs."""
         return nullcontext()
 
-    def convert_model(self, model: nn.Module, *, float32_grads: bool) -> Masters:
-        """Bring a model's parameters to the precision, in place; return the masters of those that get one.
+    def casts(self, model: nn.Module, *, float32_grads: bool) -> Casts:
+        """Return what becomes of a model's parameters and buffers, before anything is done with them.
 
         Args:
-            model: The model, on its device, before anything is done with its parameters.
+            model: The model, whose parameters need not have values yet.
             float32_grads: Whether gradients may accumulate in float32 while parameters are lower. Torch's
                 `DistributedDataParallel` cannot reduce such gradients.
         """
-        return Masters()
+        return Casts()
+
+    @final
+    def convert_model(self, model: nn.Module, *, float32_grads: bool) -> Masters:
+        """Bring a whole model to the precision, in place; return the masters of parameters that get one.
+
+        Args:
+            model: The model, on its device, before anything is done with its parameters.
+            float32_grads: See `casts`.
+        """
+        casts = self.casts(model, float32_grads=float32_grads)
+        masters = casts.cast(model.parameters())  # a tied one comes once
+        casts.cast_buffers(model)
+        return Masters(masters)
 
     def convert_input(self, inputs: Any) -> Any:
         """Convert what the forward takes: any nest of tuples, lists and dicts."""

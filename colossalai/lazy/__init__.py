@@ -1,6 +1,7 @@
 """Models built without memory; each process materializes the part that it owns."""
 
 from colossalai.lazy._context import LazyInitContext as LazyInitContext
+from colossalai.lazy._materialize import Materialization as Materialization
 from colossalai.lazy._materialize import is_lazy as is_lazy
 from colossalai.lazy._materialize import materialize as materialize
 from colossalai.lazy._materialize import materialize_tensor as materialize_tensor

@@ -1,6 +1,6 @@
 """Giving a lazily built module its memory and values, in place."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -53,25 +53,78 @@ def materialize(module: nn.Module, *, device: Device = None) -> nn.Module:
         ValueError: A tensor is on the meta device without being lazy, or has hooks, or is referred to by a
             graph or view that this does not know.
     """
-    lazy: dict[Tape, dict[int, tuple[str, Tensor]]] = {}
-    for name, tensor in _named_tensors(module):
-        tape = tape_of(tensor)
-        if tape is None:
-            _require_values(name, tensor)
-        else:
-            _require_no_hooks(name, tensor)
-            lazy.setdefault(tape, {})[id(tensor)] = (name, tensor)
-    recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
-    for part in recurrent:
-        part._flat_weight_refs = []  # no tensor is swapped while there are weak references to it
-    # What was computed from parameters, or is a view of one, refers to it: it goes first.
-    for tape in sorted(lazy, key=lambda tape: all(_is_param(t) for _, t in lazy[tape].values())):
-        storage = replay(tape, device=device)
-        for name, tensor in sorted(lazy.pop(tape).values(), key=lambda named: _is_param(named[1])):
-            _swap(name, tensor, view(storage, place_of(tensor, tape)))
-    for part in recurrent:
-        part._init_flat_weights()
+    Materialization(module, device=device).all()
     return module if device is None else module.to(device)
+
+
+class Materialization:
+    """The way from a lazily built module to one with values, all at once or some parameters after others.
+
+    First `others`, then `params` as often as one likes, then `end`.
+
+    Args:
+        module: The module or a part of one.
+        device: Where to; default: where each tensor would be had it been built eagerly.
+
+    Raises:
+        ValueError: A tensor is on the meta device without being lazy, or has hooks.
+    """
+
+    def __init__(self, module: nn.Module, *, device: Device = None) -> None:
+        self._device = device
+        self._lazy: dict[Tape, dict[int, tuple[str, Tensor]]] = {}
+        for name, tensor in _named_tensors(module):
+            tape = tape_of(tensor)
+            if tape is None:
+                _require_values(name, tensor)
+            else:
+                _require_no_hooks(name, tensor)
+                self._lazy.setdefault(tape, {})[id(tensor)] = (name, tensor)
+        self._recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+
+    def all(self) -> None:
+        """Give all tensors their values.
+
+        Raises:
+            ValueError: A tensor is referred to by a graph or view that this does not know.
+        """
+        self.others()
+        self._give(list(self._lazy))
+        self.end()
+
+    def others(self) -> None:
+        """Give values to what is no parameter.
+
+        What was computed from parameters, or is a view of one, refers to it, and so goes first.
+
+        Raises:
+            ValueError: A tensor is referred to by a graph or view that this does not know.
+        """
+        for part in self._recurrent:
+            part._flat_weight_refs = []  # no tensor is swapped while there are weak references to it
+        self._give(
+            tape for tape, named in self._lazy.items() if not all(_is_param(t) for _, t in named.values())
+        )
+
+    def params(self, params: Iterable[nn.Parameter]) -> None:
+        """Give values to some parameters, and to those that share memory with them.
+
+        Raises:
+            ValueError: A tensor is referred to by a graph or view that this does not know.
+        """
+        self._give(tape for param in params if (tape := tape_of(param)) in self._lazy)
+
+    def end(self) -> None:
+        """Hear that all parameters have their values."""
+        for part in self._recurrent:
+            part._init_flat_weights()
+
+    def _give(self, tapes: "Iterable[Tape | None]") -> None:
+        for tape in dict.fromkeys(tapes):
+            assert tape is not None, "what has a tape is lazy"
+            storage = replay(tape, device=self._device)
+            for name, tensor in sorted(self._lazy.pop(tape).values(), key=lambda named: _is_param(named[1])):
+                _swap(name, tensor, view(storage, place_of(tensor, tape)))
 
 
 def _swap(name: str, tensor: Tensor, value: Tensor) -> None:

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp import Masters, OptimizerWrapper, StandIns, apply_precision, refuse_misfit
+from colossalai.amp import OptimizerWrapper, StandIns, apply_precision, refuse_misfit
 from colossalai.checkpoint_io import parameter_names
 from colossalai.context import Axis, Layout, Mesh, ParallelMode, get_seeds, set_mode
-from colossalai.lazy import is_lazy, materialize
+from colossalai.lazy import Materialization, is_lazy
 from colossalai.logging import get_dist_logger
 from colossalai.monitor import name_modules
 from colossalai.nn.layer import SharesSequence
-from colossalai.nn.parallel import AppliedDataMethod
+from colossalai.nn.parallel import AppliedDataMethod, ArrivingParams
 from colossalai.pipeline import is_counted, share_of
 from colossalai.runtime._accumulation import AccumulatingOptimizer
 from colossalai.runtime._compile import apply_compile, refuse_compiled
@@ -91,22 +91,23 @@ def assemble_with_optimizers(
     if tensor_axis is not None and tensor_axis.size > 1:
         _share_layers(model, optimizers, mesh)
     _check_is_cut(model, mesh, replicas)
-    if is_lazy(model):
-        materialize(model)  # what is left of it: this rank's stage, and its slices
     names = {id(param): name for name, param in model.named_parameters()}
     specs = {name: spec_of(param) for name, param in model.named_parameters()}
-    model.to(device)
+    arriving = _expect_params(plan, model, replicas, device)
     if plan.pipeline is not None:
+        arriving.bring_all()  # what stages share is made equal before it is cast
         join_stages(model, options=plan.pipeline, axis=mesh.axis("pp"))
+    if not plan.data.takes_runs:
+        arriving.all()
     blocks = find_blocks(model)
-    masters = _convert(plan, model, replicas)
     apply_compile(model, plan, blocks=blocks, mesh=mesh, tensor_axis=tensor_axis, device=device)
     apply_recompute(model, plan.recompute, stages=None if plan.pipeline is None else mesh.axis("pp"))
     apply_fused_loss(model, plan)
     # A pipeline applies the precision stage by stage.
     computing = model if plan.pipeline is not None else apply_precision(model, plan.precision, device.type)
     plan.data.check(model, optimizers, blocks=blocks, replicas=replicas)
-    data = plan.data.apply(computing, blocks=blocks, replicas=replicas, device=device)
+    data = plan.data.apply(computing, blocks=blocks, replicas=replicas, arriving=arriving)
+    masters = arriving.masters()
     masters.start_equal(replicas)
     _keep_specs(model, specs)
     shared = [param for param in data.module.parameters() if share_of(param) is not None]
@@ -318,11 +319,12 @@ def _check(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         held |= own
 
 
-def _convert(plan: Plan, model: nn.Module, replicas: Axis) -> Masters:
-    """Bring the model to the precision of the plan, and return the float32 masters that it then needs."""
+def _expect_params(plan: Plan, model: nn.Module, replicas: Axis, device: torch.device) -> ArrivingParams:
+    """Return the parameters of the model, of which none is there yet: no values, device, precision."""
     refuse_misfit(plan.precision, shards_parameters=plan.data.shards_parameters)
-    float32_grads = plan.data.allows_float32_grads(replicas)
-    return plan.precision.convert_model(model, float32_grads=float32_grads)
+    casts = plan.precision.casts(model, float32_grads=plan.data.allows_float32_grads(replicas))
+    # What is left of a lazy one: this rank's stage, and its slices.
+    return ArrivingParams(model, casts, device, lazy=Materialization(model) if is_lazy(model) else None)
 
 
 def _keep_specs(model: nn.Module, specs: dict[str, ShardingSpec | None]) -> None:

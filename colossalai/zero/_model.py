@@ -9,7 +9,7 @@ from torch import nn
 
 from colossalai.amp import Masters, Precision, apply_precision
 from colossalai.context import Axis, global_context
-from colossalai.nn.parallel import AppliedDataMethod, DataMethod, params_called
+from colossalai.nn.parallel import AppliedDataMethod, ArrivingParams, DataMethod, params_called
 from colossalai.tensor import CHUNK_PLACE
 
 if TYPE_CHECKING:
@@ -47,14 +47,16 @@ class ZeroModel(nn.Module):
         device, mesh = global_context.device, global_context.mesh
         self.replicas: Axis = mesh.axis(mesh.batch_axes)  # those that share a sequence hold the same weights
         method.check(raw, [], blocks=[], replicas=self.replicas)
-        raw.to(device)
         float32_grads = method.allows_float32_grads(self.replicas)
-        self.masters: Masters = precision.convert_model(raw, float32_grads=float32_grads)
+        arriving = ArrivingParams(raw, precision.casts(raw, float32_grads=float32_grads), device)
+        if not method.takes_runs:
+            arriving.all()
         computing = apply_precision(raw, precision, device.type)
         self.data: AppliedDataMethod = method.apply(
-            computing, blocks=[], replicas=self.replicas, device=device
+            computing, blocks=[], replicas=self.replicas, arriving=arriving
         )
         self.module = self.data.module
+        self.masters: Masters = arriving.masters()
         self.masters.start_equal(self.replicas)
         self.precision = precision
         self.first_optimizer: LowLevelZeroOptimizer | None = None

@@ -22,6 +22,7 @@ from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import (
     AppliedDataMethod,
+    ArrivingParams,
     DataMethod,
     broadcast_floating_buffers,
     broadcast_from_first,
@@ -30,6 +31,7 @@ from colossalai.zero._elementwise import is_elementwise
 from colossalai.zero._layout import FlatBucket, deal_out, lay_out
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._shards import Shards
+from colossalai.zero._weights import WholeWeights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +81,7 @@ class ZeroReplicas(DataMethod):
         return False
 
     def apply(
-        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
+        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, arriving: ArrivingParams
     ) -> AppliedDataMethod:
         """See the base class; the children of an `nn.ModuleList` are its parts."""
         broadcast_from_first(module, replicas)
@@ -154,7 +156,7 @@ class _Cut(AppliedDataMethod):
                 optimizer,
                 reducer,
                 replicas,
-                master_of=masters.master_of,
+                weights_of=lambda bucket: [WholeWeights(bucket, masters.master_of)],
                 offload=options.cpu_offload,
                 reducers=self._reducers,
                 before_step=self._give_buffers,

@@ -25,9 +25,7 @@ from colossalai.zero._exchange import start_gather
 from colossalai.zero._layout import FlatBucket
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._states import StateExchange
-from colossalai.zero._weights import BucketWeights, WholeWeights
-
-MasterOf = Callable[[nn.Parameter], torch.Tensor | None]
+from colossalai.zero._weights import BucketWeights
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,13 +62,12 @@ class Shards(StandIns):
         optimizer: The optimizer; its groups get the fragments, its states are cut.
         reducer: What averages the gradients of its parameters.
         replicas: The ranks that see different parts of the batch.
-        master_of: The float32 master of a parameter, if it has one.
+        weights_of: Return where the weights of a bucket of the reducer lie; each of its parameters in one
+            layout, or in none, if the optimizer has it not.
         offload: Keep fragments and states in host memory.
         reducers: Those of all optimizers of the model, whose backwards are the same.
         before_step: Called, once all gradients are there, before every step.
         after_step: Called when all ranks have what was updated, or loaded.
-        weights_of: Return where the weights of a bucket of the reducer lie; each of its parameters in one
-            layout, or in none, if the optimizer has it not.
         others: Return the parameters of other optimizers whose gradients the reducer has, too.
     """
 
@@ -80,12 +77,11 @@ class Shards(StandIns):
         reducer: ShardedReducer,
         replicas: Axis,
         *,
-        master_of: MasterOf,
+        weights_of: Callable[[FlatBucket], Sequence[BucketWeights]],
         offload: bool,
         reducers: Sequence[ShardedReducer],
         before_step: Callable[[], None],
         after_step: Callable[[], None] = lambda: None,
-        weights_of: Callable[[FlatBucket], Sequence[BucketWeights]] = lambda bucket: [WholeWeights(bucket)],
         others: Callable[[], Collection[nn.Parameter]] = tuple,
     ) -> None:
         self._reducer = reducer
@@ -99,7 +95,7 @@ class Shards(StandIns):
         self._weights = list(self._grads_of)
         self._fragments: dict[nn.Parameter, Fragment] = {}
         for weights in self._weights:
-            self._add_bucket(weights, master_of, offload)
+            self._add_bucket(weights, offload)
         self._param_of = {fragment.tensor: param for param, fragment in self._fragments.items()}
         self._whole_groups = [list(group["params"]) for group in optimizer.param_groups]
         self._exchange = StateExchange(
@@ -401,7 +397,7 @@ class Shards(StandIns):
     def _fragments_in(self, weights: BucketWeights) -> list[Fragment]:
         return [self._fragments[weights.bucket.params[index]] for index in weights.held]
 
-    def _add_bucket(self, weights: BucketWeights, master_of: MasterOf, offload: bool) -> None:
+    def _add_bucket(self, weights: BucketWeights, offload: bool) -> None:
         bucket = weights.bucket
         first = bucket.params[0]
         device = torch.device("cpu") if offload else first.device
@@ -413,12 +409,13 @@ class Shards(StandIns):
             whole = end - begin == param.numel() and weights.keeps_shapes
             shape = param.shape if whole else (end - begin,)
             home = weights.home(index).view(shape)
-            master = master_of(param)
-            own = home if master is None else master.detach().reshape(-1)[begin:end].view(shape)
+            master = weights.take_master(index)
             is_away = device != first.device or not weights.has_lasting_homes
             has_own_memory = master is not None or is_away
+            own = home
             if has_own_memory:
-                own = weights.keep(own.to(device, copy=True))
+                own = home.clone() if master is None else master.view(shape)
+                own = weights.keep(own.cpu() if offload else own)
             tensor = nn.Parameter(own)
             set_fragment(tensor, param, bucket.axis.group)  # alone, too: it knows how `param` is cut
             place = bucket.place(index, rank)

@@ -15,6 +15,8 @@ from colossalai.zero._exchange import start_gather
 from colossalai.zero._layout import FlatBucket
 from colossalai.zero._reducer import BucketGrads
 
+MasterOf = Callable[[nn.Parameter], torch.Tensor | None]
+
 
 class BucketWeights(ABC):
     """The weights of a bucket, as one rank holds them.
@@ -53,6 +55,13 @@ class BucketWeights(ABC):
 
         Where homes do not last, it has values from `collect_homes`, or from who writes into it, on.
         """
+
+    def take_master(self, index: int) -> torch.Tensor | None:
+        """Return a parameter's values in float32 for this rank's fragment, flat; None: it has no master.
+
+        What is returned is the fragment's from then on. Once for each parameter; collective, in their order.
+        """
+        return None
 
     def collect_homes(self) -> None:  # noqa: B027 - lasting ones have them
         """Let homes that do not last have the values of the bucket."""
@@ -97,11 +106,13 @@ class WholeWeights(BucketWeights):
 
     Args:
         bucket: The layout; its parameters become views, with the values that they have.
+        master_of: Returns the float32 master of a parameter, which is whole, if it has one.
     """
 
-    def __init__(self, bucket: FlatBucket) -> None:
+    def __init__(self, bucket: FlatBucket, master_of: MasterOf) -> None:
         super().__init__(bucket)
         first = bucket.params[0]
+        self._masters = list(map(master_of, bucket.params))  # until they are taken
         self._flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
         self._views = bucket.views(self._flat)
         for param, view in zip(bucket.params, self._views, strict=True):
@@ -113,6 +124,13 @@ class WholeWeights(BucketWeights):
         """See the base class."""
         begin, end = self.bucket.overlap(index, self.bucket.axis.rank)
         return self._views[index].view(-1)[begin:end]
+
+    def take_master(self, index: int) -> torch.Tensor | None:
+        """See the base class; a copy, so that the whole can be dropped."""
+        master = self._masters[index]
+        self._masters[index] = None
+        begin, end = self.bucket.overlap(index, self.bucket.axis.rank)
+        return None if master is None else master.detach().reshape(-1)[begin:end].clone()
 
     def take_written(self) -> set[nn.Parameter]:
         """See the base class; parameters that were given other memory come back to the bucket."""

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import colossalai
-from colossalai.amp import AMP_TYPE, OptimizerWrapper
+from colossalai.amp import AMP_TYPE, Casts, OptimizerWrapper
 from colossalai.booster import Booster
 from colossalai.booster.plugin import LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
-from colossalai.nn.parallel import Bucketed, FullySharded
+from colossalai.nn.parallel import ArrivingParams, Bucketed, FullySharded
 from colossalai.testing import ParityCase, Subject, check_parity
 from tests.parity.subjects import doors, pipeline, zero
 from tests.parity.subjects.experts import Experts, Net, cut_copy, make_batches
@@ -153,7 +153,10 @@ def in_buckets(plain: nn.Module, case: ParityCase) -> Subject:
     """Buckets of a few parameters; all forwards come before the first backward, as in a pipeline."""
     model = cut_copy(plain, gpc.mesh)
     data = Bucketed(bucket_cap_mb=500 / 2**20).apply(
-        model, blocks=[], replicas=gpc.mesh.axis("dp"), device=torch.device("cpu")
+        model,
+        blocks=[],
+        replicas=gpc.mesh.axis("dp"),
+        arriving=ArrivingParams(model, Casts(), torch.device("cpu")),
     )
     optimizer = OptimizerWrapper(case.build_optimizer(model.parameters()), max_norm=MAX_NORM)
 

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import nn
 
 import colossalai
+from colossalai.amp import Casts
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin, LowLevelZeroPlugin, Plugin, TorchDDPPlugin
 from colossalai.core import global_context as gpc
-from colossalai.nn.parallel import Bucketed, GeminiDDP, zero_model_wrapper, zero_optim_wrapper
+from colossalai.nn.parallel import ArrivingParams, Bucketed, GeminiDDP, zero_model_wrapper, zero_optim_wrapper
 from colossalai.zero import GeminiAdamOptimizer
 from tests.ranks import run_ranks
 
@@ -100,7 +101,12 @@ def boosted(plugin: Plugin, num_steps: int, end: str = "step") -> Held:
 def in_buckets() -> Held:
     """Train with the method of pipelines."""
     raw = build()
-    applied = Bucketed().apply(raw, blocks=[], replicas=gpc.mesh.axis("dp"), device=torch.device("cpu"))
+    applied = Bucketed().apply(
+        raw,
+        blocks=[],
+        replicas=gpc.mesh.axis("dp"),
+        arriving=ArrivingParams(raw, Casts(), torch.device("cpu")),
+    )
     optimizer = torch.optim.AdamW(raw.parameters())
     for _ in range(2):
         optimizer.zero_grad()

@@ -8,10 +8,10 @@ a forward as a whole has no place for a wrapper. Here the gradients are averaged
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-import torch
 from torch import nn
 
 from colossalai.context import Axis
+from colossalai.nn.parallel._arriving import ArrivingParams
 from colossalai.nn.parallel._data_method import (
     AppliedDataMethod,
     DataMethod,
@@ -46,7 +46,7 @@ class Bucketed(DataMethod):
             raise ValueError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be above 0")
 
     def apply(
-        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
+        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, arriving: ArrivingParams
     ) -> AppliedDataMethod:
         """See the base class; the children of an `nn.ModuleList` are its parts."""
         if replicas.size == 1:

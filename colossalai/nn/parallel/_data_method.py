@@ -4,7 +4,7 @@ The object is told for every backward whether to synchronize, and asked what an 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
 from typing import Any, ClassVar, final
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from colossalai.amp import Masters, StandIns
 from colossalai.communication import broadcast
 from colossalai.context import Axis
+from colossalai.nn.parallel._arriving import ArrivingParams
 from colossalai.tensor import gradient_sync
 
 
@@ -27,9 +28,11 @@ class DataMethod(ABC):
         shards_parameters: Whether a rank holds only slices of the parameters.
         in_pipeline: Whether it synchronizes in pipelines only (True), only without one (False), or in both.
         allows_compile: Whether forwards of the model may be compiled.
+        takes_runs: Whether `apply` takes parameters in runs; otherwise all have come before.
     """
 
     shards_parameters: ClassVar[bool] = False
+    takes_runs: ClassVar[bool] = False
     allows_compile: ClassVar[bool] = True
     in_pipeline: ClassVar[bool | None] = None
 
@@ -58,15 +61,16 @@ class DataMethod(ABC):
 
     @abstractmethod
     def apply(
-        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
+        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, arriving: ArrivingParams
     ) -> "AppliedDataMethod":
         """Put the method to work on a module; collective over the replicas, which then start equal.
 
         Args:
-            module: The module, on `device`; it may be changed in place, its parameters may be replaced.
+            module: The module; it may be changed in place, its parameters may be replaced.
             blocks: The repeated parts of it (transformer blocks, residual blocks).
             replicas: The ranks that see different parts of the batch.
-            device: The device of this rank.
+            arriving: Its parameters and buffers. They have come to the device of this rank, unless the method
+                `takes_runs`; then they come as it asks for them.
         """
 
 
@@ -184,9 +188,14 @@ class NoSync(AppliedDataMethod):
         """Nothing to say."""
 
 
-def broadcast_from_first(module: nn.Module, replicas: Axis) -> None:
+def broadcast_from_first(module_or_tensors: nn.Module | Iterable[torch.Tensor], replicas: Axis) -> None:
     """Give all ranks that hold a parameter or buffer the values of the first of them; collective."""
-    for tensor in (*module.parameters(), *module.buffers()):
+    tensors: Iterable[torch.Tensor] = (
+        (*module_or_tensors.parameters(), *module_or_tensors.buffers())
+        if isinstance(module_or_tensors, nn.Module)
+        else module_or_tensors
+    )
+    for tensor in tensors:
         holders = gradient_sync(tensor, replicas).axis
         if holders.size > 1:
             dist.broadcast(tensor.detach(), src=holders.ranks[0], group=holders.group)

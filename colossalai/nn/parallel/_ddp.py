@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from colossalai.context import Axis
+from colossalai.nn.parallel._arriving import ArrivingParams
 from colossalai.nn.parallel._data_method import (
     AppliedDataMethod,
     DataMethod,
@@ -52,7 +53,7 @@ class Replicated(DataMethod):
         return replicas.size == 1
 
     def apply(
-        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
+        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, arriving: ArrivingParams
     ) -> AppliedDataMethod:
         """See the base class."""
         syncs: dict[GradientSync, set[str]] = {}  # with the names of the tensors of each
@@ -63,8 +64,8 @@ class Replicated(DataMethod):
             return NoSync(module)
         # Only what was chosen is passed: torch warns of some of these names even at their default value.
         chosen = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        if device.type != "cpu":
-            chosen["device_ids"] = [device]
+        if arriving.device.type != "cpu":
+            chosen["device_ids"] = [arriving.device]
         wrappers: list[DistributedDataParallel] = []
         for sync in sorted(trainable, key=lambda sync: sync.axis.size):  # that of most parameters outermost
             others = {name for other, names in syncs.items() if other != sync for name in names}
@@ -101,7 +102,7 @@ class Unsynchronized(DataMethod):
     """Every rank holds the whole model; somebody else (a gradient handler) makes the gradients equal."""
 
     def apply(
-        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
+        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, arriving: ArrivingParams
     ) -> AppliedDataMethod:
         """See the base class."""
         broadcast_from_first(module, replicas)

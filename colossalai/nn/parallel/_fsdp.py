@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
 
 from colossalai.context import Axis
+from colossalai.nn.parallel._arriving import ArrivingParams
 from colossalai.nn.parallel._data_method import AppliedDataMethod, DataMethod, broadcast_from_first
 from colossalai.tensor import GradientSync, gradient_sync
 
@@ -47,7 +48,7 @@ class FullySharded(DataMethod):
         return "ZeRO 3"
 
     def apply(
-        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
+        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, arriving: ArrivingParams
     ) -> AppliedDataMethod:
         """See the base class; the parameters of `module` become DTensors over the replicas."""
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -58,7 +59,7 @@ class FullySharded(DataMethod):
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype),
         }
         if self.cpu_offload:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type != "cpu")
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=arriving.device.type != "cpu")
         meshes: dict[Axis, DeviceMesh] = {}
         for part, sync in _parts(module, blocks, replicas).items():
             axis = sync.axis
@@ -66,7 +67,7 @@ class FullySharded(DataMethod):
                 # One dimension, whatever mesh axes it runs along: two would mean shards in one, copies in the
                 # other.
                 names = (axis.name or "alone",)
-                meshes[axis] = DeviceMesh.from_group(axis.group, device.type, mesh_dim_names=names)
+                meshes[axis] = DeviceMesh.from_group(axis.group, arriving.device.type, mesh_dim_names=names)
             fully_shard(part, mesh=meshes[axis], **options)
             if axis.size != sync.divisor:
                 # FSDP divides by the size of its mesh. (Its `set_gradient_divide_factor` needs an operation

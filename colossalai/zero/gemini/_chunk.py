@@ -16,13 +16,20 @@ of date then. `ChunkState` says of the whole:
 Where a chunk's section lies (device, host or disk) is another matter, see `_tiers.py`.
 """
 
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from enum import Enum
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
 
+from colossalai.context import Axis
+from colossalai.nn.parallel import ArrivingParams, broadcast_from_first
+from colossalai.tensor import PIPELINE_SHARE, GradientSync, gradient_sync
 from colossalai.zero._layout import FlatBucket
+from colossalai.zero.gemini._packing import ChunkLayout
+from colossalai.zero.gemini._search import ChunkSizes, log_search, search_groups
 from colossalai.zero.gemini._tiers import TierMemory
 from colossalai.zero.gemini.planning import Home
 
@@ -57,6 +64,7 @@ class Chunk:
         layout: Where its parameters lie in it, and which section is whose.
         names: The names of its parameters.
         section: This rank's part of the values, flat, on the compute device.
+        master: That in float32, if its parameters have masters.
         tiers: Where it may go.
 
     Attributes:
@@ -64,6 +72,7 @@ class Chunk:
         layout: As given.
         names: As given.
         section: As given; where it lies now.
+        master: As given, until optimizers have taken it.
         device: Where it is computed with.
         tiers: As given.
         home: The tier of the section.
@@ -80,11 +89,14 @@ class Chunk:
         *,
         names: tuple[str, ...],
         section: torch.Tensor,
+        master: torch.Tensor | None = None,
         tiers: TierMemory,
     ) -> None:
         self.number = number
         self.layout = layout
         self.section = section
+        self.master = master
+        self._untaken = set(range(len(layout.params)) if master is not None else ())  # of the master
         self.device = section.device
         self.tiers = tiers
         self.home = self.states_home = Home.COMPUTE
@@ -118,6 +130,8 @@ class Chunk:
         """
         assert self.whole is None, f"chunk {self.number} is present, and its section goes elsewhere"
         self.section = self.tiers.keep(self.section, home)
+        if self.master is not None:
+            self.master = self.tiers.keep(self.master, states_home)
         self.home, self.states_home = home, states_home
 
     def write_section(self) -> None:
@@ -142,6 +156,17 @@ class Chunk:
         """Return this rank's part of the values of a parameter, flat, where it lies now."""
         begin, end = self.layout.place(index, self.layout.axis.rank)
         return self.section[begin:end]
+
+    def take_master(self, index: int) -> torch.Tensor | None:
+        """Give away this rank's part of the master of a parameter, flat; None: there is none."""
+        if self.master is None:
+            return None
+        begin, end = self.layout.place(index, self.layout.axis.rank)
+        master = self.master[begin:end]
+        self._untaken.remove(index)
+        if not self._untaken:
+            self.master = None
+        return master
 
     def name_of(self, param: nn.Parameter) -> str:
         """Return the name of one of its parameters."""
@@ -203,15 +228,112 @@ class Chunk:
         return was_written
 
 
+class ChunkKind(NamedTuple):
+    """What the parameters of a chunk have in common, when they have come."""
+
+    dtype: torch.dtype
+    grad_dtype: torch.dtype
+    sync: GradientSync
+    is_trained: bool
+    has_master: bool
+    part: int  # of the model, whose gradients are complete together; `LATE` after the last backward only
+
+
+LATE = -1
+
+
+def lay_out_chunks(
+    params: Sequence[nn.Parameter],
+    parts: Sequence[nn.Module],
+    arriving: ArrivingParams,
+    replicas: Axis,
+    *,
+    sizes: ChunkSizes,
+    filters_outliers: bool,
+) -> dict[FlatBucket, ChunkKind]:
+    """Lay parameters out in chunks, in the order of initialization; say what the search has found.
+
+    Args:
+        params: The parameters; they need no values yet.
+        parts: The parts of the model whose gradients are complete together.
+        arriving: What they will be.
+        replicas: The ranks that see different parts of the batch.
+        sizes: The sizes that are tried.
+        filters_outliers: Whether parameters that are outliers in size have chunks of their own.
+    """
+    start = time.perf_counter()
+    part_of: dict[nn.Parameter, int] = {}
+    for number, part in enumerate(parts):
+        for param in part.parameters():
+            is_late = param in part_of or getattr(param, PIPELINE_SHARE, None) is not None
+            part_of[param] = LATE if is_late else number
+    groups = search_groups(
+        [param.numel() for param in params],
+        [_kind_of(param, arriving, replicas, part_of[param]) for param in params],
+        sizes,
+        num_ranks_of=lambda kind: cast(ChunkKind, kind).sync.axis.size,
+        filters_outliers=filters_outliers,
+    )
+    num_used = sum(group.packing.num_used for group in groups)
+    num_wasted = sum(group.packing.num_wasted for group in groups)
+    log_search(time.perf_counter() - start, num_used, num_wasted)
+    found = [(chunk, cast(ChunkKind, group.key)) for group in groups for chunk in group.packing.chunks]
+    return {
+        _bucket_of(chunk, params, kind): kind
+        for chunk, kind in sorted(found, key=lambda each: each[0].params[0])
+    }
+
+
+def _bucket_of(chunk: ChunkLayout, params: Sequence[nn.Parameter], kind: ChunkKind) -> FlatBucket:
+    """Return a chunk as a bucket that is cut into equal sections."""
+    num_ranks = kind.sync.axis.size
+    size = chunk.size // num_ranks
+    bounds = tuple((size * rank, size * (rank + 1)) for rank in range(num_ranks))
+    own = tuple(params[position] for position in chunk.params)
+    return FlatBucket(own, chunk.starts, bounds, kind.grad_dtype, True, kind.sync)
+
+
+def _kind_of(param: nn.Parameter, arriving: ArrivingParams, replicas: Axis, part: int) -> ChunkKind:
+    dtype, grad_dtype = arriving.dtype_of(param), getattr(param, "grad_dtype", None)
+    return ChunkKind(
+        dtype=dtype,
+        grad_dtype=dtype if grad_dtype in (None, param.dtype) else grad_dtype,
+        sync=gradient_sync(param, replicas),
+        is_trained=param.requires_grad,
+        has_master=arriving.has_master(param),
+        part=part,
+    )
+
+
 def make_chunk(
-    number: int, layout: FlatBucket, names: Mapping[nn.Parameter, str], tiers: TierMemory
+    number: int,
+    layout: FlatBucket,
+    names: Mapping[nn.Parameter, str],
+    arriving: ArrivingParams,
+    replicas: Axis,
+    tiers: TierMemory,
 ) -> Chunk:
-    """Return a chunk with this rank's section of the values that its parameters have."""
+    """Let the parameters of a chunk come, and return it with this rank's section of them; collective.
+
+    The parameters still have the whole, as every rank has it; nothing else does.
+    """
+    arriving.bring(layout.params)
+    broadcast_from_first(layout.params, replicas)
+    masters = arriving.cast(layout.params)
     first = layout.params[0]
-    section = torch.zeros(layout.section_sizes[layout.axis.rank], dtype=first.dtype, device=first.device)
-    own_names = tuple(names[param] for param in layout.params)
-    chunk = Chunk(number, layout, names=own_names, section=section, tiers=tiers)
+    size = layout.section_sizes[layout.axis.rank]
+    chunk = Chunk(
+        number,
+        layout,
+        names=tuple(names[param] for param in layout.params),
+        section=torch.zeros(size, dtype=first.dtype, device=first.device),
+        master=torch.zeros(size, device=first.device, dtype=torch.float32) if masters else None,
+        tiers=tiers,
+    )
     for index, param in enumerate(layout.params):
         begin, end = layout.overlap(index, layout.axis.rank)
         chunk.fragment(index).copy_(param.detach().reshape(-1)[begin:end])
+        if chunk.master is not None:
+            place = slice(*layout.place(index, layout.axis.rank))
+            chunk.master[place].copy_(masters.pop(param).detach().reshape(-1)[begin:end])
     return chunk

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from colossalai.cluster import gather_values
 from colossalai.context import Axis
 from colossalai.zero._layout import FlatBucket
@@ -26,11 +28,16 @@ _WIDE = 4  # bytes of an element in which an optimizer updates, at least
 _ASSUMED_STATES = 2  # tensors of an optimizer for each parameter, before it has made them: Adam's
 
 
+def assumed_state_bytes(dtype: torch.dtype) -> int:
+    """Return the bytes of states for an element of a chunk, before an optimizer has made them."""
+    return _ASSUMED_STATES * max(dtype.itemsize, _WIDE)
+
+
 class Lodging:
     """The homes of chunks.
 
     Args:
-        layouts: The chunks, in the order of initialization; their parameters have memory still.
+        dtypes: The chunks, in the order of initialization, and the dtype of each.
         policy: The policy.
         tiers: Where chunks may lie.
         replicas: The ranks that plan together.
@@ -43,18 +50,22 @@ class Lodging:
     """
 
     def __init__(
-        self, layouts: Sequence[FlatBucket], policy: PlacementPolicy, tiers: TierMemory, replicas: Axis
+        self,
+        dtypes: Mapping[FlatBucket, torch.dtype],
+        policy: PlacementPolicy,
+        tiers: TierMemory,
+        replicas: Axis,
     ) -> None:
         self._policy = policy
         self._replicas = replicas
-        self._layouts = layouts
-        self._item_sizes = [layout.params[0].element_size() for layout in layouts]
+        self._layouts = list(dtypes)
+        self._item_sizes = [dtype.itemsize for dtype in dtypes.values()]
         free = self._exchange([tiers.bounds[home] for home in tiers.bounds])
         self._bounds = {
             home: None if None in bounds else min(bounds)
             for home, bounds in zip(tiers.bounds, zip(*free, strict=True), strict=True)
         }
-        self._data = self._model_data([self.assumed_state_bytes(layout) for layout in layouts])
+        self._data = self._model_data([assumed_state_bytes(dtype) for dtype in dtypes.values()])
         self._placement = policy.place(self._data, self._bounds)
         self.chunk_budget = self._bytes_for_chunks(None)
 
@@ -70,11 +81,6 @@ class Lodging:
             self._bounds[Home.COMPUTE] if self._policy.memory_budget is None else self._policy.memory_budget
         )
         return bound if self.is_bounded else None
-
-    @staticmethod
-    def assumed_state_bytes(layout: FlatBucket) -> int:
-        """Return the bytes of states for an element of a chunk, before an optimizer has made them."""
-        return _ASSUMED_STATES * max(layout.params[0].element_size(), _WIDE)
 
     def set_state_margin(self, ratio: float) -> None:
         """Let states have a part of what sections leave of the compute tier, from the next plan on."""

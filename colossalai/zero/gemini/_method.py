@@ -12,14 +12,12 @@ Under float32 masters means are float32, so g is 4. Of the two gradients one is 
 Each step sends (n-1)/n of the parameters in the forward and in the backward, and (n-1)/n of the gradients.
 """
 
-import functools
 import os
-import time
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple, cast, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import nn
@@ -30,22 +28,22 @@ from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import (
     AppliedDataMethod,
+    ArrivingParams,
     DataMethod,
     broadcast_floating_buffers,
     broadcast_from_first,
 )
-from colossalai.tensor import PIPELINE_SHARE, GradientSync, gradient_sync, spec_of
+from colossalai.tensor import spec_of
 from colossalai.zero._elementwise import is_elementwise
 from colossalai.zero._layout import FlatBucket
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._replicas import refuse_own_clipping, refuse_shared
 from colossalai.zero._shards import Shards
-from colossalai.zero.gemini._chunk import make_chunk
-from colossalai.zero.gemini._lodging import Lodging
-from colossalai.zero.gemini._packing import ChunkLayout
+from colossalai.zero.gemini._chunk import LATE, lay_out_chunks, make_chunk
+from colossalai.zero.gemini._lodging import Lodging, assumed_state_bytes
 from colossalai.zero.gemini._positions import PATIENCE_S
 from colossalai.zero.gemini._residence import Residence
-from colossalai.zero.gemini._search import ChunkSizes, log_search, search_groups
+from colossalai.zero.gemini._search import ChunkSizes
 from colossalai.zero.gemini._section_weights import deal_out_cut_params, weights_in
 from colossalai.zero.gemini._state_dict import load_whole_state, whole_state
 from colossalai.zero.gemini._tiers import TierMemory
@@ -53,20 +51,6 @@ from colossalai.zero.gemini._timeline import ChunkContents, contents_of
 from colossalai.zero.gemini._uses import is_chunked, place_of, refuse_modules
 from colossalai.zero.gemini._whole_modules import ModuleChoice, WholeModules, check_choices, find_modules
 from colossalai.zero.gemini.planning import PLACEMENT_POLICIES, PlacementPolicy, Trace
-
-
-class _ChunkKind(NamedTuple):
-    """What the parameters of a chunk have in common."""
-
-    dtype: torch.dtype
-    grad_dtype: torch.dtype
-    device: torch.device
-    sync: GradientSync
-    is_trained: bool
-    part: int  # of the model, whose gradients are complete together; `_LATE` after the last backward only
-
-
-_LATE = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +124,7 @@ class InChunks(DataMethod):
         )
 
     allows_compile: ClassVar[bool] = False
+    takes_runs: ClassVar[bool] = True
 
     @property
     def name_in_pairs(self) -> str:
@@ -199,15 +184,17 @@ class InChunks(DataMethod):
             )
 
     def apply(
-        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, device: torch.device
+        self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, arriving: ArrivingParams
     ) -> AppliedDataMethod:
         """See the base class; the parameters of `module` stay the same objects, without memory."""
+        device = arriving.device
         if self.pin_memory and device.type == "cpu":
             get_dist_logger().log_once("pin_memory has no effect: there is no accelerator", ranks=[0])
         if self.gpu_margin_mem_ratio:
             _warn_of_margin(device)
-        broadcast_from_first(module, replicas)
-        return _InChunks(module, self, replicas, self._tier_memory(device))
+        arriving.buffers()
+        broadcast_from_first(module.buffers(), replicas)
+        return _InChunks(module, self, replicas, self._tier_memory(device), arriving)
 
     def _tier_memory(self, device: torch.device | None) -> TierMemory:
         return TierMemory(
@@ -224,41 +211,57 @@ class _InChunks(AppliedDataMethod):
         options: The options.
         replicas: The replicas.
         tiers: Where chunks may lie.
+        arriving: The parameters.
     """
 
     shards_gradients: ClassVar[bool] = True
 
-    def __init__(self, module: nn.Module, options: InChunks, replicas: Axis, tiers: TierMemory) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        options: InChunks,
+        replicas: Axis,
+        tiers: TierMemory,
+        arriving: ArrivingParams,
+    ) -> None:
         super().__init__(module)
         self._options = options
         self._replicas = replicas
         names = {param: name for name, param in module.named_parameters()}
         parts = list(module) if isinstance(module, nn.ModuleList) else [module]
-        layouts = _lay_out(names, parts, replicas, options)
-        self._lodging = Lodging(list(layouts), options.policy(), tiers, replicas)
+        layouts = lay_out_chunks(
+            list(names),
+            parts,
+            arriving,
+            replicas,
+            sizes=options.sizes,
+            filters_outliers=options.filters_outliers,
+        )
+        dtypes = {layout: kind.dtype for layout, kind in layouts.items()}
+        self._lodging = Lodging(dtypes, options.policy(), tiers, replicas)
         self.residence = Residence(
             most_bytes=self._lodging.chunk_budget, is_strict=options.memory_budget is not None
         )
         if self._lodging.is_bounded:
             tiers.map_large_blocks()
         for number, layout in enumerate(layouts):
-            self.residence.add(
-                make_chunk(number, layout, names, tiers), names, *self._lodging.homes_of(number)
-            )
+            chunk = make_chunk(number, layout, names, arriving, replicas, tiers)
+            self.residence.add(chunk, names, *self._lodging.homes_of(number))
             if self._lodging.is_bounded:
                 tiers.give_back_freed()  # what its parameters have left
+        arriving.end()
         self.residence.start_gathers(patience=options.patience)
         if self._lodging.is_bounded:
             self.residence.follow_guide()
         self._chunk_of = {chunk.layout: chunk for chunk in self.residence.chunks}
-        trained = {layout: part for layout, part in layouts.items() if layout.params[0].requires_grad}
+        trained = {layout: kind.part for layout, kind in layouts.items() if kind.is_trained}
 
         def of_part(number: int) -> list[FlatBucket]:
             return [layout for layout, part in trained.items() if part == number][::-1]
 
         self._reducer = ShardedReducer(
             [of_part(number) for number in range(len(parts))],
-            of_part(_LATE),
+            of_part(LATE),
             replicas,
             stage=1 if options.keeps_grads else 2,
             overlap=True,
@@ -307,17 +310,17 @@ class _InChunks(AppliedDataMethod):
     ) -> Shards:
         """See the base class; the optimizer gets the sections, or whole parameters if it needs those.
 
+        `masters` are none: those of parameters that came in runs lie in the chunks.
+
         Raises:
             ValueError: `optimizer` has a parameter that another one has, or is refused by itself.
         """
         self._options.check_optimizer(optimizer, self._replicas)
         held = {param for group in optimizer.param_groups for param in group["params"]}
         refuse_shared(held & self._held_besides(optimizer))
-        for layout in self._chunk_of:
-            known_masters = map(masters.master_of, held.intersection(layout.params))
-            dtypes = [master.dtype for master in known_masters if master is not None]
-            known = self._mean_dtypes.get(layout, layout.grad_dtype)
-            self._mean_dtypes[layout] = functools.reduce(torch.promote_types, dtypes, known)
+        for layout, chunk in self._chunk_of.items():
+            if chunk.master is not None and held.intersection(layout.params):
+                self._mean_dtypes[layout] = chunk.master.dtype
         owners = {} if is_elementwise(optimizer) else deal_out_cut_params(list(self._chunk_of), held)
         is_first = not self._held
         self._held[optimizer] = held
@@ -326,7 +329,6 @@ class _InChunks(AppliedDataMethod):
                 optimizer,
                 self._reducer,
                 self._replicas,
-                master_of=masters.master_of,
                 offload=False,
                 reducers=[self._reducer],
                 before_step=self._end_iteration if is_first else self._give_buffers,
@@ -413,7 +415,9 @@ class _InChunks(AppliedDataMethod):
         total: dict[FlatBucket, tuple[int, float, int]] = {}
         for optimizer, shards in self._shards.items():
             for layout, (numel, at_home, elsewhere) in shards.state_bytes(optimizer).items():
-                assumed = 0 if optimizer in self._have_stepped else self._lodging.assumed_state_bytes(layout)
+                assumed = (
+                    0 if optimizer in self._have_stepped else assumed_state_bytes(layout.params[0].dtype)
+                )
                 before = total.get(layout, (0, 0.0, 0))
                 total[layout] = (
                     before[0] + numel,
@@ -436,55 +440,3 @@ def _warn_of_margin(device: torch.device) -> None:
             "gpu_margin_mem_ratio has no effect: there is no accelerator, and states have all that is free",
             ranks=[0],
         )
-
-
-def _lay_out(
-    names: Mapping[nn.Parameter, str], parts: Sequence[nn.Module], replicas: Axis, options: InChunks
-) -> dict[FlatBucket, int]:
-    """Lay parameters out in chunks, in the order of initialization; say what the search has found.
-
-    Returns:
-        For each chunk of which part of the model it is.
-    """
-    start = time.perf_counter()
-    part_of: dict[nn.Parameter, int] = {}
-    for number, part in enumerate(parts):
-        for param in part.parameters():
-            is_late = param in part_of or getattr(param, PIPELINE_SHARE, None) is not None
-            part_of[param] = _LATE if is_late else number
-    params = list(names)
-    groups = search_groups(
-        [param.numel() for param in params],
-        [_kind_of(param, replicas, part_of[param]) for param in params],
-        options.sizes,
-        num_ranks_of=lambda kind: cast(_ChunkKind, kind).sync.axis.size,
-        filters_outliers=options.filters_outliers,
-    )
-    num_used = sum(group.packing.num_used for group in groups)
-    num_wasted = sum(group.packing.num_wasted for group in groups)
-    log_search(time.perf_counter() - start, num_used, num_wasted)
-    found = [(chunk, cast(_ChunkKind, group.key)) for group in groups for chunk in group.packing.chunks]
-    return {
-        _bucket_of(chunk, params, kind): kind.part
-        for chunk, kind in sorted(found, key=lambda each: each[0].params[0])
-    }
-
-
-def _bucket_of(chunk: ChunkLayout, params: Sequence[nn.Parameter], kind: _ChunkKind) -> FlatBucket:
-    """Return a chunk as a bucket that is cut into equal sections."""
-    num_ranks = kind.sync.axis.size
-    size = chunk.size // num_ranks
-    bounds = tuple((size * rank, size * (rank + 1)) for rank in range(num_ranks))
-    own = tuple(params[position] for position in chunk.params)
-    return FlatBucket(own, chunk.starts, bounds, kind.grad_dtype, True, kind.sync)
-
-
-def _kind_of(param: nn.Parameter, replicas: Axis, part: int) -> _ChunkKind:
-    return _ChunkKind(
-        dtype=param.dtype,
-        grad_dtype=getattr(param, "grad_dtype", None) or param.dtype,
-        device=param.device,
-        sync=gradient_sync(param, replicas),
-        is_trained=param.requires_grad,
-        part=part,
-    )

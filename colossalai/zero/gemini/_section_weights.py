@@ -155,6 +155,10 @@ class SectionWeights(_OfChunk):
         """See the base class."""
         return self._chunk.fragment(index)
 
+    def take_master(self, index: int) -> torch.Tensor | None:
+        """See the base class; a part of the section's, which the chunk forgets when all are taken."""
+        return self._chunk.take_master(index)
+
 
 @final
 class OwnedWeights(_OfChunk):
@@ -190,6 +194,7 @@ class OwnedWeights(_OfChunk):
                     self._in_own.append((offset + begin, offset + end))
                     self._from_sections[rank] += end - begin
         self._homes: torch.Tensor | None = None  # of what this rank owns, as other ranks have it
+        self._masters: torch.Tensor | None = None  # likewise, until all are taken
         self._mean: torch.Tensor | None = None
         self._mean_on_disk: torch.Tensor | None = None
 
@@ -215,6 +220,20 @@ class OwnedWeights(_OfChunk):
     def collect_homes(self) -> None:
         """See the base class; collective."""
         self._homes = self._to_owner(self._chunk.section)
+
+    def take_master(self, index: int) -> torch.Tensor | None:
+        """See the base class: the pieces come from the sections; collective for the first one."""
+        if self._chunk.master is not None and self._masters is None:
+            self._masters = self._to_owner(self._chunk.master)
+        numbers = {param: number for number, param in enumerate(self._chunk.layout.params)}
+        self._chunk.take_master(numbers[self.bucket.params[index]])
+        if self._masters is None:
+            return None
+        begin, end = self.bucket.place(index, self.bucket.axis.rank)
+        master = self._masters[begin:end].clone()
+        if index == len(self.bucket.params) - 1:
+            self._masters = None
+        return master
 
     def take_written(self) -> set[nn.Parameter]:
         """See the base class; collective if there are some."""

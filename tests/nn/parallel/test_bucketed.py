@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import colossalai
-from colossalai.amp import NaiveFP16
+from colossalai.amp import Casts, NaiveFP16
 from colossalai.communication import ledger
 from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
-from colossalai.nn.parallel import Bucketed
+from colossalai.nn.parallel import ArrivingParams, Bucketed
 from colossalai.nn.parallel._buckets import make_buckets
 from colossalai.testing import ParityCase, Subject, check_parity, full_gradients, full_parameters
 from tests.ranks import run_ranks
@@ -82,7 +82,12 @@ def parity(options, accumulation):
     case = make_case(Net, loss_of)
 
     def apply(model):
-        applied = method.apply(model, blocks=[], replicas=replicas(), device=torch.device("cpu"))
+        applied = method.apply(
+            model,
+            blocks=[],
+            replicas=replicas(),
+            arriving=ArrivingParams(model, Casts(), torch.device("cpu")),
+        )
         assert applied.module is model
         optimizer = case.build_optimizer(model.parameters())
 
@@ -141,7 +146,12 @@ def parts_of_a_pipeline():
     case = make_case(build, compute_loss)
 
     def apply(chunks):
-        applied = method.apply(chunks, blocks=[], replicas=replicas(), device=torch.device("cpu"))
+        applied = method.apply(
+            chunks,
+            blocks=[],
+            replicas=replicas(),
+            arriving=ArrivingParams(chunks, Casts(), torch.device("cpu")),
+        )
         optimizer = case.build_optimizer(chunks.parameters())
 
         def step(batch):
@@ -184,7 +194,9 @@ def what_is_sent(overlap):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
     method = Bucketed(bucket_cap_mb=2 * 64 / 2**20, overlap=overlap)  # two weights of 64 bytes
-    applied = method.apply(model, blocks=[], replicas=replicas(), device=torch.device("cpu"))
+    applied = method.apply(
+        model, blocks=[], replicas=replicas(), arriving=ArrivingParams(model, Casts(), torch.device("cpu"))
+    )
     during = []
     with ledger() as book:
         for _ in range(2):
@@ -224,7 +236,12 @@ def edges():
     method = Bucketed()
 
     def apply(model):
-        return method.apply(model, blocks=[], replicas=replicas(), device=torch.device("cpu"))
+        return method.apply(
+            model,
+            blocks=[],
+            replicas=replicas(),
+            arriving=ArrivingParams(model, Casts(), torch.device("cpu")),
+        )
 
     applied = apply(nn.Linear(2, 2))
     model = applied.module
@@ -255,7 +272,10 @@ def edges():
     norm(torch.randn(4, 2, generator=torch.Generator().manual_seed(gpc.get_global_rank()))).sum().backward()
     applied.finish()
     bare = Bucketed().apply(
-        nn.Linear(1, 1), blocks=[], replicas=gpc.mesh.axis("tp"), device=torch.device("cpu")
+        nn.Linear(1, 1),
+        blocks=[],
+        replicas=gpc.mesh.axis("tp"),
+        arriving=ArrivingParams(nn.Linear(1, 1), Casts(), torch.device("cpu")),
     )
     bare.set_sync(True)
     bare.finish()
@@ -275,7 +295,9 @@ def another_order_on_each_rank():
     method = Bucketed(bucket_cap_mb=4 / 2**20)  # a bucket for each weight
     branches = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(4))
     whole = nn.Sequential(branches)
-    applied = method.apply(whole, blocks=[], replicas=replicas(), device=torch.device("cpu"))
+    applied = method.apply(
+        whole, blocks=[], replicas=replicas(), arriving=ArrivingParams(whole, Casts(), torch.device("cpu"))
+    )
     order = list(range(4))
     for number in order if gpc.get_global_rank() == 0 else reversed(order):
         branches[number](torch.full((1, 1), 1.0 + number)).sum().backward()
@@ -295,7 +317,9 @@ def naive_with_buckets():
     method = Bucketed()
     linear = nn.Linear(1, 1, bias=False)
     NaiveFP16().convert_model(linear, float32_grads=True)
-    applied = method.apply(linear, blocks=[], replicas=replicas(), device=torch.device("cpu"))
+    applied = method.apply(
+        linear, blocks=[], replicas=replicas(), arriving=ArrivingParams(linear, Casts(), torch.device("cpu"))
+    )
     values = [1.0, *[2.0**-12] * 4]
     for number, value in enumerate(values):
         applied.set_sync(number == len(values) - 1)

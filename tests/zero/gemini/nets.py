@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from colossalai.amp import Masters
+from colossalai.amp import Casts, Masters
 from colossalai.core import global_context as gpc
+from colossalai.nn.parallel import ArrivingParams
 from colossalai.zero.gemini import ChunkSizes, InChunks
 
 CHECKPOINTING = ("none", "once", "reentrant", "nested")
@@ -100,7 +101,7 @@ def put(net: nn.Module, chunk_size: int) -> Any:
     """Put a net into chunks over all ranks of a launched job; return the applied method."""
     replicas = gpc.mesh.axis(gpc.mesh.batch_axes)
     return InChunks(sizes=ChunkSizes(chunk_size, 0, 1)).apply(
-        net, blocks=[], replicas=replicas, device=torch.device("cpu")
+        net, blocks=[], replicas=replicas, arriving=ArrivingParams(net, Casts(), torch.device("cpu"))
     )
 
 

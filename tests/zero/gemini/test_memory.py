@@ -66,7 +66,7 @@ def float_bytes() -> int:
     """Return the bytes of the memory behind all float tensors that were made since `gc.freeze`."""
     found = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and thing.is_floating_point():
+        if issubclass(type(thing), torch.Tensor) and thing.is_floating_point() and not thing.is_meta:
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())

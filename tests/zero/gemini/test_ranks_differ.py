@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import nn
 
 import colossalai
+from colossalai.amp import Casts
 from colossalai.core import global_context as gpc
+from colossalai.nn.parallel import ArrivingParams
 from colossalai.zero._exchange import Stamp, start_meeting
 from colossalai.zero.gemini import ChunkSizes, InChunks
 from tests.monitor.hanging import notices, wait_for
@@ -54,7 +56,9 @@ def launch(backend: str, folder: Path) -> int:
 def put(net: nn.Module, patience: float = PATIENCE_S) -> Any:
     options = InChunks(sizes=ChunkSizes(CHUNK, 0, 1), patience=patience)
     replicas = gpc.mesh.axis(gpc.mesh.batch_axes)
-    return options.apply(net, blocks=[], replicas=replicas, device=torch.device("cpu"))
+    return options.apply(
+        net, blocks=[], replicas=replicas, arriving=ArrivingParams(net, Casts(), torch.device("cpu"))
+    )
 
 
 def inputs(dtype: torch.dtype = FLOAT) -> torch.Tensor:

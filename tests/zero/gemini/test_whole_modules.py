@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import colossalai
+from colossalai.amp import Casts
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.context import ConfigException
 from colossalai.core import global_context as gpc
-from colossalai.nn.parallel import GeminiDDP
+from colossalai.nn.parallel import ArrivingParams, GeminiDDP
 from colossalai.testing import ParityCase, check_parity
 from colossalai.zero.gemini import ChunkSizes, InChunks
 from tests.ranks import run_ranks
@@ -94,7 +95,9 @@ def put(net: nn.Module, *choices: Any) -> Any:
     replicas = gpc.mesh.axis(gpc.mesh.batch_axes)
     method = InChunks(sizes=ChunkSizes(40, 0, 1), whole_modules=choices)
     method.check(net, [], blocks=[], replicas=replicas)
-    return method.apply(net, blocks=[], replicas=replicas, device=torch.device("cpu"))
+    return method.apply(
+        net, blocks=[], replicas=replicas, arriving=ArrivingParams(net, Casts(), torch.device("cpu"))
+    )
 
 
 def mechanics() -> dict[str, Any]:
