@@ -43,6 +43,8 @@ class ChunkState(Enum):
     HOLD_AFTER_BWD = "hold after backward"
     READY_FOR_REDUCE = "ready for reduce"
 
+    __hash__ = object.__hash__  # that of `Enum` is a function in Python, and every use asks for it twice
+
 
 _FREE, _COMPUTE, _HOLD = ChunkState.FREE, ChunkState.COMPUTE, ChunkState.HOLD
 _AFTER, _READY = ChunkState.HOLD_AFTER_BWD, ChunkState.READY_FOR_REDUCE
@@ -106,6 +108,7 @@ class Chunk:
         self.names = names
         self._mean_on_disk: torch.Tensor | None = None
         self._version = 0  # of `whole`, when it was last known to be what the sections say
+        self._views: dict[int, torch.Tensor] = {}  # of `whole`, for those who do not hand them on
 
     @property
     def num_bytes(self) -> int:
@@ -195,6 +198,15 @@ class Chunk:
         """Let go of the whole; its memory is returned when nobody else refers to it."""
         self.move(ChunkState.FREE)
         self.whole = None
+        self._views.clear()
+
+    def values_of(self, index: int) -> torch.Tensor:
+        """Return the values of a parameter, as a view that is made once as long as the whole is there."""
+        view = self._views.get(index)
+        if view is None:
+            assert self.whole is not None, f"chunk {self.number} is not present"
+            view = self._views[index] = self.layout.view(self.whole, index)
+        return view
 
     def begin_use(self, name: str) -> None:
         """Note that a function begins to use it, for the sake of a parameter."""

@@ -275,6 +275,8 @@ class _InChunks(AppliedDataMethod):
         raw = module.module if isinstance(module, PrecisionModule) else module
         WholeModules(find_modules(raw, options.whole_modules), self.residence, self._reducer)
         for part in module.modules():
+            if next(part.parameters(), None) is None:
+                continue  # it uses none, and a step has many such calls
             part.register_forward_pre_hook(self.residence.enter, prepend=True)
             part.register_forward_hook(self.residence.leave, always_call=True)
         self.residence.memory_budget = self._lodging.memory_budget

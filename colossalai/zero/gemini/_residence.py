@@ -132,10 +132,12 @@ class Residence:
 
     def enter(self, *_: Any) -> None:
         """Begin a forward of the model, or of a module in it."""
-        refuse_transformations("a forward of a model in chunks")
         self._depth += 1
+        if self._depth > 1:
+            return
+        refuse_transformations("a forward of a model in chunks")  # `leave` is called in any case
         # Not in a recomputation: torch's checkpoint counts what is saved in it, by hooks of its own.
-        if self._depth == 1 and not _is_in_backward():
+        if not _is_in_backward():
             self._hooks.__enter__()
             self._has_hooks = True
             self._is_evaluating = not torch.is_grad_enabled()

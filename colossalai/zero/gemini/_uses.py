@@ -113,7 +113,9 @@ class ChunkedParameter(nn.Parameter):
                 args = tuple(map(_value, args))
                 kwargs = {name: _value(value) for name, value in kwargs.items()}
             result = func(*args, **kwargs)
-            _note_writes(params, versions)
+            with torch._C.DisableTorchFunctionSubclass():
+                if versions != [param._version for param in params]:
+                    _note_writes(params, versions)
             return result
         finally:
             for residence, own in places.items():
@@ -205,12 +207,12 @@ def _value(nest: Any) -> Any:
         place = place_of(nest)
         if not (nest.requires_grad and torch.is_grad_enabled()):
             return place.view()
-        if (view := place.residence.view_in_module(nest)) is not None:
+        if place.residence.open_views and (view := place.residence.view_in_module(nest)) is not None:
             return view
         # To autograd a view of the parameter, so that its gradient is the parameter's; but of other memory.
         # An `autograd.Function` would say the same at 10 us more, there and back.
         use = nest.view_as(nest)
-        use.data = place.view()
+        use.data = place.chunk.values_of(place.index)
         return use
     if kind is list or kind is tuple:
         return kind(map(_value, nest))
@@ -221,10 +223,9 @@ def _value(nest: Any) -> Any:
 
 def _note_writes(params: Iterable[ChunkedParameter], versions: Iterable[int]) -> None:
     """Let chunks know of writes into views that autograd counts as writes into their parameters."""
-    with torch._C.DisableTorchFunctionSubclass():
-        for param, version in zip(params, versions, strict=True):
-            if param._version != version:
-                torch.autograd.graph.increment_version(place_of(param).view())
+    for param, version in zip(params, versions, strict=True):
+        if param._version != version:
+            torch.autograd.graph.increment_version(place_of(param).view())
 
 
 def _params_among(*nests: Iterable[Any]) -> Iterator[ChunkedParameter]:

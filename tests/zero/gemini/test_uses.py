@@ -299,6 +299,7 @@ def transform() -> list[str]:
             said.append(f"gave {run()}")
         except RuntimeError as error:
             said.append(str(error))
+    net(x).sum().backward()  # as it did before
     gpc.destroy()
     return said
 
