@@ -31,21 +31,6 @@ class Feature:
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
-        title="ColoTensor, a tensor that knows how it is cut,",
-        instead="layers of colossalai.nn cut themselves, models of transformers are cut by "
-        "HybridParallelPlugin(tp_size=...), and colossalai.tensor.ShardingSpec says how a parameter is cut; "
-        "DTensor of torch.distributed.tensor is a tensor of that kind",
-        modules=(
-            *("colossalai.tensor.distspec", "colossalai.tensor.compute_spec", "colossalai.device"),
-            *("colossalai.tensor.colo_parameter", "colossalai.tensor.tensor_spec"),
-            *("colossalai.tensor.sharding_spec", "colossalai.tensor.shape_consistency"),
-        ),
-        names={
-            "colossalai.tensor": "ColoTensor ColoParameter ColoTensorSpec ProcessGroup ShardSpec ReplicaSpec "
-            "ComputeSpec ComputePattern DistSpecManager",
-        },
-    ),
-    Feature(
         title="The mixture of experts",
         instead="a block with experts of your own trains where every rank holds all of them, under "
         "TorchDDPPlugin(find_unused_parameters=True) or LowLevelZeroPlugin; parallel=dict(moe=...) makes the "

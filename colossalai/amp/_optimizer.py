@@ -24,7 +24,7 @@ from colossalai.amp._sharded_params import StandIns
 from colossalai.amp._step_decision import Decision, decide
 from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
-from colossalai.tensor import count_zero_grads, global_grad_norm, local_grads, scale_grads
+from colossalai.tensor import as_memory, count_zero_grads, global_grad_norm, local_grads, scale_grads
 
 _STAGE_PLACES = 2**20  # more parameters than a stage of a pipeline has
 _LAST_PLACE = 2**39  # of a parameter that has no name
@@ -200,6 +200,7 @@ class OptimizerWrapper(Optimizer):
             )
         return 1.0 / self.weights.unit(weight)
 
+    @as_memory()
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients down so that their norm over all ranks is at most `max_norm`.
 
@@ -224,6 +225,7 @@ class OptimizerWrapper(Optimizer):
         self._multiply(factor)
         return norm
 
+    @as_memory()
     def clip_grad_norm(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Do as `clip_grad_by_norm`, in the form in which the documents of AMP write it.
 
@@ -243,6 +245,7 @@ class OptimizerWrapper(Optimizer):
             )
         return self.clip_grad_by_norm(max_norm, norm_type)
 
+    @as_memory()
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Limit every element of the gradients to `[-clip_value, clip_value]`.
 
@@ -256,6 +259,7 @@ class OptimizerWrapper(Optimizer):
                 for grad in local_grads(window):
                     grad.clamp_(-clip_value, clip_value)
 
+    @as_memory()
     def scale_grads(self, factor: float) -> None:
         """Multiply the gradients by a factor."""
         if self._prepare():
@@ -265,11 +269,13 @@ class OptimizerWrapper(Optimizer):
         for window in self.masters.windows(self._params()):
             scale_grads(window, factor)
 
+    @as_memory()
     def count_zero_grads(self) -> int:
         """Return how many elements of the gradients are 0, over all ranks; collective."""
         self._prepare()
         return count_zero_grads(self._measured(), stages=self._stages, windows=self.masters.windows)
 
+    @as_memory()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters, unless a rank found an overflow, or there are no gradients.
 
@@ -304,6 +310,7 @@ class OptimizerWrapper(Optimizer):
             self.scaler.update(stepped=self.stepped, reason=reason)
         return result
 
+    @as_memory()
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         self._decision, self._scale_in_grads, self._is_spent, self._has_run = None, None, False, False
@@ -320,13 +327,15 @@ class OptimizerWrapper(Optimizer):
         Args:
             loads: Whether states may be replaced in the block.
         """
-        with self.masters.as_states(self.optim, loads=loads):
+        with as_memory(), self.masters.as_states(self.optim, loads=loads):
             yield self.optim
 
+    @as_memory()
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer underneath; float32 masters are among the states."""
         return self.masters.state_dict(self.optim)
 
+    @as_memory()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
         self.masters.load_state_dict(self.optim, state_dict)
@@ -356,7 +365,8 @@ class OptimizerWrapper(Optimizer):
         """Return a closure after which what stands in for the parameters has their new gradients."""
 
         def compute() -> float:
-            loss = closure()
+            with as_memory(False):
+                loss = closure()
             if self.weights.are_pending:
                 self._prepare()
             else:

@@ -15,11 +15,12 @@ from colossalai.amp import GivenLoss, OptimizerWrapper, Weight
 from colossalai.booster._saving import Saving, boosted_optimizer
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin import Plugin, TorchDDPPlugin
-from colossalai.context import Axis, ConfigException, global_context, names_arguments
+from colossalai.context import Axis, ConfigException, global_context, names_arguments, relayout
 from colossalai.logging import get_dist_logger
 from colossalai.runtime import (
     Criterion,
     DataParallelLoader,
+    DataParallelSampler,
     ModelWrapper,
     WatchedLoader,
     assemble_with_optimizers,
@@ -29,6 +30,7 @@ from colossalai.runtime import (
     to_device,
     watched,
 )
+from colossalai.tensor import process_group_of
 
 T = TypeVar("T")
 GivenOptimizerT = TypeVar("GivenOptimizerT", bound=Optimizer)
@@ -191,6 +193,7 @@ class Booster(Saving):
                 raise ValueError("optimizer is empty: give at least one, or leave it out")
         else:
             given = [] if optimizer is None else [optimizer]
+        self._lay_out_as_cut(model, dataloader)
         boosted, wrapped = assemble_with_optimizers(
             self.plan,
             model,
@@ -220,6 +223,30 @@ class Booster(Saving):
         else:
             returned = tuple(wrapped) if isinstance(optimizer, tuple) else next(iter(wrapped), None)
         return boosted, returned, criterion, dataloader, lr_scheduler
+
+    def _lay_out_as_cut(self, model: nn.Module, dataloader: Iterable[Any] | None) -> None:
+        """Lay the job out as a user has cut a model, if the plugin says nothing of it.
+
+        Raises:
+            ValueError: `dataloader` divides samples among other ranks.
+        """
+        group = process_group_of(model)
+        if group is None or group.mesh.axes == self.mesh.axes:
+            return
+        sampler = dataloader.sampler if isinstance(dataloader, DataParallelLoader) else None
+        if isinstance(sampler, DataParallelSampler) and sampler.num_replicas not in (
+            1,
+            group.dp_world_size(),
+        ):
+            raise ValueError(
+                f"the dataloader divides samples among {sampler.num_replicas} ranks, and the model is cut "
+                f"over {group}, of which {group.dp_world_size()} see different samples: launch with "
+                f"parallel=dict(tensor=dict(size={group.tp_world_size()}, mode='1d')) in the config, then "
+                "prepare_dataloader"
+            )
+        relayout(group.layout)
+        self.plan = replace(self.plan, layout=group.layout)
+        self.mesh = global_context.mesh
 
     def backward(self, loss: GivenLoss, optimizer: Optimizer, weight: Weight | None = None) -> None:
         """Run the backward of a loss; the loss scale, if any, is that of `optimizer`.

@@ -48,6 +48,7 @@ from colossalai.checkpoint_io.resharding import (
 )
 from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, MODEL_FOLDER, listed
 from colossalai.logging import get_dist_logger
+from colossalai.tensor import as_memory
 
 _OTHERS = "extra state"  # under it are the values that are not tensors
 
@@ -293,6 +294,7 @@ def _refuse_meta(state: Mapping[str, Any]) -> None:
         )
 
 
+@as_memory()
 def save_model(
     module: nn.Module,
     checkpoint: str | Path,
@@ -346,6 +348,7 @@ def save_model(
     save_whole(checkpoint, state, MODEL, layout, texts=_config_files(module))
 
 
+@as_memory()
 def load_model(
     module: nn.Module,
     checkpoint: str | Path,

@@ -37,7 +37,7 @@ from colossalai.checkpoint_io.resharding import (
 )
 from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, listed
 from colossalai.logging import get_dist_logger
-from colossalai.tensor import range_of_states
+from colossalai.tensor import as_memory, range_of_states
 
 
 @dataclass(frozen=True)
@@ -227,6 +227,7 @@ def _state_misfits(
             yield f"{name} is a tensor-parallel slice, and it is not known how to cut {listed(strange)}"
 
 
+@as_memory()
 def save_optimizer(
     optimizer: Optimizer,
     checkpoint: str | Path,
@@ -274,6 +275,7 @@ def save_optimizer(
             save_sharded(checkpoint, state, OPTIMIZER)
 
 
+@as_memory()
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path, *, param_names: ParamNames) -> None:
     """Load an optimizer's state and hyper-parameters; collective: every rank copies its own slices.
 

@@ -31,8 +31,10 @@ from colossalai.checkpoint_io._optimizer_state import (
 from colossalai.checkpoint_io.formats import Stateful, read_plain, state_of, write_torch_states
 from colossalai.checkpoint_io.resharding import plain, with_own_memory
 from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, atomic_file, listed, staged
+from colossalai.tensor import as_memory
 
 
+@as_memory()
 def save_checkpoint(
     file: str | Path,
     epoch: int,
@@ -94,6 +96,7 @@ def _save(
         write_torch_states(write, content, states.values(), buffer_size=buffer_size)
 
 
+@as_memory()
 def load_checkpoint(
     file: str | Path,
     model: nn.Module,

@@ -80,6 +80,7 @@ from colossalai.context import (
     set_random_state,
 )
 from colossalai.logging import get_dist_logger
+from colossalai.tensor import as_memory
 
 
 @dataclass(kw_only=True)
@@ -113,6 +114,7 @@ class TrainingState:
         return {name: part for name, part in parts.items() if part is not None}
 
 
+@as_memory()
 def save_training_state(
     folder: str | Path,
     state: TrainingState,
@@ -185,6 +187,7 @@ def latest_training_state(folder: str | Path) -> Path | None:
     return None if newest is None else newest.path
 
 
+@as_memory()
 def load_training_state(
     path: str | Path, state: TrainingState, *, buffer_size: float = DEFAULT_BUFFER_MB
 ) -> dict[str, object]:
@@ -213,6 +216,7 @@ def load_training_state(
         return _load(Path(path), replace(state, optimizer=raw), None, buffer_size)
 
 
+@as_memory()
 def resume_training_state(
     folder: str | Path, state: TrainingState, *, buffer_size: float = DEFAULT_BUFFER_MB
 ) -> dict[str, object] | None:

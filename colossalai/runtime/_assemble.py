@@ -27,7 +27,15 @@ from colossalai.runtime._recompute import apply_recompute, find_blocks
 from colossalai.runtime._stages import join_stages, take_stages
 from colossalai.runtime._wrapper import ModelWrapper
 from colossalai.shardformer import can_shard, shard_model
-from colossalai.tensor import ShardingSpec, built_for, set_spec, spec_of
+from colossalai.tensor import (
+    ShardingSpec,
+    as_memory,
+    as_plain_parameter,
+    built_for,
+    process_group_of,
+    set_spec,
+    spec_of,
+)
 
 
 def assemble(
@@ -47,6 +55,7 @@ def assemble(
     return wrapped_model, wrapped[0] if wrapped else None
 
 
+@as_memory()  # parameters that a user has cut are slices here, as those that a method has cut
 def assemble_with_optimizers(
     plan: Plan,
     model: nn.Module,
@@ -88,7 +97,8 @@ def assemble_with_optimizers(
     tensor_axis = None if layout.alike_axis is None else mesh.axis(layout.alike_axis)
     if plan.pipeline is not None:
         model = take_stages(model, optimizers, options=plan.pipeline, axis=mesh.axis("pp"))
-    if tensor_axis is not None and tensor_axis.size > 1:
+    is_cut_by_user = _take_users_cut(plan, model, mesh)
+    if tensor_axis is not None and tensor_axis.size > 1 and not is_cut_by_user:
         _share_layers(model, optimizers, mesh)
     _check_is_cut(model, mesh, replicas)
     names = {id(param): name for name, param in model.named_parameters()}
@@ -127,6 +137,38 @@ def assemble_with_optimizers(
         if isinstance(each, AccumulatingOptimizer):
             each.open_window(wrapper, accumulation_steps)
     return wrapper, wrapped
+
+
+def _take_users_cut(plan: Plan, model: nn.Module, mesh: Mesh) -> bool:
+    """Return whether a user has cut parameters of a model, and let all others be ordinary ones.
+
+    Raises:
+        ValueError: The cut is over other ranks than those of `mesh`, or `plan` has a method that does not
+            know how such parameters are used.
+    """
+    group = process_group_of(model)
+    for param in model.parameters():
+        as_plain_parameter(param)
+    if group is None:
+        return False
+    if group.mesh.axes != mesh.axes:
+        raise ValueError(
+            f"{type(model).__name__} is cut over {group}, and the ranks are laid out as {mesh}: lay the job "
+            f"out by parallel=dict(tensor=dict(size={group.tp_world_size()}, mode='1d')) in its config"
+        )
+    unfit = {
+        "a pipeline": plan.pipeline is not None,
+        "ZeRO stage 3 by FSDP": plan.data.shards_parameters,
+        "compile": plan.compile is not False,
+    }
+    for what, is_asked in unfit.items():
+        if is_asked:
+            raise ValueError(
+                f"{type(model).__name__} has parameters that were cut by set_tensor_spec, and {what} puts "
+                "others in their place, which functions use as they are: leave it out; layers of "
+                "colossalai.nn and HybridParallelPlugin(tp_size=...) cut models that it takes"
+            )
+    return True
 
 
 def _draw_apart(mesh: Mesh) -> None:

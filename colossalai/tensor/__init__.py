@@ -1,9 +1,5 @@
 """Tensors that are cut over ranks: what a rank holds of them, and what holds for the whole."""
 
-from functools import partial
-from typing import TYPE_CHECKING
-
-from colossalai._not_landed import refuse_name
 from colossalai.tensor._attributes import CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from colossalai.tensor._attributes import CHECKPOINT_TIED_NAMES as CHECKPOINT_TIED_NAMES
 from colossalai.tensor._attributes import CHUNK_PLACE as CHUNK_PLACE
@@ -11,6 +7,7 @@ from colossalai.tensor._attributes import DDP_IGNORED as DDP_IGNORED
 from colossalai.tensor._attributes import LAZY_TAPE as LAZY_TAPE
 from colossalai.tensor._attributes import PART_OF_CUT_MODEL as PART_OF_CUT_MODEL
 from colossalai.tensor._attributes import PIPELINE_SHARE as PIPELINE_SHARE
+from colossalai.tensor._autograd import with_gradient_edges as with_gradient_edges
 from colossalai.tensor._flat_range import FlatRange as FlatRange
 from colossalai.tensor._flat_range import FlatValues as FlatValues
 from colossalai.tensor._flat_range import flat_values as flat_values
@@ -40,6 +37,18 @@ from colossalai.tensor._spec import set_fragment as set_fragment
 from colossalai.tensor._spec import set_spec as set_spec
 from colossalai.tensor._spec import sharding_groups as sharding_groups
 from colossalai.tensor._spec import spec_of as spec_of
-
-if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed
+from colossalai.tensor.colo import ColoParameter as ColoParameter
+from colossalai.tensor.colo import ColoTensor as ColoTensor
+from colossalai.tensor.colo import ColoTensorSpec as ColoTensorSpec
+from colossalai.tensor.colo import ComputePattern as ComputePattern
+from colossalai.tensor.colo import ComputeSpec as ComputeSpec
+from colossalai.tensor.colo import DistSpec as DistSpec
+from colossalai.tensor.colo import DistSpecManager as DistSpecManager
+from colossalai.tensor.colo import ProcessGroup as ProcessGroup
+from colossalai.tensor.colo import ReplicaSpec as ReplicaSpec
+from colossalai.tensor.colo import ShardSpec as ShardSpec
+from colossalai.tensor.colo import as_colo_parameter as as_colo_parameter
+from colossalai.tensor.colo import as_memory as as_memory
+from colossalai.tensor.colo import as_plain_parameter as as_plain_parameter
+from colossalai.tensor.colo import follow_cut as follow_cut
+from colossalai.tensor.colo import process_group_of as process_group_of

@@ -5,12 +5,16 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from colossalai.logging import get_dist_logger
+from colossalai.tensor import DistSpec, ProcessGroup, as_colo_parameter
 
 Device = torch.device | str | int
 
 
 class ColoInitContext:
-    """Builds models on a device and in a dtype, as `with torch.device(...)` does.
+    """Builds models on a device and in a dtype; their parameters are ColoParameters, which can be cut.
 
     The doors take a model that was built without a context as well. `LazyInitContext` builds one without
     memory.
@@ -18,12 +22,13 @@ class ColoInitContext:
     Args:
         device: Where parameters and buffers are made; `get_current_device()` is the device of this rank.
         dtype: The dtype of those that are made without one; None: torch's default.
-        default_dist_spec: Not taken before ColoTensor has landed.
-        default_pg: Not taken before ColoTensor has landed.
+        default_dist_spec: How all parameters are cut when the block ends; what the ranks do not divide stays
+            whole. None: nothing is cut.
+        default_pg: The process group of all parameters; None: they have none yet.
 
     Raises:
-        ValueError: `device` is no device, `dtype` is not a floating one, or `default_dist_spec` or
-            `default_pg` is given.
+        ValueError: `device` is no device, `dtype` is not a floating one, `default_dist_spec` is no dist spec
+            or is given without `default_pg`.
 
     Example:
         >>> with ColoInitContext(device="cpu", dtype=torch.bfloat16):
@@ -35,13 +40,17 @@ class ColoInitContext:
         device: Device = torch.device("cpu"),  # noqa: B008 - a value
         dtype: torch.dtype | None = None,
         *,
-        default_dist_spec: Any = None,
-        default_pg: Any = None,
+        default_dist_spec: DistSpec | None = None,
+        default_pg: ProcessGroup | None = None,
     ) -> None:
         self.device, self.dtype = _check(device, dtype, default_dist_spec, default_pg)
+        self._spec, self._group = default_dist_spec, default_pg
+        self._built: dict[nn.Parameter, None] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        hook = register_module_parameter_registration_hook(self._note)
+        self._stack.callback(hook.remove)
         if self.dtype is not None:
             self._stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self.dtype)
@@ -50,23 +59,32 @@ class ColoInitContext:
 
     def __exit__(self, *error: object) -> None:
         self._stack.close()
+        built, self._built = self._built, {}
+        if error[0] is None and self._spec is not None and self._group is not None:
+            for param in built:
+                _cut(param, self._spec, self._group)
+
+    def _note(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """Called when a module gets a parameter."""
+        if param is not None and not _has_own_class(param):
+            self._built[as_colo_parameter(param, self._group)] = None
 
 
 def post_process_colo_init_ctx(
     model: nn.Module,
     device: Device = torch.device("cpu"),  # noqa: B008 - a value
     dtype: torch.dtype | None = None,
-    default_pg: Any = None,
-    default_dist_spec: Any = None,
+    default_pg: ProcessGroup | None = None,
+    default_dist_spec: DistSpec | None = None,
 ) -> None:
-    """Bring what a model was given outside of a `ColoInitContext` to its device and dtype, in place.
+    """Do to a model that was built outside of a `ColoInitContext` what that does, in place.
 
     Args:
         model: The model.
         device: Where to.
         dtype: The dtype of its floating tensors; None: as they are.
-        default_pg: Not taken before ColoTensor has landed.
-        default_dist_spec: Not taken before ColoTensor has landed.
+        default_pg: See `ColoInitContext`.
+        default_dist_spec: Likewise.
 
     Raises:
         ValueError: An argument is one that `ColoInitContext` refuses, or a tensor of `model` has no values.
@@ -79,20 +97,40 @@ def post_process_colo_init_ctx(
                 "LazyInitContext.materialize(model) first"
             )
     model.to(device=place, dtype=floating)
+    for param in model.parameters():
+        if not _has_own_class(param):
+            as_colo_parameter(param, default_pg)
+            if default_dist_spec is not None and default_pg is not None:
+                _cut(param, default_dist_spec, default_pg)
 
 
 def _check(
     device: Device, dtype: torch.dtype | None, default_dist_spec: Any, default_pg: Any
 ) -> tuple[torch.device, torch.dtype | None]:
-    for name, value in (("default_dist_spec", default_dist_spec), ("default_pg", default_pg)):
-        if value is not None:
-            raise ValueError(
-                f"{name} is given, and says how a ColoTensor is cut, which has not landed: leave it out; "
-                "HybridParallelPlugin(tp_size=...) and layers of colossalai.nn cut models"
-            )
+    if default_dist_spec is not None and not isinstance(default_dist_spec, DistSpec):
+        raise ValueError(
+            f"default_dist_spec is {default_dist_spec!r}; it must be a ShardSpec or a ReplicaSpec"
+        )
+    if default_dist_spec is not None and default_pg is None:
+        raise ValueError("default_dist_spec is given, and no default_pg: pass ProcessGroup(tp_degree=...)")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype is {dtype!r}; it must be a floating one such as torch.bfloat16, or None")
     try:
         return torch.device(device), dtype
     except (RuntimeError, TypeError) as error:
         raise ValueError(f"device is {device!r}, which is no device: {error}") from error
+
+
+def _has_own_class(param: nn.Parameter) -> bool:
+    """Return whether a parameter is of a class of its own, such as that of a lazy one or a quantized one."""
+    return type(param) is not nn.Parameter
+
+
+def _cut(param: nn.Parameter, spec: DistSpec, group: ProcessGroup) -> None:
+    """Cut a parameter; one that the ranks do not divide stays whole, which is said."""
+    try:
+        as_colo_parameter(param, group).set_dist_spec(spec)
+    except ValueError as error:
+        get_dist_logger().log_once(
+            f"a parameter of shape {tuple(param.shape)} stays whole: {error}", ranks=[0]
+        )

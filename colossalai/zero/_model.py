@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from colossalai.amp import Masters, Precision, apply_precision
-from colossalai.context import Axis, global_context
+from colossalai.context import Axis, global_context, relayout
 from colossalai.nn.parallel import AppliedDataMethod, ArrivingParams, DataMethod, params_called
-from colossalai.tensor import CHUNK_PLACE
+from colossalai.tensor import CHUNK_PLACE, as_memory, as_plain_parameter, process_group_of
 
 if TYPE_CHECKING:
     from colossalai.zero._low_level import LowLevelZeroOptimizer
@@ -40,10 +40,15 @@ class ZeroModel(nn.Module):
             refused by the method.
     """
 
+    @as_memory()
     def __init__(self, raw: nn.Module, method: DataMethod, precision: Precision) -> None:
         super().__init__()
         _check(raw)
         object.__setattr__(self, "_raw", raw)  # not a sub-module: its parameters are those of `module`
+        if (group := process_group_of(raw)) is not None:
+            relayout(group.layout)
+        for param in raw.parameters():
+            as_plain_parameter(param)
         device, mesh = global_context.device, global_context.mesh
         self.replicas: Axis = mesh.axis(mesh.batch_axes)  # those that share a sequence hold the same weights
         method.check(raw, [], blocks=[], replicas=self.replicas)

@@ -39,6 +39,10 @@ STATE = {
         "pipeline/stages/_tied_weights.py",
         "_numbers",
     ): "the order in which weights were shared, the same on all ranks",
+    (
+        "tensor/colo/_cut.py",
+        "_is_memory",
+    ): "a context variable: whether functions take ColoTensors as memory, for this thread and block",
     ("zero/_elementwise.py", "_declared"): "classes of optimizers that users declare to be elementwise",
 }
 

@@ -66,6 +66,7 @@ CONTEXT_READERS = {
     "nn/layer/sequence_parallel/_scores.py": "documented functions are given no axis",
     "nn/layer/sequence_parallel/_self_attention.py": "the documented constructor takes no mesh",
     "pipeline/stages/_tied_weights.py": "the documented constructor takes no mesh",
+    "tensor/colo/_process_group.py": "the documented constructor takes degrees, and no mesh",
     "zero/_model.py": "zero_model_wrapper and GeminiDDP are doors of their own, by their documented names",
 }
 

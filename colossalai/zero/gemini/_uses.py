@@ -25,7 +25,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from colossalai.tensor import CHUNK_PLACE, FlatRange, FlatValues, set_flat_values
+from colossalai.tensor import (
+    CHUNK_PLACE,
+    FlatRange,
+    FlatValues,
+    follow_cut,
+    set_flat_values,
+    with_gradient_edges,
+)
 from colossalai.zero.gemini._chunk import Chunk
 
 if TYPE_CHECKING:
@@ -99,6 +106,9 @@ class ChunkedParameter(nn.Parameter):
         if func in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _OF_AUTOGRAD:
+            args, kwargs = with_gradient_edges(func, args, kwargs)
+            return func(*args, **kwargs)
         params = list(_params_among(args, kwargs.values()))
         places: dict[Residence, list[ChunkPlace]] = {}
         for param in params:
@@ -206,14 +216,14 @@ def _value(nest: Any) -> Any:
     if kind is ChunkedParameter:
         place = place_of(nest)
         if not (nest.requires_grad and torch.is_grad_enabled()):
-            return place.view()
+            return follow_cut(place.view(), nest)
         if place.residence.open_views and (view := place.residence.view_in_module(nest)) is not None:
             return view
         # To autograd a view of the parameter, so that its gradient is the parameter's; but of other memory.
         # An `autograd.Function` would say the same at 10 us more, there and back.
         use = nest.view_as(nest)
         use.data = place.chunk.values_of(place.index)
-        return use
+        return follow_cut(use, nest)
     if kind is list or kind is tuple:
         return kind(map(_value, nest))
     if kind is dict:
@@ -286,7 +296,7 @@ _PROPERTIES = (
 _PROPERTIES_TO_SET = "requires_grad grad grad_dtype _backward_hooks _post_accumulate_grad_hooks"
 _METHODS = """
     size dim ndimension numel nelement stride storage_offset element_size get_device dim_order requires_grad_
-    register_hook register_post_accumulate_grad_hook __hash__ __len__ untyped_storage data_ptr backward
+    register_hook register_post_accumulate_grad_hook __hash__ __len__ untyped_storage data_ptr
     new_empty new_zeros new_ones new_full new_tensor
 """
 _SET_DATA: Any = next(_named("data")).__set__
@@ -302,7 +312,7 @@ _WITHOUT_VALUES: frozenset[Any] = frozenset(
         *(one for one in _named(f"{_METHODS} {_IS}") if not hasattr(one, "__set__")),
         *(torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel),
         *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
-        *(torch.autograd.grad, torch.autograd.backward),
     ]
 )
-"""Functions that get the parameter as it is: they ask for no values, or hand it on to autograd."""
+"""Functions that get the parameter as it is: they ask for no values."""
+_OF_AUTOGRAD = frozenset([torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad])

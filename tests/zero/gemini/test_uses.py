@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import colossalai
 from colossalai.core import global_context as gpc
@@ -266,6 +267,9 @@ def run_modules() -> tuple[list[bool], float]:
     alike = [net(x).item() == twin(x).item()]
     grads = torch.autograd.grad(net(x), list(net.parameters()))
     wanted = torch.autograd.grad(twin(x), list(twin.parameters()))
+    alike += [torch.equal(a, b) for a, b in zip(grads, wanted, strict=True)]
+    recomputed = checkpoint(net, x, use_reentrant=False)
+    grads = torch.autograd.grad(recomputed, list(net.parameters()))
     alike += [torch.equal(a, b) for a, b in zip(grads, wanted, strict=True)]
     net.eval()
     twin.eval()

@@ -1,0 +1,469 @@
+"""ColoTensor: a tensor of which tensor-parallel ranks hold slices, and which functions of torch take as one.
+
+[Note: what a function gets]
+The class of a ColoTensor is asked by every function of torch that gets one (`__torch_function__`). A function
+with a rule (`_products.py`, `_elementwise.py`, `_views.py`) computes with slices. One without gets whole
+arguments, and says so once. So results are those of one process, whatever is called; rules make it fast. A
+result that is whole is a plain tensor. What asks for no values (shape, dtype, `.grad`, `.data`) is answered
+of the slice.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Self, cast
+
+import torch
+from torch import nn
+
+from colossalai.logging import get_dist_logger
+from colossalai.tensor._attributes import SHARDING_SPEC
+from colossalai.tensor._autograd import with_gradient_edges
+from colossalai.tensor.colo import _elementwise, _products, _views
+from colossalai.tensor.colo._cut import (
+    COMPUTE_SPEC,
+    CUT,
+    Sliced,
+    TensorCut,
+    are_memory,
+    cut_of,
+    sliced,
+    tensors_in,
+    whole,
+)
+from colossalai.tensor.colo._process_group import ProcessGroup
+from colossalai.tensor.colo._specs import (
+    ColoTensorSpec,
+    ComputeSpec,
+    DistSpec,
+    ReplicaSpec,
+    ShardSpec,
+    sharding_spec,
+)
+
+RULES: Mapping[Any, _elementwise.Rule] = dict((*_elementwise.rules(), *_views.rules(), *_products.rules()))
+"""Each function that computes with slices, and how."""
+
+_GROUP = "_process_group"
+
+
+class ColoTensor(torch.Tensor):
+    """A tensor that tensor-parallel ranks share; `shape` is that of this rank's slice.
+
+    Args:
+        data: This rank's slice.
+        spec: How the ranks hold it; default: every rank has all of it.
+    """
+
+    @staticmethod
+    def __new__(cls: type[Self], data: torch.Tensor, spec: ColoTensorSpec | None = None) -> Self:
+        return cls.from_torch_tensor(data, spec)
+
+    def __init__(self, data: torch.Tensor, spec: ColoTensorSpec | None = None) -> None:
+        """Nothing is left to do."""
+
+    @classmethod
+    def from_torch_tensor(cls, tensor: torch.Tensor, spec: ColoTensorSpec | None = None) -> Self:
+        """Return a tensor on the memory of a plain one, which is this rank's slice.
+
+        Args:
+            tensor: The slice.
+            spec: How the ranks hold the whole.
+
+        Raises:
+            ValueError: `spec` does not fit `tensor`.
+        """
+        cut = None if spec is None else _cut_by(spec.dist_attr, tensor.dim(), spec.pg)
+        with torch._C.DisableTorchFunctionSubclass():
+            made = cls._on(tensor)
+        if spec is not None:
+            vars(made)[_GROUP] = spec.pg
+            vars(made)[COMPUTE_SPEC] = spec.compute_attr
+        made._set_cut(cut)
+        return made
+
+    @classmethod
+    def _on(cls, tensor: torch.Tensor) -> Self:
+        """Return one on the memory of a plain tensor, and of its graph."""
+        return tensor.as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch that gets one; see [Note: what a function gets]."""
+        kwargs = kwargs or {}
+        if func in _OF_THE_SLICE or are_memory():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _OF_AUTOGRAD:
+            args, kwargs = with_gradient_edges(func, args, kwargs)
+            return func(*args, **kwargs)
+        if not any(cut_of(tensor) for tensor in tensors_in(args, kwargs.values())):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        rule = RULES.get(func)
+        if rule is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                result = rule(func, args, kwargs)
+            if result is not NotImplemented:
+                return _wrapped(result)
+        return _with_whole_arguments(func, args, kwargs)
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The ranks; all of the job, each with the whole, where nobody has said another one."""
+        group = vars(self).get(_GROUP)
+        return ProcessGroup(tp_degree=1) if group is None else group
+
+    @property
+    def dist_spec(self) -> DistSpec:
+        """How the tensor-parallel ranks hold it."""
+        cut = cut_of(self)
+        return ReplicaSpec() if cut is None else ShardSpec([cut.dim], [cut.axis.size])
+
+    @property
+    def compute_spec(self) -> ComputeSpec | None:
+        """How functions use it; None: as they find it."""
+        return vars(self).get(COMPUTE_SPEC)
+
+    def get_process_group(self) -> ProcessGroup:
+        """Return the ranks."""
+        return self.process_group
+
+    def get_tp_world_size(self) -> int:
+        """Return the number of ranks that share it."""
+        return self.process_group.tp_world_size()
+
+    def get_dp_world_size(self) -> int:
+        """Return the number of ranks that hold the same slice."""
+        return self.process_group.dp_world_size()
+
+    def is_replicate(self) -> bool:
+        """Return whether every rank has all of it."""
+        return cut_of(self) is None
+
+    def is_sharded(self) -> bool:
+        """Return whether a rank has a slice."""
+        return cut_of(self) is not None
+
+    def is_shard_1drow(self) -> bool:
+        """Return whether its first dimension is cut."""
+        cut = cut_of(self)
+        return cut is not None and cut.dim == 0
+
+    def is_shard_1dcol(self) -> bool:
+        """Return whether its last dimension is cut."""
+        cut = cut_of(self)
+        return cut is not None and cut.dim == self.dim() - 1
+
+    def size_local(self, dim: int | None = None) -> torch.Size | int:
+        """Return the shape of this rank's slice, or one extent of it."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def size_global(self, dim: int | None = None) -> torch.Size | int:
+        """Return the shape of the whole, or one extent of it."""
+        shape = torch.Size(_whole_shape(self.shape, cut_of(self)))
+        return shape if dim is None else shape[dim]
+
+    def numel_global(self) -> int:
+        """Return the number of elements of the whole."""
+        return torch.Size(_whole_shape(self.shape, cut_of(self))).numel()
+
+    def set_process_group(self, pg: ProcessGroup) -> None:
+        """Say which ranks share it, before it is cut; to say the same again is nothing.
+
+        Raises:
+            ValueError: The tensor is cut over a group that is not `pg`.
+        """
+        cut = cut_of(self)
+        if cut is not None and cut.group != pg:
+            raise ValueError(
+                f"a tensor of shape {tuple(self.shape)} is cut over {cut.group}, and is to have {pg}: "
+                "set_dist_spec(ReplicaSpec()) makes it whole first"
+            )
+        vars(self).setdefault(_GROUP, pg)
+        if cut is None:
+            vars(self)[_GROUP] = pg
+
+    def set_dist_spec(self, dist_spec: DistSpec) -> None:
+        """Let the ranks hold it in another way, in place; autograd records it. Collective over those.
+
+        Raises:
+            ValueError: `dist_spec` does not fit the tensor.
+        """
+        cut = _cut_by(dist_spec, self.dim(), self.process_group)
+        if cut == cut_of(self):
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.grad_fn is None:
+                with torch.no_grad():
+                    self.data = _converted(self, cut).clone(memory_format=torch.contiguous_format)
+                self.grad = None
+                self._set_cut(cut)
+                return
+            made = self._on(_converted(self, cut))
+            vars(made).update(vars(self))
+            torch.utils.swap_tensors(self, made)
+        self._set_cut(cut)
+
+    def set_tensor_spec(self, dist_spec: DistSpec, compute_spec: ComputeSpec | None = None) -> None:
+        """Let the ranks hold it in another way, and functions use it so; as `set_dist_spec`.
+
+        Raises:
+            ValueError: `dist_spec` does not fit the tensor.
+        """
+        self.set_dist_spec(dist_spec)
+        if compute_spec is not None:
+            vars(self)[COMPUTE_SPEC] = compute_spec
+
+    def redistribute(self, dist_spec: DistSpec, pg: ProcessGroup | None = None) -> "ColoTensor":
+        """Return it held in another way; autograd records it. Collective over the ranks.
+
+        Raises:
+            ValueError: `dist_spec` does not fit the tensor, or `pg` is not the group it is cut over.
+        """
+        group = self.process_group if pg is None else pg
+        own = cut_of(self)
+        if own is not None and own.group != group:
+            raise ValueError(f"it is cut over {own.group}, and is to have {group}: to_replicate() first")
+        cut = _cut_by(dist_spec, self.dim(), group)
+        with torch._C.DisableTorchFunctionSubclass():
+            made = _converted(self, cut).as_subclass(ColoTensor)
+        vars(made).update({_GROUP: group, COMPUTE_SPEC: self.compute_spec})
+        made._set_cut(cut)
+        return made
+
+    def to_replicate(self) -> "ColoTensor":
+        """Return the whole, on every rank; autograd records it. Collective over the ranks."""
+        return self.redistribute(ReplicaSpec())
+
+    def to_replicate_(self) -> None:
+        """Become the whole, on every rank; autograd records it. Collective over the ranks."""
+        self.set_dist_spec(ReplicaSpec())
+
+    def _set_cut(self, cut: TensorCut | None) -> None:
+        own = vars(self)
+        for name in (CUT, SHARDING_SPEC):
+            own.pop(name, None)
+        if cut is not None:
+            own[CUT] = cut
+            own[SHARDING_SPEC] = sharding_spec(_whole_shape(self.shape, cut), cut.dim, cut.group)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        with torch._C.DisableTorchFunctionSubclass():
+            values = repr(self.detach())
+        return f"{type(self).__name__}({values}, {self.dist_spec})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) in memo:
+            known: Self = memo[id(self)]
+            return known
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = self._on(self.detach().clone()).requires_grad_(self.requires_grad)
+        vars(copied).update(vars(self))
+        memo[id(self)] = copied
+        return cast(Self, copied)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = self.detach().clone()
+        return _rebuilt, (type(self), plain, self.requires_grad, dict(vars(self)))
+
+
+class ColoParameter(ColoTensor, nn.Parameter):
+    """A parameter that tensor-parallel ranks share: a `torch.nn.Parameter` with this rank's slice.
+
+    Args:
+        data: This rank's slice.
+        requires_grad: Whether it is trained.
+        spec: How the ranks hold the whole; default: every rank has all of it.
+    """
+
+    @staticmethod
+    def __new__(
+        cls: type[Self],
+        data: torch.Tensor | None = None,
+        requires_grad: bool = True,
+        spec: ColoTensorSpec | None = None,
+    ) -> Self:
+        made = cls.from_torch_tensor(torch.empty(0) if data is None else data, spec)
+        return cast(Self, made.requires_grad_(requires_grad))
+
+    def __init__(
+        self,
+        data: torch.Tensor | None = None,
+        requires_grad: bool = True,
+        spec: ColoTensorSpec | None = None,
+    ) -> None:
+        """Nothing is left to do."""
+
+    @classmethod
+    def _on(cls, tensor: torch.Tensor) -> Self:
+        """See the base class; a leaf."""
+        made: Self = torch.Tensor._make_subclass(cls, tensor.detach(), tensor.requires_grad)
+        return made
+
+
+class DistSpecManager:
+    """Conversions of plain tensors from one dist spec to another."""
+
+    @staticmethod
+    def handle_trans_spec(
+        tensor: torch.Tensor, old_dist_spec: DistSpec, dist_spec: DistSpec, pg: ProcessGroup
+    ) -> torch.Tensor:
+        """Return this rank's part of a tensor under another spec; collective over the ranks of `pg`.
+
+        Args:
+            tensor: This rank's part.
+            old_dist_spec: How it is held.
+            dist_spec: How it is to be held.
+            pg: The ranks.
+
+        Raises:
+            ValueError: A spec does not fit `tensor`.
+        """
+        own, cut = (_cut_by(spec, tensor.dim(), pg) for spec in (old_dist_spec, dist_spec))
+        return whole(tensor, own) if cut is None else sliced(tensor, cut, own)
+
+    @staticmethod
+    def no_grad() -> AbstractContextManager[None]:
+        """Return a block in which conversions are not recorded."""
+        return torch.no_grad()
+
+
+def as_colo_parameter(param: nn.Parameter, group: ProcessGroup | None = None) -> ColoParameter:
+    """Let a parameter that others hold already be a ColoParameter: the same object, of another class."""
+    # In place, since optimizers, tied modules and lists of modules hold it.
+    if type(param) is nn.Parameter:
+        param.__class__ = ColoParameter
+    assert isinstance(param, ColoParameter), f"a {type(param).__name__} cannot become a ColoParameter"
+    if group is not None:
+        vars(param).setdefault(_GROUP, group)
+    return param
+
+
+def as_plain_parameter(param: nn.Parameter) -> None:
+    """Let a ColoParameter that is whole be an ordinary one, at the speed of one: the same object."""
+    if type(param) is ColoParameter and cut_of(param) is None:
+        cast(Any, param).__class__ = nn.Parameter
+
+
+def process_group_of(model: nn.Module) -> ProcessGroup | None:
+    """Return the ranks over which a user has cut the parameters of a model; None where nobody has.
+
+    Raises:
+        ValueError: Parameters of `model` are cut over different groups.
+    """
+    groups = {
+        cut.group: name for name, param in model.named_parameters() if (cut := cut_of(param)) is not None
+    }
+    if len(groups) > 1:
+        said = ", ".join(f"{name} over {group}" for group, name in groups.items())
+        raise ValueError(f"parameters of one model are cut over different groups: {said}; give all the same")
+    return next(iter(groups), None)
+
+
+def follow_cut(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """Return a view of other memory that stands in for a parameter, cut as that is."""
+    if cut_of(param) is None:
+        return value
+    made = value.as_subclass(ColoTensor)
+    vars(made).update({name: vars(param).get(name) for name in (_GROUP, COMPUTE_SPEC, CUT)})
+    return made
+
+
+def _rebuilt(
+    kind: type[ColoTensor], plain: torch.Tensor, requires_grad: bool, attributes: Mapping[str, Any]
+) -> ColoTensor:
+    made = kind._on(plain).requires_grad_(requires_grad)
+    vars(made).update(attributes)
+    return cast(ColoTensor, made)
+
+
+def _cut_by(dist_spec: DistSpec, num_dims: int, group: ProcessGroup) -> TensorCut | None:
+    if not isinstance(dist_spec, DistSpec):
+        raise ValueError(f"the dist spec is {dist_spec!r}; it must be a ShardSpec or a ReplicaSpec")
+    dim = dist_spec.cut_dim(num_dims, group)
+    return None if dim is None else TensorCut(dim, group)
+
+
+def _converted(tensor: ColoTensor, cut: TensorCut | None) -> torch.Tensor:
+    return whole(tensor) if cut is None else sliced(tensor, cut)
+
+
+def _whole_shape(shape: torch.Size, cut: TensorCut | None) -> list[int]:
+    return [
+        size * (cut.axis.size if cut is not None and dim == cut.dim else 1) for dim, size in enumerate(shape)
+    ]
+
+
+def _wrapped(result: Any) -> Any:
+    """Return what a rule has returned, slices as ColoTensors."""
+    if isinstance(result, Sliced):
+        made = result.value.as_subclass(ColoTensor)
+        vars(made).update({_GROUP: result.cut.group, CUT: result.cut})
+        return made
+    if isinstance(result, list | tuple):
+        return type(result)(map(_wrapped, result))
+    return result
+
+
+def _with_whole_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Call a function that has no rule, or none for these arguments, with whole ones.
+
+    Raises:
+        ValueError: `func` would write into a slice.
+    """
+    name = getattr(func, "__name__", None) or str(func)
+    written = [kwargs.get("out")]
+    if name.startswith("__i") or name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        written.append(args[0])
+    if kwargs.get("inplace"):
+        written.append(args[0])
+    if any(cut_of(tensor) for tensor in tensors_in(written)):
+        raise ValueError(
+            f"{name} writes into a tensor of which this rank has a slice, and there is no rule that says "
+            "what each rank writes: write into the whole (t.to_replicate()), and set_dist_spec it again"
+        )
+    get_dist_logger().log_once(
+        f"{name} has no rule for tensors that are cut so, and gets whole ones: they are gathered", ranks=[0]
+    )
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*map(_all_whole, args), **{key: _all_whole(value) for key, value in kwargs.items()})
+
+
+def _all_whole(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(map(_all_whole, value))
+    return value if cut_of(value) is None else whole(value).contiguous()  # as most tensors of one process
+
+
+def _named(names: str) -> Iterable[Any]:
+    return (getattr(torch.Tensor, name) for name in names.split() if hasattr(torch.Tensor, name))
+
+
+_IS = " ".join(name for name in dir(torch.Tensor) if name.startswith("is_") and name != "is_set_to")
+_PROPERTIES = """
+    shape dtype device ndim layout itemsize nbytes names name grad_fn output_nr retains_grad _version _base
+    data requires_grad grad grad_dtype _backward_hooks _post_accumulate_grad_hooks
+"""
+_METHODS = """
+    size dim ndimension numel nelement stride storage_offset element_size get_device dim_order requires_grad_
+    register_hook register_post_accumulate_grad_hook retain_grad __hash__ __len__ untyped_storage data_ptr
+    new_empty new_zeros new_ones new_full new_tensor
+"""
+_OF_AUTOGRAD = frozenset([torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+_OF_THE_SLICE: frozenset[Any] = frozenset(
+    [
+        *(one.__get__ for one in _named(f"{_PROPERTIES} {_IS}") if hasattr(one, "__set__")),
+        *(one.__set__ for one in _named(_PROPERTIES) if hasattr(one, "__set__")),
+        *(one.__delete__ for one in _named("grad")),
+        *(one for one in _named(f"{_METHODS} {_IS}") if not hasattr(one, "__set__")),
+        *(torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel),
+    ]
+)
+"""Functions that ask for no values of the whole."""

@@ -1,0 +1,211 @@
+"""GPT-2 of transformers, cut by the documented recipe, trains as one process: alone and under every door."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+from colossalai.booster import Booster
+from colossalai.booster.plugin import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
+from colossalai.communication import ledger
+from colossalai.core import global_context as gpc
+from colossalai.nn.parallel import GeminiDDP
+from colossalai.tensor import ColoParameter, ProcessGroup, as_colo_parameter
+from colossalai.zero import ColoInitContext, GeminiAdamOptimizer
+from tests.ranks import run_ranks
+from tests.tensor.colo.gpt2 import batch, build, cut, loss_of, slice_like, trained_alone
+
+pytestmark = pytest.mark.dist
+
+SMALL: dict[str, Any] = {
+    "min_chunk_size_mb": 0.004,
+    "search_range_mb": 0,
+    "hidden_dim": 32,
+    "precision": "fp32",
+}
+PLUGINS: dict[str, Callable[[], Any]] = {
+    "ddp": TorchDDPPlugin,
+    "zero1": functools.partial(LowLevelZeroPlugin, stage=1, precision="fp32"),
+    "zero2": functools.partial(LowLevelZeroPlugin, stage=2, precision="fp32"),
+    "hybrid": functools.partial(HybridParallelPlugin, tp_size=2, pp_size=1, zero_stage=1),
+    "gemini": functools.partial(GeminiPlugin, **SMALL),
+}
+
+
+def built(group: ProcessGroup) -> nn.Module:
+    """Return the model with ColoParameters, cut."""
+    with ColoInitContext(device=torch.device("cpu"), default_pg=group):
+        model = build()
+    assert all(type(param) is ColoParameter for param in model.parameters())
+    cut(model, group)
+    return model
+
+
+def compare(model: nn.Module, losses: list[float], num_parts: int) -> None:
+    """Compare losses and parameters with those of one process; losses are those of a part of the batch."""
+    wanted, alone, _ = trained_alone()
+    if num_parts == 1:
+        assert losses == pytest.approx(wanted, abs=1e-10)
+    for (name, param), other in zip(model.named_parameters(), alone.parameters(), strict=True):
+        found = param.detach()
+        torch.testing.assert_close(
+            torch.Tensor(found.data), slice_like(other.detach(), param), rtol=0, atol=1e-10, msg=name
+        )
+
+
+def train_plainly(tp_degree: int) -> int:
+    """Train without a door; return how many collectives a step took."""
+    colossalai.launch_from_torch({}, verbose=False)
+    model = built(ProcessGroup(tp_degree=tp_degree))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        with ledger() as book:
+            loss = loss_of(model, batch(1, 0))
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    grads = trained_alone()[2]
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(param.grad, slice_like(grads[name], param), rtol=0, atol=1e-10)
+    compare(model, losses, 1)
+    gpc.destroy()
+    return book.count()
+
+
+@pytest.mark.parametrize("tp_degree", [1, 2, 4])
+def test_the_recipe_is_one_process(tp_degree: int) -> None:
+    """Of two blocks each two gathers and a sum forward, two sums backward; embeddings, and the head."""
+    for num_collectives in run_ranks(train_plainly, tp_degree, tp_degree):
+        assert num_collectives == (0 if tp_degree == 1 else 16)
+
+
+def train_boosted(name: str) -> None:
+    """Train by a plugin, 2 x 2."""
+    colossalai.launch_from_torch({}, verbose=False)
+    booster = Booster(plugin=PLUGINS[name]())
+    group = ProcessGroup(tp_degree=2)
+    raw = built(group)
+    model, optimizer, *_ = booster.boost(raw, torch.optim.AdamW(raw.parameters(), lr=1e-2))
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(2, group.dp_local_rank()))
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        losses.append(loss.item())
+    with model.gathered():
+        compare(raw, losses, 2)
+    gpc.destroy()
+
+
+@pytest.mark.parametrize("name", list(PLUGINS))
+def test_a_door_trains_it_as_one_process(name: str) -> None:
+    run_ranks(train_boosted, 4, name)
+
+
+def train_in_chunks() -> None:
+    """Train by the documented door without a Booster, 2 x 2, and checkpoint activations."""
+    colossalai.launch_from_torch({}, verbose=False)
+    group = ProcessGroup(tp_degree=2)
+    raw = built(group)
+    raw.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    raw.train()
+    model = GeminiDDP(raw, placement_policy="auto", **SMALL)
+    optimizer = GeminiAdamOptimizer(model, lr=1e-2, weight_decay=1e-2)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch(2, group.dp_local_rank()))
+        optimizer.backward(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    with model.gathered():
+        compare(raw, losses, 2)
+    gpc.destroy()
+
+
+def test_the_documented_door_of_chunks_trains_it_as_one_process() -> None:
+    run_ranks(train_in_chunks, 4)
+
+
+def checkpoint(folder: str, tp_degree: int, saves: bool) -> None:
+    """Save a model that was trained, or load it and compare it."""
+    colossalai.launch_from_torch({}, verbose=False)
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=1, precision="fp32"))
+    group = ProcessGroup(tp_degree=tp_degree)
+    raw = built(group)
+    model, optimizer, *_ = booster.boost(raw, torch.optim.AdamW(raw.parameters(), lr=1e-2))
+    if not saves:
+        booster.load_model(model, folder + "/model")
+        booster.load_optimizer(optimizer, folder + "/optimizer")
+    for _ in range(2 if saves else 1):
+        optimizer.zero_grad()
+        booster.backward(loss_of(model, batch(group.dp_world_size(), group.dp_local_rank())), optimizer)
+        optimizer.step()
+    if saves:
+        booster.save_model(model, folder + "/model", shard=True)
+        booster.save_optimizer(optimizer, folder + "/optimizer", shard=True)
+    else:
+        compare(raw, [], 2)
+    gpc.destroy()
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [((2, 2), (4, 4)), ((4, 2), (1, 1)), ((1, 1), (4, 2))])
+def test_a_checkpoint_loads_at_another_size(
+    tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]
+) -> None:
+    """Two steps there and one here are three of one process."""
+    run_ranks(checkpoint, saved[0], str(tmp_path), saved[1], True)
+    run_ranks(checkpoint, loaded[0], str(tmp_path), loaded[1], False)
+
+
+def refusals() -> list[str]:
+    """Return what is said of doors and methods that do not fit."""
+    colossalai.launch_from_torch({}, verbose=False)
+    said = []
+    for plugin in (TorchFSDPPlugin(), HybridParallelPlugin(tp_size=1, pp_size=2, num_microbatches=2)):
+        try:
+            booster = Booster(plugin=plugin)
+            raw = built(ProcessGroup(tp_degree=2))
+            booster.boost(raw, torch.optim.AdamW(raw.parameters()))
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    gpc.destroy()
+    return said
+
+
+def test_what_does_not_know_such_parameters_refuses_them() -> None:
+    for said in run_ranks(refusals, 4):
+        assert "ZeRO stage 3 by FSDP" in said[0]
+        assert "pipeline" in said[1] or "laid out" in said[1]
+
+
+def plain_in_a_context() -> bool:
+    """Return whether parameters that nobody has cut are ordinary ones behind a door."""
+    colossalai.launch_from_torch({}, verbose=False)
+    model = nn.Linear(4, 4)
+    for param in model.parameters():
+        as_colo_parameter(param)
+    booster = Booster(plugin=TorchDDPPlugin())
+    boosted, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    kinds = {type(param) for param in boosted.unwrap().parameters()}
+    gpc.destroy()
+    return kinds == {nn.Parameter}
+
+
+def test_what_is_whole_is_as_fast_as_ever() -> None:
+    assert all(run_ranks(plain_in_a_context, 2))

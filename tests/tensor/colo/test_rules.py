@@ -1,0 +1,268 @@
+"""Rules compute with slices: they send what they say, and values and gradients are those of one process."""
+
+import copy
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import colossalai
+from colossalai.communication import ledger
+from colossalai.core import global_context as gpc
+from colossalai.tensor import (
+    ColoParameter,
+    ColoTensor,
+    ColoTensorSpec,
+    ComputePattern,
+    ComputeSpec,
+    DistSpecManager,
+    ProcessGroup,
+    ReplicaSpec,
+    ShardSpec,
+    spec_of,
+)
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+IDS = torch.tensor([[0, 3, 7], [5, 5, 2]])
+
+
+class Case(NamedTuple):
+    """A function, the shapes of its arguments, how each is cut, and what is sent."""
+
+    run: Callable[..., torch.Tensor]
+    shapes: tuple[tuple[int, ...], ...]
+    dims: tuple[int | None, ...]
+    forward: tuple[str, ...] = ()
+    backward: tuple[str, ...] = ()
+
+
+ONE, GATHER, SUM = (4, 6), "all_gather", "all_reduce"
+CASES = {
+    "linear, out": Case(F.linear, ((3, 4, 6), (8, 6), (8,)), (None, 0, 0), (), (SUM,)),
+    "linear, out, whole bias": Case(F.linear, ((3, 4, 6), (8, 6), (8,)), (None, 0, None), (), (SUM, GATHER)),
+    "linear, in": Case(F.linear, ((4, 6), (8, 6), (8,)), (None, 1, None), (SUM,), (GATHER,)),
+    "linear, in, both": Case(F.linear, ((4, 6), (8, 6)), (1, 1), (SUM,)),
+    "linear of other rows": Case(F.linear, ((4, 6), (8, 6), (8,)), (0, None, None), (), (SUM, SUM)),
+    "addmm, out": Case(torch.addmm, ((8,), (4, 6), (6, 8)), (0, None, 1), (), (SUM,)),
+    "addmm, in": Case(torch.addmm, ((8,), (4, 6), (6, 8)), (None, 1, 0), (SUM,)),
+    "mm, rows": Case(torch.mm, ((4, 6), (6, 8)), (0, None), (), (SUM,)),
+    "mm, contracted": Case(torch.mm, ((4, 6), (6, 8)), (1, None), (SUM,), (GATHER,)),
+    "matmul, columns": Case(torch.matmul, ((2, 4, 6), (6, 8)), (None, 1), (), (SUM,)),
+    "operator": Case(lambda a, b: a @ b, ((2, 4, 6), (6, 8)), (0, None), (), (SUM,)),
+    "bmm, batch": Case(torch.bmm, ((4, 2, 6), (4, 6, 3)), (0, 0)),
+    "embedding, features": Case(lambda w: F.embedding(IDS, w), ((8, 6),), (1,)),
+    "embedding, rows": Case(lambda w: F.embedding(IDS, w, padding_idx=3), ((8, 6),), (0,), (SUM,)),
+    "layer norm": Case(
+        lambda x, w, b: F.layer_norm(x, (6,), w, b), ((4, 6), (6,), (6,)), (0, None, None), (), (SUM, SUM)
+    ),
+    "cross entropy": Case(
+        lambda x: F.cross_entropy(x, torch.tensor([1, -100, 5, 2])), (ONE,), (1,), (SUM, SUM, SUM)
+    ),
+    "cross entropy, sum": Case(
+        lambda x: F.cross_entropy(x, torch.tensor([1, 0, 5, 2]), reduction="sum"), (ONE,), (1,), (SUM,) * 3
+    ),
+    "elementwise": Case(lambda x: torch.tanh(0.5 * x + 1.0) * F.gelu(x) ** 2, (ONE,), (1,)),
+    "elementwise, two": Case(lambda a, b: a * b - torch.exp(a) / 2, (ONE, ONE), (0, 0)),
+    "elementwise, a whole one": Case(lambda a, b: a + b, (ONE, ONE), (1, None), (), (GATHER,)),
+    "elementwise, broadcast": Case(lambda a, b: a * b, (ONE, (4, 1)), (1, None), (), (SUM,)),
+    "elementwise, fewer dims": Case(lambda a, b: a * b, (ONE, (6,)), (0, None), (), (SUM,)),
+    "elementwise, aligned": Case(lambda a, b: a * b, (ONE, (6,)), (1, 0)),
+    "view": Case(lambda x: x.view(-1, 6) * 2, ((2, 4, 6),), (2,)),
+    "view, of the slice": Case(lambda x: x.reshape(2, -1, x.shape[-1]), ((2, 2, 2, 6),), (3,)),
+    "transpose": Case(lambda x: x.transpose(0, 1).unsqueeze(0).permute(2, 0, 1), (ONE,), (1,)),
+    "T": Case(lambda x: x.T, (ONE,), (0,)),
+    "split": Case(lambda x: x.split(2, dim=1)[1] * 3, (ONE,), (0,)),
+    "expand": Case(lambda x: x.expand(3, -1, -1), ((1, 4, 6),), (2,)),
+    "squeeze": Case(lambda x: x.squeeze(0), ((1, 4, 6),), (1,)),
+    "clone": Case(lambda x: x.clone().contiguous().double(), (ONE,), (1,)),
+    "dropout in eval": Case(lambda x: F.dropout(x, 0.5, False), (ONE,), (1,)),
+}
+
+
+def run_case(name: str) -> None:
+    """Compare a function of cut arguments with that of whole ones, forward and backward."""
+    case, group = CASES[name], ProcessGroup(tp_degree=2)
+    torch.manual_seed(0)
+    wholes = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in case.shapes]
+    given = []
+    for tensor, dim in zip(wholes, case.dims, strict=True):
+        one: Any = ColoParameter(tensor.detach().clone())
+        one.set_process_group(group)
+        if dim is not None:
+            one.set_dist_spec(ShardSpec([dim], [2]))
+        given.append(one)
+    wanted = case.run(*wholes)
+    with ledger() as forward:
+        found = case.run(*given)
+    assert [entry.op for entry in forward.entries] == list(case.forward)
+    weight = torch.randn(wanted.shape, dtype=torch.float64)
+    (wanted * weight).sum().backward()
+    whole = found.to_replicate() if isinstance(found, ColoTensor) else found
+    loss = torch.sum(whole.as_subclass(torch.Tensor) * weight)
+    with ledger() as backward:
+        loss.backward()
+    assert sorted(entry.op for entry in backward.entries) == sorted(case.backward)
+    torch.testing.assert_close(whole.data, wanted.detach(), rtol=0, atol=1e-12)
+    for one, other in zip(given, wholes, strict=True):
+        spec = spec_of(one)
+        expected = other.grad if spec is None else spec.cut(other.grad)
+        torch.testing.assert_close(one.grad, expected, rtol=0, atol=1e-12)
+
+
+def run_all_cases() -> list[str]:
+    """Return what failed."""
+    colossalai.launch_from_torch({}, verbose=False)
+    failed = []
+    for name in CASES:
+        try:
+            run_case(name)
+        except Exception as error:
+            failed.append(f"{name}: {error!r}")
+    gpc.destroy()
+    return failed
+
+
+def test_rules_send_what_they_say_and_are_one_process() -> None:
+    for failed in run_ranks(run_all_cases, 2):
+        assert not failed, "\n".join(failed)
+
+
+def conversions() -> None:
+    """Convert in every way, with gradients."""
+    colossalai.launch_from_torch({}, verbose=False)
+    group = ProcessGroup(tp_degree=2)
+    whole = torch.arange(24.0).view(4, 6)
+    rank = group.tp_local_rank()
+    for source in (0, 1):
+        leaf = whole.chunk(2, source)[rank].clone().requires_grad_()
+        tensor = ColoTensor.from_torch_tensor(leaf, ColoTensorSpec(group, ShardSpec([source], [2])))
+        moved = tensor.redistribute(ShardSpec([1 - source], [2]))
+        assert torch.equal(moved.data, whole.chunk(2, 1 - source)[rank])
+        changed = moved * moved
+        changed.set_dist_spec(ReplicaSpec())
+        assert type(changed) is ColoTensor
+        assert changed.is_replicate()
+        assert changed.shape == (4, 6)
+        torch.sum(changed).backward()
+        assert torch.equal(leaf.grad, 2 * leaf.detach())
+        plain = DistSpecManager.handle_trans_spec(
+            leaf.detach(), ShardSpec([source], [2]), ReplicaSpec(), group
+        )
+        assert torch.equal(plain, whole)
+        assert (tensor.size_global(), tensor.size_local()) == ((4, 6), leaf.shape)
+        assert tensor.numel_global() == 24
+        assert tensor.is_shard_1drow() == (source == 0)
+        for copied in (copy.deepcopy(tensor.detach()), pickle.loads(pickle.dumps(tensor.detach()))):
+            assert torch.equal(copied.to_replicate().data, whole)
+            assert copied.dist_spec == tensor.dist_spec
+    gpc.destroy()
+
+
+def test_conversions_are_recorded() -> None:
+    run_ranks(conversions, 2)
+
+
+class Block(nn.Module):
+    """A layer whose weight is cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 4).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the layer makes."""
+        return torch.tanh(self.layer(x))
+
+
+def grads_by_inputs() -> None:
+    """Ask autograd for gradients of parameters, through a recomputation."""
+    colossalai.launch_from_torch({}, verbose=False)
+    group = ProcessGroup(tp_degree=2)
+    block, alone = Block(), Block()
+    weight = ColoParameter(block.layer.weight.detach().clone())
+    weight.set_process_group(group)
+    weight.set_tensor_spec(ShardSpec([0], [2]), ComputeSpec(ComputePattern.TP1D))
+    block.layer.weight = weight
+    x = torch.ones(3, 4, dtype=torch.float64)
+    for use_reentrant in (False,):
+        loss = checkpoint(block, x, use_reentrant=use_reentrant).square().sum()
+        [found] = torch.autograd.grad(loss, [weight])
+        [wanted] = torch.autograd.grad(alone(x).square().sum(), [alone.layer.weight])
+        torch.testing.assert_close(found, spec_of(weight).cut(wanted), rtol=0, atol=1e-12)
+    gpc.destroy()
+
+
+def test_autograd_gives_gradients_of_cut_parameters() -> None:
+    run_ranks(grads_by_inputs, 2)
+
+
+def messages() -> list[str]:
+    """Return what is said of mistakes."""
+    colossalai.launch_from_torch({}, verbose=False)
+    group = ProcessGroup(tp_degree=2)
+
+    def cut_one() -> ColoTensor:
+        return ColoTensor.from_torch_tensor(torch.ones(2, 3), ColoTensorSpec(group, ShardSpec([0], [2])))
+
+    def parameter(*shape: int) -> ColoParameter:
+        made = ColoParameter(torch.ones(shape))
+        made.set_process_group(group)
+        return made
+
+    mistakes: list[Callable[[], Any]] = [
+        lambda: ShardSpec([0, 1], [2, 2]),
+        lambda: parameter(4, 3).set_dist_spec(ShardSpec([1], [2])),
+        lambda: parameter(4, 3).set_dist_spec(ShardSpec([0], [4])),
+        lambda: parameter(4, 3).set_dist_spec(ShardSpec([2], [2])),
+        lambda: ComputeSpec(ComputePattern.TP2D),
+        lambda: cut_one().set_process_group(ProcessGroup(dp_degree=2)),
+        lambda: cut_one().cumsum_(0),
+        lambda: torch.add(torch.ones(2, 3), torch.ones(2, 3), out=cut_one()),
+        lambda: cut_one() + torch.ones(2, 3),
+        lambda: ProcessGroup(tp_degree=3),
+        lambda: ProcessGroup(tp_degree=2, dp_degree=2),
+    ]
+    said = []
+    for mistake in mistakes:
+        try:
+            said.append(f"nothing: {mistake()}")
+        except (ValueError, NotImplementedError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    gpc.destroy()
+    return said
+
+
+def test_mistakes_are_named() -> None:
+    wanted = (
+        *("along one dimension", "which do not divide", "give \\[pg.tp_world_size", "has 2 dim"),
+        *("NotImplementedError: .*colossalai.nn", "is cut over", "cumsum_ writes into", "add writes into"),
+        *("extent 2 of a slice", "must divide the 2 ranks", "are 4 ranks"),
+    )
+    for said in run_ranks(messages, 2):
+        for text, part in zip(said, wanted, strict=True):
+            assert re.search(part, text), text
+
+
+def warned() -> list[str]:
+    """Return what is logged of a function without a rule, twice."""
+    colossalai.launch_from_torch({}, verbose=False)
+    group = ProcessGroup(tp_degree=2)
+    tensor = ColoTensor.from_torch_tensor(torch.ones(2, 3), ColoTensorSpec(group, ShardSpec([0], [2])))
+    for _ in range(2):
+        assert torch.equal(tensor.cumsum(0), torch.ones(4, 3).cumsum(0))
+    gpc.destroy()
+    return []
+
+
+def test_a_function_without_a_rule_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    run_ranks(warned, 2)
+    assert capfd.readouterr().out.count("cumsum has no rule") == 1
