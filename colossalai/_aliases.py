@@ -32,6 +32,7 @@ ALIASES: Mapping[str, str] = {
     "colossalai.context.parallel_mode": "colossalai.context._parallel_mode",
     "colossalai.context.process_group_initializer": "colossalai.context._group_initializer",
     "colossalai.context.random": "colossalai.context._random",
+    "colossalai.device.device_mesh": "colossalai.device._device_mesh",
     "colossalai.gemini": "colossalai.zero.gemini",
     "colossalai.interface": "colossalai.runtime._wrapper",
     "colossalai.mixed_precision": "colossalai.booster.mixed_precision",

@@ -10,6 +10,7 @@ share an embedding, say), they and the others would wait for each other under di
 the name here says the members and nothing else of this process.
 """
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,10 +33,21 @@ def make_group(ranks: Sequence[int], *, purpose: str, backend: str | None = None
         ranks: The members, by global rank. Another order is another group.
         purpose: Tells groups of the same members apart.
         backend: The communication library; default: that of the job.
+
+    Raises:
+        ValueError: `ranks` do not ascend, and this torch sorts the members of every group.
     """
     name = f"{purpose}:{'-'.join(map(str, ranks))}"
+    keep_order: dict[str, Any] = {}
+    if list(ranks) != sorted(ranks):
+        if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+            raise ValueError(
+                f"a process group of the ranks {list(ranks)}: torch {torch.__version__} sorts the members of "
+                "groups; number the ranks of the mesh row by row, or take a newer torch"
+            )
+        keep_order = {"sort_ranks": False}
     with section(f"making the process group {name}"), _name_for_groups(name):
-        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True)
+        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, **keep_order)
     assert isinstance(group, dist.ProcessGroup), f"this rank is not one of {list(ranks)}"
     return group
 
@@ -100,6 +112,10 @@ class Mesh:
         rank: The global rank of this process.
         device_type: Type of the devices that hold the tensors ("cpu", "cuda", ...).
         views: Names for several adjacent axes taken as one, e.g. `{"dp": ("edp", "ep")}`.
+        order: The global ranks by their place in the grid, counted row by row; None: place and rank are one.
+
+    Raises:
+        ValueError: `order` does not name each rank of the grid once.
     """
 
     def __init__(
@@ -109,10 +125,17 @@ class Mesh:
         rank: int,
         device_type: str = "cpu",
         views: Mapping[str, tuple[str, ...]] | None = None,
+        order: Sequence[int] | None = None,
     ) -> None:
         self.axes = dict(axes)
         self.rank = rank
         self.world_size = math.prod(axes.values())
+        self.order = tuple(range(self.world_size)) if order is None else tuple(order)
+        if sorted(self.order) != list(range(self.world_size)):
+            raise ValueError(
+                f"order={list(self.order)} of a mesh of {self.world_size} ranks: name each of the ranks "
+                f"0 to {self.world_size - 1} once"
+            )
         self.device_type = device_type
         self._views = dict(views or {})
         self._axes: dict[tuple[str, ...], Axis] = {}
@@ -195,15 +218,16 @@ class Mesh:
 
     def coordinate(self, global_rank: int) -> dict[str, int]:
         """Return the position of a rank along every axis."""
+        place = self.order.index(global_rank)
         position = {}
         for axis, size in reversed(self.axes.items()):
-            global_rank, position[axis] = divmod(global_rank, size)
+            place, position[axis] = divmod(place, size)
         return position
 
     def ranks(self, axes: Axes) -> list[int]:
         """Return the global ranks of this rank's group along `axes`, in the order of the grid."""
         wanted = self._resolve(axes)
-        grid = torch.arange(self.world_size, device="cpu").reshape(tuple(self.axes.values()))
+        grid = torch.tensor(self.order, device="cpu").reshape(tuple(self.axes.values()))
         here = self.coordinate(self.rank)
         index = tuple(slice(None) if axis in wanted else here[axis] for axis in self.axes)
         return grid[index].flatten().tolist()

@@ -187,6 +187,21 @@ def test_axes_are_taken_in_grid_order_whatever_the_order_asked():
 
 
 @pytest.mark.unit
+def test_ranks_may_fill_the_grid_in_any_order():
+    order = [7, 2, 0, 5, 1, 6, 4, 3]
+    for place, rank in enumerate(order):
+        mesh = Mesh({"a": 2, "b": 4}, rank=rank, order=order)
+        assert mesh.coordinate(rank) == {"a": place // 4, "b": place % 4}
+        assert mesh.ranks("b") == order[place // 4 * 4 :][:4]
+        assert mesh.ranks("a") == order[place % 4 :: 4]
+        assert mesh.axis(("a", "b")).rank == place
+        assert mesh.axis_rank("b") == mesh.axis("b").rank == place % 4
+    for wrong in ([0, 1, 2], [0, 1, 2, 2], [1, 2, 3, 4]):
+        with pytest.raises(ValueError, match="name each of the ranks 0 to 3 once"):
+            Mesh({"a": 4}, rank=0, order=wrong)
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("parallel", "shown"),
     [

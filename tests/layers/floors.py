@@ -18,6 +18,7 @@ FLOORS = {
     "context": 1,
     # 2: tensors
     "communication": 2,
+    "device": 2,
     "kernel": 2,
     "tensor": 2,
     # 3: methods

@@ -1,0 +1,14 @@
+"""Device mesh: the ranks as a grid of numbered axes that knows what communication along each of them costs.
+
+For users: `DeviceMesh`. For the package: `MeshSpeed`, which says what an operation along some axes costs.
+"""
+
+from colossalai.device._device_mesh import DeviceMesh as DeviceMesh
+from colossalai.device._fit import AlphaBeta as AlphaBeta
+from colossalai.device._fit import fit_alpha_beta as fit_alpha_beta
+from colossalai.device._profile import PROFILE_SIZES as PROFILE_SIZES
+from colossalai.device._profile import measure_operation as measure_operation
+from colossalai.device._search import ShapeChoice as ShapeChoice
+from colossalai.device._speed import OPERATIONS as OPERATIONS
+from colossalai.device._speed import Machine as Machine
+from colossalai.device._speed import MeshSpeed as MeshSpeed

@@ -1,0 +1,151 @@
+"""Measured communication: the times of each operation along axes of a mesh, and the lines fitted to them.
+
+[Note: what is timed]
+A call is timed as it is used: through `colossalai.communication`, result allocated by it. Calls of one size
+follow one another, and the time of one is a part of the whole: that ranks leave a barrier at different
+moments, which on a busy machine takes longer than a short message, then hardly counts. Groups along an axis
+communicate all at once, as they do in a training. The time is that of the slowest rank, the median of some
+rounds. A round has all sizes, so that what disturbs the machine for a while disturbs no size alone. Calls
+above 1 MB are timed once.
+"""
+
+import os
+import platform
+import socket
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from colossalai.cluster import gather_values
+from colossalai.communication import all_gather, all_reduce, all_to_all, reduce_scatter, ring_forward
+from colossalai.context import Axis, Mesh
+from colossalai.device._fit import AlphaBeta, fit_alpha_beta
+from colossalai.device._speed import OPERATIONS, Extents, Machine, MeshSpeed, extents_of
+
+PROFILE_SIZES = tuple(1 << power for power in range(10, 25, 2))
+"""Eight sizes, from 1 KB to 16 MB."""
+
+_LARGE = 1 << 20  # bytes above which a call is timed once
+_NUM_ROUNDS = 5
+_NUM_CALLS = 4  # of a round, one after the other
+_FLOAT = 4  # bytes
+
+Advance = Callable[[str], None]
+
+
+def measure_speed(mesh: Mesh, *, show_progress: bool) -> MeshSpeed:
+    """Measure all operations along every run of adjacent axes of a mesh; every rank of the job calls it.
+
+    Args:
+        mesh: The mesh; its groups are made where they are not there yet.
+        show_progress: Draw a bar on the terminal of rank 0.
+    """
+    names, shape = tuple(mesh.axes), tuple(mesh.axes.values())
+    runs: dict[Extents, tuple[str, ...]] = {}
+    for begin in range(len(shape)):
+        for end in range(begin + 1, len(shape) + 1):
+            extents = extents_of(shape, range(begin, end))
+            if extents:
+                runs.setdefault(extents, names[begin:end])
+    lines: dict[Extents, dict[str, AlphaBeta]] = {}
+    with _progress(len(runs) * len(OPERATIONS), is_shown=show_progress and mesh.rank == 0) as advance:
+        for extents, axes in runs.items():
+            lines[extents] = {}
+            for op in OPERATIONS:
+                advance(f"{op} along {' and '.join(axes)}")
+                times = measure_operation(op, mesh.axis(axes), PROFILE_SIZES)
+                lines[extents][op] = fit_alpha_beta(list(times), list(times.values()))
+    return MeshSpeed(shape, lines, machine_of_job(mesh.device_type))
+
+
+def measure_operation(op: str, axis: Axis, sizes: Sequence[int]) -> dict[int, float]:
+    """Return the seconds of an operation for each size; every rank of the job calls it.
+
+    See [Note: what is timed].
+
+    Args:
+        op: One of `OPERATIONS`.
+        axis: What it runs along; all groups along it communicate at the same time.
+        sizes: See [Note: num_bytes]; rounded up so that the ranks of the axis can divide them.
+
+    Returns:
+        The seconds by the size as it was rounded.
+    """
+    everybody = axis.mesh.axis(tuple(axis.mesh.axes))
+    unit = _FLOAT * axis.size
+    calls = {(rounded := -(-size // unit) * unit): _call(op, axis, rounded) for size in sizes}
+    for call in calls.values():  # connections are made and memory is got with the first calls
+        call()
+    found: dict[int, list[float]] = {size: [] for size in calls}
+    for number in range(_NUM_ROUNDS):
+        for size, call in calls.items():
+            is_large = size > _LARGE
+            if not is_large or number == 0:
+                num_calls = 1 if is_large else _NUM_CALLS
+                _meet(everybody)
+                start = time.perf_counter()
+                for _ in range(num_calls):
+                    call()
+                _finish(axis.mesh)
+                found[size].append((time.perf_counter() - start) / num_calls)
+    own = torch.tensor([seconds for each in found.values() for seconds in each], dtype=torch.float64)
+    slowest = all_reduce(own.to(axis.mesh.device_type), everybody, dist.ReduceOp.MAX).cpu()
+    parts = slowest.split([len(each) for each in found.values()])
+    return {size: part.quantile(0.5).item() for size, part in zip(found, parts, strict=True)}
+
+
+def machine_of_job(device_type: str) -> Machine:
+    """Return what times of this job hold for; every rank calls it. Without a job: this host, one rank."""
+    own = (platform.node() or socket.gethostname(), os.cpu_count() or 1)
+    ranks = gather_values(own) if dist.is_initialized() else [own]
+    return Machine(
+        hosts=tuple(host for host, _ in ranks),
+        cores=tuple(cores for _, cores in ranks),
+        device=device_type
+        if device_type == "cpu"
+        else torch.get_device_module(device_type).get_device_name(),
+        backend=dist.get_backend() if dist.is_initialized() else "",
+        torch=torch.__version__,
+    )
+
+
+def _call(op: str, axis: Axis, num_bytes: int) -> Callable[[], object]:
+    """Return what runs an operation once."""
+    tensor = torch.zeros(axis.size, num_bytes // _FLOAT // axis.size, device=axis.mesh.device_type)
+    part = tensor[0].clone()
+    run: dict[str, Callable[[], object]] = {
+        "all_gather": lambda: all_gather(part, 0, axis),
+        "reduce_scatter": lambda: reduce_scatter(tensor, 0, axis),
+        "all_reduce": lambda: all_reduce(tensor, axis),
+        "all_to_all": lambda: all_to_all(tensor, axis, split_dim=0, gather_dim=1),
+        "point_to_point": lambda: ring_forward(tensor, axis),
+    }
+    return run[op]
+
+
+def _meet(everybody: Axis) -> None:
+    """Wait for all ranks, with nothing left to do on a device."""
+    all_reduce(torch.zeros(1, device=everybody.mesh.device_type), everybody).item()
+
+
+def _finish(mesh: Mesh) -> None:
+    """Wait for the device: only there a call returns before it has ended."""
+    if mesh.device_type != "cpu":
+        torch.accelerator.synchronize()
+
+
+@contextmanager
+def _progress(total: int, *, is_shown: bool) -> Iterator[Advance]:
+    """Draw a bar on a terminal; what is given is called with what comes next."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    is_drawn = is_shown and console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not is_drawn) as progress:
+        task = progress.add_task("", total=total, completed=-1)
+        yield lambda what: progress.update(task, description=what, advance=1)
