@@ -1,7 +1,7 @@
 """The commands and their options. What they do is imported when it is asked for: `--help` is quick."""
 
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -20,7 +20,9 @@ Examples:
   colossalai check -i
   colossalai check -i --json
   colossalai check --doctor --host host1,host2
-  colossalai check --doctor --hostfile hosts --script train.py"""
+  colossalai check --doctor --hostfile hosts --script train.py
+  colossalai check --bandwidth --nproc_per_node 4
+  colossalai check --bandwidth --mesh 2x4 --json > mesh.json"""
 _BENCHMARK_EXAMPLES = """\b
 Examples:
   colossalai benchmark --gpus 4
@@ -58,6 +60,7 @@ main.add_command(checkpoint)
 @click.option(
     "--doctor", is_flag=True, help="Check the hosts of a job: all that is checked before it starts."
 )
+@click.option("--bandwidth", is_flag=True, help="Measure communication between processes of this machine.")
 @click.option(
     "--host", "hosts", metavar="H,...", help="Hosts to check, as for run; this machine if not given."
 )
@@ -72,25 +75,39 @@ main.add_command(checkpoint)
     metavar="P",
     help="Port of the first host; a free one is picked if not given or 0.",
 )
-@click.option("--nproc_per_node", "--nproc-per-node", "num_procs", type=_POSITIVE, metavar="N")
+@click.option(
+    "--nproc_per_node",
+    "--nproc-per-node",
+    "num_procs",
+    type=_POSITIVE,
+    metavar="N",
+    help="Processes on each host.",
+)
+@click.option("--mesh", metavar="AxB", help="With --bandwidth: the grid of the processes, such as 2x4.")
 @click.option("--script", metavar="FILE", help="See that all hosts have this script.")
 @click.option("--ssh-port", "--ssh_port", type=click.IntRange(1, 65535), metavar="P", help="Port of sshd.")
 @click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="A variable of the job; several times.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def check(installation: bool, doctor: bool, as_json: bool, **settings: Any) -> None:
+def check(installation: bool, doctor: bool, bandwidth: bool, as_json: bool, **settings: Any) -> None:
     """Show versions, devices, back ends and optional libraries, and whether they fit together.
 
     With --doctor: whether a job can be started on some hosts, and if not, what is wrong and what to do. Ends
-    with exit code 1 if something that is needed is missing.
+    with exit code 1 if something that is needed is missing. With --bandwidth: what each kind of communication
+    between processes of this machine costs.
     """
     given = {name: value for name, value in settings.items() if value not in (None, ())}
-    if installation == doctor:
+    if installation + doctor + bandwidth != 1:
         raise click.UsageError(
-            "say what to check: colossalai check -i checks the installation, "
-            "colossalai check --doctor the hosts of a job"
+            "say what to check: colossalai check -i checks the installation, colossalai check --doctor the "
+            "hosts of a job, colossalai check --bandwidth measures what communication costs"
         )
-    if installation and given:
-        raise click.UsageError(f"{', '.join(given)}: these are options of colossalai check --doctor")
+    allowed = {"num_procs", "mesh"} if bandwidth else set(settings) - {"mesh"} if doctor else set()
+    if not allowed.issuperset(given):
+        names = ", ".join(name for name in given if name not in allowed)
+        whose = "--bandwidth" if names == "mesh" else "--doctor"
+        raise click.UsageError(f"{names}: these are options of colossalai check {whose}")
+    if bandwidth:
+        _check_bandwidth(as_json=as_json, **given)
     if installation:
         from colossalai.cli._check import show_installation
         from colossalai.cluster import examine_installation
@@ -107,6 +124,17 @@ def check(installation: bool, doctor: bool, as_json: bool, **settings: Any) -> N
         raise click.UsageError(str(error)) from error
     show_preflight(report, as_json=as_json)
     sys.exit(0 if report.is_fit else 1)
+
+
+def _check_bandwidth(*, as_json: bool, num_procs: int | None = None, mesh: str | None = None) -> NoReturn:
+    from colossalai.cli._bandwidth import check_bandwidth
+
+    try:
+        sys.exit(check_bandwidth(num_procs=num_procs, mesh=mesh, as_json=as_json))
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 @main.command(epilog=_BENCHMARK_EXAMPLES)

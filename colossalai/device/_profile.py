@@ -1,12 +1,12 @@
 """Measured communication: the times of each operation along axes of a mesh, and the lines fitted to them.
 
 [Note: what is timed]
-A call is timed as it is used: through `colossalai.communication`, result allocated by it. Calls of one size
-follow one another, and the time of one is a part of the whole: that ranks leave a barrier at different
-moments, which on a busy machine takes longer than a short message, then hardly counts. Groups along an axis
-communicate all at once, as they do in a training. The time is that of the slowest rank, the median of some
-rounds. A round has all sizes, so that what disturbs the machine for a while disturbs no size alone. Calls
-above 1 MB are timed once.
+A call is timed as it is used: through `colossalai.communication`, result allocated by it. Before the timed
+calls goes one that is not, with nothing in between: ranks leave a barrier at different moments, which on a
+busy machine are further apart than a short message takes, and so they meet in the call itself. Groups along
+an axis communicate all at once, as they do in a training. The time is that of the slowest rank, the median of
+some rounds. A round has all sizes, so that what disturbs the machine for a while disturbs no size alone.
+Calls above 1 MB are timed once.
 """
 
 import os
@@ -29,8 +29,8 @@ PROFILE_SIZES = tuple(1 << power for power in range(10, 25, 2))
 """Eight sizes, from 1 KB to 16 MB."""
 
 _LARGE = 1 << 20  # bytes above which a call is timed once
-_NUM_ROUNDS = 5
-_NUM_CALLS = 4  # of a round, one after the other
+_NUM_ROUNDS = 7
+_NUM_CALLS = 2  # of a round, one after the other
 _FLOAT = 4  # bytes
 
 Advance = Callable[[str], None]
@@ -45,11 +45,11 @@ def measure_speed(mesh: Mesh, *, show_progress: bool) -> MeshSpeed:
     """
     names, shape = tuple(mesh.axes), tuple(mesh.axes.values())
     runs: dict[Extents, tuple[str, ...]] = {}
-    for begin in range(len(shape)):
-        for end in range(begin + 1, len(shape) + 1):
-            extents = extents_of(shape, range(begin, end))
+    for count in range(1, len(shape) + 1):
+        for begin in range(len(shape) - count + 1):
+            extents = extents_of(shape, range(begin, begin + count))
             if extents:
-                runs.setdefault(extents, names[begin:end])
+                runs.setdefault(extents, names[begin : begin + count])
     lines: dict[Extents, dict[str, AlphaBeta]] = {}
     with _progress(len(runs) * len(OPERATIONS), is_shown=show_progress and mesh.rank == 0) as advance:
         for extents, axes in runs.items():
@@ -77,8 +77,7 @@ def measure_operation(op: str, axis: Axis, sizes: Sequence[int]) -> dict[int, fl
     everybody = axis.mesh.axis(tuple(axis.mesh.axes))
     unit = _FLOAT * axis.size
     calls = {(rounded := -(-size // unit) * unit): _call(op, axis, rounded) for size in sizes}
-    for call in calls.values():  # connections are made and memory is got with the first calls
-        call()
+    next(iter(calls.values()))()  # connections are made with the first call
     found: dict[int, list[float]] = {size: [] for size in calls}
     for number in range(_NUM_ROUNDS):
         for size, call in calls.items():
@@ -86,6 +85,8 @@ def measure_operation(op: str, axis: Axis, sizes: Sequence[int]) -> dict[int, fl
             if not is_large or number == 0:
                 num_calls = 1 if is_large else _NUM_CALLS
                 _meet(everybody)
+                call()
+                _finish(axis.mesh)
                 start = time.perf_counter()
                 for _ in range(num_calls):
                     call()

@@ -132,10 +132,10 @@ def test_times_are_those_of_the_slowest_rank() -> None:
     times, sent = found[0]
     assert all(each == found[0] for each in found)
     assert set(times) == {1000, 2 * LARGE}
-    assert times[1000] > 5.0 / 4  # the calls of a round share the 5 s between two readings
+    assert times[1000] > 5.0 / 2  # the calls of a round share the 5 s between two readings
     assert times[2 * LARGE] > 5.0
-    assert sent.count(LARGE) == 2, "above 1 MB: once to begin with, and once"
-    assert sent.count(500) == 1 + 5 * 4
+    assert sent.count(LARGE) == 2, "above 1 MB: once untimed, and once"
+    assert sent.count(500) == 1 + 7 * (1 + 2)
 
 
 def sizes_that_ranks_do_not_divide() -> list[int]:

@@ -1,0 +1,102 @@
+"""How well a profiled mesh predicts times of sizes that were not measured.
+
+    colossalai run --nproc_per_node 4 benchmarks/bandwidth.py
+    colossalai run --nproc_per_node 4 benchmarks/bandwidth.py --rounds 5 --json bandwidth.json
+
+A round profiles a mesh, as `DeviceMesh.profile` does, and then measures sizes that lie between those of the
+profile, in the same way, the median of some repeats. The error of a prediction is its difference to that, as
+a part of it. `fit` is the error that the profile itself states. `above` is the part of the predictions that
+are too long. Ranks communicate by each backend in turn.
+"""
+
+import argparse
+import itertools
+import math
+import statistics
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from harness.rounds import report
+
+import colossalai
+from colossalai.core import global_context as gpc
+from colossalai.device import OPERATIONS, PROFILE_SIZES, DeviceMesh, measure_operation
+
+BETWEEN = [math.isqrt(small * large) for small, large in itertools.pairwise(PROFILE_SIZES)]
+
+
+def shape_of(num_ranks: int) -> tuple[int, int]:
+    """Return the grid of ranks that is nearest to a square."""
+    inner = next(extent for extent in range(math.isqrt(num_ranks), 0, -1) if num_ranks % extent == 0)
+    return num_ranks // inner, inner
+
+
+def measure(args: argparse.Namespace, backend: str) -> tuple[list[dict[str, Any]], list[float]]:
+    """Return a row for each operation, and the seconds of each profile."""
+    colossalai.launch_from_torch({}, backend=backend, verbose=False)
+    shape = shape_of(dist.get_world_size())
+    mesh = DeviceMesh(torch.arange(dist.get_world_size()), shape)
+    kinds = [axes for axes in (("0",), ("1",), ("0", "1")) if mesh.mesh.axis_size(axes) > 1]
+    errors: dict[str, list[float]] = {op: [] for op in OPERATIONS}
+    fits: dict[str, list[float]] = {op: [] for op in OPERATIONS}
+    seconds = []
+    for _ in range(args.rounds):
+        start = time.perf_counter()
+        speed = mesh.profile(show_progress=False)
+        seconds.append(time.perf_counter() - start)
+        for axes in kinds:
+            for op in OPERATIONS:
+                found = [measure_operation(op, mesh.mesh.axis(axes), args.sizes) for _ in range(args.repeats)]
+                for size in found[0]:
+                    truth = statistics.median(times[size] for times in found)
+                    errors[op].append(speed.cost(op, size, axes) / truth - 1)
+                fits[op].append(speed.line(op, axes).error)
+    gpc.destroy()
+    rows = [
+        {
+            "backend": backend,
+            "operation": op,
+            "predictions": len(errors[op]),
+            "median_error": round(statistics.median(map(abs, errors[op])), 3),
+            "quartile_3": round(statistics.quantiles(map(abs, errors[op]), n=4)[2], 3),
+            "above": round(statistics.mean(error > 0 for error in errors[op]), 2),
+            "fit": round(statistics.median(fits[op]), 3),
+        }
+        for op in OPERATIONS
+    ]
+    return rows, [round(each, 2) for each in seconds]
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--backends", nargs="+", default=["shared_memory", "gloo"], help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, default=BETWEEN, help="bytes to predict (default: %(default)s)"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="profiles (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3, help="of what is predicted (default: %(default)s)")
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: list[dict[str, Any]] = []
+    medians, seconds = {}, {}
+    for backend in args.backends:
+        found, seconds[backend] = measure(args, backend)
+        medians[backend] = statistics.median(row["median_error"] for row in found)
+        rows += found
+    colossalai.launch_from_torch({}, verbose=False)
+    settings = {**vars(args), "median_error": medians, "profile_seconds": seconds}
+    title = f"{dist.get_world_size()} ranks: errors of predicted times"
+    report(title, rows, settings=settings, json_file=args.json)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
