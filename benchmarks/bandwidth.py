@@ -3,15 +3,17 @@
     colossalai run --nproc_per_node 4 benchmarks/bandwidth.py
     colossalai run --nproc_per_node 4 benchmarks/bandwidth.py --rounds 5 --json bandwidth.json
 
-A round profiles a mesh, as `DeviceMesh.profile` does, and then measures sizes that lie between those of the
-profile, in the same way, the median of some repeats. The error of a prediction is its difference to that, as
-a part of it. `fit` is the error that the profile itself states. `above` is the part of the predictions that
-are too long. Ranks communicate by each backend in turn.
+A round profiles a mesh, as `DeviceMesh.profile` does. Before and after it, sizes that lie between those of
+the profile are measured in the same way; the median of that is what the profile should have predicted. The
+error of a prediction is its difference to it, as a part of it. `fit` is the error that the profile itself
+states. `above` is the part of the predictions that are too long. `again` is how far the medians before and
+after the profile are apart: how much the machine itself changes. Ranks communicate by each backend in turn.
 """
 
 import argparse
 import itertools
 import math
+import os
 import statistics
 import time
 from typing import Any
@@ -24,6 +26,7 @@ import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.device import OPERATIONS, PROFILE_SIZES, DeviceMesh, measure_operation
 
+Kind = tuple[tuple[str, ...], str]
 BETWEEN = [math.isqrt(small * large) for small, large in itertools.pairwise(PROFILE_SIZES)]
 
 
@@ -33,26 +36,40 @@ def shape_of(num_ranks: int) -> tuple[int, int]:
     return num_ranks // inner, inner
 
 
-def measure(args: argparse.Namespace, backend: str) -> tuple[list[dict[str, Any]], list[float]]:
-    """Return a row for each operation, and the seconds of each profile."""
+def measure(args: argparse.Namespace, backend: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return a row for each operation, and what holds for all of them."""
     colossalai.launch_from_torch({}, backend=backend, verbose=False)
     shape = shape_of(dist.get_world_size())
     mesh = DeviceMesh(torch.arange(dist.get_world_size()), shape)
     kinds = [axes for axes in (("0",), ("1",), ("0", "1")) if mesh.mesh.axis_size(axes) > 1]
     errors: dict[str, list[float]] = {op: [] for op in OPERATIONS}
     fits: dict[str, list[float]] = {op: [] for op in OPERATIONS}
+    again: dict[str, list[float]] = {op: [] for op in OPERATIONS}
     seconds = []
+
+    def times_between() -> dict[Kind, list[dict[int, float]]]:
+        return {
+            (axes, op): [measure_operation(op, mesh.mesh.axis(axes), args.sizes) for _ in range(args.repeats)]
+            for axes in kinds
+            for op in OPERATIONS
+        }
+
+    before = times_between()
     for _ in range(args.rounds):
         start = time.perf_counter()
         speed = mesh.profile(show_progress=False)
         seconds.append(time.perf_counter() - start)
-        for axes in kinds:
-            for op in OPERATIONS:
-                found = [measure_operation(op, mesh.mesh.axis(axes), args.sizes) for _ in range(args.repeats)]
-                for size in found[0]:
-                    truth = statistics.median(times[size] for times in found)
-                    errors[op].append(speed.cost(op, size, axes) / truth - 1)
-                fits[op].append(speed.line(op, axes).error)
+        after = times_between()
+        for (axes, op), found in after.items():
+            for size in found[0]:
+                truth = statistics.median(times[size] for times in (*before[axes, op], *found))
+                errors[op].append(speed.cost(op, size, axes) / truth - 1)
+                first, second = (
+                    statistics.median(times[size] for times in each) for each in (before[axes, op], found)
+                )
+                again[op].append(abs(first / second - 1))
+            fits[op].append(speed.line(op, axes).error)
+        before = after
     gpc.destroy()
     rows = [
         {
@@ -63,10 +80,16 @@ def measure(args: argparse.Namespace, backend: str) -> tuple[list[dict[str, Any]
             "quartile_3": round(statistics.quantiles(map(abs, errors[op]), n=4)[2], 3),
             "above": round(statistics.mean(error > 0 for error in errors[op]), 2),
             "fit": round(statistics.median(fits[op]), 3),
+            "again": round(statistics.median(again[op]), 3),
         }
         for op in OPERATIONS
     ]
-    return rows, [round(each, 2) for each in seconds]
+    every = [abs(error) for found in errors.values() for error in found]
+    return rows, {
+        "median_error": round(statistics.median(every), 3),
+        "median_again": round(statistics.median(each for found in again.values() for each in found), 3),
+        "profile_seconds": [round(each, 2) for each in seconds],
+    }
 
 
 def main() -> None:
@@ -80,19 +103,18 @@ def main() -> None:
     parser.add_argument(
         "--sizes", nargs="+", type=int, default=BETWEEN, help="bytes to predict (default: %(default)s)"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="profiles (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=3, help="of what is predicted (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="profiles (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=2, help="of what is predicted (default: %(default)s)")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    medians, seconds = {}, {}
+    overall = {}
     for backend in args.backends:
-        found, seconds[backend] = measure(args, backend)
-        medians[backend] = statistics.median(row["median_error"] for row in found)
+        found, overall[backend] = measure(args, backend)
         rows += found
     colossalai.launch_from_torch({}, verbose=False)
-    settings = {**vars(args), "median_error": medians, "profile_seconds": seconds}
+    settings = {**vars(args), "overall": overall, "load": os.getloadavg()}
     title = f"{dist.get_world_size()} ranks: errors of predicted times"
     report(title, rows, settings=settings, json_file=args.json)
     dist.barrier()

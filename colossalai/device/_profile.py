@@ -5,8 +5,8 @@ A call is timed as it is used: through `colossalai.communication`, result alloca
 calls goes one that is not, with nothing in between: ranks leave a barrier at different moments, which on a
 busy machine are further apart than a short message takes, and so they meet in the call itself. Groups along
 an axis communicate all at once, as they do in a training. The time is that of the slowest rank, the median of
-some rounds. A round has all sizes, so that what disturbs the machine for a while disturbs no size alone.
-Calls above 1 MB are timed once.
+some rounds, of fewer where the machine is slow. A round has all sizes, so that what disturbs the machine for
+a while disturbs no size alone. Calls above 1 MB are timed once.
 """
 
 import os
@@ -30,6 +30,8 @@ PROFILE_SIZES = tuple(1 << power for power in range(10, 25, 2))
 
 _LARGE = 1 << 20  # bytes above which a call is timed once
 _NUM_ROUNDS = 7
+_FEWEST_ROUNDS = 3
+_PATIENCE_S = 0.5  # for an operation along some axes; then no round but the fewest begins
 _NUM_CALLS = 2  # of a round, one after the other
 _FLOAT = 4  # bytes
 
@@ -79,12 +81,16 @@ def measure_operation(op: str, axis: Axis, sizes: Sequence[int]) -> dict[int, fl
     calls = {(rounded := -(-size // unit) * unit): _call(op, axis, rounded) for size in sizes}
     next(iter(calls.values()))()  # connections are made with the first call
     found: dict[int, list[float]] = {size: [] for size in calls}
+    begin = time.perf_counter()
     for number in range(_NUM_ROUNDS):
+        elapsed = _meet(everybody, time.perf_counter() - begin)  # the same on all ranks: they end together
+        if number >= _FEWEST_ROUNDS and elapsed > _PATIENCE_S:
+            break
         for size, call in calls.items():
             is_large = size > _LARGE
             if not is_large or number == 0:
                 num_calls = 1 if is_large else _NUM_CALLS
-                _meet(everybody)
+                _meet(everybody, 0.0)
                 call()
                 _finish(axis.mesh)
                 start = time.perf_counter()
@@ -127,9 +133,10 @@ def _call(op: str, axis: Axis, num_bytes: int) -> Callable[[], object]:
     return run[op]
 
 
-def _meet(everybody: Axis) -> None:
-    """Wait for all ranks, with nothing left to do on a device."""
-    all_reduce(torch.zeros(1, device=everybody.mesh.device_type), everybody).item()
+def _meet(everybody: Axis, own: float) -> float:
+    """Wait for all ranks, with nothing left to do on a device, and return the largest of their numbers."""
+    number = torch.tensor([own], device=everybody.mesh.device_type)
+    return all_reduce(number, everybody, dist.ReduceOp.MAX).item()
 
 
 def _finish(mesh: Mesh) -> None:

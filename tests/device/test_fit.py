@@ -87,3 +87,9 @@ def test_falling_times_are_all_start_up() -> None:
 def test_what_is_no_measurement_is_refused(sizes: list[float], seconds: list[float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit_alpha_beta(sizes, seconds)
+
+
+def test_times_that_grow_faster_than_a_line_have_no_start_up() -> None:
+    fitted = fit_alpha_beta([1e3, 1e4, 1e5], [1.0, 20.0, 400.0])
+    assert fitted.alpha == 0.0
+    assert 1e-3 < fitted.beta < 4e-3

@@ -135,7 +135,8 @@ def test_times_are_those_of_the_slowest_rank() -> None:
     assert times[1000] > 5.0 / 2  # the calls of a round share the 5 s between two readings
     assert times[2 * LARGE] > 5.0
     assert sent.count(LARGE) == 2, "above 1 MB: once untimed, and once"
-    assert sent.count(500) == 1 + 7 * (1 + 2)
+    # The clock of rank 2 runs away, so patience ends after the fewest rounds; on all ranks, or they hang.
+    assert sent.count(500) == 1 + 3 * (1 + 2)
 
 
 def sizes_that_ranks_do_not_divide() -> list[int]:

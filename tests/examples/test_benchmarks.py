@@ -17,6 +17,7 @@ BY_HAND = {"matmul", "nvme", "rank_settings", "start_time"}
 ALONE = ("adam", "gemini_disk", "gemini_gpu", "linear_cross_entropy", "operator_share")
 SMALLEST = {
     "adam": ("--numel", "10000", *ROUNDS),
+    "bandwidth": ("--sizes", "2048", "--repeats", "1", *ROUNDS),
     "checkpoint": ("--parameters", "1e5", *ROUNDS),
     "collectives": ("--sizes", "1024", "100000", *ROUNDS),
     "data_parallel": ("--seq", "8", *ROUNDS),
