@@ -17,8 +17,9 @@ from torch.nn import functional
 from colossalai.nn.loss import MISSING_LOGITS, HeadOperands, VocabularySlice, head_operands, refuse_other_head
 from colossalai.pipeline import is_elsewhere
 from colossalai.shardformer._layers import AXIS, HeadShard
+from colossalai.shardformer._parts import parts_of
 from colossalai.shardformer._registry import rule_of
-from colossalai.shardformer._shard import parts_of
+from colossalai.shardformer._tp_plan import planned_head
 
 LossFunction = Callable[..., torch.Tensor]
 _LOSS_NAME = "ForCausalLMLoss"
@@ -31,19 +32,29 @@ def fuse_losses(model: nn.Module) -> int:
         model: The model, or a stage of it, its layers cut already.
 
     Returns:
-        How many there are, here or on other stages; 0 where no class has a rule that names a `loss_head`.
+        How many there are, here or on other stages; 0 where no class has a rule that names a `loss_head`,
+        and no model a plan that does.
 
     Raises:
         ValueError: The head is no linear layer, or the model has a loss function of its own.
     """
-    found = [
-        (part, rule.loss_head) for _, part in parts_of(model) if (rule := rule_of(part)) and rule.loss_head
-    ]
+    heads = [(part, _loss_head(part)) for _, part in parts_of(model)]
+    found = [(part, name) for part, name in heads if name is not None]
     for part, name in found:
         head = getattr(part, name)
         if not is_elsewhere(head) and not isinstance(head.forward, _DefersLogits):
             _fuse(part, head)
     return len(found)
+
+
+def _loss_head(model: nn.Module) -> str | None:
+    """Return the name of the head of a model, by the rule of its class, or else by its plan.
+
+    A plan does not say that the loss gets the logits as they are; where something else reads them, it meets
+    `MISSING_LOGITS`, and the user is told.
+    """
+    rule = rule_of(model)
+    return planned_head(model) if rule is None else rule.loss_head
 
 
 def _fuse(model: nn.Module, head: nn.Module) -> None:

@@ -8,8 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossalai.communication import gather_forward_split_backward
-from colossalai.context import Mesh, ParallelMode, get_seeds, seed
+from colossalai.communication import (
+    copy_forward_reduce_backward,
+    gather_forward_split_backward,
+    split_forward_gather_backward,
+)
+from colossalai.context import Mesh, ParallelMode, get_seeds, seed, set_mode
+from colossalai.nn.layer import ParallelEmbedding
 from colossalai.nn.layer.tensor_parallel import LinearScheme, ParallelMatmul
 from colossalai.tensor import SpecKeeper, spec_of
 
@@ -59,7 +64,8 @@ class LinearShard(SpecKeeper):
 class HeadShard(LinearShard):
     """A column layer whose output is gathered: the logits of the whole vocabulary, on every rank.
 
-    What pads the vocabulary is left out.
+    What pads the features is left out. What follows is computed by all ranks alike, so each finds the whole
+    gradient, and takes its slice of it.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, **options: Any) -> None:
@@ -74,6 +80,42 @@ class HeadShard(LinearShard):
         """Return all logits."""
         whole = gather_forward_split_backward(super().forward(x), self.mesh.axis(AXIS), -1)
         return whole[..., : self.num_outputs]
+
+
+class SplitRowShard(LinearShard):
+    """A row layer that is given all features, by ranks that computed them alike: each takes its slice."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' products."""
+        return super().forward(split_forward_gather_backward(x, self.mesh.axis(AXIS), -1))
+
+
+class VocabularyShard(ParallelEmbedding, nn.Embedding):
+    """Put behind a class of embeddings, in the place of `nn.Embedding`, whose `forward` it extends.
+
+    An embedding that scales what it looks up (Gemma 3) then scales what the ranks found together.
+    """
+
+    weight: nn.Parameter
+
+
+class SumsGradients(SpecKeeper):
+    """Put before the class of a norm that a rank applies to its own heads: gradients are summed.
+
+    Its parameters are whole on every rank, but a rank finds the terms of its own heads only. A hook on a
+    parameter would be lost where others take its place (FSDP, `to_empty`); the forward sees what is there.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module with parameters whose gradients are summed over the ranks."""
+        own = {name: param for name, param in self._parameters.items() if param is not None}
+        axis = self.mesh.axis(AXIS)
+        held: dict[str, Any] = self._parameters
+        held.update({name: copy_forward_reduce_backward(param, axis) for name, param in own.items()})
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            held.update(own)
 
 
 @dataclass
@@ -114,21 +156,23 @@ class GathersHeads:
     Attributes:
         asked: Whether somebody did.
         mesh: The ranks.
+        place: Which element of the output the weights are.
     """
 
     asked: Asked
     mesh: Mesh
+    place: int = 1
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Return the output with the weights (batch, heads, queries, keys) gathered along the heads."""
-        if not self.asked.attentions or not isinstance(output, tuple) or output[1] is None:
+        if not self.asked.attentions or not isinstance(output, tuple) or output[self.place] is None:
             return output
-        weights = gather_forward_split_backward(output[1], self.mesh.axis(AXIS), 1)
-        return output[0], weights, *output[2:]
+        weights = gather_forward_split_backward(output[self.place], self.mesh.axis(AXIS), 1)
+        return *output[: self.place], weights, *output[self.place + 1 :]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GathersHeads":
         """Return a hook of a copied model, over the same mesh."""
-        return GathersHeads(copy.deepcopy(self.asked, memo), self.mesh)
+        return GathersHeads(copy.deepcopy(self.asked, memo), self.mesh, self.place)
 
 
 class DrawsApart(nn.Module):
@@ -149,3 +193,12 @@ class DrawsTogether(nn.Module):
         is_launched = self.training and ParallelMode.DATA in get_seeds()
         with seed(ParallelMode.DATA) if is_launched else nullcontext():
             return super().forward(*args, **kwargs)
+
+
+def draw_together(module: nn.Module, args: Any, output: Any) -> None:
+    """Let what follows a row layer draw the same numbers on all ranks; a hook behind that layer.
+
+    The module around it is of `DrawsApart`, which puts the state before it in force again at its end.
+    """
+    if module.training and ParallelMode.DATA in get_seeds():
+        set_mode(ParallelMode.DATA)

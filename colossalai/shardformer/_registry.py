@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from colossalai.shardformer.policies import BERT, CAUSAL, GPT2, LLAMA, OPT, Policy, Rule
+from colossalai.shardformer.policies import BERT, CAUSAL, GPT2, LLAMA, OPT, T5, VIT, Policy, Rule
 
 
 class RuleRegistry:
@@ -59,7 +59,7 @@ def _full_name(kind: type | str) -> str:
     return kind
 
 
-_registry = RuleRegistry((BERT, CAUSAL, GPT2, LLAMA, OPT))
+_registry = RuleRegistry((BERT, CAUSAL, GPT2, LLAMA, OPT, T5, VIT))
 
 
 def register_rule(kind: type[nn.Module] | str, rule: Rule, *, replace: bool = False) -> None:

@@ -1,12 +1,14 @@
 """Share out the layers of a model over the tensor-parallel ranks, in place.
 
+The rules are those of the classes of its modules; where a class has none, the model's own `tp_plan`.
+
 Parameters stay the same objects with less in them, so an optimizer that holds them needs not to know; each
 carries a spec of the whole, so gradients, norms, ZeRO and checkpoints need not either. A checkpoint has the
 names and the shapes that the model has on one process.
 """
 
-from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,7 +16,7 @@ from torch import nn
 from colossalai.context import Mesh
 from colossalai.nn.layer import ParallelEmbedding
 from colossalai.nn.layer.tensor_parallel import COLUMN, ROW, Cut, LinearScheme
-from colossalai.pipeline import ModelStage, is_elsewhere
+from colossalai.pipeline import is_elsewhere
 from colossalai.shardformer._layers import (
     AXIS,
     Asked,
@@ -24,14 +26,28 @@ from colossalai.shardformer._layers import (
     HeadShard,
     LinearShard,
     NotesQuestion,
+    SplitRowShard,
+    SumsGradients,
+    VocabularyShard,
+    draw_together,
 )
+from colossalai.shardformer._parts import parts_of
 from colossalai.shardformer._registry import rule_of
+from colossalai.shardformer._tp_plan import rules_of_plans
 from colossalai.shardformer.policies import Rule
-from colossalai.tensor import PaddedSpec, ShardingSpec, pad_to, padded_size, set_spec, spec_of
+from colossalai.tensor import (
+    PaddedSpec,
+    ShardingSpec,
+    SpecKeeper,
+    pad_to,
+    padded_size,
+    set_spec,
+    spec_of,
+)
 
 
 def shard_model(model: nn.Module, mesh: Mesh) -> int:
-    """Cut the layers of all modules that have a rule, over the axis `tp`.
+    """Cut the layers of all modules that have a rule, or that the model's plan names, over the axis `tp`.
 
     All ranks hold the same values before. No communication.
 
@@ -40,51 +56,71 @@ def shard_model(model: nn.Module, mesh: Mesh) -> int:
         mesh: The ranks.
 
     Returns:
-        The number of modules that were shared out; 0 where no class has a rule.
+        The number of modules that were shared out; 0 where no class has a rule and the model has no plan.
 
     Raises:
-        ValueError: The ranks do not divide the heads or the features of a module, or one of its layers is
-            none that can be cut. Nothing has been changed then.
+        ValueError: `mesh` has a number of ranks that does not divide the heads or the features of a module,
+            or `model` has a layer that cannot be cut, or a plan that cannot be translated. Nothing has been
+            changed then.
     """
-    found = [(name, part, rule) for name, part in parts_of(model) if (rule := rule_of(part)) and rule.cuts]
+    found = _found_rules(model)
     for name, module, rule in found:
         _check(name, module, rule, mesh.axis_size(AXIS))
     for _, module, rule in found:
         _share_out(module, rule, mesh)
     if any(rule.attentions for *_, rule in found):
-        _gather_attentions(model, [module for _, module, rule in found if rule.attentions], mesh)
+        _gather_attentions(model, {module: rule for _, module, rule in found if rule.attentions}, mesh)
     return len(found)
 
 
 def can_shard(model: nn.Module) -> bool:
-    """Return whether some module of a model has a rule that cuts layers."""
-    return any((rule := rule_of(part)) and rule.cuts for _, part in parts_of(model))
+    """Return whether some module of a model has a rule that cuts layers, or the model a plan of its own."""
+    return bool(_found_rules(model))
+
+
+def _found_rules(model: nn.Module) -> list[tuple[str, nn.Module, Rule]]:
+    """Return the modules to be shared out, by name, with their rules; the plan is for those without one."""
+    by_class = [(name, part, rule) for name, part in parts_of(model) if (rule := rule_of(part)) and rule.cuts]
+    return by_class + rules_of_plans(model, ruled={part for _, part, _ in by_class})
 
 
 def _share_out(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
-    for name in _present(module, rule.columns):
-        part = None if rule.part is None else int(getattr(module, rule.part))
-        setattr(module, name, _linear(getattr(module, name), COLUMN, mesh, part=part))
-    for name in _present(module, rule.rows):
-        setattr(module, name, _linear(getattr(module, name), ROW, mesh))
-    for name in _present(module, rule.embeddings):
-        setattr(module, name, _embedding(getattr(module, name), mesh))
-    for name in _present(module, rule.heads):
-        setattr(module, name, _linear(getattr(module, name), COLUMN, mesh, kind=HeadShard))
+    for name, layer in _layers(module, rule.columns):
+        num_parts = _num_parts(module, rule, name)
+        setattr(module, name, _linear(layer, COLUMN, mesh, num_parts=num_parts))
+    for name, layer in _layers(module, rule.rows):
+        setattr(module, name, _linear(layer, ROW, mesh, num_parts=2 if name in rule.packed else 1))
+    for name, layer in _layers(module, rule.heads):
+        setattr(module, name, _linear(layer, COLUMN, mesh, kind=HeadShard))
+    for name, layer in _layers(module, rule.splits):
+        setattr(module, name, _linear(layer, ROW, mesh, kind=SplitRowShard))
+    for name, layer in _layers(module, rule.embeddings):
+        setattr(module, name, _embedding(layer, mesh))
+    for name, layer in _layers(module, rule.feature_embeddings):
+        setattr(module, name, _feature_embedding(layer, mesh))
+    _adapt(module, rule, mesh)
+
+
+def _adapt(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
+    """Let what is not cut in a module go with its layers: counts, random masks, norms of single heads."""
     for name in rule.counts:
         setattr(module, name, getattr(module, name) // mesh.axis_size(AXIS))
+    for _, norm in _layers(module, rule.head_norms):
+        vars(norm).update(vars(SpecKeeper(mesh)) | vars(norm))
+        norm.__class__ = _put_before(SumsGradients, norm)
+    for _, dropout in _layers(module, rule.whole_dropouts):
+        dropout.__class__ = _put_before(DrawsTogether, dropout)
     if rule.draws:
         module.__class__ = _put_before(DrawsApart, module)
-    for name in _present(module, rule.whole_dropouts):
-        dropout = getattr(module, name)
-        dropout.__class__ = _put_before(DrawsTogether, dropout)
+        for _, layer in _layers(module, rule.rows):
+            layer.register_forward_hook(draw_together)
 
 
-def _gather_attentions(model: nn.Module, attentions: list[nn.Module], mesh: Mesh) -> None:
+def _gather_attentions(model: nn.Module, attentions: dict[nn.Module, Rule], mesh: Mesh) -> None:
     """Let the weights of attentions be those of all heads in forwards that are asked for them."""
     asked = Asked()
-    for module in attentions:
-        module.register_forward_hook(GathersHeads(asked, mesh))
+    for module, rule in attentions.items():
+        module.register_forward_hook(GathersHeads(asked, mesh, rule.attentions_at))
     models = [part for _, part in parts_of(model) if hasattr(part, "config") and part not in attentions]
     for number, part in enumerate(models):
         part.register_forward_pre_hook(NotesQuestion(asked, is_outermost=number == 0), with_kwargs=True)
@@ -95,14 +131,14 @@ def _linear(
     scheme: LinearScheme,
     mesh: Mesh,
     *,
-    part: int | None = None,
+    num_parts: int = 1,
     kind: type[LinearShard] = LinearShard,
 ) -> LinearShard:
     weight = layer.get_parameter("weight")
     bias = None if layer.bias is None else layer.get_parameter("bias")
     out_first = isinstance(layer, nn.Linear)
-    num_parts = 1 if part is None else weight.shape[0 if out_first else 1] // part
-    dims, parts = (scheme.w_in, scheme.w_out), (1, num_parts)
+    dims = (scheme.w_in, scheme.w_out)
+    parts = (1, num_parts) if scheme.w_out else (num_parts, 1)
     if out_first:
         dims, parts = dims[::-1], parts[::-1]
     _cut(weight, dims, mesh, parts=parts)
@@ -111,10 +147,17 @@ def _linear(
     return kind(weight, bias, scheme=scheme, mesh=mesh, out_first=out_first)
 
 
-def _embedding(layer: nn.Embedding, mesh: Mesh) -> ParallelEmbedding:
+def _num_parts(module: nn.Module, rule: Rule, name: str) -> int:
+    """Return of how many parts the output features of a column layer consist."""
+    if rule.part is None:
+        return 2 if name in rule.packed else 1
+    return _features(getattr(module, name))[1] // int(getattr(module, rule.part))
+
+
+def _embedding(layer: nn.Embedding, mesh: Mesh) -> nn.Module:
     weight = layer.get_parameter("weight")
     _cut(weight, ((AXIS,), ()), mesh, parts=(1, 1))
-    return ParallelEmbedding(
+    shard = ParallelEmbedding(
         layer.num_embeddings,
         layer.embedding_dim,
         layer.padding_idx,
@@ -123,6 +166,20 @@ def _embedding(layer: nn.Embedding, mesh: Mesh) -> ParallelEmbedding:
         mesh=mesh,
         weight=weight,
     )
+    if type(layer).forward is nn.Embedding.forward:
+        return shard
+    # It does more than look up, and keeps doing it: see `VocabularyShard`.
+    vars(layer).update(vars(shard) | vars(layer))
+    looked_up: nn.Module = layer
+    looked_up.__class__ = _class_of(type(layer).__name__, (type(layer), VocabularyShard))
+    return looked_up
+
+
+def _feature_embedding(layer: nn.Embedding, mesh: Mesh) -> ParallelEmbedding:
+    weight = layer.get_parameter("weight")
+    _cut(weight, ((), (AXIS,)), mesh, parts=(1, 1))
+    sizes = (layer.num_embeddings, layer.embedding_dim, layer.padding_idx)
+    return ParallelEmbedding(*sizes, cut=Cut(features=(AXIS,)), mesh=mesh, weight=weight)
 
 
 def _cut(
@@ -155,7 +212,7 @@ def _cut(
 def _check(name: str, module: nn.Module, rule: Rule, num_ranks: int) -> None:
     """Refuse what cannot be shared out, before anything is changed."""
     what = f"{type(module).__name__} {name!r} cannot be shared by {num_ranks} tensor-parallel ranks"
-    for key in _present(module, (*rule.columns, *rule.rows, *rule.heads)):
+    for key in _present(module, (*rule.columns, *rule.rows, *rule.splits, *rule.heads)):
         layer = getattr(module, key)
         if not isinstance(layer, nn.Linear) and type(layer).__name__ != "Conv1D":
             raise ValueError(
@@ -163,12 +220,20 @@ def _check(name: str, module: nn.Module, rule: Rule, num_ranks: int) -> None:
                 "torch.nn.Linear and Conv1D of transformers can be cut: pass the model as it is built there "
                 "(adapters such as LoRA: merge them, or leave tensor parallelism out)"
             )
-    for key in _present(module, rule.embeddings):
+    for key in _present(module, (*rule.embeddings, *rule.feature_embeddings)):
         layer = getattr(module, key)
         if not isinstance(layer, nn.Embedding) or layer.max_norm or layer.scale_grad_by_freq or layer.sparse:
             raise ValueError(
                 f"{what}: its {key} is {layer}, and only a torch.nn.Embedding without max_norm, "
                 "scale_grad_by_freq and sparse can be cut"
+            )
+    for key in _present(module, rule.columns) if rule.part else ():
+        features, part = _features(getattr(module, key))[1], int(getattr(module, rule.part or ""))
+        if features % part:
+            raise ValueError(
+                f"{what}: the {features} output features of its {key} are no whole number of parts of "
+                f"{rule.part}={part}; parts of several sizes, as of a query wider than key and value, cannot "
+                "be cut: name the layer in `heads` of the Rule, and the row layer behind it in `splits`"
             )
     for key, number in _numbers(module, rule).items():
         if number % num_ranks:
@@ -183,8 +248,13 @@ def _numbers(module: nn.Module, rule: Rule) -> dict[str, int]:
     numbers |= {f"config.{key}": int(getattr(module.config, key)) for key in rule.divisible}
     for key in _present(module, rule.columns):
         numbers[f"number of output features of {key}"] = _features(getattr(module, key))[1]
-    for key in _present(module, rule.rows):
+    for key in _present(module, (*rule.rows, *rule.splits)):
         numbers[f"number of input features of {key}"] = _features(getattr(module, key))[0]
+    for key in _present(module, rule.packed):
+        features = _features(getattr(module, key))[1 if key in rule.columns else 0]
+        numbers[f"number of features of each half of {key}"] = features // 2
+    for key in _present(module, rule.feature_embeddings):
+        numbers[f"number of features of {key}"] = getattr(module, key).embedding_dim
     return numbers
 
 
@@ -194,26 +264,22 @@ def _features(layer: nn.Module) -> tuple[int, int]:
     return (columns, rows) if isinstance(layer, nn.Linear) else (rows, columns)
 
 
-def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a model by their names; for a stage of a pipeline, the model that it is of."""
-    for name, part in model.named_modules():
-        if not is_elsewhere(part):
-            yield name, part.model if isinstance(part, ModelStage) else part
-
-
 def _present(module: nn.Module, names: tuple[str, ...]) -> list[str]:
     """Return those of the names under which a module has a layer, here and not on another stage."""
-    layers = {name: getattr(module, name, None) for name in names}
-    return [
-        name for name, layer in layers.items() if isinstance(layer, nn.Module) and not is_elsewhere(layer)
-    ]
+    return [name for name, _ in _layers(module, names)]
+
+
+def _layers(module: nn.Module, names: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """Return the layers that a module has under some names, here and not on another stage."""
+    layers = [(name, getattr(module, name, None)) for name in names]
+    return [(name, each) for name, each in layers if isinstance(each, nn.Module) and not is_elsewhere(each)]
 
 
 def _put_before(first: type[nn.Module], module: nn.Module) -> type[nn.Module]:
     """Return a class whose `forward` is that of the first one around that of the class of a module."""
-    return _class_of((first, type(module)))
+    return _class_of(type(module).__name__, (first, type(module)))
 
 
 @cache  # layers of one class stay of one class
-def _class_of(bases: tuple[type, type]) -> type[nn.Module]:
-    return type(bases[-1].__name__, bases, {"__module__": bases[-1].__module__})
+def _class_of(name: str, bases: tuple[type, type]) -> type[nn.Module]:
+    return type(name, bases, {"__module__": bases[-1].__module__})

@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 VOCAB = 25  # which two ranks do not divide
 
@@ -52,10 +54,121 @@ def _decoder(family: str, **options: Any) -> nn.Module:
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 8,
+        "max_position_embeddings": 16,
     }
     config = getattr(transformers, f"{family}Config")(**{**sizes, **options})
     return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+def planned(family: str, **options: Any) -> nn.Module:
+    """Return a causal model whose classes have no rule, and that has a `tp_plan`."""
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 8,
+        "pad_token_id": 0,
+    }
+    return _decoder(family, **{**sizes, **options})
+
+
+def qwen3(**options: Any) -> nn.Module:
+    """Return a Qwen3, which normalizes each head of query and key."""
+    return planned("Qwen3", **options)
+
+
+def gemma(**options: Any) -> nn.Module:
+    """Return a Gemma, with tied embedding and head."""
+    return planned("Gemma", **options)
+
+
+def gemma2(**options: Any) -> nn.Module:
+    """Return a Gemma 2, whose weights and logits are capped, with windows in every other layer."""
+    return planned("Gemma2", sliding_window=4, **options)
+
+
+def gemma3(**options: Any) -> nn.Module:
+    """Return the text model of Gemma 3, whose embedding scales, and which normalizes each head."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    kinds = ["sliding_attention", "full_attention"]
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": 0}
+    sizes |= {"layer_types": kinds, "sliding_window": 4, "max_position_embeddings": 16}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**{**sizes, **options}))
+
+
+def phi3(**options: Any) -> nn.Module:
+    """Return a Phi3, which has one weight for query, key and value, of unequal parts."""
+    return planned("Phi3", bos_token_id=0, eos_token_id=0, **options)
+
+
+def olmo2(**options: Any) -> nn.Module:
+    """Return an Olmo2, which normalizes all heads together."""
+    return planned("Olmo2", **options)
+
+
+def glm4(**options: Any) -> nn.Module:
+    """Return a Glm4, which has one weight for gate and up."""
+    return planned("Glm4", **options)
+
+
+def wide_opt() -> nn.Module:
+    """Return an OPT that four ranks can share."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return _decoder("OPT", ffn_dim=12, word_embed_proj_dim=16, dropout=0.0, pad_token_id=1, **sizes)
+
+
+class Translator(nn.Module):
+    """A T5 that decodes what it encodes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        sizes = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4}
+        config = T5Config(**{**sizes, "dropout_rate": 0.0, "decoder_start_token_id": 0, **options})
+        self.model = T5ForConditionalGeneration(config)
+
+    def forward(self, ids: Tensor) -> Any:
+        """Return what the model does."""
+        return self.model(input_ids=ids, decoder_input_ids=ids)
+
+
+def t5() -> nn.Module:
+    """Return a T5 with one weight for all vocabularies."""
+    return Translator()
+
+
+def gated_t5() -> nn.Module:
+    """Return a T5 of the newer kind, with a head of its own."""
+    return Translator(feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+
+
+class Classifier(nn.Module):
+    """A ViT on images that are made of ids, one class for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import ViTConfig, ViTForImageClassification
+
+        sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
+        sizes |= {"image_size": 6, "patch_size": 3, "num_channels": 1, "num_labels": VOCAB}
+        rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        self.model = ViTForImageClassification(ViTConfig(**sizes, **rates))
+
+    def forward(self, ids: Tensor) -> dict[str, Tensor]:
+        """Return logits for all ids."""
+        images = (ids[:, None, :, None] * (1 + ids[:, None, None, :])).to(self.model.dtype).sin()
+        logits = self.model(images).logits
+        return {"logits": logits[:, None].expand(-1, ids.shape[1], -1)}
+
+
+def vit() -> nn.Module:
+    """Return a ViT."""
+    return Classifier()
 
 
 def bert() -> nn.Module:
@@ -92,3 +205,21 @@ def language_loss(output: Any, labels: Tensor) -> Tensor:
     """Return the loss of the next tokens."""
     logits = output["logits"] if isinstance(output, dict) else output.logits
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class InDouble(TorchFunctionMode):
+    """What a model computes of float64 in float32, as its norms, stays in float64, in forward and backward.
+
+    Where the terms of a gradient pass through float32, their sums over heads depend on who sums them.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function of torch, in the place of a conversion to float32 none."""
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)

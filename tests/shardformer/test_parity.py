@@ -1,6 +1,7 @@
 """Models of transformers train in tensor parallelism as on one process, alone and with other methods."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -17,14 +18,26 @@ from tests.parity.subjects.pipeline import slice_of_batch
 from tests.ranks import run_ranks
 from tests.shardformer.models import (
     VOCAB,
+    InDouble,
     bert,
+    gated_t5,
+    gemma,
+    gemma2,
+    gemma3,
+    glm4,
     gpt2,
     gpt2_of_four_blocks,
     language_loss,
     llama,
     mistral,
+    olmo2,
     opt,
+    phi3,
     qwen2,
+    qwen3,
+    t5,
+    vit,
+    wide_opt,
 )
 from tests.tiers import further
 
@@ -32,11 +45,14 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.dist
 
 TENSOR = {"size": 2, "mode": "1d"}
+BY_FOUR = {"parallel": {"tensor": {"size": 4, "mode": "1d"}}}
+PATCHES = ("embeddings", "classifier")
 
 
 def train(build: Callable[[], nn.Module], config: dict[str, Any], uncut: tuple[str, ...]) -> list[float]:
     """Train for three steps; every matrix and vocabulary must be cut, but for those with an `uncut` name."""
-    parallel = {"tensor": TENSOR, **config.pop("parallel", {})}
+    parallel = {"tensor": TENSOR, **config.get("parallel", {})}
+    config = {key: value for key, value in config.items() if key != "parallel"}
     colossalai.launch_from_torch({"clip_grad_norm": 0.5, "parallel": parallel, **config}, verbose=False)
     ids = torch.randint(VOCAB, (3, 8, 6), generator=torch.Generator().manual_seed(1))
     case = ParityCase(
@@ -59,7 +75,8 @@ def train(build: Callable[[], nn.Module], config: dict[str, Any], uncut: tuple[s
         assert not whole or "pipeline" in parallel  # where parts of the model are elsewhere
         return subject
 
-    losses = check_parity(case, apply, **slice_of_batch())
+    with nullcontext() if config.get("recompute") else InDouble():  # which a recomputation does not see
+        losses = check_parity(case, apply, **slice_of_batch())
     gpc.destroy()
     return losses
 
@@ -77,6 +94,26 @@ def train(build: Callable[[], nn.Module], config: dict[str, Any], uncut: tuple[s
         (gpt2, 4, {"zero": {"stage": 2}}, ("wpe",)),
         (gpt2, 4, {"zero": {"stage": 3}}, ("wpe",)),
         further(llama, 4, {"zero": {"stage": 3}}, ()),
+        further(wide_opt, 4, BY_FOUR, ("embed_positions",)),
+        (t5, 2, {}, ()),
+        further(gated_t5, 4, BY_FOUR, ()),
+        (vit, 2, {}, PATCHES),
+        further(vit, 4, BY_FOUR, PATCHES),
+        # By the plans of the models:
+        (qwen3, 4, {}, ()),
+        (qwen3, 2, {"recompute": True}, ()),
+        further(qwen3, 4, BY_FOUR, ()),
+        further(qwen3, 4, {"zero": {"stage": 3}}, ()),
+        (gemma, 2, {}, ()),
+        further(gemma, 4, BY_FOUR, ()),
+        (gemma2, 2, {}, ()),
+        further(gemma2, 4, BY_FOUR, ()),
+        (gemma3, 4, BY_FOUR, ()),
+        (phi3, 2, {}, ()),
+        further(phi3, 4, BY_FOUR, ()),
+        (olmo2, 2, {}, ()),
+        further(olmo2, 4, BY_FOUR, ()),
+        (glm4, 4, BY_FOUR, ()),
     ],
 )
 def test_three_steps(
@@ -88,7 +125,13 @@ def test_three_steps(
 
 @pytest.mark.parametrize(
     ("build", "schedule"),
-    [(gpt2, "1f1b"), further(gpt2_of_four_blocks, "zb-v"), (llama, "zb-h1"), further(bert, "1f1b")],
+    [
+        (gpt2, "1f1b"),
+        further(gpt2_of_four_blocks, "zb-v"),
+        (llama, "zb-h1"),
+        further(bert, "1f1b"),
+        (gemma3, "1f1b"),
+    ],
 )
 def test_three_steps_in_a_pipeline(build: Callable[[], nn.Module], schedule: str) -> None:
     config = {

@@ -7,3 +7,5 @@ from colossalai.shardformer.policies._llama import LLAMA as LLAMA
 from colossalai.shardformer.policies._opt import OPT as OPT
 from colossalai.shardformer.policies._rule import Policy as Policy
 from colossalai.shardformer.policies._rule import Rule as Rule
+from colossalai.shardformer.policies._t5 import T5 as T5
+from colossalai.shardformer.policies._vit import VIT as VIT

@@ -19,15 +19,24 @@ class Rule:
         columns: Names of linear layers whose output features are cut.
         rows: Names of linear layers whose input features are cut; their outputs are summed.
         embeddings: Names of embeddings that are cut along the vocabulary.
-        heads: Names of linear layers from features to the vocabulary, which is cut; they return all of it.
+        feature_embeddings: Names of embeddings that are cut along the features, of which a rank returns its
+            part: a bias for each head of an attention.
+        heads: Names of linear layers whose output features are cut, but which return all of them: from
+            features to the vocabulary, or to what an attention needs the whole of. Any number is padded.
+        splits: Names of row layers that are given all input features, of which each rank takes its part.
+        packed: Names of those of `columns` and `rows` whose cut features are two equal parts, one behind the
+            other (gate and up), each of which is cut for itself.
+        head_norms: Names of norms that all ranks hold and that a rank applies to its heads alone; their
+            gradients are summed over the ranks.
         counts: Names of attributes that count heads or features, and of which a rank has its part.
         part: Name of the attribute that says how many output features of a column layer belong together,
             where it yields several things one behind the other: query, key and value. None: all do.
         divisible: Names of attributes of `config` that the ranks must divide.
         draws: Whether random numbers are drawn between the column and the row layers: each rank draws others.
         whole_dropouts: Names of dropouts inside of such a module behind the row layer: all draw the same.
-        attentions: Whether its second output are the attention weights (batch, heads, ...) of its heads; they
+        attentions: Whether its output has the attention weights (batch, heads, ...) of its heads; they
             are gathered where the caller asks for them (`output_attentions`).
+        attentions_at: The place of the weights in the output.
         loss_head: Name of the linear layer whose outputs go to `self.loss_function(logits, labels, ...)` and
             nowhere else in the forward, as they are: `fused_loss` computes both together. None for none.
     """
@@ -35,19 +44,25 @@ class Rule:
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
     embeddings: tuple[str, ...] = ()
+    feature_embeddings: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
+    splits: tuple[str, ...] = ()
+    packed: tuple[str, ...] = ()
+    head_norms: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
     part: str | None = None
     divisible: tuple[str, ...] = ()
     draws: bool = False
     whole_dropouts: tuple[str, ...] = ()
     attentions: bool = False
+    attentions_at: int = 1
     loss_head: str | None = None
 
     @property
     def cuts(self) -> bool:
         """Whether anything is shared out."""
-        return bool(self.columns or self.rows or self.embeddings or self.heads or self.counts or self.draws)
+        cut = (self.columns, self.rows, self.splits, self.heads, self.embeddings, self.feature_embeddings)
+        return any(cut) or bool(self.head_norms or self.counts or self.draws)
 
 
 Policy = Mapping[str, Rule]
