@@ -171,7 +171,8 @@ def _embedding(layer: nn.Embedding, mesh: Mesh) -> nn.Module:
     # It does more than look up, and keeps doing it: see `VocabularyShard`.
     vars(layer).update(vars(shard) | vars(layer))
     looked_up: nn.Module = layer
-    looked_up.__class__ = _class_of(type(layer).__name__, (type(layer), VocabularyShard))
+    kind = type(layer)
+    looked_up.__class__ = _class_of(kind.__name__, kind.__module__, (kind, VocabularyShard))
     return looked_up
 
 
@@ -277,9 +278,9 @@ def _layers(module: nn.Module, names: tuple[str, ...]) -> list[tuple[str, Any]]:
 
 def _put_before(first: type[nn.Module], module: nn.Module) -> type[nn.Module]:
     """Return a class whose `forward` is that of the first one around that of the class of a module."""
-    return _class_of(type(module).__name__, (first, type(module)))
+    return _class_of(type(module).__name__, type(module).__module__, (first, type(module)))
 
 
 @cache  # layers of one class stay of one class
-def _class_of(name: str, bases: tuple[type, type]) -> type[nn.Module]:
-    return type(name, bases, {"__module__": bases[-1].__module__})
+def _class_of(name: str, module: str, bases: tuple[type, type]) -> type[nn.Module]:
+    return type(name, bases, {"__module__": module})

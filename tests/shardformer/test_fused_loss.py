@@ -12,7 +12,20 @@ from colossalai.nn.loss import MISSING_LOGITS, MissingLogitsError
 from colossalai.shardformer import Rule, fuse_losses, register_rule
 from tests.parity.test_fused_loss import PIPELINE, TENSOR, train_all
 from tests.ranks import run_ranks
-from tests.shardformer.models import VOCAB, gpt2, llama, mistral, opt, qwen2
+from tests.shardformer.models import (
+    VOCAB,
+    gemma,
+    gemma2,
+    gemma3,
+    glm4,
+    gpt2,
+    llama,
+    mistral,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+)
 
 pytest.importorskip("transformers")
 
@@ -51,7 +64,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("build", [gpt2, llama, mistral, qwen2, opt, phi, mixtral])
+@pytest.mark.parametrize("build", [gpt2, llama, mistral, qwen2, opt, phi, mixtral, qwen3, gemma3, glm4, phi3])
 def test_as_the_loss_of_the_model(build: Callable[[], nn.Module], batch: Any) -> None:
     ids, labels = batch
     model = build().train()
@@ -119,6 +132,15 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.unit
+def test_logits_that_the_model_caps_are_missed(batch: Any) -> None:
+    """A plan names the head, but does not say that the loss gets what it returns."""
+    model = gemma2().train()
+    assert fuse_losses(model) == 1
+    with pytest.raises(MissingLogitsError, match="there are no logits: with fused_loss=True"):
+        model(batch[0], labels=batch[1])
+
+
+@pytest.mark.unit
 def test_refuses_what_it_cannot_take() -> None:
     model = gpt2()
     model.lm_head = Adapted(model.lm_head)
@@ -181,6 +203,7 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
     [
         (gpt2, 2, CELLS),
         pytest.param(llama, 2, CELLS, marks=pytest.mark.long),
+        (gemma, 2, {"by a plan": {"parallel": {"tensor": TENSOR}}}),
         pytest.param(gpt2, 4, FOUR_RANKS, marks=pytest.mark.long),
     ],
 )

@@ -42,6 +42,12 @@ class MissingLogits:
         """Refuse to be an argument of a function of torch."""
         raise MissingLogitsError(_WHY)
 
+    def __mul__(self, other: Any) -> NoReturn:
+        """Refuse to be scaled or capped, as some models do before the loss."""
+        raise MissingLogitsError(_WHY)
+
+    __rmul__ = __truediv__ = __mul__
+
     def contiguous(self) -> "MissingLogits":
         """Return itself: some models ask for it between head and loss."""
         return self
