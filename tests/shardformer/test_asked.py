@@ -14,7 +14,7 @@ from colossalai.core import global_context as gpc
 from colossalai.lazy import LazyInitContext, is_lazy
 from colossalai.tensor import spec_of
 from tests.ranks import run_ranks
-from tests.shardformer.models import bert_decoder, gpt2, llama
+from tests.shardformer.models import VOCAB, InDouble, bert_decoder, gpt2, llama, t5, vit
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.dist
@@ -50,6 +50,34 @@ def attentions():
 
 def test_attention_weights_are_those_of_all_heads():
     run_ranks(attentions, 2)
+
+
+def attentions_of_other_kinds():
+    """Those of an encoder and decoder, whose outputs have them behind a bias, and of images."""
+    torch.set_default_dtype(torch.float64)
+    colossalai.launch_from_torch(CONFIG, verbose=False)
+    ids = torch.randint(VOCAB, (3, 6), generator=torch.Generator().manual_seed(1))
+    images = torch.randn(3, 1, 6, 6)
+    given_of = {t5: {"input_ids": ids, "decoder_input_ids": ids[:, :4]}, vit: {"pixel_values": images}}
+    for build, given in given_of.items():
+        model = build().model
+        model.set_attn_implementation("eager")
+        twin = copy.deepcopy(model)
+        engine, *_ = colossalai.initialize(model, verbose=False)
+        with InDouble():
+            found, wanted = (each(**given, output_attentions=True) for each in (engine, twin))
+        kinds = [kind for kind in wanted if kind.endswith("attentions")]
+        assert len(kinds) == (3 if build is t5 else 1)
+        for kind in kinds:
+            for mine, theirs in zip(found[kind], wanted[kind], strict=True):
+                assert mine.shape[1] == 4
+                torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+        torch.testing.assert_close(found.logits, wanted.logits, rtol=0, atol=1e-12)
+    gpc.destroy()
+
+
+def test_attention_weights_of_other_kinds_of_models():
+    run_ranks(attentions_of_other_kinds, 2)
 
 
 def lazily():

@@ -21,6 +21,7 @@ from tests.ranks import run_ranks
 from tests.shardformer.models import (
     VOCAB,
     InDouble,
+    Translator,
     gemma,
     gemma3,
     glm4,
@@ -98,6 +99,7 @@ def test_an_embedding_tied_to_a_head_is_cut_where_the_plan_leaves_it_out():
     embedding = model.get_input_embeddings()
     assert embedding.weight is model.lm_head.weight
     assert tuple(embedding.weight.shape) == (13, 64)
+    assert embedding.vocab_axes == ("tp",)
     untied = gemma(tie_word_embeddings=False)
     del untied.tp_plan["model.embed_tokens"]
     shard_model(untied, mesh())
@@ -368,6 +370,28 @@ def with_dropout() -> tuple[list[Any], list[Any]]:
     outside += [state.tolist() for state in hidden]
     gpc.destroy()
     return inside, outside
+
+
+def by_a_rule() -> list[Any]:
+    colossalai.launch_from_torch(TENSOR, verbose=False)
+    torch.manual_seed(0)
+    model = Translator(dropout_rate=0.3)
+    inside: list[Any] = []
+    dense = model.model.encoder.block[0].layer[1].DenseReluDense
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = colossalai.initialize(model, optimizer, verbose=False)
+    engine.train()
+    dense.dropout.register_forward_hook(lambda *_: inside.append(torch.rand(2).tolist()))
+    logits = engine(torch.arange(6)[None]).logits.tolist()
+    gpc.destroy()
+    return [inside, logits]
+
+
+@pytest.mark.dist
+def test_the_ranks_of_a_t5_draw_apart_in_its_wide_layers() -> None:
+    (inside, logits), (other_inside, other_logits) = run_ranks(by_a_rule, 2)
+    assert logits == other_logits
+    assert inside != other_inside
 
 
 @pytest.mark.dist
