@@ -311,7 +311,7 @@ def _check_is_cut(model: nn.Module, mesh: Mesh, replicas: Axis) -> None:
         get_dist_logger().log_once(
             f"tensor parallelism cuts nothing of {type(model).__name__}: {num_sharing} ranks each compute "
             "all of it: build it with layers of colossalai.nn, or leave tensor parallelism out; mode '1d' "
-            "cuts models of transformers, too, for whose classes colossalai.shardformer has rules",
+            "cuts models of transformers, too, that have a tp_plan or rules in colossalai.shardformer",
             ranks=[0],
         )
 

@@ -17,8 +17,7 @@ from torch.nn import functional
 from colossalai.nn.loss import MISSING_LOGITS, HeadOperands, VocabularySlice, head_operands, refuse_other_head
 from colossalai.pipeline import is_elsewhere
 from colossalai.shardformer._layers import AXIS, HeadShard
-from colossalai.shardformer._parts import parts_of
-from colossalai.shardformer._registry import rule_of
+from colossalai.shardformer._registry import parts_of, rule_of
 from colossalai.shardformer._tp_plan import planned_head
 
 LossFunction = Callable[..., torch.Tensor]

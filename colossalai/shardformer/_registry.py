@@ -3,10 +3,11 @@
 The one thing of this package that changes while a program runs: `register_rule` adds to it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from torch import nn
 
+from colossalai.pipeline import ModelStage, is_elsewhere
 from colossalai.shardformer.policies import BERT, CAUSAL, GPT2, LLAMA, OPT, T5, VIT, Policy, Rule
 
 
@@ -84,3 +85,10 @@ def rule_of(module: nn.Module) -> Rule | None:
 def sharded_classes() -> list[str]:
     """Return the full names of the classes that have a rule."""
     return _registry.names()
+
+
+def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model by their names; for a stage of a pipeline, the model that it is of."""
+    for name, part in model.named_modules():
+        if not is_elsewhere(part):
+            yield name, part.model if isinstance(part, ModelStage) else part

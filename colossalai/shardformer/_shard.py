@@ -31,8 +31,7 @@ from colossalai.shardformer._layers import (
     VocabularyShard,
     draw_together,
 )
-from colossalai.shardformer._parts import parts_of
-from colossalai.shardformer._registry import rule_of
+from colossalai.shardformer._registry import parts_of, rule_of
 from colossalai.shardformer._tp_plan import rules_of_plans
 from colossalai.shardformer.policies import Rule
 from colossalai.tensor import (

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Set
 from torch import nn
 
 from colossalai.pipeline import is_elsewhere
-from colossalai.shardformer._parts import parts_of
+from colossalai.shardformer._registry import parts_of
 from colossalai.shardformer.policies import Rule
 
 LINEAR_STYLES: Mapping[str, str] = {

@@ -115,6 +115,11 @@ def glm4(**options: Any) -> nn.Module:
     return planned("Glm4", **options)
 
 
+def mixtral() -> nn.Module:
+    """Return a Mixtral, whose experts tensor parallelism leaves whole."""
+    return planned("Mixtral", num_local_experts=2, experts_implementation="eager")
+
+
 def wide_opt() -> nn.Module:
     """Return an OPT that four ranks can share."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -89,8 +89,8 @@ class HybridParallelPlugin(Plugin):
 
     The mesh is laid out when the plugin is given to a Booster, or by `plugin.configure()`. Do one of them
     before the model is built: layers of `colossalai.nn` follow the tensor mode that is in force then. Models
-    of transformers whose classes `colossalai.shardformer` has rules for are cut by `Booster.boost` (tp_mode
-    "1d"). With a pipeline any model with a stack of blocks is cut by `Booster.boost`; a stage that
+    of transformers that have a `tp_plan`, or rules in `colossalai.shardformer`, are cut by `Booster.boost`
+    (tp_mode "1d"). With a pipeline any model with a stack of blocks is cut by `Booster.boost`; a stage that
     `colossalai.builder` or `colossalai.pipeline` made is taken as it is.
 
     Args:
