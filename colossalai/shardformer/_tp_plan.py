@@ -161,9 +161,12 @@ def _add_tied_embeddings(
 def _rule(owner: str, module: nn.Module, found: Mapping[str, list[str]]) -> Rule:
     is_attention = bool(found.get("columns")) and "att" in owner.rpartition(".")[2]
     config = getattr(module, "config", None)
-    counts = ("num_attention_heads", "num_key_value_heads") if is_attention else ()
+    # Where layers differ, the config of the model raises for what they differ in; the features are checked.
+    varying = getattr(config, "per_layer_attributes", None) or ()
+    names = ("num_attention_heads", "num_key_value_heads") if is_attention else ()
+    counts = [name for name in names if name not in varying]
     return Rule(
-        **{field: tuple(names) for field, names in found.items()},  # type: ignore[arg-type]
+        **{field: tuple(children) for field, children in found.items()},  # type: ignore[arg-type]
         divisible=tuple(name for name in counts if isinstance(getattr(config, name, None), int)),
         draws=bool(found.get("columns") and found.get("rows")),
         attentions=is_attention,

@@ -80,6 +80,24 @@ def test_a_rule_of_a_class_goes_before_the_plan():
     assert sorted(name for name, *_ in found) == ["", "model", "model.layers.0.mlp"]
 
 
+class VaryingConfig:
+    """A config of layers that differ in their heads."""
+
+    per_layer_attributes = ("num_attention_heads",)
+    num_key_value_heads = 4
+
+    @property
+    def num_attention_heads(self) -> int:
+        raise RuntimeError("which layer's?")
+
+
+@pytest.mark.unit
+def test_what_layers_differ_in_is_not_asked_of_the_whole_config():
+    model = qwen3(num_hidden_layers=1)
+    model.model.layers[0].self_attn.config = VaryingConfig()
+    assert rules(model)["model.layers.0.self_attn"].divisible == ("num_key_value_heads",)
+
+
 @pytest.mark.unit
 def test_experts_stay_whole():
     model = planned("Mixtral", num_local_experts=2, num_hidden_layers=1)
