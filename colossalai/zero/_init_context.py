@@ -111,6 +111,8 @@ def _check(
         raise ValueError(
             f"default_dist_spec is {default_dist_spec!r}; it must be a ShardSpec or a ReplicaSpec"
         )
+    if default_pg is not None and not isinstance(default_pg, ProcessGroup):
+        raise ValueError(f"default_pg is {default_pg!r}; it must be a ProcessGroup(tp_degree=...)")
     if default_dist_spec is not None and default_pg is None:
         raise ValueError("default_dist_spec is given, and no default_pg: pass ProcessGroup(tp_degree=...)")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):

@@ -20,6 +20,7 @@ from colossalai.booster.plugin import GeminiPlugin
 from colossalai.core import global_context as gpc
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.nn.parallel import GeminiDDP, ZeroDDP
+from colossalai.tensor import ReplicaSpec
 from colossalai.utils import get_current_device
 from colossalai.zero import (
     GeminiAdamOptimizer,
@@ -396,8 +397,9 @@ def mistakes() -> list[tuple[str, str]]:
             lambda: ZeroOptimizer(HybridAdam(net.parameters()), model, gpu_margin_mem_ratio=2.0),
             "gpu_margin_mem_ratio is 2.0",
         ),
-        (lambda: ColoInitContext(default_pg=object()), "default_pg is given"),
-        (lambda: ColoInitContext(default_dist_spec=object()), "default_dist_spec is given"),
+        (lambda: ColoInitContext(default_pg=object()), "default_pg is <object"),
+        (lambda: ColoInitContext(default_dist_spec=object()), "default_dist_spec is <object"),
+        (lambda: ColoInitContext(default_dist_spec=ReplicaSpec()), "and no default_pg"),
         (lambda: ColoInitContext(dtype=torch.int64), "dtype is torch.int64"),
         (lambda: ColoInitContext(device="nonsense"), "is no device"),
         (lambda: post_process_colo_init_ctx(nn.Linear(2, 2, device="meta")), "has no values yet"),
