@@ -25,7 +25,7 @@ A tensor on its way to disk and back, in the terms of this package:
 
 | noun | what it is | home |
 | --- | --- | --- |
-| `Box` | offsets and sizes of a part of a global tensor | `resharding/_box` |
+| `Box` | offsets and sizes of a part of a global tensor | `tensor/_box` |
 | `TensorMetadata` | shape and dtype of a global tensor | `resharding/_tensors` |
 | `ShardedTensor` | in the memory of ranks: which of them hold which box, and views of our own | the same |
 | `StoredTensor` | in a checkpoint: `StoredShard`s, boxes of which any part can be read | the same |

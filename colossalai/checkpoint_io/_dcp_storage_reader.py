@@ -16,8 +16,9 @@ from torch.futures import Future
 
 from colossalai.checkpoint_io._model import MODEL
 from colossalai.checkpoint_io.formats import read_sharded_index
-from colossalai.checkpoint_io.resharding import Box, StoredTensor
+from colossalai.checkpoint_io.resharding import StoredTensor
 from colossalai.checkpoint_io.storage import INDEX
+from colossalai.tensor import Box
 
 
 class ChunkStorageReader(StorageReader):

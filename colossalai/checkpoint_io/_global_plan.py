@@ -20,9 +20,9 @@ from torch import nn
 
 from colossalai.checkpoint_io._collective import gather, results
 from colossalai.checkpoint_io._state import FlatStateDict, ShardedStateDict
-from colossalai.checkpoint_io.resharding import Box, ShardedTensor, pack, unpack, with_local_shards
+from colossalai.checkpoint_io.resharding import ShardedTensor, pack, unpack, with_local_shards
 from colossalai.checkpoint_io.storage import of_kind
-from colossalai.tensor import CHECKPOINT_PREFIX, CHECKPOINT_TIED_NAMES
+from colossalai.tensor import CHECKPOINT_PREFIX, CHECKPOINT_TIED_NAMES, Box
 
 T = TypeVar("T")
 Content: TypeAlias = dict[str, Any]

@@ -8,6 +8,11 @@ from colossalai.tensor._attributes import LAZY_TAPE as LAZY_TAPE
 from colossalai.tensor._attributes import PART_OF_CUT_MODEL as PART_OF_CUT_MODEL
 from colossalai.tensor._attributes import PIPELINE_SHARE as PIPELINE_SHARE
 from colossalai.tensor._autograd import with_gradient_edges as with_gradient_edges
+from colossalai.tensor._box import Box as Box
+from colossalai.tensor._box import block_boxes as block_boxes
+from colossalai.tensor._box import flat_boxes as flat_boxes
+from colossalai.tensor._box import is_tiled as is_tiled
+from colossalai.tensor._box import whole_box as whole_box
 from colossalai.tensor._flat_range import FlatRange as FlatRange
 from colossalai.tensor._flat_range import FlatValues as FlatValues
 from colossalai.tensor._flat_range import flat_values as flat_values

@@ -5,7 +5,7 @@ import math
 
 from hypothesis import strategies as st
 
-from colossalai.checkpoint_io.resharding._box import Box, flat_boxes, whole_box
+from colossalai.tensor import Box, flat_boxes, whole_box
 
 SHAPES = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 

@@ -17,9 +17,9 @@ from colossalai.checkpoint_io import (
     save_model,
     save_training_state,
 )
-from colossalai.checkpoint_io.resharding._box import Box
 from colossalai.checkpoint_io.tools import _convert, _merge
 from colossalai.cli import main
+from colossalai.tensor import Box
 from tests.checkpoint_io.models import Tied, assert_same_state, tied, train
 
 pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]

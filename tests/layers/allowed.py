@@ -20,7 +20,7 @@ STATE = {
         "_listeners",
     ): "a script of its own on another host: its process",
     (
-        "checkpoint_io/resharding/_box.py",
+        "tensor/_box.py",
         "_is_tiled",
     ): "kept results: a run saves the same boxes again and again",
     ("logging/_logger.py", "_logger_of"): "one logger of a name, as in logging itself",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from colossalai.checkpoint_io._state import FlatStateDict
-from colossalai.checkpoint_io.resharding import Box, FileShard, StoredTensor, is_tiled
+from colossalai.checkpoint_io.resharding import FileShard, StoredTensor
 from colossalai.checkpoint_io.storage import (
     DEFAULT_BUFFER_MB,
     FORM_OF_FILES,
@@ -36,6 +36,7 @@ from colossalai.checkpoint_io.storage import (
     refuse_strays,
 )
 from colossalai.cluster import dtype_named
+from colossalai.tensor import Box, is_tiled
 
 _FORMAT = 1
 _FORM: Form = {

@@ -25,14 +25,7 @@ from colossalai.checkpoint_io.formats._sharded_index import (
     shard_name,
     write_sharded_index,
 )
-from colossalai.checkpoint_io.resharding import (
-    Box,
-    FileShard,
-    StoredTensor,
-    TensorMetadata,
-    block_boxes,
-    is_tiled,
-)
+from colossalai.checkpoint_io.resharding import FileShard, StoredTensor, TensorMetadata
 from colossalai.checkpoint_io.storage import (
     DEFAULT_BUFFER_MB,
     INDEX,
@@ -46,6 +39,7 @@ from colossalai.checkpoint_io.storage import (
     write_shared_folder,
 )
 from colossalai.monitor import still_moving
+from colossalai.tensor import Box, block_boxes, is_tiled
 
 _BLOCK = WRITTEN  # most bytes that are summed and written at once
 

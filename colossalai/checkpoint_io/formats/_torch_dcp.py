@@ -15,8 +15,9 @@ from typing import Any, BinaryIO
 import torch
 
 from colossalai.checkpoint_io._state import FlatStateDict, StoredStateDict
-from colossalai.checkpoint_io.resharding import Box, StoredShard, StoredTensor
+from colossalai.checkpoint_io.resharding import StoredShard, StoredTensor
 from colossalai.checkpoint_io.storage import refuse_strays
+from colossalai.tensor import Box
 
 DCP_INDEX = ".metadata"
 

@@ -17,15 +17,7 @@ from colossalai.checkpoint_io._hugging_face_index import HuggingFaceIndex, index
 from colossalai.checkpoint_io._state import TREE_KEY, FileLayout, FlatStateDict, Kind, names_by_tensor
 from colossalai.checkpoint_io.formats._safetensors import in_file_order, write_safetensors
 from colossalai.checkpoint_io.formats._torch_file import write_torch_stream
-from colossalai.checkpoint_io.resharding import (
-    Box,
-    ShardedTensor,
-    StoredTensor,
-    TensorMetadata,
-    block_boxes,
-    is_tiled,
-    whole_box,
-)
+from colossalai.checkpoint_io.resharding import ShardedTensor, StoredTensor, TensorMetadata
 from colossalai.checkpoint_io.storage import (
     INDEX,
     Write,
@@ -37,6 +29,7 @@ from colossalai.checkpoint_io.storage import (
     listed,
     staged,
 )
+from colossalai.tensor import Box, block_boxes, is_tiled, whole_box
 
 State = FlatStateDict[TensorMetadata]
 

@@ -1,14 +1,10 @@
 """Tensors cut in one layout, put together in any other: local shards, tensor metadata, state trees.
 
-Of this package; users need none of it. `Box`: offsets and sizes. `ShardedTensor`: a tensor in the memory of
+Of this package; users need none of it. `ShardedTensor`: a tensor in the memory of
 ranks. `StoredTensor`: a tensor in a checkpoint. `pack` and `unpack`: a nested state as a tree and flat
 tensors.
 """
 
-from colossalai.checkpoint_io.resharding._box import Box as Box
-from colossalai.checkpoint_io.resharding._box import block_boxes as block_boxes
-from colossalai.checkpoint_io.resharding._box import is_tiled as is_tiled
-from colossalai.checkpoint_io.resharding._box import whole_box as whole_box
 from colossalai.checkpoint_io.resharding._local_shards import fill as fill
 from colossalai.checkpoint_io.resharding._local_shards import is_cut_by_spec as is_cut_by_spec
 from colossalai.checkpoint_io.resharding._local_shards import new_like as new_like

@@ -17,10 +17,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from colossalai.checkpoint_io.resharding._box import Box, flat_boxes, whole_box
 from colossalai.checkpoint_io.resharding._tensors import ShardedTensor, StoredTensor
 from colossalai.checkpoint_io.storage import listed
-from colossalai.tensor import FlatRange, ShardingSpec, flat_values, range_of_states, spec_of
+from colossalai.tensor import (
+    Box,
+    FlatRange,
+    ShardingSpec,
+    flat_boxes,
+    flat_values,
+    range_of_states,
+    spec_of,
+    whole_box,
+)
 
 T = TypeVar("T")
 Shape = tuple[int, ...]

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import torch
 
-from colossalai.checkpoint_io.resharding._box import Box, block_boxes, whole_box
 from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, file_blocks, flat_bytes, read_block_size
+from colossalai.tensor import Box, block_boxes, whole_box
 
 _WORD = torch.int64
 

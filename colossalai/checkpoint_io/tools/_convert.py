@@ -11,16 +11,10 @@ from colossalai.checkpoint_io._save_plan import SavePlan, write_training_state_a
 from colossalai.checkpoint_io._state import FileLayout, FlatStateDict, StoredStateDict, names_by_tensor
 from colossalai.checkpoint_io._training_state import random_files
 from colossalai.checkpoint_io.formats import WriteItem, save_whole
-from colossalai.checkpoint_io.resharding import (
-    Box,
-    StoredShard,
-    StoredTensor,
-    plain,
-    whole_box,
-    with_own_memory,
-)
+from colossalai.checkpoint_io.resharding import StoredShard, StoredTensor, plain, with_own_memory
 from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, SMALL_FILE
 from colossalai.checkpoint_io.tools._open import KINDS, Opened
+from colossalai.tensor import Box, whole_box
 
 TARGETS = ("hf", "safetensors", "pt", "state")
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

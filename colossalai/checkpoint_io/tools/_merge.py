@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from colossalai.checkpoint_io._state import FlatStateDict, StoredStateDict
-from colossalai.checkpoint_io.resharding import Box, StoredShard, StoredTensor, block_boxes, is_tiled
+from colossalai.checkpoint_io.resharding import StoredShard, StoredTensor
 from colossalai.checkpoint_io.tools._open import Opened
+from colossalai.tensor import Box, block_boxes, is_tiled
 
 _BLOCK = 4 << 20  # elements, of which there are some copies
 

@@ -25,7 +25,7 @@ from colossalai.checkpoint_io.formats import (
     read_torch,
     state_of,
 )
-from colossalai.checkpoint_io.resharding import Box, FileShard
+from colossalai.checkpoint_io.resharding import FileShard
 from colossalai.checkpoint_io.storage import (
     DEFAULT_BUFFER_MB,
     INDEX,
@@ -38,6 +38,7 @@ from colossalai.checkpoint_io.storage import (
     refuse_links_out,
 )
 from colossalai.logging import get_dist_logger
+from colossalai.tensor import Box
 
 KINDS = {MODEL.part: MODEL, OPTIMIZER.part: OPTIMIZER}
 

@@ -21,10 +21,10 @@ from colossalai.checkpoint_io.formats._sharded_index import (
     write_sharded_index,
 )
 from colossalai.checkpoint_io.formats._sharded_writer import index_of, share_out, write_items
-from colossalai.checkpoint_io.resharding._box import Box, whole_box
 from colossalai.checkpoint_io.resharding._tensors import ShardedTensor
 from colossalai.checkpoint_io.storage._manifest import INDEX
 from colossalai.checkpoint_io.storage._untrusted import json_checksum
+from colossalai.tensor import Box, whole_box
 from tests.checkpoint_io.cuts import SHAPES, boxes_in, cuts_of
 
 pytestmark = pytest.mark.unit

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from colossalai.checkpoint_io.formats._sharded_writer import WriteItem, write_items
-from colossalai.checkpoint_io.resharding._box import whole_box
 from colossalai.checkpoint_io.resharding._tensors import FileShard, StoredTensor, TensorMetadata
 from colossalai.checkpoint_io.storage import _file_blocks
 from colossalai.checkpoint_io.storage._file_blocks import WRITTEN, file_blocks
+from colossalai.tensor import whole_box
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from colossalai.checkpoint_io.resharding._box import Box, flat_boxes, is_tiled, whole_box
+from colossalai.tensor import Box, flat_boxes, is_tiled, whole_box
 from tests.checkpoint_io.cuts import SHAPES, boxes_in, cuts_of
 
 pytestmark = pytest.mark.unit
