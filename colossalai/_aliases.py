@@ -52,6 +52,8 @@ ALIASES: Mapping[str, str] = {
     "colossalai.tensor.compute_spec": "colossalai.tensor.colo._specs",
     "colossalai.tensor.distspec": "colossalai.tensor.colo._specs",
     "colossalai.tensor.tensor_spec": "colossalai.tensor.colo._specs",
+    "colossalai.tensor.shape_consistency": "colossalai.tensor.conversion._shape_consistency",
+    "colossalai.tensor.sharding_spec": "colossalai.tensor._spec",
     "colossalai.utils.activation_checkpoint": "colossalai.nn._checkpoint",
     "colossalai.utils.checkpointing": "colossalai.utils._checkpoint",
     "colossalai.utils.common": "colossalai.utils._parallel",

@@ -30,11 +30,15 @@ from colossalai.communication._conjugate import (
 )
 from colossalai.communication._conjugate import slice_of as slice_of
 from colossalai.communication._conjugate import split_forward_gather_backward as split_forward_gather_backward
+from colossalai.communication._exchange import exchange as exchange
+from colossalai.communication._exchange import exchange_pieces as exchange_pieces
+from colossalai.communication._exchange import start_messages as start_messages
 from colossalai.communication._ledger import Ledger as Ledger
 from colossalai.communication._ledger import LedgerEntry as LedgerEntry
 from colossalai.communication._ledger import is_timed as is_timed
 from colossalai.communication._ledger import ledger as ledger
 from colossalai.communication._ledger import record as record
+from colossalai.communication._ledger import record_bytes as record_bytes
 from colossalai.communication._ring import RingShift as RingShift
 from colossalai.communication._ring import RingSum as RingSum
 from colossalai.communication._ring import ring_blocks as ring_blocks

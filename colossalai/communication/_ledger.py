@@ -3,7 +3,8 @@
 Bytes are those that one rank sends when the operation runs over a ring (the papers' count): for p ranks and n
 bytes,
 all-gather of a slice of n: (p-1) n; reduce-scatter and all-to-all of n: (p-1)/p n; all-reduce of n:
-2 (p-1)/p n; broadcast and reduce of n: (p-1)/p n, the mean over the ranks; a shift to the next rank: n.
+2 (p-1)/p n; broadcast and reduce of n: (p-1)/p n, the mean over the ranks; a shift to the next rank: n. Of
+an exchange, in which each rank sends what it likes to whom it likes, they are those that this rank sends.
 """
 
 import time
@@ -100,6 +101,11 @@ def record(op: str, axis: str, tensor: torch.Tensor, num_ranks: int) -> Abstract
     if not _open:
         return _UNRECORDED
     return _recorded(op, axis, tensor.nbytes * _RING_SHARE[op](num_ranks))
+
+
+def record_bytes(op: str, axis: str, num_bytes: float) -> AbstractContextManager[None]:
+    """Return a context for an operation in which this rank sends so many bytes; see `record`."""
+    return _recorded(op, axis, num_bytes) if _open else _UNRECORDED
 
 
 @contextmanager

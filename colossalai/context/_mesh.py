@@ -12,11 +12,11 @@ the name here says the members and nothing else of this process.
 
 import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -71,6 +71,7 @@ def _name_for_groups(name: str) -> Iterator[None]:
 
 
 Axes = str | Sequence[str]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class Mesh:
         self._axes: dict[tuple[str, ...], Axis] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
+        self._derived: dict[Callable[..., Any], Any] = {}
 
     def __repr__(self) -> str:
         # The first part of a view is the whole of it where the others count one: edp=2, ep=1 is dp=2.
@@ -158,7 +160,7 @@ class Mesh:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a saved model keeps of it: groups stay behind, and are made anew when asked for."""
-        return {**self.__dict__, "_axes": {}, "_groups": {}, "_device_meshes": {}}
+        return {**self.__dict__, "_axes": {}, "_groups": {}, "_device_meshes": {}, "_derived": {}}
 
     def axis(self, axes: Axes) -> Axis:
         """Return `axes` taken together as one axis to communicate along."""
@@ -258,6 +260,19 @@ class Mesh:
         """
         self._groups.clear()
         self._device_meshes.clear()
+
+    def derived(self, make: "Callable[[Mesh], T]") -> T:
+        """Return `make(mesh)`, made when first asked for and kept as long as the mesh.
+
+        For what follows from the grid alone and takes long to find, such as plans of conversions.
+
+        Args:
+            make: A class or a function of a module; it is the key.
+        """
+        if make not in self._derived:
+            self._derived[make] = make(self)
+        found: T = self._derived[make]
+        return found
 
     def device_mesh(self, axes: Axes) -> DeviceMesh:
         """Return torch's `DeviceMesh` over `axes`, on the same groups as `group`."""

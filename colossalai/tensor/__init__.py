@@ -57,3 +57,13 @@ from colossalai.tensor.colo import as_memory as as_memory
 from colossalai.tensor.colo import as_plain_parameter as as_plain_parameter
 from colossalai.tensor.colo import follow_cut as follow_cut
 from colossalai.tensor.colo import process_group_of as process_group_of
+from colossalai.tensor.conversion import CollectiveCosts as CollectiveCosts
+from colossalai.tensor.conversion import ConversionPlan as ConversionPlan
+from colossalai.tensor.conversion import ConversionPlanner as ConversionPlanner
+from colossalai.tensor.conversion import MessageCosts as MessageCosts
+from colossalai.tensor.conversion import ShapeConsistencyManager as ShapeConsistencyManager
+from colossalai.tensor.conversion import ShardingLayout as ShardingLayout
+from colossalai.tensor.conversion import convert as convert
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

@@ -18,7 +18,7 @@ The divisor is R for both, since the loss is the same.
 import itertools
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -28,9 +28,19 @@ import torch.distributed as dist
 from colossalai.communication import all_gather
 from colossalai.context import Axis, Mesh
 from colossalai.tensor._attributes import FRAGMENT_OF, SHARDING_SPEC
+from colossalai.tensor._notation import (
+    HasMesh,
+    dims_of_notation,
+    dims_of_partition,
+    dims_of_placements,
+    mesh_of,
+    notation_of,
+    partition_of_dims,
+    placements_of_dims,
+)
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 
 class Stretch(NamedTuple):
@@ -88,8 +98,51 @@ class ShardingSpec:
                 of_parts = f"{num_parts} parts of " if num_parts > 1 else ""
                 raise ValueError(
                     f"dimension {dim} of shape {self.shape} is {of_parts}{self.shape[dim] // num_parts}, "
-                    f"which the {num_ranks} ranks along {' x '.join(axes)} do not divide"
+                    f"which the {num_ranks} ranks along {' x '.join(axes)} do not divide: nothing is padded "
+                    "unless somebody says so, with pad_to(tensor, shape) and a PaddedSpec of that shape"
                 )
+
+    @staticmethod
+    def from_notation(notation: str, shape: Sequence[int], mesh: Mesh | HasMesh) -> "ShardingSpec":
+        """Return the cut that a notation says: "S01R" cuts rows over the axes 0 and 1; see `_notation.py`."""
+        return ShardingSpec(tuple(shape), dims_of_notation(notation, mesh_of(mesh)), mesh_of(mesh))
+
+    @staticmethod
+    def from_dim_partition_dict(
+        partition: Mapping[int, Sequence[int]], shape: Sequence[int], mesh: Mesh | HasMesh
+    ) -> "ShardingSpec":
+        """Return the cut of a dict from dimensions to positions of axes; others are replicated."""
+        dims = dims_of_partition(partition, len(shape), mesh_of(mesh))
+        return ShardingSpec(tuple(shape), dims, mesh_of(mesh))
+
+    @staticmethod
+    def from_placements(
+        placements: "Sequence[Placement]", shape: Sequence[int], mesh: Mesh | HasMesh
+    ) -> "ShardingSpec":
+        """Return the cut of torch's `Shard` and `Replicate`, one for each axis of the mesh."""
+        dims = dims_of_placements(placements, len(shape), mesh_of(mesh))
+        return ShardingSpec(tuple(shape), dims, mesh_of(mesh))
+
+    @property
+    def notation(self) -> str:
+        """The cut as "S01R", by the positions of axes in `mesh.axes`."""
+        return notation_of(self.dims, self.mesh)
+
+    @property
+    def dim_partition_dict(self) -> dict[int, list[int]]:
+        """From each dimension that is cut to the positions of its axes in `mesh.axes`."""
+        return partition_of_dims(self.dims, self.mesh)
+
+    def to_placements(self) -> "tuple[Placement, ...]":
+        """Return torch's placements, one for each axis of the mesh, of a tensor as it is stored.
+
+        Raises:
+            ValueError: `dims` has axes in an order that torch's `Shard` cannot say (S10), or `parts` are cut
+                each for itself.
+        """
+        if any(axes and count > 1 for axes, count in zip(self.dims, self.parts_of_dims, strict=True)):
+            raise ValueError(f"parts={self.parts} are cut each for itself, which torch's Shard cannot say")
+        return placements_of_dims(self.dims, self.mesh)
 
     @property
     def axes(self) -> tuple[str, ...]:

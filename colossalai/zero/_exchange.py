@@ -1,4 +1,4 @@
-"""The collectives of ZeRO on a bucket: a mean of which each rank gets its section, the way back, and pieces.
+"""The collectives of ZeRO on a bucket: a mean of which each rank gets its section, and the way back.
 
 [Note: every section straight to where it is needed]
 For the mean each rank sends every other one that one's section, and adds up what it gets, in float32 or
@@ -10,17 +10,16 @@ Where ranks share memory its collectives do the same, in the same order, with fe
 sections in float32 or better, which need no rounding on the way.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from colossalai.communication import (
-    is_timed,
     record,
     shares_memory,
     start_gather_of_sections,
+    start_messages,
     start_sum_of_sections,
 )
 from colossalai.context import Axis
@@ -72,7 +71,7 @@ def start_mean(flat: torch.Tensor, bucket: FlatBucket, dtype: torch.dtype | None
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     received = [torch.empty_like(own) for _ in others]
     with record("reduce_scatter", axis.name, sent, axis.size):
-        wait = _start(
+        wait = start_messages(
             axis,
             sends={rank: bucket.section(sent, rank) for rank in others},
             receives=dict(zip(others, received, strict=True)),
@@ -107,7 +106,7 @@ def start_gather(flat: torch.Tensor, bucket: FlatBucket, *, stamp: Stamp = NO_ST
     own = bucket.section(flat, axis.rank)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     with record("all_gather", axis.name, own, axis.size):
-        return _start(
+        return start_messages(
             axis,
             sends=dict.fromkeys(others, own),
             receives={rank: bucket.section(flat, rank) for rank in others},
@@ -121,36 +120,12 @@ def start_meeting(axis: Axis, stamp: Stamp) -> Callable[[], object]:
     Beside a collective of a library without tags: a byte in host memory goes to each rank.
     """
     others = [rank for rank in range(axis.size) if rank != axis.rank]
-    return _start(
+    return start_messages(
         axis,
         sends={rank: torch.zeros(1, dtype=torch.uint8, device="cpu") for rank in others},
         receives={rank: torch.zeros(1, dtype=torch.uint8, device="cpu") for rank in others},
         tag=stamp.number,
     )
-
-
-def exchange_pieces(
-    sent: torch.Tensor, *, send_sizes: Sequence[int], receive_sizes: Sequence[int], axis: Axis
-) -> torch.Tensor:
-    """Return what the ranks of an axis have for this one, in their order; collective.
-
-    Args:
-        sent: What goes to the first rank, then what goes to the second, and so on; flat.
-        send_sizes: How many elements go to each.
-        receive_sizes: How many come from each.
-        axis: The ranks.
-    """
-    received = sent.new_empty(sum(receive_sizes))
-    sends, receives = sent.split(list(send_sizes)), received.split(list(receive_sizes))
-    receives[axis.rank].copy_(sends[axis.rank])
-    others = [rank for rank in range(axis.size) if rank != axis.rank]
-    with record("shift", axis.name, sent[send_sizes[axis.rank] :], axis.size):  # those bytes, and no more
-        _start(
-            axis,
-            sends={rank: sends[rank] for rank in others},
-            receives={rank: receives[rank] for rank in others},
-        )()
-    return received
 
 
 def _goes_through_memory(flat: torch.Tensor, bucket: FlatBucket) -> bool:
@@ -163,30 +138,6 @@ def _both(first: Callable[[], object], second: Callable[[], object]) -> Callable
         first()
         second()
 
-    return wait
-
-
-def _start(
-    axis: Axis,
-    *,
-    sends: Mapping[int, torch.Tensor],
-    receives: Mapping[int, torch.Tensor],
-    tag: int = 0,
-) -> Callable[[], None]:
-    """Begin to send to and to receive from ranks of an axis; return what waits for both."""
-    ops = [
-        *(dist.P2POp(dist.irecv, part, None, axis.group, tag, r) for r, part in receives.items()),
-        *(dist.P2POp(dist.isend, part, None, axis.group, tag, r) for r, part in sends.items()),
-    ]
-    ops = [op for op in ops if op.tensor.numel() > 0]  # whose lengths all ranks know
-    works = dist.batch_isend_irecv(ops) if ops else []
-
-    def wait() -> None:
-        for work in works:
-            work.wait()
-
-    if is_timed():  # so that its time is its own
-        wait()
     return wait
 
 

@@ -15,8 +15,8 @@ from typing import final
 import torch
 from torch import nn
 
+from colossalai.communication import exchange_pieces
 from colossalai.context import Axis
-from colossalai.zero._exchange import exchange_pieces
 from colossalai.zero._layout import FlatBucket, lay_out_by_owner
 from colossalai.zero._reducer import BucketGrads
 from colossalai.zero._weights import BucketWeights
@@ -246,7 +246,10 @@ class OwnedWeights(_OfChunk):
         """See the base class: what this rank owns goes into the sections; collective."""
         sent = _packed(self._own(), self._in_own)
         received = exchange_pieces(
-            sent, send_sizes=self._from_sections, receive_sizes=self._to_owners, axis=self.bucket.axis
+            sent,
+            send_sizes=self._from_sections,
+            receive_sizes=self._to_owners,
+            parallel_mode=self.bucket.axis,
         )
         _unpack(received, self._chunk.section, self._in_section)
         self._chunk.tiers.give_back([self._chunk.section])
@@ -293,7 +296,10 @@ class OwnedWeights(_OfChunk):
         """Return what this rank owns, of a section of each rank; collective."""
         sent = _packed(section, self._in_section).to(self._chunk.device)
         received = exchange_pieces(
-            sent, send_sizes=self._to_owners, receive_sizes=self._from_sections, axis=self.bucket.axis
+            sent,
+            send_sizes=self._to_owners,
+            receive_sizes=self._from_sections,
+            parallel_mode=self.bucket.axis,
         )
         own = received.new_empty(self.bucket.section_sizes[self.bucket.axis.rank])
         _unpack(received, own, self._in_own)

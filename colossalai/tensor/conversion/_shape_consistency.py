@@ -1,0 +1,69 @@
+"""The documented manager of conversions: paths between specs, and tensors converted along them.
+
+See the documentation's page "Layout converting management". A tensor says by `spec_of` how it is cut.
+"""
+
+import torch
+
+from colossalai.context import Mesh
+from colossalai.tensor._spec import ShardingSpec, set_spec, spec_of
+from colossalai.tensor.conversion._convert import convert
+from colossalai.tensor.conversion._costs import CollectiveCosts
+from colossalai.tensor.conversion._layout import ShardingLayout
+from colossalai.tensor.conversion._moves import Move
+from colossalai.tensor.conversion._plan import ConversionPlanner, Step
+
+
+class ShapeConsistencyManager:
+    """Converts tensors between sharding specs.
+
+    Args:
+        costs: What moves cost, measured seconds of a mesh for example; default: bytes, and among equal ones
+            collectives.
+        itemsize: Bytes of an element, for the cost of what is planned without a tensor.
+    """
+
+    def __init__(self, costs: CollectiveCosts | None = None, *, itemsize: int = 4) -> None:
+        self._costs = costs
+        self._itemsize = itemsize
+        self._planners: dict[Mesh, ConversionPlanner] = {}
+
+    def shape_consistency(
+        self, source: ShardingSpec, target: ShardingSpec
+    ) -> tuple[list[ShardingSpec], list[Step], float]:
+        """Return the specs from the source to the target, the moves between them, and what they cost.
+
+        Args:
+            source: How the tensor is cut.
+            target: How it is to be cut.
+        """
+        planner = self._planner(source.mesh)
+        plan = planner.plan(ShardingLayout(source), ShardingLayout(target), self._itemsize)
+        return [layout.spec for layout in plan.path], list(plan.steps), plan.cost
+
+    def apply(self, tensor: torch.Tensor, target: ShardingSpec) -> torch.Tensor:
+        """Return this rank's slice under another spec, which it then carries; collective.
+
+        Args:
+            tensor: A slice that carries its spec; one that carries none is whole on all ranks.
+            target: How it is to be cut.
+        """
+        source = spec_of(tensor)
+        if source is None:
+            source = ShardingSpec(target.shape, ((),) * len(target.shape), target.mesh, target.stored_as)
+        converted = convert(tensor, source, target, planner=self._planner(target.mesh))
+        if converted is not tensor:
+            set_spec(converted, target)
+        return converted
+
+    def get_all_one_step_transform_spec(self, source: ShardingSpec) -> dict[ShardingSpec, tuple[Move, float]]:
+        """Return the specs that one move along a single axis reaches, with the move and what it costs."""
+        found = self._planner(source.mesh).one_step(ShardingLayout(source), self._itemsize)
+        return {layout.spec: (move, cost) for layout, move, cost in found}
+
+    def _planner(self, mesh: Mesh) -> ConversionPlanner:
+        if self._costs is None:
+            return mesh.derived(ConversionPlanner)
+        if mesh not in self._planners:
+            self._planners[mesh] = ConversionPlanner(mesh, self._costs)
+        return self._planners[mesh]
