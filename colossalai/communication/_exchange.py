@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from colossalai.communication._collectives import AxisLike, as_axis
+from colossalai.communication._collectives import AxisLike, as_axis, shares_memory
 from colossalai.communication._ledger import is_timed, record_bytes
 from colossalai.context import Axis
 
@@ -26,15 +26,21 @@ def exchange(
         parallel_mode: The axis.
     """
     axis = as_axis(parallel_mode)
-    if sends[axis.rank].numel() > 0:
-        receives[axis.rank].copy_(sends[axis.rank])
+    if axis.size == 1:
+        receives[0].copy_(sends[0])
+        return
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     with record_bytes("exchange", axis.name, sum(sends[rank].nbytes for rank in others)):
-        start_messages(
+        if shares_memory(axis):  # where ranks meet once, in half the time of as many messages
+            dist.all_to_all(list(receives), list(sends), group=axis.group)
+            return
+        messages = start_messages(
             axis,
             sends={rank: sends[rank] for rank in others},
             receives={rank: receives[rank] for rank in others},
-        )()
+        )
+        receives[axis.rank].copy_(sends[axis.rank])
+        messages()
 
 
 def exchange_pieces(
