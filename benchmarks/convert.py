@@ -173,6 +173,8 @@ def main() -> None:
         raise SystemExit("the mesh is 2 x 2: start it with --nproc_per_node 4")
     torch.set_num_threads(1)
     mesh, other = Mesh(EXTENTS, rank=dist.get_rank()), mesh_through_memory()
+    # With a flattened mesh at hand, DTensor too moves both axes in one collective where it can.
+    mesh.device_mesh(tuple(EXTENTS))._flatten("both")
     rows = []
     for num_dims, size in itertools.product(args.dims, args.sizes):
         pairs = all_pairs(mesh, shape_of(num_dims, size))

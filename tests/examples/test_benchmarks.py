@@ -15,11 +15,13 @@ ROUNDS = ("--rounds", "2")
 # rank_settings.py starts jobs by itself.
 BY_HAND = {"matmul", "nvme", "rank_settings", "start_time"}
 ALONE = ("adam", "gemini_disk", "gemini_gpu", "linear_cross_entropy", "operator_share")
+FOUR = {"convert": 4}  # whose mesh is 2 x 2
 SMALLEST = {
     "adam": ("--numel", "10000", *ROUNDS),
     "bandwidth": ("--sizes", "2048", "--repeats", "1", *ROUNDS),
     "checkpoint": ("--parameters", "1e5", *ROUNDS),
     "collectives": ("--sizes", "1024", "100000", *ROUNDS),
+    "convert": ("--sizes", "4096", "--dims", "2", "--most_pairs", "6", *ROUNDS),
     "data_parallel": ("--seq", "8", *ROUNDS),
     "gemini": ("--seq", "8", *ROUNDS),
     "gemini_gpu": (
@@ -59,7 +61,7 @@ def run(name: str, folder: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", SMALLEST)
 def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
-    run_ranks(run, 1 if name in ALONE else 2, name, str(tmp_path), timeout=120.0)
+    run_ranks(run, 1 if name in ALONE else FOUR.get(name, 2), name, str(tmp_path), timeout=120.0)
     assert json.loads((tmp_path / "figures.json").read_text())["rows"]
 
 
