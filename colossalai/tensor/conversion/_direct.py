@@ -4,12 +4,11 @@ No path brings a rank fewer bytes: it gets what it lacks and nothing else, whate
 collectives pass through layouts that nobody asked for.
 
 [Note: who sends]
-A box that a rank lacks may be held by several ranks, the replicas of the source. The nearest one sends: the
-one that differs from the receiver along the fewest axes, and of those the one that differs along the
-innermost ones, whose ranks are neighbours. Among equally near ones it is the one that has least to send so
-far, then the lowest rank. Receivers are served in the order of ranks, their boxes in the order of the
-source's, so that all ranks find the same without a word. Where ranks hold terms of a sum before and after,
-only a rank with the same place along these axes has the same term.
+A box that a rank lacks may be held by several ranks, the replicas of the source. Their places along the axes
+that cut the source are the box's; along all others they are every place there is. So just one of them differs
+from the receiver along the fewest axes: the one with the receiver's own place along the others. It sends.
+Receivers with other places along these axes are served by other replicas, which shares the work; and where
+ranks hold terms of a sum before and after, that one has the same term. All ranks find the same, unasked.
 """
 
 from collections import defaultdict
@@ -78,45 +77,31 @@ class DirectExchange:
         return result
 
 
-def transfers(source: ShardingSpec, target: ShardingSpec, partial: Sequence[str] = ()) -> list[Transfer]:
+def transfers(source: ShardingSpec, target: ShardingSpec) -> list[Transfer]:
     """Return which rank gives which box to which, for the whole mesh; see [Note: who sends].
 
     Args:
         source: How the tensor is cut.
         target: How it is to be.
-        partial: The axes along which ranks hold terms of a sum, before and after.
     """
     mesh = source.mesh
     ranks = range(mesh.world_size)
-    coordinates = [tuple(mesh.coordinate(rank).values()) for rank in ranks]
-    terms = [tuple(mesh.coordinate(rank)[axis] for axis in partial) for rank in ranks]
+    places = [mesh.coordinate(rank) for rank in ranks]
     held, wanted = [_boxes(source, rank) for rank in ranks], [_boxes(target, rank) for rank in ranks]
-    holders: dict[Boxes, list[int]] = defaultdict(list)
+    cutting = set(source.axes)
+    free = [tuple(place[axis] for axis in mesh.axes if axis not in cutting) for place in places]
+    nearest: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in ranks:
-        holders[held[rank]].append(rank)
+        nearest[free[rank]].append(rank)  # one for each slice of the source
     overlaps: dict[tuple[Boxes, Boxes], list[Box]] = {}  # few pairs of different boxes, many pairs of ranks
-    load = [0] * mesh.world_size
     found: list[Transfer] = []
     for receiver in ranks:
-        for boxes, replicas in holders.items():
-            key = (boxes, wanted[receiver])
+        for sender in nearest[free[receiver]]:
+            key = (held[sender], wanted[receiver])
             if key not in overlaps:
-                pairs = (box.overlap(other) for box in boxes for other in wanted[receiver])
+                pairs = (box.overlap(other) for box in held[sender] for other in wanted[receiver])
                 overlaps[key] = [box for box in pairs if box is not None]
-            pieces = overlaps[key]
-            if not pieces:
-                continue
-            sender = min(
-                (rank for rank in replicas if terms[rank] == terms[receiver]),
-                key=lambda rank: (
-                    _distance(coordinates[rank], coordinates[receiver]),
-                    load[rank],
-                    rank,
-                ),
-            )
-            if sender != receiver:
-                load[sender] += sum(box.numel for box in pieces)
-            found.extend(Transfer(sender, receiver, box) for box in pieces)
+            found.extend(Transfer(sender, receiver, box) for box in overlaps[key])
     return found
 
 
@@ -165,12 +150,6 @@ def _local(box: Box, spec: ShardingSpec, rank: int) -> Box:
         if whole.overlap(box) == box:
             return box.moved([part.local_offset - part.offset for part in region])
     raise AssertionError(f"rank {rank} does not hold {box} of {spec}")
-
-
-def _distance(one: Sequence[int], other: Sequence[int]) -> tuple[int, list[int]]:
-    """Return how far two places in the mesh are from each other: along how many axes, and how far out."""
-    differing = [number for number, (here, there) in enumerate(zip(one, other, strict=True)) if here != there]
-    return len(differing), [-number for number in differing]
 
 
 def axes_between(moved: Sequence[Transfer], mesh: Mesh) -> tuple[str, ...]:

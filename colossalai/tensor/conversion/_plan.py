@@ -166,7 +166,7 @@ class ConversionPlanner:
         self, source: ShardingLayout, target: ShardingLayout, itemsize: int
     ) -> tuple[list[Transfer], float]:
         """Return who gives what to whom in an exchange, and what it costs."""
-        moved = transfers(source.spec, target.spec, target.partial)
+        moved = transfers(source.spec, target.spec)
         axes = axes_between(moved, self.mesh)
         num_bytes = busiest(moved, self.mesh.world_size) * itemsize
         return moved, exchange_cost(self.costs, num_bytes, axes, self.mesh.axis_size(axes))

@@ -13,6 +13,7 @@ from colossalai.tensor import ConversionPlanner, MessageCosts, ShardingLayout, S
 from colossalai.tensor.conversion._direct import axes_between, busiest, transfers
 from colossalai.tensor.conversion._layout import Extents
 from colossalai.tensor.conversion._moves import one_step_moves
+from colossalai.tensor.conversion._path import difference
 from tests.tensor.conversion.layouts import all_layouts, all_pairs
 
 SHAPE = (8, 8, 8)
@@ -261,6 +262,21 @@ def test_equally_near_replicas_share_the_work():
         if transfer.sender != transfer.receiver:
             received[transfer.receiver] += transfer.box.numel
     assert max(sent) <= max(received)
+
+
+@pytest.mark.unit
+def test_the_difference_is_what_is_to_be_gathered_summed_and_sharded():
+    mesh = mesh_of(2, 2)
+    pairs = {
+        ("S0R", "RR"): 1,
+        ("RR", "S0R"): 0.5,
+        ("S01R", "S0S1"): 1.5,
+        ("S10R", "S01R"): 3,
+        ("S0R", "S0R"): 0,
+    }
+    for (one, other), wanted in pairs.items():
+        assert difference(layout(one, mesh).placement, layout(other, mesh).placement) == wanted
+    assert difference(layout("S0R", mesh, ("1",)).placement, layout("RR", mesh).placement) == 2
 
 
 @pytest.mark.unit
