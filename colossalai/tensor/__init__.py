@@ -64,6 +64,3 @@ from colossalai.tensor.conversion import MessageCosts as MessageCosts
 from colossalai.tensor.conversion import ShapeConsistencyManager as ShapeConsistencyManager
 from colossalai.tensor.conversion import ShardingLayout as ShardingLayout
 from colossalai.tensor.conversion import convert as convert
-
-if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

@@ -17,7 +17,8 @@ class CollectiveCosts(Protocol):
 
         Args:
             op: "all_gather", "reduce_scatter", "all_reduce" or "all_to_all".
-            num_bytes: The bytes of the tensor that each rank gives; in an all-gather that is its slice.
+            num_bytes: The bytes of the larger of the tensors that a rank has before and after it, as in
+                `colossalai.device`: of an all-gather the gathered one.
             axes: The axes that it runs along, taken together.
         """
 
@@ -48,9 +49,7 @@ class MessageCosts:
 
 
 def _sent(op: str, num_ranks: int) -> float:
-    """Return what a rank of a ring sends, as a part of the tensor that it gives."""
-    if op == "all_gather":
-        return num_ranks - 1
+    """Return what a rank of a ring sends, as a part of the larger of its tensors."""
     return (2 if op == "all_reduce" else 1) * (num_ranks - 1) / num_ranks
 
 

@@ -101,3 +101,7 @@ class Extents:
         for size, axes in zip(self.shape, placement.dims, strict=True):
             num_bytes *= size // self.num_ranks(axes)
         return num_bytes
+
+    def largest(self, *placements: AxisPlacement) -> int:
+        """Return the bytes of the largest of a rank's slices, which is what costs of collectives ask for."""
+        return max(map(self.local_bytes, placements))

@@ -50,9 +50,9 @@ class Move:
         )
         return f"{self.op} over {'*'.join(self.axes)}{of_dims}"
 
-    def cost(self, costs: CollectiveCosts, local_bytes: int) -> float:
-        """Return what it costs with a slice of so many bytes before it."""
-        return 0.0 if self.op == "shard" else costs.cost(self.op, local_bytes, self.axes)
+    def cost(self, costs: CollectiveCosts, num_bytes: float) -> float:
+        """Return what it costs where the larger of the slices before and after it has so many bytes."""
+        return 0.0 if self.op == "shard" else costs.cost(self.op, num_bytes, self.axes)
 
     def run(self, tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
         """Return this rank's slice after it; collective, and for `shard` a view."""

@@ -48,9 +48,8 @@ def shortest_paths(
             continue
         closed.add(here)
         path = found[here]
-        local_bytes = extents.local_bytes(here)
         for move in one_step_moves(here, extents, joined=True):
-            cost = path.cost + move.cost(costs, local_bytes)
+            cost = path.cost + move.cost(costs, extents.largest(here, move.target))
             length = len(path.moves) + 1
             known = found.get(move.target)
             if known is None or (cost, length) < (known.cost, len(known.moves)):
@@ -72,12 +71,12 @@ def greedy_path(
     """
     here, path, seen = source, Path((), 0.0), {source}
     while here != target:
-        local_bytes = extents.local_bytes(here)
         moves = [move for move in one_step_moves(here, extents, joined=False) if move.target not in seen]
         if not moves:
             raise ValueError(f"the greedy search from {source} to {target} ends at {here}")
-        best = min(moves, key=lambda move: (difference(move.target, target), move.cost(costs, local_bytes)))
-        path = Path((*path.moves, best), path.cost + best.cost(costs, local_bytes))
+        cost_of = {move: move.cost(costs, extents.largest(here, move.target)) for move in moves}
+        best = min(moves, key=lambda move: (difference(move.target, target), cost_of[move]))
+        path = Path((*path.moves, best), path.cost + cost_of[best])
         here = best.target
         seen.add(here)
     return path

@@ -123,9 +123,12 @@ class ConversionPlanner:
     def one_step(self, source: ShardingLayout, itemsize: int) -> list[tuple[ShardingLayout, Move, float]]:
         """Return the layouts that one move along a single axis reaches, the move and what it costs."""
         extents = self._extents(source, source, itemsize)
-        local_bytes = extents.local_bytes(source.placement)
         return [
-            (source.at(move.target), move, move.cost(self.costs, local_bytes))
+            (
+                source.at(move.target),
+                move,
+                move.cost(self.costs, extents.largest(source.placement, move.target)),
+            )
             for move in one_step_moves(source.placement, extents, joined=False)
         ]
 
