@@ -109,7 +109,8 @@ def rules() -> Iterator[tuple[Any, Rule]]:
 
 
 def _called(name: str) -> list[Any]:
-    return [getattr(home, name) for home in _HOMES if hasattr(home, name)]
+    found = (getattr(home, name, None) for home in _HOMES)
+    return [func for func in found if callable(func)]
 
 
 def _aligner(cut: TensorCut, size: int) -> Callable[[Any], Any]:

@@ -4,6 +4,7 @@ import copy
 import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +28,7 @@ from colossalai.tensor import (
     ShardSpec,
     spec_of,
 )
+from colossalai.tensor.colo import _elementwise, _products, _views
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -133,6 +135,38 @@ def run_all_cases() -> list[str]:
 def test_rules_send_what_they_say_and_are_one_process() -> None:
     for failed in run_ranks(run_all_cases, 2):
         assert not failed, "\n".join(failed)
+
+
+KINDS = {
+    _products: "products, lookups, norms, losses",
+    _views: "views",
+    _elementwise: "element by element",
+}
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "features" / "colotensor.md"
+
+
+def rules_table() -> list[str]:
+    """Return the table of functions with rules, as the page shows it."""
+    rows = []
+    for module, kind in KINDS.items():
+        names = {getattr(func, "__name__", "") for func, _ in module.rules()} - {"__get__"}
+        shown = [name for name in sorted(names) if not name.startswith("_")]
+        if module is _elementwise:
+            shown = [name for name in shown if not (name.endswith("_") and name[:-1] in shown)]
+            shown += [
+                "their forms in place",
+                "operators",
+                "`torch._foreach_*` and `_fused_*` without gradients",
+            ]
+        rows.append(f"| {kind} | {', '.join(shown)} |")
+    return rows
+
+
+@pytest.mark.unit
+def test_the_page_lists_the_functions_with_rules() -> None:
+    lines = PAGE.read_text().splitlines()
+    begin = lines.index("| kind | functions |") + 2
+    assert lines[begin : begin + len(KINDS)] == rules_table()
 
 
 def conversions() -> None:
