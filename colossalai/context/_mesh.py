@@ -26,28 +26,31 @@ from torch.distributed.device_mesh import DeviceMesh
 from colossalai.monitor import section
 
 
-def make_group(ranks: Sequence[int], *, purpose: str, backend: str | None = None) -> dist.ProcessGroup:
+def make_group(
+    ranks: Sequence[int], *, purpose: str, backend: str | None = None, keeps_order: bool = False
+) -> dist.ProcessGroup:
     """Make the process group of some ranks; its members call this, and nobody else.
 
     Args:
         ranks: The members, by global rank. Another order is another group.
         purpose: Tells groups of the same members apart.
         backend: The communication library; default: that of the job.
+        keeps_order: Whether the group has the members in this order; torch sorts them otherwise.
 
     Raises:
-        ValueError: `ranks` do not ascend, and this torch sorts the members of every group.
+        ValueError: `keeps_order`, and this torch sorts the members of every group.
     """
     name = f"{purpose}:{'-'.join(map(str, ranks))}"
-    keep_order: dict[str, Any] = {}
-    if list(ranks) != sorted(ranks):
+    options: dict[str, Any] = {}
+    if keeps_order:
         if "sort_ranks" not in inspect.signature(dist.new_group).parameters:
             raise ValueError(
                 f"a process group of the ranks {list(ranks)}: torch {torch.__version__} sorts the members of "
                 "groups; number the ranks of the mesh row by row, or take a newer torch"
             )
-        keep_order = {"sort_ranks": False}
+        options = {"sort_ranks": False}
     with section(f"making the process group {name}"), _name_for_groups(name):
-        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, **keep_order)
+        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, **options)
     assert isinstance(group, dist.ProcessGroup), f"this rank is not one of {list(ranks)}"
     return group
 
@@ -240,9 +243,11 @@ class Mesh:
 
     def group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """Return the process group of the given global ranks, of which this rank is one."""
-        key = tuple(ranks)
+        own_order = self.order != tuple(range(self.world_size)) and list(ranks) != sorted(ranks)
+        # Pipelines have two groups of the same members, by two orders, and both as torch sorts them.
+        key = (-1, *ranks) if own_order else tuple(ranks)
         if key not in self._groups:
-            self._groups[key] = self._make_group(key)
+            self._groups[key] = self._make_group(tuple(ranks), keeps_order=own_order)
         return self._groups[key]
 
     def adopt_group(self, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -296,9 +301,10 @@ class Mesh:
             raise ValueError(f"no mesh axis {sorted(unknown)}; this mesh has {[*self.axes, *self._views]}")
         return tuple(axis for axis in self.axes if axis in plain)
 
-    def _make_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    def _make_group(self, ranks: tuple[int, ...], *, keeps_order: bool) -> dist.ProcessGroup:
         if ranks == tuple(range(self.world_size)):
             world = dist.group.WORLD
             assert world is not None, "the default process group exists as long as the mesh does"
             return world
-        return make_group(ranks, purpose="mesh")
+        purpose = "mesh in its order" if keeps_order else "mesh"
+        return make_group(ranks, purpose=purpose, keeps_order=keeps_order)
