@@ -7,7 +7,6 @@ from colossalai.tensor._attributes import DDP_IGNORED as DDP_IGNORED
 from colossalai.tensor._attributes import LAZY_TAPE as LAZY_TAPE
 from colossalai.tensor._attributes import PART_OF_CUT_MODEL as PART_OF_CUT_MODEL
 from colossalai.tensor._attributes import PIPELINE_SHARE as PIPELINE_SHARE
-from colossalai.tensor._autograd import with_gradient_edges as with_gradient_edges
 from colossalai.tensor._box import Box as Box
 from colossalai.tensor._box import block_boxes as block_boxes
 from colossalai.tensor._box import flat_boxes as flat_boxes
@@ -42,6 +41,9 @@ from colossalai.tensor._spec import set_fragment as set_fragment
 from colossalai.tensor._spec import set_spec as set_spec
 from colossalai.tensor._spec import sharding_groups as sharding_groups
 from colossalai.tensor._spec import spec_of as spec_of
+from colossalai.tensor._torch_function import ASKING_NO_VALUES as ASKING_NO_VALUES
+from colossalai.tensor._torch_function import OF_AUTOGRAD as OF_AUTOGRAD
+from colossalai.tensor._torch_function import with_gradient_edges as with_gradient_edges
 from colossalai.tensor.colo import ColoParameter as ColoParameter
 from colossalai.tensor.colo import ColoTensor as ColoTensor
 from colossalai.tensor.colo import ColoTensorSpec as ColoTensorSpec

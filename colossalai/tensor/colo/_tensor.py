@@ -17,7 +17,7 @@ from torch import nn
 
 from colossalai.logging import get_dist_logger
 from colossalai.tensor._attributes import SHARDING_SPEC
-from colossalai.tensor._autograd import with_gradient_edges
+from colossalai.tensor._torch_function import ASKING_NO_VALUES, OF_AUTOGRAD, with_gradient_edges
 from colossalai.tensor.colo import _elementwise, _products, _views
 from colossalai.tensor.colo._cut import (
     COMPUTE_SPEC,
@@ -99,7 +99,7 @@ class ColoTensor(torch.Tensor):
         if func in _OF_THE_SLICE or are_memory():
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _OF_AUTOGRAD:
+        if func in OF_AUTOGRAD:  # See [Note: calls of autograd].
             args, kwargs = with_gradient_edges(func, args, kwargs)
             return func(*args, **kwargs)
         if not any(cut_of(tensor) for tensor in tensors_in(args, kwargs.values())):
@@ -442,28 +442,5 @@ def _all_whole(value: Any) -> Any:
     return value if cut_of(value) is None else whole(value).contiguous()  # as most tensors of one process
 
 
-def _named(names: str) -> Iterable[Any]:
-    return (getattr(torch.Tensor, name) for name in names.split() if hasattr(torch.Tensor, name))
-
-
-_IS = " ".join(name for name in dir(torch.Tensor) if name.startswith("is_") and name != "is_set_to")
-_PROPERTIES = """
-    shape dtype device ndim layout itemsize nbytes names name grad_fn output_nr retains_grad _version _base
-    data requires_grad grad grad_dtype _backward_hooks _post_accumulate_grad_hooks
-"""
-_METHODS = """
-    size dim ndimension numel nelement stride storage_offset element_size get_device dim_order requires_grad_
-    register_hook register_post_accumulate_grad_hook retain_grad __hash__ __len__ untyped_storage data_ptr
-    new_empty new_zeros new_ones new_full new_tensor
-"""
-_OF_AUTOGRAD = frozenset([torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad])
-_OF_THE_SLICE: frozenset[Any] = frozenset(
-    [
-        *(one.__get__ for one in _named(f"{_PROPERTIES} {_IS}") if hasattr(one, "__set__")),
-        *(one.__set__ for one in _named(_PROPERTIES) if hasattr(one, "__set__")),
-        *(one.__delete__ for one in _named("grad")),
-        *(one for one in _named(f"{_METHODS} {_IS}") if not hasattr(one, "__set__")),
-        *(torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel),
-    ]
-)
-"""Functions that ask for no values of the whole."""
+_OF_THE_SLICE = ASKING_NO_VALUES | {torch.Tensor.data.__get__, torch.Tensor.data.__set__}  # type: ignore[attr-defined]
+"""Functions that are answered of the slice: they ask for no values, or for the memory itself."""

@@ -26,7 +26,9 @@ import torch
 from torch import nn
 
 from colossalai.tensor import (
+    ASKING_NO_VALUES,
     CHUNK_PLACE,
+    OF_AUTOGRAD,
     FlatRange,
     FlatValues,
     follow_cut,
@@ -106,7 +108,7 @@ class ChunkedParameter(nn.Parameter):
         if func in _WITHOUT_VALUES:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _OF_AUTOGRAD:
+        if func in OF_AUTOGRAD:
             args, kwargs = with_gradient_edges(func, args, kwargs)
             return func(*args, **kwargs)
         params = list(_params_among(args, kwargs.values()))
@@ -284,35 +286,6 @@ def _refuse_wrong_uses(func: Callable[..., Any], args: tuple[Any, ...], place: C
         )
 
 
-def _named(names: str) -> Iterator[Any]:
-    """Yield the members of a tensor of some names, as far as this torch has them."""
-    return (getattr(torch.Tensor, name) for name in names.split() if hasattr(torch.Tensor, name))
-
-
-_IS = " ".join(name for name in dir(torch.Tensor) if name.startswith("is_") and name != "is_set_to")
-_PROPERTIES = (
-    "shape dtype device ndim layout itemsize nbytes names name grad_fn output_nr retains_grad _version _base"
-)
-_PROPERTIES_TO_SET = "requires_grad grad grad_dtype _backward_hooks _post_accumulate_grad_hooks"
-_METHODS = """
-    size dim ndimension numel nelement stride storage_offset element_size get_device dim_order requires_grad_
-    register_hook register_post_accumulate_grad_hook __hash__ __len__ untyped_storage data_ptr
-    new_empty new_zeros new_ones new_full new_tensor
-"""
-_SET_DATA: Any = next(_named("data")).__set__
-_WITHOUT_VALUES: frozenset[Any] = frozenset(
-    [
-        *(
-            one.__get__
-            for one in _named(f"{_PROPERTIES} {_PROPERTIES_TO_SET} {_IS}")
-            if hasattr(one, "__set__")
-        ),
-        *(one.__set__ for one in _named(_PROPERTIES_TO_SET)),
-        *(one.__delete__ for one in _named("grad")),
-        *(one for one in _named(f"{_METHODS} {_IS}") if not hasattr(one, "__set__")),
-        *(torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel),
-        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like),
-    ]
-)
-"""Functions that get the parameter as it is: they ask for no values."""
-_OF_AUTOGRAD = frozenset([torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad])
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_WITHOUT_VALUES = ASKING_NO_VALUES | {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
+"""Functions that get the parameter as it is."""
