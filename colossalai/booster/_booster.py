@@ -22,6 +22,7 @@ from colossalai.runtime import (
     DataParallelLoader,
     DataParallelSampler,
     ModelWrapper,
+    Plan,
     WatchedLoader,
     assemble_with_optimizers,
     check_built_for,
@@ -193,9 +194,8 @@ class Booster(Saving):
                 raise ValueError("optimizer is empty: give at least one, or leave it out")
         else:
             given = [] if optimizer is None else [optimizer]
-        self._lay_out_as_cut(model, dataloader)
         boosted, wrapped = assemble_with_optimizers(
-            self.plan,
+            self._lay_out_as_cut(model, dataloader),
             model,
             given,
             mesh=self.mesh,
@@ -224,15 +224,18 @@ class Booster(Saving):
             returned = tuple(wrapped) if isinstance(optimizer, tuple) else next(iter(wrapped), None)
         return boosted, returned, criterion, dataloader, lr_scheduler
 
-    def _lay_out_as_cut(self, model: nn.Module, dataloader: Iterable[Any] | None) -> None:
-        """Lay the job out as a user has cut a model, if the plugin says nothing of it.
+    def _lay_out_as_cut(self, model: nn.Module, dataloader: Iterable[Any] | None) -> Plan:
+        """Lay the job out as a user has cut a model, and return the plan for it: the plugin's, if nobody has.
 
         Raises:
             ValueError: `dataloader` divides samples among other ranks.
         """
         group = process_group_of(model)
-        if group is None or group.mesh.axes == self.mesh.axes:
-            return
+        layout = self.plan.layout
+        if group is None or (
+            layout is not None and layout.over(self.mesh.world_size).axes() == group.mesh.axes
+        ):
+            return self.plan
         sampler = dataloader.sampler if isinstance(dataloader, DataParallelLoader) else None
         if isinstance(sampler, DataParallelSampler) and sampler.num_replicas not in (
             1,
@@ -245,8 +248,8 @@ class Booster(Saving):
                 "prepare_dataloader"
             )
         relayout(group.layout)
-        self.plan = replace(self.plan, layout=group.layout)
         self.mesh = global_context.mesh
+        return replace(self.plan, layout=group.layout)  # for this model: others are not to be cut by rules
 
     def backward(self, loss: GivenLoss, optimizer: Optimizer, weight: Weight | None = None) -> None:
         """Run the backward of a loss; the loss scale, if any, is that of `optimizer`.

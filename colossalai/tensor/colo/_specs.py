@@ -4,6 +4,7 @@ All three are what users write. What they come to is a `ShardingSpec` over the m
 which the rest of the package asks.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -12,16 +13,16 @@ from colossalai.tensor._spec import ShardingSpec
 from colossalai.tensor.colo._process_group import TENSOR_AXIS, ProcessGroup
 
 
-class DistSpec:
+class DistSpec(ABC):
     """Base of the ways in which tensor-parallel ranks hold a tensor: `ShardSpec` or `ReplicaSpec`."""
 
+    @abstractmethod
     def cut_dim(self, num_dims: int, group: ProcessGroup) -> int | None:
         """Return the dimension that is cut of a tensor of `num_dims`, None if every rank has all of it.
 
         Raises:
             ValueError: The spec does not fit the tensor, or the `group`.
         """
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)

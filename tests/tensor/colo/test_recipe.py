@@ -108,12 +108,35 @@ def train_boosted(name: str) -> None:
         losses.append(loss.item())
     with model.gathered():
         compare(raw, losses, 2)
+    second = built(group)  # the ranks are laid out for it by now
+    another, *_ = booster.boost(second)
+    assert loss_of(another, batch(1, 0)).item() == pytest.approx(trained_alone()[0][0], abs=1e-10)
     gpc.destroy()
 
 
 @pytest.mark.parametrize("name", list(PLUGINS))
 def test_a_door_trains_it_as_one_process(name: str) -> None:
     run_ranks(train_boosted, 4, name)
+
+
+def train_by_engine() -> None:
+    """Train by the door of a config, which lays the ranks out."""
+    config = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}, "zero": {"stage": 1}}
+    colossalai.launch_from_torch(config, verbose=False)
+    group = ProcessGroup(tp_degree=2)
+    raw = built(group)
+    optimizer = torch.optim.AdamW(raw.parameters(), lr=1e-2)
+    engine, *_ = colossalai.initialize(raw, optimizer)
+    for _ in range(3):
+        engine.zero_grad()
+        engine.backward(loss_of(engine, batch(2, group.dp_local_rank())))
+        engine.step()
+    compare(raw, [], 2)
+    gpc.destroy()
+
+
+def test_the_door_of_a_config_trains_it_as_one_process() -> None:
+    run_ranks(train_by_engine, 4)
 
 
 def train_in_chunks() -> None:
