@@ -14,6 +14,7 @@ from tests.ranks import ROOT
 pytestmark = pytest.mark.cluster  # mounts and namespaces are root's
 
 RANK = """
+import os
 import sys
 import torch, torch.distributed as dist
 import colossalai
@@ -34,7 +35,7 @@ try:
         assert torch.equal(found, torch.arange(1 << 18))
 except Exception as problem:
     error = str(problem)
-print(f"rank {rank}: {how_ranks_talk()}{error}", flush=True)
+os.write(1, f"rank {rank}: {how_ranks_talk()}{error}\\n".encode())  # a line at once: both write to one pipe
 dist.barrier()
 dist.destroy_process_group()
 """
