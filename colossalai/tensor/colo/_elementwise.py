@@ -90,6 +90,8 @@ def on_lists(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
     if not isinstance(result, list | tuple):
         return result
     cuts = [cut_of(tensor) for tensor in args[0]]
+    if any(each.shape != given.shape for each, given in zip(result, args[0], strict=True)):
+        return NotImplemented  # a norm, which slices do not have
     return [each if cut is None else Sliced(each, cut) for each, cut in zip(result, cuts, strict=True)]
 
 

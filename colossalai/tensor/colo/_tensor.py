@@ -185,9 +185,7 @@ class ColoTensor(torch.Tensor):
                 f"a tensor of shape {tuple(self.shape)} is cut over {cut.group}, and is to have {pg}: "
                 "set_dist_spec(ReplicaSpec()) makes it whole first"
             )
-        vars(self).setdefault(_GROUP, pg)
-        if cut is None:
-            vars(self)[_GROUP] = pg
+        vars(self)[_GROUP] = pg
 
     def set_dist_spec(self, dist_spec: DistSpec) -> None:
         """Let the ranks hold it in another way, in place; autograd records it. Collective over those.

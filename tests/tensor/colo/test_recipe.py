@@ -34,6 +34,7 @@ SMALL: dict[str, Any] = {
     "hidden_dim": 32,
     "precision": "fp32",
 }
+LARGE = 1e6  # a bound that no norm here comes to
 PLUGINS: dict[str, Callable[[], Any]] = {
     "ddp": TorchDDPPlugin,
     "zero1": functools.partial(LowLevelZeroPlugin, stage=1, precision="fp32"),
@@ -92,6 +93,13 @@ def test_the_recipe_is_one_process(tp_degree: int) -> None:
         assert num_collectives == (0 if tp_degree == 1 else 16)
 
 
+def norm_alone() -> float:
+    """Return the norm of the first gradients of one process."""
+    model = build()
+    loss_of(model, batch(1, 0)).backward()
+    return float(nn.utils.clip_grad_norm_(model.parameters(), LARGE))
+
+
 def train_boosted(name: str) -> None:
     """Train by a plugin, 2 x 2."""
     colossalai.launch_from_torch({}, verbose=False)
@@ -99,13 +107,15 @@ def train_boosted(name: str) -> None:
     group = ProcessGroup(tp_degree=2)
     raw = built(group)
     model, optimizer, *_ = booster.boost(raw, torch.optim.AdamW(raw.parameters(), lr=1e-2))
-    losses = []
+    losses, norms = [], []
     for _ in range(3):
         optimizer.zero_grad()
         loss = loss_of(model, batch(2, group.dp_local_rank()))
         booster.backward(loss, optimizer)
+        norms.append(float(optimizer.clip_grad_by_norm(LARGE)))
         optimizer.step()
         losses.append(loss.item())
+    assert norms[0] == pytest.approx(norm_alone(), abs=1e-10)
     with model.gathered():
         compare(raw, losses, 2)
     second = built(group)  # the ranks are laid out for it by now

@@ -200,6 +200,23 @@ def conversions() -> None:
     gpc.destroy()
 
 
+def norms_of_lists() -> None:
+    """Ask for norms of a list of slices, as torch clips, and add to each, as its optimizers do."""
+    colossalai.launch_from_torch({}, verbose=False)
+    group = ProcessGroup(tp_degree=2)
+    tensor = ColoTensor.from_torch_tensor(torch.ones(2, 3), ColoTensorSpec(group, ShardSpec([0], [2])))
+    with torch.no_grad():
+        [norm] = torch._foreach_norm([tensor])
+        [more] = torch._foreach_add([tensor], 1.0)
+    assert norm.item() == pytest.approx(12**0.5)
+    assert torch.equal(more.to_replicate().data, torch.full((4, 3), 2.0))
+    gpc.destroy()
+
+
+def test_a_norm_of_slices_is_that_of_the_whole() -> None:
+    run_ranks(norms_of_lists, 2)
+
+
 def test_conversions_are_recorded() -> None:
     run_ranks(conversions, 2)
 
