@@ -31,8 +31,10 @@ def num_sent():
 rank = dist.get_rank()
 generator = torch.Generator().manual_seed(rank)
 tensor = torch.randn(1 << 22, generator=generator)
+# The ranks of a host read one counter: nobody may send before its neighbour has read it.
 dist.barrier()
 before = num_sent()
+dist.barrier()
 dist.all_reduce(tensor)
 dist.barrier()
 sent = num_sent() - before
