@@ -31,22 +31,6 @@ class Feature:
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
-        title="The mixture of experts",
-        instead="a block with experts of your own trains where every rank holds all of them, under "
-        "TorchDDPPlugin(find_unused_parameters=True) or LowLevelZeroPlugin; parallel=dict(moe=...) makes the "
-        "groups of ranks along which experts would be cut",
-        modules=(
-            *("colossalai.nn.layer.moe", "colossalai.nn.moe", "colossalai.context.moe_context"),
-            "colossalai.model_zoo.moe",
-        ),
-        names={
-            "colossalai.nn": "MoeLoss MoeCrossEntropyLoss",
-            "colossalai.context": "MOE_CONTEXT",
-            "colossalai.global_variables": "moe_env",
-            "colossalai.engine.gradient_handler": "MoeGradientHandler",
-        },
-    ),
-    Feature(
         title="Automatic parallelism",
         instead="choose the sizes with HybridParallelPlugin(tp_size=..., pp_size=..., zero_stage=...): "
         "`colossalai benchmark --gpus N` compares the tensor modes here, `colossalai pipeline` the "

@@ -20,6 +20,9 @@ from colossalai.communication._conjugate import (
 )
 from colossalai.communication._conjugate import copy_forward_reduce_backward as copy_forward_reduce_backward
 from colossalai.communication._conjugate import (
+    exchange_forward_exchange_backward as exchange_forward_exchange_backward,
+)
+from colossalai.communication._conjugate import (
     gather_forward_scatter_backward as gather_forward_scatter_backward,
 )
 from colossalai.communication._conjugate import gather_forward_split_backward as gather_forward_split_backward

@@ -11,14 +11,16 @@ slice, or a term of a sum; that decides what it holds of the gradient:
     reduce     copy        terms of a sum         the sum, used alike on every rank
     copy       reduce      the whole, alike       the whole, used differently on every rank
     all-to-all all-to-all  slices along one dim   slices along another
+    exchange   exchange    rows where they are    rows where they are needed
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from colossalai.communication._collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from colossalai.communication._exchange import exchange
 from colossalai.context import Axis
 
 
@@ -79,6 +81,26 @@ def all_to_all_forward_all_to_all_backward(
         return tensor
     exchanged: torch.Tensor = outside_graphs(_AllToAll.apply)(tensor, axis, split_dim, gather_dim)
     return exchanged
+
+
+def exchange_forward_exchange_backward(
+    rows: torch.Tensor, axis: Axis, *, num_sent: Sequence[int], num_received: Sequence[int]
+) -> torch.Tensor:
+    """Send each rank the rows that are for it; the gradients of what came go the way back.
+
+    Args:
+        rows: (sum of `num_sent`, ...): those for the first rank, then those for the second, and so on.
+        axis: The ranks.
+        num_sent: How many go to each.
+        num_received: How many come from each.
+
+    Returns:
+        (sum of `num_received`, ...), in the order of the ranks that sent them.
+    """
+    if axis.size == 1:
+        return rows
+    received: torch.Tensor = outside_graphs(_Exchange.apply)(rows, axis, num_sent, num_received)
+    return received
 
 
 class _GatherScatter(torch.autograd.Function):
@@ -157,3 +179,24 @@ class _AllToAll(torch.autograd.Function):
         # What was split is gathered again, in the order of the ranks, and what was gathered is split.
         back = all_to_all(grad, ctx.axis, split_dim=ctx.gather_dim, gather_dim=ctx.split_dim)
         return back, None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, axis: Axis, num_sent: Sequence[int], num_received: Sequence[int]
+    ) -> torch.Tensor:
+        ctx.axis, ctx.num_sent, ctx.num_received = axis, num_sent, num_received
+        return _exchanged(rows, axis, num_sent, num_received)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _exchanged(grad, ctx.axis, ctx.num_received, ctx.num_sent), None, None, None
+
+
+def _exchanged(
+    rows: torch.Tensor, axis: Axis, num_sent: Sequence[int], num_received: Sequence[int]
+) -> torch.Tensor:
+    received = rows.new_empty((sum(num_received), *rows.shape[1:]))
+    exchange(rows.contiguous().split(list(num_sent)), received.split(list(num_received)), axis)
+    return received

@@ -1,0 +1,4 @@
+"""Mixture of experts: experts spread over ranks, and tokens that travel to them."""
+
+from colossalai.nn.layer.moe._dispatch import EXPERT_AXES as EXPERT_AXES
+from colossalai.nn.layer.moe._dispatch import dispatch as dispatch

@@ -1,0 +1,241 @@
+"""Dispatch of tokens to experts that other ranks hold, without a capacity, and the way back (2006.16668).
+
+A router has chosen k experts for each of T tokens. The choices are T k *slots*, in the order of the tokens; a
+slot that nobody serves (its token was dropped) takes part in nothing. Experts are numbered over the ranks of an
+axis: rank r of p has the experts from r E / p on.
+
+    slots  --sort by expert-->  rows  --exchange-->  rows of my experts, by sender
+           --regroup-->  rows by expert  --compute-->  the same  --and all of it back-->  slots
+
+A row is sent to the rank of its expert and comes back: with H numbers in a row, k T H (p - 1)/p numbers each
+way if experts are used evenly, and the same for the gradients. Counts go first, so no row is padded and none is
+left out. Sorting is stable, and a token's results are added in the order of its choices, in float32 or better:
+two runs are equal bit for bit.
+
+[Note: all ranks take part]
+A rank without tokens, or whose experts nobody chose, sends and receives nothing, but is in each exchange of
+the forward and of the backward. So no line here depends on how many rows there are, and experts compute with
+none of them as well, which gives their weights gradients of zeros and not none.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from colossalai.communication import (
+    exchange_forward_exchange_backward,
+    exchange_pieces,
+    gather_forward_split_backward,
+    split_forward_gather_backward,
+)
+from colossalai.context import Axis, Mesh, ParallelMode, get_seeds, seed
+
+Compute = Callable[[Tensor, Sequence[int]], Tensor]
+"""What the experts of a rank do: rows (R, H) sorted by expert, how many each has; returns (R, H)."""
+
+EXPERT_AXES = ("ep", "tp")
+"""The axes that cut experts, the coarser cut first; ranks along `tp` have the same tokens, and share them."""
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Which slot is in which row, before rows leave the rank.
+
+    Attributes:
+        slot_of_row: (rows,): sorted by expert, then by slot.
+        row_of_slot: (tokens, choices); -1 for a slot without a row.
+        all_served: Whether every slot has one.
+    """
+
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+    all_served: bool
+
+    @property
+    def num_choices(self) -> int:
+        """The choices of a token."""
+        return self.row_of_slot.shape[1]
+
+
+def dispatch(
+    hidden: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    compute: Compute,
+    *,
+    num_experts: int,
+    mesh: Mesh,
+    served: Tensor | None = None,
+) -> Tensor:
+    """Let the chosen experts compute, wherever they are, and add their results by weight.
+
+    Collective over the ranks along `EXPERT_AXES`, of which those along `tp` hold the same tokens.
+
+    Args:
+        hidden: (tokens, features) of this rank.
+        experts: (tokens, choices): the numbers of the chosen experts.
+        weights: (tokens, choices): what their results are multiplied by.
+        compute: What this rank's experts do.
+        num_experts: Over all ranks.
+        mesh: The ranks.
+        served: (tokens, choices): whether a choice counts; default: all do.
+
+    Returns:
+        (tokens, features): sums over the choices that count; zeros for a token that has none.
+    """
+    sharing = mesh.axis("tp") if "tp" in mesh.axes else None
+    if sharing is None or sharing.size == 1:
+        return _dispatch(hidden, experts, weights, compute, num_experts, mesh.axis("ep"), served)
+    # Each of the ranks with the same tokens takes its part of them. They come without communication; the
+    # gradients, and the results, are gathered. What is left over is padded by slots that nobody serves.
+    num_tokens = hidden.shape[0]
+    if served is None:
+        served = torch.ones_like(experts, dtype=torch.bool)
+    parts = [_padded(tensor, sharing.size) for tensor in (hidden, experts, weights, served)]
+    mine = [split_forward_gather_backward(part, sharing, 0) for part in parts]
+    is_whole = num_tokens % sharing.size == 0 and bool(served.all())
+    result = _dispatch(
+        *(mine[0], mine[1], mine[2], compute, num_experts, mesh.axis(EXPERT_AXES)),
+        None if is_whole else mine[3],
+    )
+    return gather_forward_split_backward(result, sharing, 0)[:num_tokens]
+
+
+def _padded(tensor: Tensor, num_parts: int) -> Tensor:
+    """Return a tensor with so many rows of zeros behind it that the parts are equal."""
+    missing = -tensor.shape[0] % num_parts
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+
+def _dispatch(
+    hidden: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    compute: Compute,
+    num_experts: int,
+    axis: Axis,
+    served: Tensor | None,
+) -> Tensor:
+    slots, counts = sort_slots(experts, num_experts, served)
+    rows = _TakeRows.apply(hidden, slots)
+    if axis.size == 1:
+        return _AddByWeight.apply(_compute(compute, rows, counts.tolist()), weights, slots)
+    # Counts of the ranks' choices for my experts: (ranks, experts of a rank). The host waits here, once.
+    counts = counts.view(axis.size, num_experts // axis.size)
+    num_own = [counts.shape[1]] * axis.size
+    counted = exchange_pieces(
+        counts.flatten(), send_sizes=num_own, receive_sizes=num_own, parallel_mode=axis
+    ).view(counts.shape)
+    num_sent, num_received = counts.sum(1).tolist(), counted.sum(1).tolist()
+    received = exchange_forward_exchange_backward(rows, axis, num_sent=num_sent, num_received=num_received)
+    sizes = counted.tolist()
+    results = _compute(compute, _regrouped(received, sizes), counted.sum(0).tolist())
+    back = _regrouped(results, [list(of_expert) for of_expert in zip(*sizes, strict=True)])
+    returned = exchange_forward_exchange_backward(back, axis, num_sent=num_received, num_received=num_sent)
+    return _AddByWeight.apply(returned, weights, slots)
+
+
+def _compute(compute: Compute, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Let experts compute; whatever they draw is drawn from the state in which all ranks differ."""
+    is_launched = ParallelMode.TENSOR in get_seeds()
+    with seed(ParallelMode.TENSOR) if is_launched else nullcontext():
+        return compute(rows, sizes)
+
+
+def sort_slots(experts: Tensor, num_experts: int, served: Tensor | None = None) -> tuple[Slots, Tensor]:
+    """Return the slots in the order of their experts, and how many each expert has, (num_experts,).
+
+    Args:
+        experts: (tokens, choices).
+        num_experts: How many there are.
+        served: (tokens, choices), or None for all.
+    """
+    flat = experts.reshape(-1)
+    if served is not None:
+        flat = torch.where(served.reshape(-1), flat, num_experts)  # behind the last expert
+    order = torch.argsort(flat, stable=True)
+    counts = torch.bincount(flat, minlength=num_experts + 1)[:num_experts]
+    if served is not None:
+        order = order[: int(counts.sum())]
+    row_of_slot = torch.full_like(flat, -1) if served is not None else torch.empty_like(flat)
+    row_of_slot[order] = torch.arange(len(order), device=flat.device)
+    return Slots(order, row_of_slot.view(experts.shape), all_served=len(order) == len(flat)), counts
+
+
+def _regrouped(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
+    """Return rows that come in groups of groups, inner and outer exchanged: by sender, then by expert."""
+    pieces = rows.split([size for group in sizes for size in group])
+    num_inner = len(sizes[0])
+    return torch.cat([piece for inner in range(num_inner) for piece in pieces[inner::num_inner]])
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    """Return the type that sums of a tensor are computed in."""
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _terms(rows: Tensor, slots: Slots, choice: int) -> Tensor:
+    """Return for each token the row of one of its choices, zeros where there is none: (tokens, features)."""
+    row = slots.row_of_slot[:, choice]
+    if slots.all_served:
+        return rows.index_select(0, row)
+    if len(rows) == 0:
+        return rows.new_zeros(len(row), rows.shape[1])
+    return rows.index_select(0, row.clamp(min=0)).masked_fill_((row < 0).unsqueeze(1), 0)
+
+
+class _TakeRows(torch.autograd.Function):
+    """The token of each row; backward: the gradients of a token's rows added in the order of its choices."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, slots: Slots) -> Tensor:
+        ctx.slots = slots
+        return hidden.index_select(0, slots.slot_of_row // slots.num_choices)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        slots: Slots = ctx.slots
+        if slots.num_choices == 1:
+            return _terms(grad, slots, 0), None
+        total = _terms(grad, slots, 0).to(_wide(grad))
+        for choice in range(1, slots.num_choices):
+            total += _terms(grad, slots, choice)
+        return total.to(grad.dtype), None
+
+
+class _AddByWeight(torch.autograd.Function):
+    """The results of each token's choices, by weight; the type is that of the rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, slots: Slots) -> Tensor:
+        ctx.slots = slots
+        ctx.save_for_backward(rows, weights)
+        factors = weights.to(_wide(rows))
+        total = torch.zeros(len(weights), rows.shape[1], dtype=factors.dtype, device=rows.device)
+        for choice in range(slots.num_choices):
+            total.addcmul_(_terms(rows, slots, choice), factors[:, choice : choice + 1])
+        return total.to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        rows, weights = ctx.saved_tensors
+        slots: Slots = ctx.slots
+        wide = _wide(rows)
+        of_rows = grad.index_select(0, slots.slot_of_row // slots.num_choices)  # (rows, features)
+        grad_weights = grad_rows = None
+        if ctx.needs_input_grad[1]:
+            products = torch.linalg.vecdot(of_rows.to(wide), rows.to(wide))
+            flat = torch.zeros(weights.numel(), dtype=wide, device=rows.device)
+            flat[slots.slot_of_row] = products
+            grad_weights = flat.view(weights.shape).to(weights.dtype)
+        if ctx.needs_input_grad[0]:
+            factors = weights.reshape(-1)[slots.slot_of_row].unsqueeze(1)
+            grad_rows = (of_rows * factors.to(wide)).to(rows.dtype)
+        return grad_rows, grad_weights, None
