@@ -124,7 +124,7 @@ def _dispatch(
     slots, counts = sort_slots(experts, num_experts, served)
     rows = _TakeRows.apply(hidden, slots)
     if axis.size == 1:
-        return _AddByWeight.apply(_compute(compute, rows, counts.tolist()), weights, slots)
+        return _added(_compute(compute, rows, counts.tolist()), weights, slots)
     # Counts of the ranks' choices for my experts: (ranks, experts of a rank). The host waits here, once.
     counts = counts.view(axis.size, num_experts // axis.size)
     num_own = [counts.shape[1]] * axis.size
@@ -137,7 +137,7 @@ def _dispatch(
     results = _compute(compute, _regrouped(received, sizes), counted.sum(0).tolist())
     back = _regrouped(results, [list(of_expert) for of_expert in zip(*sizes, strict=True)])
     returned = exchange_forward_exchange_backward(back, axis, num_sent=num_received, num_received=num_sent)
-    return _AddByWeight.apply(returned, weights, slots)
+    return _added(returned, weights, slots)
 
 
 def _compute(compute: Compute, rows: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -187,6 +187,11 @@ def _terms(rows: Tensor, slots: Slots, choice: int) -> Tensor:
     if len(rows) == 0:
         return rows.new_zeros(len(row), rows.shape[1])
     return rows.index_select(0, row.clamp(min=0)).masked_fill_((row < 0).unsqueeze(1), 0)
+
+
+def _added(rows: Tensor, weights: Tensor, slots: Slots) -> Tensor:
+    total: Tensor = _AddByWeight.apply(rows, weights, slots)
+    return total
 
 
 class _TakeRows(torch.autograd.Function):
