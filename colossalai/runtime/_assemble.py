@@ -26,7 +26,7 @@ from colossalai.runtime._plan import Plan
 from colossalai.runtime._recompute import apply_recompute, find_blocks
 from colossalai.runtime._stages import join_stages, take_stages
 from colossalai.runtime._wrapper import ModelWrapper
-from colossalai.shardformer import can_shard, shard_model
+from colossalai.shardformer import can_shard, has_experts, shard_experts, shard_model
 from colossalai.tensor import (
     ShardingSpec,
     as_memory,
@@ -98,8 +98,8 @@ def assemble_with_optimizers(
     if plan.pipeline is not None:
         model = take_stages(model, optimizers, options=plan.pipeline, axis=mesh.axis("pp"))
     is_cut_by_user = _take_users_cut(plan, model, mesh)
-    if tensor_axis is not None and tensor_axis.size > 1 and not is_cut_by_user:
-        _share_layers(model, optimizers, mesh)
+    if not is_cut_by_user:
+        _share_layers(model, optimizers, mesh, tensor_axis)
     _check_is_cut(model, mesh, replicas)
     names = {id(param): name for name, param in model.named_parameters()}
     specs = {name: spec_of(param) for name, param in model.named_parameters()}
@@ -290,14 +290,21 @@ def _param_names(model: nn.Module, plan: Plan) -> dict[nn.Parameter, str]:
     return {param: name for name, param in model.named_parameters()}
 
 
-def _share_layers(model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh) -> None:
-    """Cut the layers of a model that was not built for tensor parallelism, where there are rules for it."""
-    if any(optimizer.state for optimizer in optimizers) and can_shard(model):
+def _share_layers(
+    model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, tensor_axis: Axis | None
+) -> None:
+    """Cut layers and experts of a model that was not built for it, where there are rules for it."""
+    cuts_layers = tensor_axis is not None and tensor_axis.size > 1
+    cuts_experts = (cuts_layers or mesh.axes.get("ep", 1) > 1) and has_experts(model)
+    has_steps = any(optimizer.state for optimizer in optimizers)
+    if has_steps and (cuts_experts or (cuts_layers and can_shard(model))):
         raise ValueError(
             "the optimizer has made steps already, but this plan cuts the layers of the model: assemble "
             "first, then load the state of the optimizer"
         )
-    shard_model(model, mesh)
+    if cuts_layers:
+        shard_model(model, mesh)
+    shard_experts(model, mesh)
 
 
 def _check_is_cut(model: nn.Module, mesh: Mesh, replicas: Axis) -> None:

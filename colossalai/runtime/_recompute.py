@@ -1,8 +1,10 @@
 """Activation checkpointing of parts of a model: its blocks, or what is named."""
 
+import inspect
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -32,7 +34,26 @@ def apply_recompute(
     chosen = _blocks(module, stages) if names is True else _named(module, list(names), stages)
     for part in chosen:
         part.forward = partial(checkpoint, part.forward, False)
+    for model in _caching(module):
+        model.register_forward_pre_hook(_without_cache, with_kwargs=True)
     return module
+
+
+def _caching(module: nn.Module) -> list[nn.Module]:
+    """Return the outermost models whose forward may keep keys and values, as those of transformers do.
+
+    A block that is run again would find those of its first run, and put its own behind them.
+    """
+    if "use_cache" in inspect.signature(module.forward).parameters:
+        return [module]
+    return [found for child in module.children() for found in _caching(child)]
+
+
+def _without_cache(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Keep no cache in training, unless the caller asks for one; a hook before the forward."""
+    return args, {"use_cache": False, **kwargs} if module.training else kwargs
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:

@@ -3,6 +3,7 @@
 import copy
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,9 +17,36 @@ from colossalai.communication import (
 from colossalai.context import Mesh, ParallelMode, get_seeds, seed, set_mode
 from colossalai.nn.layer import ParallelEmbedding
 from colossalai.nn.layer.tensor_parallel import LinearScheme, ParallelMatmul
-from colossalai.tensor import SpecKeeper, spec_of
+from colossalai.tensor import PaddedSpec, ShardingSpec, SpecKeeper, pad_to, padded_size, set_spec, spec_of
 
 AXIS = "tp"
+
+
+def cut_param(
+    param: nn.Parameter,
+    dims: tuple[tuple[str, ...], ...],
+    mesh: Mesh,
+    *,
+    parts: tuple[int, ...],
+) -> None:
+    """Let a parameter keep this rank's slice, if it is not cut by now, as one that two layers share is.
+
+    A vocabulary that the ranks do not divide is padded; what has other dimensions has been checked.
+    """
+    if spec_of(param) is not None:
+        return
+    whole = tuple(param.shape)
+    fused = parts if max(parts) > 1 else None
+    ranks = [mesh.axis_size(axes) if axes else 1 for axes in dims]
+    shape = tuple(padded_size(size, num) for size, num in zip(whole, ranks, strict=True))
+    spec = (
+        ShardingSpec(whole, dims, mesh, parts=fused)
+        if shape == whole
+        else PaddedSpec(shape, dims, mesh, parts=fused, unpadded=whole)
+    )
+    with torch.no_grad():
+        param.data = spec.cut(pad_to(param.data, shape))
+    set_spec(param, spec)
 
 
 class LinearShard(SpecKeeper):
@@ -202,3 +230,22 @@ def draw_together(module: nn.Module, args: Any, output: Any) -> None:
     """
     if module.training and ParallelMode.DATA in get_seeds():
         set_mode(ParallelMode.DATA)
+
+
+def put_before(first: type[nn.Module], module: nn.Module) -> type[nn.Module]:
+    """Return a class whose `forward` is that of the first one around that of the class of a module."""
+    return class_of(type(module).__name__, type(module).__module__, (first, type(module)))
+
+
+@cache  # layers of one class stay of one class
+def class_of(name: str, module: str, bases: tuple[type, type]) -> type[nn.Module]:
+    """Return a class with two bases, under the name of another one."""
+    return type(name, bases, {"__module__": module})
+
+
+def keep_specs(module: nn.Module, mesh: Mesh, kind: type[SpecKeeper]) -> None:
+    """Put a class before that of a module, in place, and let it keep the specs of the module's parameters."""
+    vars(module).update(vars(SpecKeeper(mesh)) | vars(module))
+    module.__class__ = put_before(kind, module)
+    for name, param in module.named_parameters(recurse=False):
+        module.register_parameter(name, param)

@@ -7,10 +7,8 @@ carries a spec of the whole, so gradients, norms, ZeRO and checkpoints need not 
 names and the shapes that the model has on one process.
 """
 
-from functools import cache
 from typing import Any
 
-import torch
 from torch import nn
 
 from colossalai.context import Mesh
@@ -29,20 +27,16 @@ from colossalai.shardformer._layers import (
     SplitRowShard,
     SumsGradients,
     VocabularyShard,
+    class_of,
+    cut_param,
     draw_together,
+    keep_specs,
+    put_before,
 )
 from colossalai.shardformer._registry import parts_of, rule_of
 from colossalai.shardformer._tp_plan import rules_of_plans
 from colossalai.shardformer.policies import Rule
-from colossalai.tensor import (
-    PaddedSpec,
-    ShardingSpec,
-    SpecKeeper,
-    pad_to,
-    padded_size,
-    set_spec,
-    spec_of,
-)
+from colossalai.tensor import SpecKeeper
 
 
 def shard_model(model: nn.Module, mesh: Mesh) -> int:
@@ -105,12 +99,16 @@ def _adapt(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
     for name in rule.counts:
         setattr(module, name, getattr(module, name) // mesh.axis_size(AXIS))
     for _, norm in _layers(module, rule.head_norms):
-        vars(norm).update(vars(SpecKeeper(mesh)) | vars(norm))
-        norm.__class__ = _put_before(SumsGradients, norm)
+        keep_specs(norm, mesh, SumsGradients)
     for _, dropout in _layers(module, rule.whole_dropouts):
-        dropout.__class__ = _put_before(DrawsTogether, dropout)
+        dropout.__class__ = put_before(DrawsTogether, dropout)
+    for name in rule.head_params:
+        param = module.get_parameter(name)
+        cut_param(param, ((AXIS,), *[()] * (param.dim() - 1)), mesh, parts=(1,) * param.dim())
+    if rule.head_params:
+        keep_specs(module, mesh, SpecKeeper)
     if rule.draws:
-        module.__class__ = _put_before(DrawsApart, module)
+        module.__class__ = put_before(DrawsApart, module)
         for _, layer in _layers(module, rule.rows):
             layer.register_forward_hook(draw_together)
 
@@ -140,9 +138,9 @@ def _linear(
     parts = (1, num_parts) if scheme.w_out else (num_parts, 1)
     if out_first:
         dims, parts = dims[::-1], parts[::-1]
-    _cut(weight, dims, mesh, parts=parts)
+    cut_param(weight, dims, mesh, parts=parts)
     if bias is not None and scheme.w_out:
-        _cut(bias, (scheme.w_out,), mesh, parts=(num_parts,))
+        cut_param(bias, (scheme.w_out,), mesh, parts=(num_parts,))
     return kind(weight, bias, scheme=scheme, mesh=mesh, out_first=out_first)
 
 
@@ -155,7 +153,7 @@ def _num_parts(module: nn.Module, rule: Rule, name: str) -> int:
 
 def _embedding(layer: nn.Embedding, mesh: Mesh) -> nn.Module:
     weight = layer.get_parameter("weight")
-    _cut(weight, ((AXIS,), ()), mesh, parts=(1, 1))
+    cut_param(weight, ((AXIS,), ()), mesh, parts=(1, 1))
     shard = ParallelEmbedding(
         layer.num_embeddings,
         layer.embedding_dim,
@@ -171,42 +169,15 @@ def _embedding(layer: nn.Embedding, mesh: Mesh) -> nn.Module:
     vars(layer).update(vars(shard) | vars(layer))
     looked_up: nn.Module = layer
     kind = type(layer)
-    looked_up.__class__ = _class_of(kind.__name__, kind.__module__, (kind, VocabularyShard))
+    looked_up.__class__ = class_of(kind.__name__, kind.__module__, (kind, VocabularyShard))
     return looked_up
 
 
 def _feature_embedding(layer: nn.Embedding, mesh: Mesh) -> ParallelEmbedding:
     weight = layer.get_parameter("weight")
-    _cut(weight, ((), (AXIS,)), mesh, parts=(1, 1))
+    cut_param(weight, ((), (AXIS,)), mesh, parts=(1, 1))
     sizes = (layer.num_embeddings, layer.embedding_dim, layer.padding_idx)
     return ParallelEmbedding(*sizes, cut=Cut(features=(AXIS,)), mesh=mesh, weight=weight)
-
-
-def _cut(
-    param: nn.Parameter,
-    dims: tuple[tuple[str, ...], ...],
-    mesh: Mesh,
-    *,
-    parts: tuple[int, ...],
-) -> None:
-    """Let a parameter keep this rank's slice, if it is not cut by now, as one that two layers share is.
-
-    A vocabulary that the ranks do not divide is padded; what has other dimensions has been checked.
-    """
-    if spec_of(param) is not None:
-        return
-    whole = tuple(param.shape)
-    fused = parts if max(parts) > 1 else None
-    ranks = [mesh.axis_size(axes) if axes else 1 for axes in dims]
-    shape = tuple(padded_size(size, num) for size, num in zip(whole, ranks, strict=True))
-    spec = (
-        ShardingSpec(whole, dims, mesh, parts=fused)
-        if shape == whole
-        else PaddedSpec(shape, dims, mesh, parts=fused, unpadded=whole)
-    )
-    with torch.no_grad():
-        param.data = spec.cut(pad_to(param.data, shape))
-    set_spec(param, spec)
 
 
 def _check(name: str, module: nn.Module, rule: Rule, num_ranks: int) -> None:
@@ -273,13 +244,3 @@ def _layers(module: nn.Module, names: tuple[str, ...]) -> list[tuple[str, Any]]:
     """Return the layers that a module has under some names, here and not on another stage."""
     layers = [(name, getattr(module, name, None)) for name in names]
     return [(name, each) for name, each in layers if isinstance(each, nn.Module) and not is_elsewhere(each)]
-
-
-def _put_before(first: type[nn.Module], module: nn.Module) -> type[nn.Module]:
-    """Return a class whose `forward` is that of the first one around that of the class of a module."""
-    return _class_of(type(module).__name__, type(module).__module__, (first, type(module)))
-
-
-@cache  # layers of one class stay of one class
-def _class_of(name: str, module: str, bases: tuple[type, type]) -> type[nn.Module]:
-    return type(name, bases, {"__module__": module})

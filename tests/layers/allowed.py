@@ -28,7 +28,7 @@ STATE = {
         "pipeline/execution/_split_backward.py",
         "_saved_names",
     ): "kept results: the attributes of a class of nodes",
-    ("shardformer/_shard.py", "_class_of"): "layers of one class stay of one class",
+    ("shardformer/_layers.py", "class_of"): "layers of one class stay of one class",
     ("lazy/_tape.py", "_numbers"): "tells tapes apart over all contexts of the process",
     (
         "monitor/_flight_recorder.py",

@@ -10,6 +10,7 @@ import colossalai
 from colossalai.context import Mesh, ParallelMode, random_state, reset_seeds, seed, set_random_state
 from colossalai.context._random import seed_all_modes
 from colossalai.runtime import apply_recompute, checkpoint, find_blocks
+from tests.shardformer.models import gemma3, language_loss
 
 pytestmark = pytest.mark.unit
 
@@ -168,3 +169,19 @@ def test_blocks_beside_other_parts_of_a_stack_are_found():
     stack = nn.Sequential(nn.Linear(6, 6), Block(), Block(), nn.Linear(6, 6), Net())
     assert find_blocks(stack) == [stack[1], stack[2], *stack[4].blocks]
     assert find_blocks(nn.Sequential(nn.Linear(6, 6), Block())) == []
+
+
+@pytest.mark.unit
+def test_a_model_that_caches_keys_keeps_none_in_training():
+    """A block that runs again would attend to the keys of its first run, too, which windows show."""
+    pytest.importorskip("transformers")
+    model = gemma3().double()
+    ids = torch.arange(12).reshape(2, 6)
+    language_loss(model(ids), ids).backward()
+    truth = [param.grad.clone() for param in model.parameters()]
+    model.zero_grad()
+    apply_recompute(model, True)
+    language_loss(model(ids), ids).backward()
+    assert all(torch.equal(param.grad, grad) for param, grad in zip(model.parameters(), truth, strict=True))
+    assert model(ids).get("past_key_values") is None
+    assert model.eval()(ids).get("past_key_values") is not None

@@ -120,6 +120,55 @@ def mixtral() -> nn.Module:
     return planned("Mixtral", num_local_experts=2, experts_implementation="eager")
 
 
+def mixtral_of_eight(**options: Any) -> nn.Module:
+    """Return a Mixtral whose experts several ranks can share."""
+    return planned("Mixtral", num_local_experts=8, experts_implementation="eager", **options)
+
+
+def qwen2_moe(**options: Any) -> nn.Module:
+    """Return a Qwen2-MoE, with an expert that all tokens share and a layer without experts."""
+    sizes = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "num_experts": 8}
+    return planned(
+        "Qwen2Moe",
+        **sizes,
+        num_experts_per_tok=2,
+        mlp_only_layers=[1],
+        experts_implementation="eager",
+        **options,
+    )
+
+
+def qwen3_moe(**options: Any) -> nn.Module:
+    """Return a Qwen3-MoE, whose weights of the chosen experts add up to 1."""
+    sizes = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3}
+    return planned("Qwen3Moe", **sizes, norm_topk_prob=True, experts_implementation="eager", **options)
+
+
+def deepseek_v3(**options: Any) -> nn.Module:
+    """Return a DeepSeek-V3, whose experts are chosen from the best groups, behind a layer without experts."""
+    sizes = {"moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2}
+    sizes |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+    sizes |= {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+    return planned(
+        "DeepseekV3",
+        **{**sizes, "v_head_dim": 16, "num_key_value_heads": 8},
+        experts_implementation="eager",
+        **options,
+    )
+
+
+def gpt_oss(**options: Any) -> nn.Module:
+    """Return a gpt-oss, whose experts have biases and lie transposed, with sinks in its attention."""
+    model = planned(
+        "GptOss", num_local_experts=8, num_experts_per_tok=2, experts_implementation="eager", **options
+    )
+    with torch.no_grad():  # biases and sinks are zeros at the start
+        for name, param in model.named_parameters():
+            if "bias" in name or "sinks" in name:
+                param.normal_(std=0.1)
+    return model
+
+
 def wide_opt() -> nn.Module:
     """Return an OPT that four ranks can share."""
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}

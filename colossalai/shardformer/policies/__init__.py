@@ -3,6 +3,7 @@
 from colossalai.shardformer.policies._bert import BERT as BERT
 from colossalai.shardformer.policies._causal import CAUSAL as CAUSAL
 from colossalai.shardformer.policies._gpt2 import GPT2 as GPT2
+from colossalai.shardformer.policies._gpt_oss import GPT_OSS as GPT_OSS
 from colossalai.shardformer.policies._llama import LLAMA as LLAMA
 from colossalai.shardformer.policies._opt import OPT as OPT
 from colossalai.shardformer.policies._rule import Policy as Policy

@@ -26,6 +26,11 @@ class Rule:
         splits: Names of row layers that are given all input features, of which each rank takes its part.
         packed: Names of those of `columns` and `rows` whose cut features are two equal parts, one behind the
             other (gate and up), each of which is cut for itself.
+        head_params: Names of parameters of the module itself with one entry for each head, of which a rank
+            has those of its heads.
+        experts: Names of parameters of the module itself whose dimension 0 counts experts: they are cut
+            along it, and tokens travel to the ranks that have the experts of their choice. The module is
+            called with (tokens, features), chosen experts and weights, both (tokens, choices).
         head_norms: Names of norms that all ranks hold and that a rank applies to its heads alone; their
             gradients are summed over the ranks.
         counts: Names of attributes that count heads or features, and of which a rank has its part.
@@ -48,6 +53,8 @@ class Rule:
     heads: tuple[str, ...] = ()
     splits: tuple[str, ...] = ()
     packed: tuple[str, ...] = ()
+    head_params: tuple[str, ...] = ()
+    experts: tuple[str, ...] = ()
     head_norms: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
     part: str | None = None
@@ -62,7 +69,7 @@ class Rule:
     def cuts(self) -> bool:
         """Whether anything is shared out."""
         cut = (self.columns, self.rows, self.splits, self.heads, self.embeddings, self.feature_embeddings)
-        return any(cut) or bool(self.head_norms or self.counts or self.draws)
+        return any(cut) or bool(self.head_params or self.head_norms or self.counts or self.draws)
 
 
 Policy = Mapping[str, Rule]

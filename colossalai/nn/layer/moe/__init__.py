@@ -2,3 +2,4 @@
 
 from colossalai.nn.layer.moe._dispatch import EXPERT_AXES as EXPERT_AXES
 from colossalai.nn.layer.moe._dispatch import dispatch as dispatch
+from colossalai.nn.layer.moe._grouped import grouped_linear as grouped_linear

@@ -1,16 +1,16 @@
 """Dispatch of tokens to experts that other ranks hold, without a capacity, and the way back (2006.16668).
 
-A router has chosen k experts for each of T tokens. The choices are T k *slots*, in the order of the tokens; a
-slot that nobody serves (its token was dropped) takes part in nothing. Experts are numbered over the ranks of an
-axis: rank r of p has the experts from r E / p on.
+A router has chosen k experts for each of T tokens. The choices are T k *slots*, in the order of the
+tokens; a slot that nobody serves (its token was dropped) takes part in nothing. Experts are numbered over
+the ranks of an axis: rank r of p has the experts from r E / p on.
 
     slots  --sort by expert-->  rows  --exchange-->  rows of my experts, by sender
            --regroup-->  rows by expert  --compute-->  the same  --and all of it back-->  slots
 
 A row is sent to the rank of its expert and comes back: with H numbers in a row, k T H (p - 1)/p numbers each
-way if experts are used evenly, and the same for the gradients. Counts go first, so no row is padded and none is
-left out. Sorting is stable, and a token's results are added in the order of its choices, in float32 or better:
-two runs are equal bit for bit.
+way if experts are used evenly, and the same for the gradients. Counts go first, so no row is padded and none
+is left out. Sorting is stable, and a token's results are added in the order of its choices, in float32 or
+better: two runs are equal bit for bit.
 
 [Note: all ranks take part]
 A rank without tokens, or whose experts nobody chose, sends and receives nothing, but is in each exchange of

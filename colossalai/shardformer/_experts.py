@@ -1,0 +1,181 @@
+"""Expert parallelism for models that were not written for it: experts are cut over ranks, tokens travel.
+
+In transformers 5 a block of experts is two modules: a router, which chooses experts for each token, and one
+whose name ends with Experts, called with (tokens, chosen experts, weights). The second has one parameter for
+the matrices of all experts, (experts, ..., ...). Cutting it along dimension 0 and putting `dispatch` around
+its forward is all there is to do: the router, what experts share and the rest of the model are not touched,
+and the parameters keep their names and their order.
+
+[Note: which classes are experts]
+Those with a rule that names `experts`, and classes of transformers whose name ends with Experts and whose
+module says how its parameters lie (`is_transposed`, `has_gate` and `has_bias`, which the decorator of these
+classes sets). What such an expert computes follows from these words, and is computed by our own grouped
+products. A class with a rule computes by its own forward, as on one process, with the rows of this rank as
+tokens that have one choice of weight 1 each. Other classes of that name have an interface of their own;
+where they ought to be cut, they are refused by name.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.context import Mesh
+from colossalai.logging import get_dist_logger
+from colossalai.nn.layer.moe import EXPERT_AXES, dispatch, grouped_linear
+from colossalai.shardformer._layers import cut_param, keep_specs
+from colossalai.shardformer._registry import parts_of, rule_of
+from colossalai.tensor import SpecKeeper
+
+_LAYOUT = ("has_gate", "has_bias", "is_transposed")
+
+
+def shard_experts(model: nn.Module, mesh: Mesh) -> int:
+    """Cut the experts of a model over the ranks along `ep`, and along `tp` together with it, in place.
+
+    All ranks hold the same values before. No communication. See [Note: which classes are experts].
+
+    Args:
+        model: The model, or a stage of it.
+        mesh: The ranks.
+
+    Returns:
+        The number of modules of experts that were cut.
+
+    Raises:
+        ValueError: `model` has experts that the ranks do not divide, or whose class has an interface of its
+            own. Nothing has been changed then.
+    """
+    axes = tuple(axis for axis in EXPERT_AXES if mesh.axes.get(axis, 1) > 1)
+    if not axes:
+        return 0
+    is_asked = mesh.axes.get("ep", 1) > 1  # else tensor parallelism cuts them where it can
+    found = [(name, part, names) for name, part in parts_of(model) if (names := _names_of_experts(part))]
+    if is_asked:
+        _refuse_others(model, {part for _, part, _ in found})
+    num_ranks = mesh.axis_size(axes)
+    chosen = [each for each in found if _can_cut(*each, num_ranks=num_ranks, is_asked=is_asked)]
+    for _, module, names in chosen:
+        for name in names:
+            param = module.get_parameter(name)
+            cut_param(param, (axes, *[()] * (param.dim() - 1)), mesh, parts=(1,) * param.dim())
+        is_ruled = _has_rule(module)
+        keep_specs(module, mesh, RuledExperts if is_ruled else KnownExperts)
+    return len(chosen)
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Return whether a model has experts that `shard_experts` cuts."""
+    return any(_names_of_experts(part) for _, part in parts_of(model))
+
+
+class DispatchedExperts(SpecKeeper):
+    """Put before a class of experts: tokens travel to the ranks of the experts of their choice."""
+
+    num_experts: int
+
+    def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
+        """Return for each token (tokens, features) the weighted sum of what its experts say."""
+        hidden, experts, weights = (*args, *kwargs.values())
+        return dispatch(
+            hidden, experts, weights, self._compute, num_experts=self._num_experts_of_all, mesh=self.mesh
+        )
+
+    @property
+    def _num_experts_of_all(self) -> int:
+        spec = next(iter(self._specs.values()))
+        return spec.shape[0]
+
+    def _compute(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        raise NotImplementedError
+
+
+class KnownExperts(DispatchedExperts):
+    """Put before a class of transformers that says how its parameters lie."""
+
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+
+    def _compute(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        wide = self._product("gate_up_proj" if self.has_gate else "up_proj", rows, sizes)
+        module: Any = self  # what it applies between the products is the module's own
+        inner = module._apply_gate(wide) if self.has_gate else module.act_fn(wide)
+        return self._product("down_proj", inner, sizes)
+
+    def _product(self, name: str, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        bias = getattr(self, f"{name}_bias") if self.has_bias else None
+        return grouped_linear(rows, getattr(self, name), sizes, bias=bias, transposed=self.is_transposed)
+
+
+class RuledExperts(DispatchedExperts):
+    """Put before a class with a rule, whose own forward computes."""
+
+    def _compute(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        numbers = torch.arange(len(sizes), device=rows.device)
+        chosen = numbers.repeat_interleave(torch.tensor(sizes, device=rows.device))
+        kept = self.num_experts
+        self.num_experts = len(sizes)  # what it loops over
+        try:
+            results = super().forward(rows, chosen.unsqueeze(1), rows.new_ones(len(rows), 1))
+        finally:
+            self.num_experts = kept
+        # Without tokens a loop over them touches no weight, and this rank would miss in the backward.
+        return results + sum(0 * param.sum() for param in self.parameters(recurse=False))
+
+
+def _names_of_experts(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters to be cut along dimension 0; none where it has no experts."""
+    rule = rule_of(module)
+    if rule is not None:
+        return rule.experts
+    if not _is_called_experts(module) or any(word not in vars(module) for word in _LAYOUT):
+        return ()
+    if vars(module).get("has_post_expert_norm"):
+        return ()
+    return tuple(name for name, _ in module.named_parameters(recurse=False))
+
+
+def _has_rule(module: nn.Module) -> bool:
+    return rule_of(module) is not None
+
+
+def _is_called_experts(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("Experts")
+
+
+def _refuse_others(model: nn.Module, known: set[nn.Module]) -> None:
+    """Refuse experts that ought to be cut, and that nobody knows how to cut."""
+    for name, part in parts_of(model):
+        if part not in known and _is_called_experts(part):
+            raise ValueError(
+                f"expert parallelism cannot cut {name!r}, a {type(part).__name__}, whose parameters or "
+                "forward are of a kind of their own: leave expert parallelism out (ep_size=1, or no `moe` in "
+                "`parallel`), or give its class a Rule(experts=...) by register_rule of "
+                "colossalai.shardformer, if it is called with tokens, chosen experts and weights"
+            )
+
+
+def _can_cut(name: str, module: nn.Module, names: Sequence[str], *, num_ranks: int, is_asked: bool) -> bool:
+    """Return whether the ranks divide the experts of a module.
+
+    Raises:
+        ValueError: They do not, and expert parallelism was asked for.
+    """
+    param = module.get_parameter(names[0])
+    num_experts = param.shape[0]
+    if num_experts % num_ranks == 0:
+        return True
+    what = (
+        f"{type(module).__name__} {name!r} has {num_experts} experts, which {num_ranks} ranks do not divide"
+    )
+    if is_asked:
+        fitting = [size for size in range(2, num_experts + 1) if num_experts % size == 0]
+        raise ValueError(
+            f"{what} (expert-parallel size times tensor-parallel size): choose sizes whose product is one of "
+            f"{fitting}"
+        )
+    get_dist_logger().log_once(f"{what}: each tensor-parallel rank computes all of them", ranks=[0])
+    return False
