@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 METHODS = (
     *("data parallelism", "tensor 1d", "tensor 2d", "tensor 2.5d", "tensor 3d"),
-    *("sequence ring", "sequence ulysses"),
+    *("sequence ring", "sequence ulysses", "experts"),
     *("pipeline", "ZeRO 1", "ZeRO 2", "ZeRO 3", "Gemini", "mixed precision", "recompute", "accumulation"),
     "fused loss",
 )
@@ -29,6 +29,20 @@ REFUSED = {
             "ranks: use tensor mode 1d, or leave fused_loss out"
         )
         for mode in ("2d", "2.5d", "3d")
+    },
+    **{
+        frozenset({f"tensor {mode}", "experts"}): (
+            "the features of a token are cut over ranks as well, and a token travels whole: use tensor mode "
+            "1d, whose ranks share the experts, or leave expert parallelism out"
+        )
+        for mode in ("2d", "2.5d", "3d")
+    },
+    **{
+        frozenset({f"sequence {attention}", "experts"}): (
+            "the ranks that share a sequence are no replicas of which each has experts of its own: let these "
+            "ranks be data-parallel ones, or leave expert parallelism out"
+        )
+        for attention in ("ring", "ulysses")
     },
 }
 """For each pair that is refused, the reason and what to do instead."""

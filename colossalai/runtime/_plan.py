@@ -78,6 +78,7 @@ class Plan:
             "data parallelism": layout.data not in (None, 1),
             f"tensor {layout.mode}": layout.tensor > 1,
             f"sequence {layout.attention}": layout.sequence > 1,
+            "experts": layout.expert > 1,
             "pipeline": self.pipeline is not None or layout.pipeline > 1,
             self.data.name_in_pairs: self.data.name_in_pairs is not None,
             "mixed precision": not isinstance(self.precision, FullPrecision),

@@ -32,6 +32,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tensor 3d": {"parallel": {"tensor": {"size": 8, "mode": "3d"}}},
     "sequence ring": {"parallel": {"sequence": {"size": 2}}},
     "sequence ulysses": {"parallel": {"sequence": {"size": 2, "attention": "ulysses"}}},
+    "experts": {"parallel": {"data": 2, "moe": {"size": 2}}},
     "pipeline": {
         "parallel": {"pipeline": {"size": 2, "partition": "balanced"}},
         "NUM_MICRO_BATCHES": 2,
@@ -62,6 +63,8 @@ def config_of(pair: tuple[str, str]) -> tuple[dict[str, Any], int]:
     if "fp16" in config and "gemini" in config:
         del config["gemini"]["precision"]  # one of them says it
     parallel = config["parallel"]
+    if set(pair) == {"data parallelism", "experts"}:
+        parallel["data"] = 4  # other ranks than those that share the experts
     sizes = (
         parallel.get("data", 1),
         *(parallel.get(name, {}).get("size", 1) for name in ("tensor", "sequence", "pipeline")),
@@ -79,6 +82,21 @@ def gpt2() -> nn.Module:
     from tests.shardformer import models
 
     return models.gpt2(vocab_size=VOCAB, n_positions=SEQ, n_embd=16, n_head=4)
+
+
+def mixtral() -> nn.Module:
+    from tests.shardformer import models
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "head_dim": 4, "intermediate_size": 12}
+    return models.mixtral_of_eight(**sizes, num_attention_heads=4)
+
+
+def shifted_loss(output: Any, labels: torch.Tensor) -> torch.Tensor:
+    """Return the loss of the next tokens, which the model has computed itself where it was given labels."""
+    own = output.get("loss")
+    if own is not None:
+        return own
+    return nn.functional.cross_entropy(output["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 def loss_of(output: Any, labels: torch.Tensor) -> torch.Tensor:
@@ -131,7 +149,14 @@ BY_RANKS = {
 
 @pytest.mark.parametrize("num_ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.long) for n in (4, 8, 16))])
 def test_a_model_of_the_zoo(num_ranks: int) -> None:
-    check(BY_RANKS[num_ranks], num_ranks, zoo_gpt, GPTLMLoss)
+    check([pair for pair in BY_RANKS[num_ranks] if "experts" not in pair], num_ranks, zoo_gpt, GPTLMLoss)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_a_model_with_experts(num_ranks: int) -> None:
+    """One of transformers, which are cut where they have experts."""
+    pytest.importorskip("transformers")
+    check([pair for pair in BY_RANKS[num_ranks] if "experts" in pair], num_ranks, mixtral, shifted_loss)
 
 
 @pytest.mark.long
@@ -144,7 +169,7 @@ def test_a_model_of_transformers(num_ranks: int) -> None:
 
 def is_for_transformers(pair: tuple[str, str]) -> bool:
     """Whether a pair cuts such models; they cannot share sequences, and have a fused loss of their own."""
-    others = ("sequence ring", "sequence ulysses", "fused loss")
+    others = ("sequence ring", "sequence ulysses", "fused loss", "experts")
     return "tensor 1d" in pair and not set(pair).intersection(others)
 
 

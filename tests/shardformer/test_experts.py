@@ -26,6 +26,7 @@ from tests.shardformer.models import (
     qwen2_moe,
     qwen3_moe,
 )
+from tests.zero.gemini.test_parity import subject_of as subject_of_chunks
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.dist
@@ -51,6 +52,8 @@ def train(build: Callable[[], nn.Module], config: dict[str, Any], ep_size: int) 
         )
         if config.get("zero") and "pipeline" in parallel:
             through = zero.through_pipeline
+        if "gemini" in config:
+            through = partial(zero.through_engine, make_subject=subject_of_chunks)
         subject = through(case, model, language_loss)
         for name, param in model.named_parameters():
             spec = spec_of(param)
@@ -81,6 +84,9 @@ CELLS: list[Any] = [
     (gpt_oss, 2, 2, {"recompute": True}),
     (qwen3_moe, 4, 2, {"zero": {"stage": 3}}),
     (deepseek_v3, 4, 2, {"zero": {"stage": 2}}),
+    (mixtral_of_eight, 4, 2, {"gemini": {"precision": "fp32", "min_chunk_size_mb": 0.002}}),
+    (gpt_oss, 4, 2, {**PIPELINE, "zero": {"stage": 1}}),
+    (mixtral_of_eight, 8, 2, {**PIPELINE, "parallel": {**PIPELINE["parallel"], **TENSOR}}),
 ]
 
 

@@ -24,6 +24,7 @@ class HybridOptions:
     sp_size: int
     sequence_attention: str | None
     pp_size: int
+    ep_size: int
     zero_stage: int
     num_microbatches: int | None
     schedule: str | Path | Schedule | None
@@ -70,6 +71,8 @@ class HybridOptions:
         if self.sp_size != 1:
             named = {} if self.sequence_attention is None else {"attention": self.sequence_attention}
             parallel["sequence"] = {"size": self.sp_size, **named}
+        if self.ep_size != 1:
+            parallel["moe"] = self.ep_size
         return read_layout(parallel)
 
     def pipeline_options(self) -> PipelineOptions | None:
@@ -101,6 +104,9 @@ class HybridParallelPlugin(Plugin):
         sequence_attention: How they attend to it: "ring" (default) or "ulysses", which takes a multiple of
             `sp_size` heads on each tensor-parallel rank.
         pp_size: Number of pipeline ranks.
+        ep_size: Number of data-parallel ranks that share the experts of a model, of which each has its part:
+            those of models of transformers (Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss and others) and of
+            `colossalai.nn.layer.moe`. It divides the data-parallel size.
         zero_stage: 0; 1 shards the optimizer's states over the data-parallel ranks, 2 (without a pipeline)
             their gradients, too, and 3 (the same) the parameters.
         num_microbatches: Number of microbatches of a batch; needed with a pipeline.
@@ -129,6 +135,7 @@ class HybridParallelPlugin(Plugin):
         sp_size: int = 1,
         sequence_attention: str | None = None,
         pp_size: int = 1,
+        ep_size: int = 1,
         zero_stage: int = 0,
         num_microbatches: int | None = None,
         schedule: str | Path | Schedule | None = None,
@@ -163,6 +170,7 @@ class HybridParallelPlugin(Plugin):
             sp_size=sp_size,
             sequence_attention=sequence_attention,
             pp_size=pp_size,
+            ep_size=ep_size,
             zero_stage=zero_stage,
             num_microbatches=num_microbatches,
             schedule=schedule,

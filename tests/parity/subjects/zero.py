@@ -15,7 +15,11 @@ Criterion = Callable[..., Tensor]
 
 
 def through_engine(
-    case: ParityCase, model: nn.Module, criterion: Criterion = nn.functional.cross_entropy
+    case: ParityCase,
+    model: nn.Module,
+    criterion: Criterion = nn.functional.cross_entropy,
+    *,
+    make_subject: Callable[..., Subject] | None = None,
 ) -> Subject:
     """The config door; the features are those that the job was launched with."""
     optimizer = case.build_optimizer(model.parameters())
@@ -31,7 +35,7 @@ def through_engine(
             total += loss.detach() / engine.accumulation_steps
         return total
 
-    return subject_of(engine.model, engine.optimizer, step)
+    return (make_subject or subject_of)(engine.model, engine.optimizer, step)
 
 
 def through_pipeline(

@@ -15,6 +15,7 @@ from colossalai.booster.plugin import GeminiPlugin
 from colossalai.core import global_context as gpc
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.testing import ParityCase, Subject, check_parity
+from tests.parity.subjects import zero
 from tests.parity.subjects.doors import make_case
 from tests.parity.subjects.tensor import whole
 from tests.ranks import run_ranks
@@ -140,29 +141,11 @@ def test_the_plugin_door_is_one_process(
         assert losses[-1] < losses[0]
 
 
-def through_engine(case: ParityCase, model: nn.Module) -> Subject:
-    """The config door."""
-    optimizer = case.build_optimizer(model.parameters())
-    engine, *_ = colossalai.initialize(model, optimizer, nn.functional.cross_entropy, verbose=False)
-
-    def step(batch: tuple[Tensor, ...]) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
-        for x, y in zip(*(tensor.chunk(engine.accumulation_steps) for tensor in batch), strict=True):
-            engine.zero_grad()
-            loss = engine.criterion(engine(x), y)
-            engine.backward(loss)
-            engine.step()
-            total += loss.detach() / engine.accumulation_steps
-        return total
-
-    return subject_of(engine.model, engine.optimizer, step)
-
-
 def by_engine(accumulation: int, max_norm: float) -> list[float]:
     config = {"gemini": SMALL, "gradient_accumulation": accumulation, "clip_grad_norm": max_norm}
     colossalai.launch_from_torch(config, verbose=False)
     case = make_case(max_norm=max_norm or None)
-    losses = check_parity(case, partial(through_engine, case))
+    losses = check_parity(case, partial(zero.through_engine, case, make_subject=subject_of))
     gpc.destroy()
     return losses
 
