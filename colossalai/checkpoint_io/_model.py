@@ -23,6 +23,7 @@ from colossalai.checkpoint_io._global_plan import (
     with_other_ranks,
 )
 from colossalai.checkpoint_io._hugging_face_index import Stems
+from colossalai.checkpoint_io._single_experts import with_fused_experts
 from colossalai.checkpoint_io._state import (
     FileLayout,
     FlatStateDict,
@@ -178,7 +179,7 @@ def plan_model_loading(
     targets = {name: value for name, value in wanted.items() if id(value) in own}
     refuse_unreadable(targets.values())
     groups = names_by_tensor(targets)
-    stored: dict[str, Any] = {**stored_values(state)}
+    stored = with_fused_experts(stored_values(state), wanted.keys() | set(elsewhere))
     if saved_prefix is None:
         stored = _without_common_prefix(stored, wanted.keys() | set(elsewhere), groups)
     else:

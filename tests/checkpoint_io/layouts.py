@@ -23,6 +23,7 @@ from colossalai.nn.optimizer import HybridAdam, Lamb
 from colossalai.tensor import spec_of
 from tests.model_zoo.tiny import build, criterion_of, make_batch
 from tests.parity.subjects.tensor import MODES, whole
+from tests.shardformer.models import InDouble, language_loss, mixtral_of_eight
 
 VOCAB, SEQ, BATCH = 13, 8, 16
 IS_FULL = os.environ.get("FULL_MATRIX") == "1"
@@ -42,12 +43,14 @@ class Layout:
         config: What it is launched with.
         optimizer: The optimizer; "disk" is "hybrid" with its states in files.
         dtype: Of the model as it is built.
+        model: "gpt", or "mixtral", which has experts.
     """
 
     num_ranks: int
     config: dict[str, Any]
     optimizer: str = "adam"
     dtype: torch.dtype = torch.float64
+    model: str = "gpt"
 
 
 def pipeline(**options: Any) -> dict[str, Any]:
@@ -58,6 +61,13 @@ def gemini(chunk_size: int = 2000) -> dict[str, Any]:
     """Return a config with chunks of a number of elements."""
     sizes = {"search_range_mb": 0, "hidden_dim": 1, "min_chunk_size_mb": chunk_size / 2**20}
     return {"gemini": {"precision": "fp32", **sizes}}
+
+
+def experts(num_ranks: int, ep_size: int, parallel: dict[str, Any] | None = None, **config: Any) -> Layout:
+    """Return a layout of a model with experts, which some ranks share."""
+    return Layout(
+        num_ranks, {"parallel": {"moe": {"size": ep_size}, **(parallel or {})}, **config}, model="mixtral"
+    )
 
 
 ONLY_IF_FULL = {
@@ -102,6 +112,14 @@ FURTHER = {
     "lamb-zero2": Layout(2, {"zero": {"stage": 2}}, "lamb"),
     "hybrid": Layout(2, {}, "hybrid", torch.float32),
     "disk": Layout(1, {}, "disk", torch.float32),
+    "ep1": Layout(1, {}, model="mixtral"),
+    "ep2": experts(2, 2),
+    "ep4-zero1": experts(4, 4, zero={"stage": 1}),
+    "ep2-zero2": experts(4, 2, zero={"stage": 2}),
+    "ep2-tp2": experts(4, 2, {"tensor": MODES["1d"]}),
+    "ep2-fsdp": experts(4, 2, zero={"stage": 3}),
+    "ep2-pp2": experts(4, 2, {"pipeline": pipeline()}, NUM_MICRO_BATCHES=2),
+    "ep2-gemini": experts(4, 2, **gemini(900)),
 }
 
 
@@ -122,12 +140,11 @@ class Run:
         torch.set_default_dtype(layout.dtype)
         colossalai.launch_from_torch(layout.config, verbose=False)
         torch.manual_seed(seed)
-        options = {"vocab_size": VOCAB, "vocab_parallel_limit": 1, "max_position_embeddings": SEQ}
-        model = build("gpt", num_layers=num_layers, **options)
+        model, criterion = build_model(layout.model, num_layers)
         optimizer = build_optimizer(layout.optimizer, model)
         numbered = {id(param): name for name, param in model.named_parameters()}
         self._names = [numbered[id(param)] for group in optimizer.param_groups for param in group["params"]]
-        self.engine, *_ = colossalai.initialize(model, optimizer, criterion_of("gpt"), verbose=False)
+        self.engine, *_ = colossalai.initialize(model, optimizer, criterion, verbose=False)
 
     @property
     def state(self) -> TrainingState:
@@ -136,15 +153,16 @@ class Run:
 
     def train(self, steps: range) -> list[float | None]:
         """Return this rank's losses; None where it does not know them."""
-        losses = []
-        for step in steps:
-            ids = make_batch("gpt", BATCH, step, VOCAB)[0].repeat(1, 2)[:, :SEQ]
-            part = ids.chunk(gpc.data_parallel_size)[gpc.mesh.axis_rank("dp")]
-            self.engine.zero_grad()
-            _, _, loss = self.engine.execute_schedule(iter([(part, part)]), return_output_label=False)
-            self.engine.step()
-            losses.append(None if loss is None else float(loss))
-        return losses
+        with InDouble():  # the norms of models of transformers, whose sums would depend on the layout
+            return [self._step(step) for step in steps]
+
+    def _step(self, step: int) -> float | None:
+        ids = make_batch("gpt", BATCH, step, VOCAB)[0].repeat(1, 2)[:, :SEQ]
+        part = ids.chunk(gpc.data_parallel_size)[gpc.mesh.axis_rank("dp")]
+        self.engine.zero_grad()
+        _, _, loss = self.engine.execute_schedule(iter([(part, part)]), return_output_label=False)
+        self.engine.step()
+        return None if loss is None else float(loss)
 
     def tensors(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Tensor]]]:
         """Yield each parameter that this rank has by its name in the whole model, with all tensors of it."""
@@ -194,6 +212,16 @@ def is_part(own: Tensor, expected: Tensor | None, param: nn.Parameter) -> bool:
             expected = expected[rows * mesh.get_local_rank() :][:rows]
         own = own.to_local()
     return own.dtype == expected.dtype and torch.equal(own.cpu(), expected)
+
+
+def build_model(name: str, num_layers: int) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """Return a model and its criterion."""
+    if name == "mixtral":
+        sizes = {"vocab_size": VOCAB, "hidden_size": 16, "head_dim": 4, "intermediate_size": 12}
+        options = {"num_attention_heads": 4, "num_hidden_layers": num_layers}
+        return mixtral_of_eight(**sizes, **options), language_loss
+    options = {"vocab_size": VOCAB, "vocab_parallel_limit": 1, "max_position_embeddings": SEQ}
+    return build("gpt", num_layers=num_layers, **options), criterion_of("gpt")
 
 
 def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
