@@ -312,7 +312,14 @@ def _check_is_cut(model: nn.Module, mesh: Mesh, replicas: Axis) -> None:
     if "sp" in mesh.batch_axes:  # those that share a sequence are replicas, too
         _check_shares_sequence(model, mesh)
     num_sharing = mesh.world_size // (replicas.size * mesh.axes.get("pp", 1))
-    specs = filter(None, map(spec_of, model.parameters()))
+    specs = list(filter(None, map(spec_of, model.parameters())))
+    if mesh.axes.get("ep", 1) > 1 == mesh.axes.get("pp", 1) and not any("ep" in spec.axes for spec in specs):
+        get_dist_logger().log_once(
+            f"expert parallelism cuts nothing of {type(model).__name__}, which has no experts that are "
+            "known: take layers of colossalai.nn.layer.moe or a model of transformers with experts, or leave "
+            "it out",
+            ranks=[0],
+        )
     # Experts are cut along the replicas: that is nothing which the ranks of a tensor group share.
     if num_sharing > 1 and all(spec.axes and {"edp", "ep"}.issuperset(spec.axes) for spec in specs):
         get_dist_logger().log_once(

@@ -118,11 +118,13 @@ class RuledExperts(DispatchedExperts):
         kept = self.num_experts
         self.num_experts = len(sizes)  # what it loops over
         try:
-            results = super().forward(rows, chosen.unsqueeze(1), rows.new_ones(len(rows), 1))
+            own_forward = super(DispatchedExperts, self).forward  # of the class that this one was put before
+            results: Tensor = own_forward(rows, chosen.unsqueeze(1), rows.new_ones(len(rows), 1))
         finally:
             self.num_experts = kept
-        # Without tokens a loop over them touches no weight, and this rank would miss in the backward.
-        return results + sum(0 * param.sum() for param in self.parameters(recurse=False))
+        if len(rows) == 0:  # then a loop has touched nothing: see [Note: all ranks take part]
+            results = results + rows.sum() + sum(param.sum() for param in self.parameters(recurse=False))
+        return results
 
 
 def _names_of_experts(module: nn.Module) -> tuple[str, ...]:
@@ -162,7 +164,7 @@ def _can_cut(name: str, module: nn.Module, names: Sequence[str], *, num_ranks: i
     """Return whether the ranks divide the experts of a module.
 
     Raises:
-        ValueError: They do not, and expert parallelism was asked for.
+        ValueError: `num_ranks` does not divide its experts, and expert parallelism was asked for.
     """
     param = module.get_parameter(names[0])
     num_experts = param.shape[0]

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import colossalai
+from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
+from colossalai.shardformer import Rule, register_rule, shard_experts
 from colossalai.tensor import spec_of
 from colossalai.testing import ParityCase, Subject, check_parity
 from tests.parity.subjects import pipeline, zero
@@ -23,6 +26,7 @@ from tests.shardformer.models import (
     gpt_oss,
     language_loss,
     mixtral_of_eight,
+    planned,
     qwen2_moe,
     qwen3_moe,
 )
@@ -96,3 +100,90 @@ def test_three_steps(
 ) -> None:
     losses = run_ranks(train, num_ranks, build, config, ep_size)
     assert len(set(losses[0])) == 3
+
+
+class Towers(nn.Module):
+    """Experts of a user's own, called as those of transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 4
+        self.weight = nn.Parameter(torch.randn(4, 6, 6))
+        self.bias = nn.Parameter(torch.randn(4, 6))
+
+    def forward(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        result = torch.zeros_like(hidden)
+        for number in range(self.num_experts):
+            token, choice = torch.where(experts == number)
+            if len(token):
+                found = torch.tanh(hidden[token] @ self.weight[number] + self.bias[number])
+                result = result.index_add(0, token, found * weights[token, choice, None])
+        return result
+
+
+class Tower(nn.Module):
+    """A net that sends its tokens to experts, all of them to one of the first two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.towers, self.after = nn.Linear(5, 6), Towers(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        weights, experts = hidden[:, :2].softmax(-1).topk(1)
+        return self.after(self.towers(hidden, experts, weights))
+
+
+def own_experts() -> list[float]:
+    """Train through the plugin door; the second rank has experts that nobody chooses."""
+    register_rule(Towers, Rule(experts=("weight", "bias")))
+    colossalai.launch_from_torch({}, verbose=False)
+    plugin = HybridParallelPlugin(ep_size=2, zero_stage=1, max_norm=0.5)
+    batches = [
+        (torch.randn(8, 5, generator=generator), torch.randint(3, (8,), generator=generator))
+        for generator in [torch.Generator().manual_seed(4)]
+        for _ in range(3)
+    ]
+    case = ParityCase(
+        build_model=Tower,
+        build_optimizer=partial(torch.optim.AdamW, lr=0.01),
+        compute_loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
+        batches=batches,
+        max_norm=0.5,
+    )
+    losses = check_parity(case, partial(zero.through_booster, case, plugin, 2))
+    gpc.destroy()
+    return losses
+
+
+def test_a_rule_for_experts_of_a_users_own() -> None:
+    losses = run_ranks(own_experts, 2)
+    assert len(set(losses[0])) == 3
+
+
+@pytest.mark.unit
+def test_what_cannot_be_cut_is_refused_before_anything_is_changed() -> None:
+    import transformers
+
+    mesh = Mesh({"edp": 1, "ep": 3, "pp": 1, "tp": 2}, rank=0, views={"dp": ("edp", "ep")})
+    model = mixtral_of_eight()
+    with pytest.raises(ValueError, match=r"has 8 experts, which 6 ranks do not divide.*\[2, 4, 8\]"):
+        shard_experts(model, mesh)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "intermediate_size_mlp": 16, "num_hidden_layers": 1}
+    config = transformers.Llama4TextConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, head_dim=8)
+    other = transformers.Llama4ForCausalLM(config)
+    with pytest.raises(ValueError, match=r"'model\.layers\.0\.feed_forward\.experts', a Llama4TextExperts"):
+        shard_experts(other, mesh)
+    assert all(spec_of(param) is None for each in (model, other) for param in each.parameters())
+    # Without expert parallelism nobody asked for it, and each tensor-parallel rank computes them all.
+    assert shard_experts(other, Mesh({"edp": 1, "ep": 1, "pp": 1, "tp": 2}, rank=0)) == 0
+
+
+@pytest.mark.unit
+def test_tensor_parallel_ranks_share_experts_where_they_divide_them() -> None:
+    mesh = Mesh({"edp": 1, "ep": 1, "pp": 1, "tp": 2}, rank=1)
+    model = mixtral_of_eight()
+    assert shard_experts(model, mesh) == 2
+    assert model.model.layers[0].mlp.experts.down_proj.shape[0] == 4
+    assert shard_experts(planned("Mixtral", num_local_experts=3), mesh) == 0
+    assert shard_experts(mixtral_of_eight(), Mesh({"edp": 2, "ep": 1, "pp": 1, "tp": 1}, rank=1)) == 0

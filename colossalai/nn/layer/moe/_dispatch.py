@@ -43,7 +43,7 @@ EXPERT_AXES = ("ep", "tp")
 
 
 @dataclass(frozen=True)
-class Slots:
+class SlotOrder:
     """Which slot is in which row, before rows leave the rank.
 
     Attributes:
@@ -147,7 +147,7 @@ def _compute(compute: Compute, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         return compute(rows, sizes)
 
 
-def sort_slots(experts: Tensor, num_experts: int, served: Tensor | None = None) -> tuple[Slots, Tensor]:
+def sort_slots(experts: Tensor, num_experts: int, served: Tensor | None = None) -> tuple[SlotOrder, Tensor]:
     """Return the slots in the order of their experts, and how many each expert has, (num_experts,).
 
     Args:
@@ -164,7 +164,7 @@ def sort_slots(experts: Tensor, num_experts: int, served: Tensor | None = None) 
         order = order[: int(counts.sum())]
     row_of_slot = torch.full_like(flat, -1) if served is not None else torch.empty_like(flat)
     row_of_slot[order] = torch.arange(len(order), device=flat.device)
-    return Slots(order, row_of_slot.view(experts.shape), all_served=len(order) == len(flat)), counts
+    return SlotOrder(order, row_of_slot.view(experts.shape), all_served=len(order) == len(flat)), counts
 
 
 def _regrouped(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
@@ -179,7 +179,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _terms(rows: Tensor, slots: Slots, choice: int) -> Tensor:
+def _terms(rows: Tensor, slots: SlotOrder, choice: int) -> Tensor:
     """Return for each token the row of one of its choices, zeros where there is none: (tokens, features)."""
     row = slots.row_of_slot[:, choice]
     if slots.all_served:
@@ -189,7 +189,7 @@ def _terms(rows: Tensor, slots: Slots, choice: int) -> Tensor:
     return rows.index_select(0, row.clamp(min=0)).masked_fill_((row < 0).unsqueeze(1), 0)
 
 
-def _added(rows: Tensor, weights: Tensor, slots: Slots) -> Tensor:
+def _added(rows: Tensor, weights: Tensor, slots: SlotOrder) -> Tensor:
     total: Tensor = _AddByWeight.apply(rows, weights, slots)
     return total
 
@@ -198,14 +198,14 @@ class _TakeRows(torch.autograd.Function):
     """The token of each row; backward: the gradients of a token's rows added in the order of its choices."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, slots: Slots) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, slots: SlotOrder) -> Tensor:
         ctx.slots = slots
         return hidden.index_select(0, slots.slot_of_row // slots.num_choices)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        slots: Slots = ctx.slots
+        slots: SlotOrder = ctx.slots
         if slots.num_choices == 1:
             return _terms(grad, slots, 0), None
         total = _terms(grad, slots, 0).to(_wide(grad))
@@ -218,7 +218,7 @@ class _AddByWeight(torch.autograd.Function):
     """The results of each token's choices, by weight; the type is that of the rows."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, slots: Slots) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, slots: SlotOrder) -> Tensor:
         ctx.slots = slots
         ctx.save_for_backward(rows, weights)
         factors = weights.to(_wide(rows))
@@ -231,7 +231,7 @@ class _AddByWeight(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         rows, weights = ctx.saved_tensors
-        slots: Slots = ctx.slots
+        slots: SlotOrder = ctx.slots
         wide = _wide(rows)
         of_rows = grad.index_select(0, slots.slot_of_row // slots.num_choices)  # (rows, features)
         grad_weights = grad_rows = None
