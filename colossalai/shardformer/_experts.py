@@ -56,12 +56,19 @@ def shard_experts(model: nn.Module, mesh: Mesh) -> int:
         _refuse_others(model, {part for _, part, _ in found})
     num_ranks = mesh.axis_size(axes)
     chosen = [each for each in found if _can_cut(*each, num_ranks=num_ranks, is_asked=is_asked)]
+    cut = {module for _, module, _ in chosen}
+    adapters: list[Any] = [part for _, part in parts_of(model) if _is_adapter(part)]
+    of_chosen = [adapter for adapter in adapters if adapter.get_base_layer() in cut]
+    for adapter in of_chosen:
+        _check_adapter(adapter, num_ranks)
     for _, module, names in chosen:
         for name in names:
             param = module.get_parameter(name)
             cut_param(param, (axes, *[()] * (param.dim() - 1)), mesh, parts=(1,) * param.dim())
-        is_ruled = _has_rule(module)
+        is_ruled = rule_of(module) is not None
         keep_specs(module, mesh, RuledExperts if is_ruled else KnownExperts)
+    for adapter in of_chosen:
+        _cut_adapter(adapter, axes, mesh)
     return len(chosen)
 
 
@@ -139,13 +146,40 @@ def _names_of_experts(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in module.named_parameters(recurse=False))
 
 
-def _has_rule(module: nn.Module) -> bool:
-    return rule_of(module) is not None
-
-
 def _is_called_experts(module: nn.Module) -> bool:
     kind = type(module)
     return kind.__module__.startswith("transformers.models.") and kind.__name__.endswith("Experts")
+
+
+def _is_adapter(module: Any) -> bool:
+    """Return whether a module is what peft puts around experts for LoRA on one of their parameters."""
+    kind = type(module)
+    return kind.__module__.startswith("peft.") and kind.__name__ == "ParamWrapper"
+
+
+def _check_adapter(adapter: Any, num_ranks: int) -> None:
+    if adapter.num_experts == num_ranks:
+        raise ValueError(
+            f"LoRA on {adapter.parameter_name}: each of {num_ranks} ranks would hold one of its "
+            f"{adapter.num_experts} experts, whose update peft computes in another way than that of several: "
+            "choose a smaller expert-parallel size"
+        )
+
+
+def _cut_adapter(adapter: Any, axes: tuple[str, ...], mesh: Mesh) -> None:
+    """Cut the two factors of LoRA on the experts' matrices, with the experts.
+
+    peft has the first ones of all experts one after the other, (experts * r, in), and of the second ones the
+    columns with the expert varying fastest, (out, r * experts): r parts, each of which is cut for itself.
+    """
+    num_experts = adapter.num_experts
+    for name in adapter.lora_A:
+        first, second = adapter.lora_A[name], adapter.lora_B[name]
+        cut_param(first.weight, (axes, ()), mesh, parts=(1, 1))
+        cut_param(second.weight, ((), axes), mesh, parts=(1, second.weight.shape[1] // num_experts))
+        for factor in (first, second):
+            keep_specs(factor, mesh, SpecKeeper)
+    adapter.num_experts = num_experts // mesh.axis_size(axes)
 
 
 def _refuse_others(model: nn.Module, known: set[nn.Module]) -> None:

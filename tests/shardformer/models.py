@@ -125,6 +125,21 @@ def mixtral_of_eight(**options: Any) -> nn.Module:
     return planned("Mixtral", num_local_experts=8, experts_implementation="eager", **options)
 
 
+def mixtral_with_lora() -> nn.Module:
+    """Return one whose experts are frozen, with updates of low rank that are not zero."""
+    from peft import LoraConfig, get_peft_model
+
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = get_peft_model(
+        mixtral_of_eight(), LoraConfig(r=3, target_parameters=names, target_modules=["q_proj"])
+    )
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                param.normal_(std=0.1)
+    return model
+
+
 def qwen2_moe(**options: Any) -> nn.Module:
     """Return a Qwen2-MoE, with an expert that all tokens share and a layer without experts."""
     sizes = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40, "num_experts": 8}

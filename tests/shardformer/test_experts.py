@@ -26,6 +26,7 @@ from tests.shardformer.models import (
     gpt_oss,
     language_loss,
     mixtral_of_eight,
+    mixtral_with_lora,
     planned,
     qwen2_moe,
     qwen3_moe,
@@ -62,9 +63,7 @@ def train(build: Callable[[], nn.Module], config: dict[str, Any], ep_size: int) 
         for name, param in model.named_parameters():
             spec = spec_of(param)
             assert (
-                ".experts." not in name
-                or "pipeline" in parallel
-                or (spec is not None and "ep" in spec.dims[0])
+                ".experts." not in name or "pipeline" in parallel or (spec is not None and "ep" in spec.axes)
             ), name
         return subject
 
@@ -81,6 +80,8 @@ CELLS: list[Any] = [
     (mixtral_of_eight, 4, 4, {"zero": {"stage": 1}}),
     (mixtral_of_eight, 4, 2, {"parallel": TENSOR}),
     (mixtral_of_eight, 4, 2, PIPELINE),
+    (mixtral_with_lora, 2, 2, {}),
+    (mixtral_with_lora, 4, 2, {"zero": {"stage": 1}}),
     (qwen2_moe, 4, 4, {}),
     (qwen3_moe, 2, 2, {"gradient_accumulation": 2}),
     (deepseek_v3, 4, 4, {}),
