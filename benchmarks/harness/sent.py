@@ -27,18 +27,23 @@ _NAMES = {
     "_allgather_base_": "all_gather",
     "_reduce_scatter_base_": "reduce_scatter",
     "broadcast_": "broadcast",
+    "alltoall_base_": "all_to_all",
+    "all_to_all_single": "all_to_all",
 }
 _MESSAGES: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda p: 2 * (p - 1),
     "all_gather": lambda p: p - 1,
     "reduce_scatter": lambda p: p - 1,
     "broadcast": lambda p: (p - 1) / p,  # the mean over the ranks, of which the last sends nothing on
+    "all_to_all": lambda p: p - 1,
+    "exchange": lambda p: p - 1,
 }
 _BYTES: dict[str, Callable[[int, int], float]] = {
     "all_reduce": lambda p, n: 2 * (p - 1) / p * n,
     "all_gather": lambda p, n: (p - 1) / p * n,  # of the output, the largest operand as everywhere
     "reduce_scatter": lambda p, n: (p - 1) / p * n,
     "broadcast": lambda p, n: (p - 1) / p * n,
+    "all_to_all": lambda p, n: (p - 1) / p * n,  # of what goes out and comes in the larger: splits are uneven
 }
 
 
@@ -50,11 +55,13 @@ class Sent:
         num_bytes: As on a ring.
         num_messages: As on a ring.
         through_sockets: Bytes that the kernel has taken to sockets.
+        of_all_to_all: The part of `num_bytes` that all-to-alls of torch's groups have sent.
     """
 
     num_bytes: float
     num_messages: float
     through_sockets: int
+    of_all_to_all: float = 0.0
 
 
 class _Collectives(TorchDispatchMode):
@@ -66,11 +73,14 @@ class _Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and note it."""
-        if func.namespace == "c10d":
-            operands = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
-            name = func._schema.name.removeprefix("c10d::")
-            self.seen.append((_NAMES.get(name, name), max(operand.nbytes for operand in operands)))
-        return func(*args, **(kwargs or {}))
+        name = func._schema.name.rpartition("::")[2]
+        is_functional = func.namespace == "_c10d_functional" and name in _NAMES
+        if not is_functional and func.namespace != "c10d":
+            return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        operands = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+        self.seen.append((_NAMES.get(name, name), max(operand.nbytes for operand in operands)))
+        return result
 
 
 def count_sent(step: Callable[[], Any], *, is_ours: bool) -> Sent:
@@ -94,7 +104,12 @@ def count_sent(step: Callable[[], Any], *, is_ours: bool) -> Sent:
     else:
         names = [name for name, _ in collectives.seen]
         num_bytes = math.fsum(_BYTES[name](num_ranks, size) for name, size in collectives.seen)
-    return Sent(num_bytes, math.fsum(_MESSAGES[name](num_ranks) for name in names), through_sockets)
+    return Sent(
+        num_bytes,
+        math.fsum(_MESSAGES[name](num_ranks) for name in names),
+        through_sockets,
+        math.fsum(_BYTES[name](num_ranks, size) for name, size in collectives.seen if name == "all_to_all"),
+    )
 
 
 def _through_sockets() -> int:

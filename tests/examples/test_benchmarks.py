@@ -41,6 +41,7 @@ SMALLEST = {
     ),
     "gemini_disk": (*("--hidden", "64", "--seq", "8", "--chunk-mb", "0.5", "--times", "0.9"), *ROUNDS),
     "linear_cross_entropy": ("--sizes", "16x8x32", *ROUNDS),
+    "moe": ("--seq", "8", "--batch", "1", *ROUNDS),
     "operator_share": ("--layers", "1", "--batch", "1", "--rounds", "1"),
     "pipeline": ("--seq", "8", "--hidden", "128", "--idle_rounds", "2", *ROUNDS),
     "sequence_parallel": ("--seq", "64", *ROUNDS),
