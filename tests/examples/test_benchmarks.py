@@ -14,7 +14,7 @@ ROUNDS = ("--rounds", "2")
 # Run by hand: matmul.py has 30 shapes, which take minutes, nvme.py trains GPT-2, start_time.py needs hosts,
 # rank_settings.py starts jobs by itself.
 BY_HAND = {"matmul", "nvme", "rank_settings", "start_time"}
-ALONE = ("adam", "gemini_disk", "gemini_gpu", "linear_cross_entropy", "operator_share")
+ALONE = ("adam", "experts", "gemini_disk", "gemini_gpu", "linear_cross_entropy", "operator_share")
 FOUR = {"convert": 4}  # whose mesh is 2 x 2
 SMALLEST = {
     "adam": ("--numel", "10000", *ROUNDS),
@@ -23,6 +23,7 @@ SMALLEST = {
     "collectives": ("--sizes", "1024", "100000", *ROUNDS),
     "convert": ("--sizes", "4096", "--dims", "2", "--most_pairs", "6", *ROUNDS),
     "data_parallel": ("--seq", "8", *ROUNDS),
+    "experts": ("--sizes", "4x16x8", "--tokens", "8", *ROUNDS),
     "gemini": ("--seq", "8", *ROUNDS),
     "gemini_gpu": (
         *("--device", "cpu", "--layers", "1", "--most-layers", "2", "--hidden", "64", "--vocab", "128"),

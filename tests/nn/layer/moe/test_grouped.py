@@ -66,7 +66,9 @@ def exact(tensor: Tensor | None) -> Tensor | None:
 
 @given(
     seed=st.integers(0, 2**31),
-    sizes=st.lists(st.sampled_from([0, 0, 1, 2, 5, 17]), min_size=1, max_size=9),
+    sizes=st.lists(st.sampled_from([0, 0, 1, 2, 5, 17]), min_size=1, max_size=9).flatmap(
+        lambda sizes: st.sampled_from([sizes, 7 * sizes])  # few experts, and many
+    ),
     num_in=st.sampled_from(FEATURES),
     num_out=st.sampled_from(FEATURES),
     dtype=st.sampled_from(list(TOLERANCES)),
@@ -128,11 +130,20 @@ class CountsProducts(TorchDispatchMode):
         return result
 
 
-# Of float64 each of three experts takes a product of its own, of float32 one is for all.
-@pytest.mark.parametrize(("dtype", "each"), [(torch.float64, 3), (torch.float32, 1)])
+# Few experts take a product each, and so does float64; of many in float32 one is for all.
+@pytest.mark.parametrize(
+    ("dtype", "sizes", "each"),
+    [
+        (torch.float64, [3, 0, 5, 4], 3),
+        (torch.float32, [3, 0, 5, 4], 3),
+        (torch.float64, [2, 0] * 20, 20),
+        (torch.float32, [2, 0] * 20, 1),
+    ],
+)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_computes_what_is_wanted_only(dtype: torch.dtype, each: int, transposed: bool) -> None:
-    sizes = [3, 0, 5, 4]
+def test_computes_what_is_wanted_only(
+    dtype: torch.dtype, sizes: list[int], each: int, transposed: bool
+) -> None:
     rows, weight, bias = operands(sizes, 8, 4, dtype, transposed=transposed, has_bias=True)
     assert bias is not None
     everything = (rows, weight, bias)
@@ -174,7 +185,7 @@ def test_keeps_what_is_needed_only() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_gradient_of_the_weight_is_made_once(dtype: torch.dtype) -> None:
     """No gradient of the size of all experts for each of them."""
-    sizes = [2] * 16
+    sizes = [2] * 20
     rows, weight, _ = operands(sizes, 8, 16, dtype)
     with CountsProducts(weight.numel()) as ours:
         grouped_linear(rows, weight, sizes).sum().backward()
@@ -296,3 +307,24 @@ def test_refuses_operands() -> None:
             grouped_linear(given_rows, given_weight, sizes, bias=bias)
     with pytest.raises(ValueError, match="\\(experts, in, out\\)"):
         grouped_linear(rows, weight, [3, 4], transposed=True)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCES))
+def test_what_is_not_a_number_stays_with_its_expert(dtype: torch.dtype) -> None:
+    """Where groups are multiplied as larger ones, nothing of a neighbour gets in."""
+    sizes = [301, 0, 270, 407, 5]
+    rows, weight, _ = operands(sizes, 48, 64, dtype)
+    dy = torch.randn(sum(sizes), 64).to(dtype)
+    clean = grouped_linear(rows, weight, sizes)
+    clean_grads = torch.autograd.grad(clean, [rows, weight], dy)
+    broken, broken_dy = rows.detach().clone(), dy.clone()
+    broken[301:571] = broken_dy[301:571] = float("nan")
+    broken.requires_grad_()
+    found = grouped_linear(broken, weight, sizes)
+    grads = torch.autograd.grad(found, [broken, weight], broken_dy)
+    of_others = [*range(301), *range(571, sum(sizes))]
+    assert torch.equal(found[of_others], clean[of_others])
+    assert torch.equal(grads[0][of_others], clean_grads[0][of_others])
+    assert torch.equal(grads[1][[0, 1, 3, 4]], clean_grads[1][[0, 1, 3, 4]])
+    assert found[301:571].isnan().all()
+    assert grads[1][2].isnan().all()

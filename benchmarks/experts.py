@@ -1,0 +1,255 @@
+"""What the experts of one rank compute: the library's ways and ours, on the same module, on one core.
+
+    python benchmarks/experts.py --json benchmarks/results/experts.json
+
+The module is `MixtralExperts` of transformers: for each expert a gated pair, `gate_up_proj` (E, 2I, H) and
+`down_proj` (E, H, I). A step is forward and backward, with gradients of the tokens, of the weights of the
+choices and of both parameters; a token has two choices. "eager", "grouped_mm" and "batched_mm" are the
+library's own (`config._experts_implementation`); "batched_mm" copies a matrix for each row and runs where
+these copies take at most 48 MiB. "colossalai" sorts the rows by expert, takes `grouped_linear` twice with
+the module's own gate between, and adds the results of a token in the order of its choices.
+
+- Routing: "uniform", "zipf" (the n-th expert is chosen in proportion to 1/n), and "one": all choices fall on
+  one expert. It is drawn anew for each step, outside of the time: in training, an expert hardly ever has as
+  many rows as in the step before.
+- Times are those in which the thread computes. `ratio` is to whichever of the library's has the smallest
+  median with the same products: torch's own, or, as "onednn", what a job of ours multiplies with where that
+  is faster (`colossalai.kernel`).
+- `peak_mib` is counted: the most live bytes of all tensors that a step makes, gradients included.
+"""
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from harness.memory import PeakBytes
+from harness.rounds import compare, report, time_rounds
+from torch import Tensor, nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+from colossalai.kernel import measured_profile, onednn_products, torch_products, why_unavailable
+from colossalai.nn.layer.moe import grouped_linear
+
+NUM_CHOICES = 2
+MOST_COPIED = 48 << 20  # bytes that "batched_mm" may copy
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ROUTINGS = ("uniform", "zipf", "one")
+PEERS = ("eager", "grouped_mm", "batched_mm")
+
+
+def draw_routing(kind: str, num_tokens: int, num_experts: int) -> Tensor:
+    """Return the experts that tokens choose, (tokens, choices)."""
+    if kind == "one":
+        return torch.zeros(num_tokens, NUM_CHOICES, dtype=torch.int64)
+    chances = torch.ones(num_experts) if kind == "uniform" else 1 / torch.arange(1, num_experts + 1)
+    return torch.multinomial(chances.expand(num_tokens, -1), NUM_CHOICES)
+
+
+class TakeRows(torch.autograd.Function):
+    """The token of each row; backward: the gradients of a token's rows added in the order of its choices."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, token_of_row: Tensor, row_of_slot: Tensor) -> Tensor:
+        """Return the rows."""
+        ctx.row_of_slot = row_of_slot
+        return hidden.index_select(0, token_of_row)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient of the tokens."""
+        first, *others = (grad.index_select(0, rows) for rows in ctx.row_of_slot.unbind(1))
+        for other in others:
+            first += other
+        return first, None, None
+
+
+class AddByWeight(torch.autograd.Function):
+    """The results of each token's choices, times their weights, added in the order of the choices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, token_of_row: Tensor, row_of_slot: Tensor
+    ) -> Tensor:
+        """Return the sums."""
+        ctx.save_for_backward(rows, weights)
+        ctx.order, ctx.token_of_row = order, token_of_row
+        factors = weights.unsqueeze(-1).unbind(1)
+        total = rows.index_select(0, row_of_slot[:, 0]).mul_(factors[0])
+        for choice in range(1, len(factors)):
+            total.addcmul_(rows.index_select(0, row_of_slot[:, choice]), factors[choice])
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        """Return the gradients of rows and weights."""
+        rows, weights = ctx.saved_tensors
+        of_rows = grad.index_select(0, ctx.token_of_row)
+        grad_weights = torch.empty_like(weights)
+        grad_weights.view(-1)[ctx.order] = torch.linalg.vecdot(of_rows, rows)
+        of_rows *= weights.flatten()[ctx.order].unsqueeze(1)
+        return of_rows, grad_weights, None, None, None
+
+
+def by_grouped_linear(module: nn.Module, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    """Return what the module does, by `grouped_linear`."""
+    order = torch.argsort(experts.flatten(), stable=True)
+    sizes = torch.bincount(experts.flatten(), minlength=module.num_experts).tolist()
+    token_of_row = order // experts.shape[1]
+    row_of_slot = torch.empty_like(order)
+    row_of_slot[order] = torch.arange(len(order))
+    row_of_slot = row_of_slot.view(experts.shape)
+    rows = TakeRows.apply(hidden, token_of_row, row_of_slot)
+    rows = module._apply_gate(grouped_linear(rows, module.gate_up_proj, sizes))
+    rows = grouped_linear(rows, module.down_proj, sizes)
+    return AddByWeight.apply(rows, weights, order, token_of_row, row_of_slot)
+
+
+class Cell:
+    """A module, its tokens and the routing of the next step.
+
+    Args:
+        size: Experts, hidden size, intermediate size.
+        dtype: Of everything.
+        routing: How tokens choose.
+        num_tokens: How many there are.
+    """
+
+    def __init__(self, size: Sequence[int], dtype: torch.dtype, routing: str, num_tokens: int) -> None:
+        self.num_experts, self.hidden_size, intermediate_size = size
+        config = MixtralConfig(
+            num_local_experts=self.num_experts,
+            hidden_size=self.hidden_size,
+            intermediate_size=intermediate_size,
+        )
+        self.module = MixtralExperts(config)
+        for param in self.module.parameters():
+            nn.init.normal_(param, std=self.hidden_size**-0.5)
+        self.module.to(dtype)
+        self.hidden = torch.randn(num_tokens, self.hidden_size).to(dtype).requires_grad_()
+        self.weights = torch.rand(num_tokens, NUM_CHOICES).to(dtype).requires_grad_()
+        self.grad = torch.randn(num_tokens, self.hidden_size).to(dtype)
+        self.routing = routing
+        self.redraw()
+
+    def redraw(self) -> None:
+        """Let tokens choose anew."""
+        self.experts = draw_routing(self.routing, len(self.hidden), self.num_experts)
+
+    @contextmanager
+    def drawn(self, products: AbstractContextManager[None]) -> Iterator[None]:
+        """Go around a step: a new routing, and whose products it has."""
+        self.redraw()
+        with products:
+            yield
+
+    def forward(self, variant: str) -> Tensor:
+        """Return the output of a variant."""
+        if variant == "colossalai":
+            return by_grouped_linear(self.module, self.hidden, self.experts, self.weights)
+        self.module.config._experts_implementation = variant
+        output: Tensor = self.module(self.hidden, self.experts, self.weights)
+        return output
+
+    def step(self, variant: str) -> list[Tensor]:
+        """Run forward and backward; return the output and the gradients."""
+        parts = [self.hidden, self.weights, *self.module.parameters()]
+        for part in parts:
+            part.grad = None
+        output = self.forward(variant)
+        output.backward(self.grad)
+        return [output.detach(), *(part.grad for part in parts if part.grad is not None)]
+
+    def variants(self) -> list[str]:
+        """Return the names of what can run here."""
+        num_rows = len(self.hidden) * NUM_CHOICES
+        copied = num_rows * self.module.gate_up_proj[0].nbytes
+        return [*(name for name in PEERS if name != "batched_mm" or copied <= MOST_COPIED), "colossalai"]
+
+    def require_agreement(self) -> None:
+        """Raise if ours differs from "eager" by more than rounding."""
+        tolerance = 1e-4 if self.grad.dtype == torch.float32 else 5e-2
+        for found, truth in zip(self.step("colossalai"), self.step("eager"), strict=True):
+            error = (found - truth).abs().max() / truth.abs().max()
+            if not error < tolerance:
+                raise RuntimeError(f"colossalai differs from eager by {error:.1e}")
+
+
+def rows_of(cell: Cell, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the figures of all variants of a cell."""
+    cell.require_agreement()
+    steps: dict[str, Callable[[], Any]] = {}
+    around: dict[str, Callable[[], AbstractContextManager[Any]]] = {}
+    replaces = cell.grad.dtype == torch.float32 and why_unavailable() is None
+    for name in cell.variants():
+        for products in ("torch", "onednn") if replaces else ("torch",):
+            key = f"{name} {products}"
+            steps[key] = lambda name=name: cell.step(name)
+            around[key] = lambda products=products: cell.drawn(
+                torch_products() if products == "torch" else nullcontext()
+            )
+    with onednn_products(measured_profile()) if replaces else nullcontext():
+        times = time_rounds(
+            steps, rounds=args.rounds, warmup=args.warmup, around=around, clock=time.thread_time
+        )
+    found = []
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    for products in ("torch", "onednn") if replaces else ("torch",):
+        alike = {name: seconds for name, seconds in times.items() if name.endswith(products)}
+        best = min((name for name in alike if not name.startswith("colossalai")), key=medians.__getitem__)
+        for row in compare(alike, baseline=best):
+            name, _ = row.pop("variant").split()
+            for part in (cell.hidden, cell.weights, *cell.module.parameters()):
+                part.grad = None
+            with PeakBytes() as peak:
+                cell.step(name)
+            found.append(
+                {"variant": name, "products": products, **row, "peak_mib": round(peak.peak / 2**20, 2)}
+            )
+    return found
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        default=["8x64x64", "8x512x512", "64x64x64", "64x256x256", "256x64x64"],
+        help="experts x hidden size x intermediate size (default: %(default)s)",
+    )
+    parser.add_argument("--tokens", type=int, default=1024, help="of two choices (default: %(default)s)")
+    parser.add_argument("--types", nargs="+", default=list(TYPES), choices=list(TYPES))
+    parser.add_argument("--routings", nargs="+", default=list(ROUTINGS), choices=ROUTINGS)
+    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds that count (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=2, help="rounds before (default: %(default)s)")
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    rows = []
+    for size in args.sizes:
+        for dtype in args.types:
+            for routing in args.routings:
+                cell = Cell([int(part) for part in size.split("x")], TYPES[dtype], routing, args.tokens)
+                label = {"size": size, "type": dtype, "routing": routing}
+                rows += [{**label, **row} for row in rows_of(cell, args)]
+                gc.collect()
+    report(
+        f"Experts, forward and backward, {args.tokens * NUM_CHOICES} rows, {args.threads} threads",
+        rows,
+        settings=vars(args),
+        json_file=args.json,
+    )
+
+
+if __name__ == "__main__":
+    main()
