@@ -13,8 +13,7 @@ the module's own gate between, and adds the results of a token in the order of i
   one expert. It is drawn anew for each step, outside of the time: in training, an expert hardly ever has as
   many rows as in the step before.
 - Times are those in which the thread computes. `ratio` is to whichever of the library's has the smallest
-  median with the same products: torch's own, or, as "onednn", what a job of ours multiplies with where that
-  is faster (`colossalai.kernel`).
+  median with the same products: torch's own or, in float32, those of a job with `matmul="onednn"`.
 - `peak_mib` is counted: the most live bytes of all tensors that a step makes, gradients included.
 """
 
@@ -33,7 +32,7 @@ from torch import Tensor, nn
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
-from colossalai.kernel import measured_profile, onednn_products, torch_products, why_unavailable
+from colossalai.kernel import onednn_products, torch_products, why_unavailable
 from colossalai.nn.layer.moe import grouped_linear
 
 NUM_CHOICES = 2
@@ -193,7 +192,7 @@ def rows_of(cell: Cell, args: argparse.Namespace) -> list[dict[str, Any]]:
             around[key] = lambda products=products: cell.drawn(
                 torch_products() if products == "torch" else nullcontext()
             )
-    with onednn_products(measured_profile()) if replaces else nullcontext():
+    with onednn_products() if replaces else nullcontext():
         times = time_rounds(
             steps, rounds=args.rounds, warmup=args.warmup, around=around, clock=time.thread_time
         )

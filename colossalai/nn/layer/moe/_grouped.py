@@ -195,8 +195,7 @@ def _rows_times(rows: Tensor, matrices: Tensor, groups: _Groups) -> Tensor:
         return product.to(rows.dtype)
     result = rows.new_empty(len(rows), matrices.shape[2])
     for number, start, end in groups.busy:
-        stop = start + groups.rounded(end - start)  # see [Note: groups of few sizes]
-        stop = stop if stop <= len(rows) else end
+        stop = start + groups.rounded(end - start)  # beyond the last row, slices end with it
         _multiply(rows[start:stop], matrices[number], groups.dtype, out=result[start:stop])
     return result
 

@@ -101,8 +101,10 @@ def test_as_one_after_the_other(
     assert found.dtype == dtype
     assert error(found.detach(), wanted.detach()) < TOLERANCES[dtype]
     grads = torch.autograd.grad(found, parts, dy)
+    assert found.is_contiguous()
     for grad, truth in zip(grads, torch.autograd.grad(wanted, truths, dy.double()), strict=True):
         assert grad.dtype == dtype
+        assert grad.is_contiguous()
         assert error(grad, truth) < TOLERANCES[dtype]
     for expert, size in enumerate(sizes):
         if size == 0:
