@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp._sharded_params import MASTERS_KEY, STATE_KEY, StandIns
 from colossalai.context import Axis
-from colossalai.tensor import gradient_sync, scale_grads
+from colossalai.tensor import gradient_sync, keeps_dtype, scale_grads
 
 
 class Masters(StandIns):
@@ -199,7 +199,9 @@ class Casts:
             buffer.data = buffer.data.to(self.dtype)
 
     def _is_cast(self, tensor: torch.Tensor) -> bool:
-        return self.dtype is not None and tensor.is_floating_point() and id(tensor) not in self.keep
+        if self.dtype is None or not tensor.is_floating_point():
+            return False
+        return id(tensor) not in self.keep and not keeps_dtype(tensor)
 
 
 def _master_of(param: nn.Parameter) -> nn.Parameter:

@@ -59,6 +59,7 @@ class OptimizerWrapper(Optimizer):
         param_names: Name of each of the model's parameters.
         masters: What stands in the optimizer for the model's parameters: float32 masters, slices.
         before_step: Called with this wrapper before every update, when the gradients are true.
+        after_step: Called after every update that was made.
         max_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
         norm_type: The p of that norm.
         stages: The ranks of a pipeline, each of which holds other parameters; None without one.
@@ -82,6 +83,7 @@ class OptimizerWrapper(Optimizer):
         param_names: Mapping[nn.Parameter, str] | None = None,
         masters: StandIns | None = None,
         before_step: Callable[["OptimizerWrapper"], None] | None = None,
+        after_step: Callable[[], None] | None = None,
         max_norm: float = 0.0,
         norm_type: float = 2.0,
         stages: dist.ProcessGroup | None = None,
@@ -101,6 +103,7 @@ class OptimizerWrapper(Optimizer):
         self.max_norm = max_norm
         self.norm_type = norm_type
         self._before_step = before_step
+        self._after_step = after_step
         self._stages = stages
         self._counts = counts
         self._places = param_places or self._default_places(param_names or {})
@@ -298,6 +301,8 @@ class OptimizerWrapper(Optimizer):
         assert decision is not None
         result = self._update(closure) if may_step else None
         self.stepped = may_step and has_grads
+        if self.stepped and self._after_step is not None:
+            self._after_step()
         self._decision, self._scale_in_grads, self._is_spent, self._has_run = None, None, True, False
         self.weights.spend()
         if not any(each.weights.are_pending for each in self._family):

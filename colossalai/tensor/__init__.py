@@ -28,8 +28,11 @@ from colossalai.tensor._norm import scale_grads as scale_grads
 from colossalai.tensor._padded import PaddedSpec as PaddedSpec
 from colossalai.tensor._padded import pad_to as pad_to
 from colossalai.tensor._padded import padded_size as padded_size
+from colossalai.tensor._sharded_module import ParameterHolder as ParameterHolder
 from colossalai.tensor._sharded_module import SpecKeeper as SpecKeeper
 from colossalai.tensor._sharded_module import built_for as built_for
+from colossalai.tensor._sharded_module import keep_dtype as keep_dtype
+from colossalai.tensor._sharded_module import keeps_dtype as keeps_dtype
 from colossalai.tensor._sharded_module import set_built_for as set_built_for
 from colossalai.tensor._spec import GradientSync as GradientSync
 from colossalai.tensor._spec import ShardingSpec as ShardingSpec

@@ -17,6 +17,9 @@ RANGE_OF_STATES = "range_of_states"
 FLAT_VALUES = "flat_values"
 """A parameter: finds the flat range of its values that this rank holds (`tensor/_flat_range.py`)."""
 
+KEEPS_DTYPE = "keeps_dtype"
+"""A buffer: no precision casts it (`tensor/_sharded_module.py`)."""
+
 BUILT_FOR = "built_for"
 """A module: the extents of the mesh that its specs were made for (`tensor/_sharded_module.py`)."""
 

@@ -16,10 +16,10 @@ import copy
 from collections.abc import Iterator
 from typing import Any, Self, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from colossalai.context import Mesh
-from colossalai.tensor._attributes import BUILT_FOR
+from colossalai.tensor._attributes import BUILT_FOR, KEEPS_DTYPE
 from colossalai.tensor._spec import ShardingSpec, set_spec, spec_of
 
 
@@ -72,6 +72,10 @@ class SpecKeeper(nn.Module):
                 set_spec(param, spec)
 
 
+class ParameterHolder(SpecKeeper):
+    """Holds parameters for the module that it is a part of, which computes with them; it is never called."""
+
+
 Layer = TypeVar("Layer", bound=nn.Module)
 
 
@@ -95,3 +99,14 @@ def built_for(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Any]
     for name, part in model.named_modules():
         if BUILT_FOR in part.__dict__:
             yield name, part, part.__dict__[BUILT_FOR]
+
+
+def keep_dtype(buffer: Tensor) -> Tensor:
+    """Let no precision cast a buffer; return it. What makes another one of it has to say so again."""
+    setattr(buffer, KEEPS_DTYPE, True)
+    return buffer
+
+
+def keeps_dtype(tensor: Tensor) -> bool:
+    """Return whether a tensor is one that no precision casts."""
+    return getattr(tensor, KEEPS_DTYPE, False)

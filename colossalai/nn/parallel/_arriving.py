@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from colossalai.amp import Casts, Masters
+from colossalai.tensor import keep_dtype, keeps_dtype
 
 
 class LazyValues(Protocol):
@@ -90,7 +91,9 @@ class ArrivingParams:
                 self._lazy.others()
             for part in self._module.modules():
                 for name, buffer in part._buffers.items():
-                    part._buffers[name] = None if buffer is None else buffer.to(self.device)
+                    if buffer is not None:
+                        moved = buffer.to(self.device)
+                        part._buffers[name] = keep_dtype(moved) if keeps_dtype(buffer) else moved
         self._casts.cast_buffers(self._module)
 
     def bring(self, params: Sequence[nn.Parameter]) -> None:

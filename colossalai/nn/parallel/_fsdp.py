@@ -14,9 +14,9 @@ from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
 from colossalai.context import Axis
 from colossalai.nn.parallel._arriving import ArrivingParams
 from colossalai.nn.parallel._data_method import AppliedDataMethod, DataMethod, broadcast_from_first
-from colossalai.tensor import GradientSync, gradient_sync
+from colossalai.tensor import GradientSync, ParameterHolder, gradient_sync
 
-_LISTS_OF_PARAMS = (nn.ParameterList, nn.ParameterDict)
+_LISTS_OF_PARAMS = (nn.ParameterList, nn.ParameterDict, ParameterHolder)  # which are not called
 _STAGE_1 = "LowLevelZeroPlugin (in a config, zero=dict(stage=1))"
 _TENSORS_ONLY = (Adafactor, LBFGS, Muon, Rprop)
 _TENSORS_ONLY_ELSEWHERE = ("transformers.optimization.Adafactor",)
@@ -157,8 +157,7 @@ def _parts(module: nn.Module, blocks: list[nn.Module], replicas: Axis) -> dict[n
     for name, part in module.named_modules():
         if isinstance(part, _LISTS_OF_PARAMS):
             continue
-        lists = [child for child in part.children() if isinstance(child, _LISTS_OF_PARAMS)]
-        own = [*part.parameters(recurse=False), *(param for each in lists for param in each.parameters())]
+        own = [*part.parameters(recurse=False), *_listed(part)]
         syncs = {gradient_sync(param, replicas) for param in own}
         if len(syncs) > 1:
             raise ValueError(
@@ -171,6 +170,14 @@ def _parts(module: nn.Module, blocks: list[nn.Module], replicas: Axis) -> dict[n
     inner = {called for part in apart for called in _called(part)}
     chosen = {module, *blocks, *apart, *inner}
     return {part: apart.get(part, everywhere) for part in reversed(list(module.modules())) if part in chosen}
+
+
+def _listed(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters that the lists of a module hold for it."""
+    for child in module.children():
+        if isinstance(child, _LISTS_OF_PARAMS):
+            yield from child.parameters(recurse=False)
+            yield from _listed(child)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

@@ -1,0 +1,160 @@
+"""Routers: from the logits of a gate to the experts of each token, and by how much their results count.
+
+Logits are taken in float32 or better, whatever the model is in: a softmax over many experts in 16 bits cannot
+tell the second from the third.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.nn.layer.moe._capacity import capacity_of, serve
+from colossalai.nn.layer.moe._noise import drawn_by_tokens
+
+Noise = Callable[[Tensor], Tensor]
+"""From logits to logits with noise."""
+
+
+@dataclass(frozen=True)
+class Routes:
+    """What a router says of T tokens.
+
+    Attributes:
+        experts: (T, choices): the numbers of the chosen experts, the first choice first.
+        weights: (T, choices): what their results are multiplied by.
+        served: (T, choices): whether a choice counts; None if all do.
+        probabilities: (T, experts): what the choices were made by, with noise.
+        logits: (T, experts): without noise.
+    """
+
+    experts: Tensor
+    weights: Tensor
+    served: Tensor | None
+    probabilities: Tensor
+    logits: Tensor
+
+
+class MoeRouter(nn.Module):
+    """Base of the routers: the experts with the greatest probabilities, as far as they have capacity.
+
+    Args:
+        k_value: How many experts a token chooses.
+        capacity_factor_train: How many choices an expert serves in training: this times its even share,
+            rounded up to be even; counted on each rank for itself.
+        capacity_factor_eval: The same in evaluation.
+        min_capacity: What it serves at least.
+        noisy_func: Puts noise on the logits in training; None for none.
+        drop_tks: Whether choices beyond the capacity are dropped, those that come last; False: all count.
+        z_loss_weight: What the mean squared logsumexp of the logits (2202.08906) is multiplied by before it
+            is added to the auxiliary loss.
+
+    Raises:
+        ValueError: `k_value` or a capacity factor is not positive, or `min_capacity` or `z_loss_weight` is
+            negative.
+    """
+
+    def __init__(
+        self,
+        k_value: int,
+        capacity_factor_train: float = 1.25,
+        capacity_factor_eval: float = 2.0,
+        min_capacity: int = 4,
+        noisy_func: Noise | None = None,
+        drop_tks: bool = True,
+        *,
+        z_loss_weight: float = 0.0,
+    ) -> None:
+        super().__init__()
+        for name, value in (
+            ("k_value", k_value),
+            ("capacity_factor_train", capacity_factor_train),
+            ("capacity_factor_eval", capacity_factor_eval),
+        ):
+            if not value > 0:
+                raise ValueError(f"{name} is {value}; it must be greater than 0")
+        for name, value in (("min_capacity", min_capacity), ("z_loss_weight", z_loss_weight)):
+            if not value >= 0:
+                raise ValueError(f"{name} is {value}; it must not be negative")
+        self.k_value = k_value
+        self.capacity_factor_train = capacity_factor_train
+        self.capacity_factor_eval = capacity_factor_eval
+        self.min_capacity = min_capacity
+        self.noisy_func = noisy_func
+        self.drop_tks = drop_tks
+        self.z_loss_weight = z_loss_weight
+
+    def forward(self, logits: Tensor) -> Routes:
+        """Choose experts by logits (tokens, experts).
+
+        Raises:
+            ValueError: `logits` has fewer experts than `k_value`, or not two dimensions.
+        """
+        if logits.dim() != 2 or logits.shape[1] < self.k_value:
+            raise ValueError(
+                f"{type(self).__name__} got logits of shape {tuple(logits.shape)}; it must be (tokens, "
+                f"experts), of at least k = {self.k_value} experts"
+            )
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        noisy = logits
+        if self.training and self.noisy_func is not None:
+            with drawn_by_tokens():
+                noisy = self.noisy_func(logits)
+        probabilities = noisy.softmax(-1)
+        experts = self.choose(probabilities)
+        weights = self.weigh(probabilities.gather(1, experts))
+        return Routes(experts, weights, self.served(experts, logits.shape[1]), probabilities, logits)
+
+    @property
+    def balances_by_loss(self) -> bool:
+        """Whether the auxiliary loss is to make the use of experts even."""
+        return True
+
+    def choose(self, probabilities: Tensor) -> Tensor:
+        """Return the chosen experts, (tokens, choices); the one with the smaller number if two are equal."""
+        return greatest(probabilities, self.k_value)
+
+    def weigh(self, chosen: Tensor) -> Tensor:
+        """Return the weights of the chosen experts, (tokens, choices), by their probabilities: just these."""
+        return chosen
+
+    def arrival(self, num_tokens: int, device: torch.device) -> Tensor | None:
+        """Return the order in which tokens come to their experts, (tokens,); None: as they are."""
+        return None
+
+    def served(self, experts: Tensor, num_experts: int) -> Tensor | None:
+        """Return which choices (tokens, choices) are served; None if all are, whoever chose what."""
+        if not self.drop_tks:
+            return None
+        num_tokens = experts.shape[0]
+        factor = self.capacity_factor_train if self.training else self.capacity_factor_eval
+        capacity = capacity_of(
+            num_tokens=num_tokens,
+            num_experts=num_experts,
+            num_choices=self.k_value,
+            factor=factor,
+            least=self.min_capacity,
+        )
+        if capacity >= num_tokens:
+            return None
+        return serve(experts, num_experts, capacity, order=self.arrival(num_tokens, experts.device))
+
+    def extra_repr(self) -> str:
+        """See the base class."""
+        capacity = f"capacity_factor={self.capacity_factor_train}/{self.capacity_factor_eval}"
+        return f"k={self.k_value}, {capacity if self.drop_tks else 'drop_tks=False'}"
+
+
+@torch.no_grad()
+def greatest(scores: Tensor, num_choices: int) -> Tensor:
+    """Return the columns of the greatest values of each row, the greatest first: (rows, choices).
+
+    Of equal ones the first comes first, which `topk` does not promise.
+    """
+    left, found = scores.detach(), []
+    for number in range(num_choices):
+        found.append(left.argmax(1, keepdim=True))
+        if number + 1 < num_choices:
+            left = left.scatter(1, found[-1], -torch.inf)
+    return torch.cat(found, 1)
