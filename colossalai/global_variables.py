@@ -1,14 +1,14 @@
-"""The tensor-parallel layout of the launched job, under the names that layers of one's own ask for.
+"""The layout of the launched job, under the names that layers of one's own ask for.
 
-It is a view: nothing is kept here, and nothing can be set. The layout comes from `parallel` in the config, or
-from a plugin.
+Of `tensor_parallel_env` nothing is kept here, and nothing can be set: the layout comes from `parallel` in the
+config, or from a plugin.
 """
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from colossalai._not_landed import refuse_name
-from colossalai.context import ParallelMode, global_context
+from colossalai.context import MOE_CONTEXT, ParallelMode, global_context
 
 _SIZES = {
     "summa_dim": ("2d", "row"),
@@ -72,6 +72,9 @@ class TensorParallelEnv:
 
 tensor_parallel_env = TensorParallelEnv()
 """The layout of the job that this process has launched."""
+
+moe_env = MOE_CONTEXT
+"""How its experts are spread, and the auxiliary loss of the forward that ran last."""
 
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

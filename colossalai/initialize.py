@@ -20,9 +20,10 @@ from colossalai.context import launch_from_openmpi as launch_from_openmpi
 from colossalai.context import launch_from_slurm as launch_from_slurm
 from colossalai.context import launch_from_torch as launch_from_torch
 from colossalai.engine import Engine
-from colossalai.engine.gradient_handler import build_gradient_handler
+from colossalai.engine.gradient_handler import MoeGradientHandler, build_gradient_handler
 from colossalai.engine.schedule import BaseSchedule, NonPipelineSchedule, PipelineSchedule
 from colossalai.logging import get_dist_logger
+from colossalai.nn.layer.moe import MoeExperts
 from colossalai.runtime import (
     Criterion,
     Plan,
@@ -32,6 +33,7 @@ from colossalai.runtime import (
     settings_of,
     watched,
 )
+from colossalai.shardformer import has_experts
 
 Loader = Iterable[Any] | None
 
@@ -83,6 +85,8 @@ def initialize(
     handlers = (
         [build_gradient_handler(entry, raw, wrapped) for entry in plan.gradient_handlers] if wrapped else []
     )
+    if wrapped and not handlers and _has_experts(raw):
+        handlers = [MoeGradientHandler(raw, wrapped, averaged=True)]
     step = TrainingStep(
         assembled,
         wrapped,
@@ -106,6 +110,10 @@ def initialize(
     if verbose:
         get_dist_logger().info(f"initialized {type(model).__name__}: {plan}", ranks=[0])
     return engine, train_dataloader, test_dataloader, lr_scheduler
+
+
+def _has_experts(model: nn.Module) -> bool:
+    return has_experts(model) or any(isinstance(part, MoeExperts) for part in model.modules())
 
 
 def _default_schedule(plan: Plan) -> BaseSchedule:

@@ -1,13 +1,12 @@
 """Checks of single config values; an error names the key, the value and what is allowed."""
 
-import difflib
 import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
-from colossalai.context._config import ConfigException
+from colossalai.context._config import ConfigException, nearest
 
 
 def check_mapping(value: Any, key: str, *, example: str) -> None:
@@ -48,12 +47,6 @@ def check_bool(value: Any, key: str) -> None:
     """Require True or False."""
     if not isinstance(value, bool):
         raise ConfigException(f"{key} is {value!r}; it must be True or False")
-
-
-def nearest(name: Any, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the known name that looks most like `name`, if any does."""
-    matches = difflib.get_close_matches(str(name), [*known], n=1, cutoff=cutoff)
-    return matches[0] if matches else None
 
 
 def _suggestion(name: Any, known: Iterable[str]) -> str:

@@ -18,9 +18,8 @@ from colossalai.context._check import (
     check_mapping,
     check_number,
     check_positive,
-    nearest,
 )
-from colossalai.context._config import Config, ConfigException
+from colossalai.context._config import Config, ConfigException, nearest
 from colossalai.context._layout import Layout, read_layout
 from colossalai.logging import get_dist_logger
 from colossalai.monitor import ACTIONS as WATCHDOG_ACTIONS

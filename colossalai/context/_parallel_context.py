@@ -10,12 +10,11 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from colossalai.context._config import Config, load_config
+from colossalai.context._config import Config, load_config, with_overrides
 from colossalai.context._features import FEATURE_KEYS, check_config
 from colossalai.context._group_initializer import OwnGroup, own_groups
 from colossalai.context._layout import Layout
 from colossalai.context._mesh import Axis, Mesh, make_group
-from colossalai.context._overrides import with_overrides
 from colossalai.context._parallel_mode import ParallelMode, mode_axes
 from colossalai.context._random import reset_seeds
 from colossalai.context._supervision import let_gloo_threads_rest, prepare_end, stop_watching

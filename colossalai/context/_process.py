@@ -40,6 +40,7 @@ class RandomStates:
         states: The state of each mode when it was last put aside.
         current: The mode in force; None before launch.
         expert_rank: The rank along `ep`, for seeds of experts.
+        expert_seed: What the values of experts follow from.
         place: The place in the mesh.
     """
 
@@ -47,6 +48,7 @@ class RandomStates:
     states: dict[Hashable, State] = field(default_factory=dict)
     current: Hashable | None = None
     expert_rank: int = 0
+    expert_seed: int = 0
     place: SeedPlace = field(default_factory=SeedPlace)
 
 
@@ -58,12 +60,14 @@ class Process:
         random: Its random states.
         watching: What watches over the launched job, one entry for each launch that has not ended.
         before_end: What is to be done before the groups of the job are destroyed, in this order.
+        expert_losses: What layers with experts have left for the loss of the forward that ran last.
         num_launches: How often it has launched. Tells launches apart in a store that outlives them.
     """
 
     random: RandomStates = field(default_factory=RandomStates)
     watching: list[tuple[Watchdog | None, ExitStack]] = field(default_factory=list)
     before_end: list[Callable[[], object]] = field(default_factory=list)
+    expert_losses: list[torch.Tensor] = field(default_factory=list)
     num_launches: int = 0
 
 

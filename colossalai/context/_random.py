@@ -146,8 +146,30 @@ def reset_seeds() -> None:
 
 
 def moe_set_seed(seed: int) -> None:
-    """Make a random state that differs across the ranks of an expert-parallel group (mode MOE_MODEL)."""
+    """Seed the experts of the layers that are built from here on.
+
+    Also make a random state that differs across the ranks of an expert-parallel group (mode MOE_MODEL).
+    """
+    process.random.expert_seed = seed
     add_seed(ParallelMode.MOE_MODEL, mix_seed(seed, "expert", process.random.expert_rank), overwrite=True)
+
+
+@contextmanager
+def drawing_expert(layer: int, number: int) -> Iterator[None]:
+    """Draw the values of an expert within the block; afterwards the generator is as before.
+
+    They follow from the seed of `moe_set_seed` and the two numbers, whatever rank holds the expert.
+
+    Args:
+        layer: A number of the layer.
+        number: Which of all its experts.
+    """
+    kept = generator_state()
+    torch.manual_seed(mix_seed(process.random.expert_seed, "expert", layer, number))
+    try:
+        yield
+    finally:
+        set_generator_state(kept)
 
 
 @contextmanager

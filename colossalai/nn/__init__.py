@@ -60,6 +60,8 @@ from colossalai.nn.loss import CrossEntropyLoss2D as CrossEntropyLoss2D
 from colossalai.nn.loss import CrossEntropyLoss2p5D as CrossEntropyLoss2p5D
 from colossalai.nn.loss import CrossEntropyLoss3D as CrossEntropyLoss3D
 from colossalai.nn.loss import LinearCrossEntropyLoss as LinearCrossEntropyLoss
+from colossalai.nn.loss import MoeCrossEntropyLoss as MoeCrossEntropyLoss
+from colossalai.nn.loss import MoeLoss as MoeLoss
 from colossalai.nn.loss import VocabParallelCrossEntropyLoss1D as VocabParallelCrossEntropyLoss1D
 from colossalai.nn.loss import VocabParallelCrossEntropyLoss2D as VocabParallelCrossEntropyLoss2D
 from colossalai.nn.loss import VocabParallelCrossEntropyLoss2p5D as VocabParallelCrossEntropyLoss2p5D

@@ -4,6 +4,7 @@ Pipeline, tensors, precision, compilation, recomputation, loss in chunks, data.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from colossalai.lazy import Materialization, is_lazy
 from colossalai.logging import get_dist_logger
 from colossalai.monitor import name_modules
 from colossalai.nn.layer import SharesSequence
+from colossalai.nn.layer.moe import move_biases
 from colossalai.nn.parallel import AppliedDataMethod, ArrivingParams
 from colossalai.pipeline import is_counted, share_of
 from colossalai.runtime._accumulation import AccumulatingOptimizer
@@ -252,6 +254,8 @@ def _wrap_optimizer(
         param_names=_param_names(model, plan),
         masters=stand_ins,
         before_step=plan.precision.before_step,
+        # Biases move once in a step, with the first of several optimizers.
+        after_step=None if first else partial(move_biases, model, replicas),
         max_norm=plan.clip_grad_norm,
         norm_type=plan.clip_norm_type,
         stages=None if plan.pipeline is None else mesh.group("pp"),

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from colossalai.amp import OptimizerWrapper as OptimizerWrapper  # documented beside ModelWrapper
+from colossalai.context import MOE_CONTEXT
 from colossalai.nn.parallel import AppliedDataMethod, params_called
 from colossalai.runtime._pipeline import Pipeline
 
@@ -56,7 +57,7 @@ class ModelWrapper(nn.Module):
         return raw
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model.
+        """Run the model; what layers leave for the loss begins at zero.
 
         Raises:
             ValueError: The module is a stage of a pipeline, and no whole model.
@@ -66,6 +67,7 @@ class ModelWrapper(nn.Module):
                 "this is a stage of a pipeline, which cannot be called: use engine.execute_schedule(...) or "
                 "booster.execute_pipeline(...), which run a batch through all stages"
             )
+        MOE_CONTEXT.reset_loss()
         return self.module(*args, **kwargs)
 
     def set_sync(self, enabled: bool) -> None:

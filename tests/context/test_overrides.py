@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from colossalai.context import OVERRIDES_VARIABLE, Config, ConfigException, ParallelContext, join_overrides
+from colossalai.context._config import parse_override, with_overrides
 from colossalai.context._features import FEATURE_KEYS
-from colossalai.context._overrides import parse_override, with_overrides
 
 pytestmark = pytest.mark.unit
 

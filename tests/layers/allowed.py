@@ -10,7 +10,8 @@ STATE = {
         "communication/_ledger.py",
         "_open",
     ): "the ledgers that are open, which collectives of any caller write to",
-    ("context/_process.py", "process"): "torch's generators, what watches and the end are the process's",
+    ("context/_process.py", "process"): "torch's generators, what watches and the end are the process's, "
+    "and layers leave losses for a criterion that any model may stand between",
     (
         "kernel/_installation.py",
         "installation",

@@ -9,6 +9,7 @@ from colossalai.engine.gradient_handler._build import build_gradient_handler as 
 from colossalai.engine.gradient_handler._data_parallel import (
     DataParallelGradientHandler as DataParallelGradientHandler,
 )
+from colossalai.engine.gradient_handler._moe import MoeGradientHandler as MoeGradientHandler
 from colossalai.engine.gradient_handler._pipeline_shared import (
     PipelineSharedModuleGradientHandler as PipelineSharedModuleGradientHandler,
 )

@@ -16,6 +16,8 @@ from colossalai.nn.loss._fused import logits_of as logits_of
 from colossalai.nn.loss._fused import refuse_other_head as refuse_other_head
 from colossalai.nn.loss._fused import wants_logits as wants_logits
 from colossalai.nn.loss._linear_cross_entropy import LinearCrossEntropyLoss as LinearCrossEntropyLoss
+from colossalai.nn.loss._moe import MoeCrossEntropyLoss as MoeCrossEntropyLoss
+from colossalai.nn.loss._moe import MoeLoss as MoeLoss
 from colossalai.nn.loss._named import CrossEntropyLoss2D as CrossEntropyLoss2D
 from colossalai.nn.loss._named import CrossEntropyLoss2p5D as CrossEntropyLoss2p5D
 from colossalai.nn.loss._named import CrossEntropyLoss3D as CrossEntropyLoss3D

@@ -1,5 +1,21 @@
 """Mixture of experts: experts spread over ranks, and tokens that travel to them."""
 
+from colossalai.nn.layer.moe._balance import auxiliary_loss as auxiliary_loss
+from colossalai.nn.layer.moe._balance import move_biases as move_biases
 from colossalai.nn.layer.moe._dispatch import EXPERT_AXES as EXPERT_AXES
 from colossalai.nn.layer.moe._dispatch import dispatch as dispatch
+from colossalai.nn.layer.moe._experts import Experts as Experts
+from colossalai.nn.layer.moe._experts import MoeExperts as MoeExperts
+from colossalai.nn.layer.moe._feed_forward import FFNExperts as FFNExperts
+from colossalai.nn.layer.moe._feed_forward import TPExperts as TPExperts
+from colossalai.nn.layer.moe._feed_forward import build_ffn_experts as build_ffn_experts
 from colossalai.nn.layer.moe._grouped import grouped_linear as grouped_linear
+from colossalai.nn.layer.moe._layer import MoeLayer as MoeLayer
+from colossalai.nn.layer.moe._layer import MoeModule as MoeModule
+from colossalai.nn.layer.moe._noise import NormalNoiseGenerator as NormalNoiseGenerator
+from colossalai.nn.layer.moe._noise import UniformNoiseGenerator as UniformNoiseGenerator
+from colossalai.nn.layer.moe._router import MoeRouter as MoeRouter
+from colossalai.nn.layer.moe._router import Routes as Routes
+from colossalai.nn.layer.moe._top import Top1Router as Top1Router
+from colossalai.nn.layer.moe._top import Top2Router as Top2Router
+from colossalai.nn.layer.moe._top import TopKRouter as TopKRouter

@@ -106,6 +106,21 @@ def dispatch(
     return gather_forward_split_backward(result, sharing, 0)[:num_tokens]
 
 
+def dispatch_here(
+    hidden: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    compute: Compute,
+    *,
+    num_experts: int,
+    served: Tensor | None = None,
+) -> Tensor:
+    """Do as `dispatch` where this rank has all experts, or a part of each; no communication."""
+    slots, counts = sort_slots(experts, num_experts, served)
+    rows = _TakeRows.apply(hidden, slots)
+    return _added(_compute(compute, rows, counts.tolist()), weights, slots)
+
+
 def _padded(tensor: Tensor, num_parts: int) -> Tensor:
     """Return a tensor with so many rows of zeros behind it that the parts are equal."""
     missing = -tensor.shape[0] % num_parts
@@ -121,10 +136,10 @@ def _dispatch(
     axis: Axis,
     served: Tensor | None,
 ) -> Tensor:
+    if axis.size == 1:
+        return dispatch_here(hidden, experts, weights, compute, num_experts=num_experts, served=served)
     slots, counts = sort_slots(experts, num_experts, served)
     rows = _TakeRows.apply(hidden, slots)
-    if axis.size == 1:
-        return _added(_compute(compute, rows, counts.tolist()), weights, slots)
     # Counts of the ranks' choices for my experts: (ranks, experts of a rank). The host waits here, once.
     counts = counts.view(axis.size, num_experts // axis.size)
     num_own = [counts.shape[1]] * axis.size

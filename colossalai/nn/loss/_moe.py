@@ -1,0 +1,75 @@
+"""Losses of models with experts: that of the task, and the auxiliary one that the layers have left."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossalai.context import MOE_CONTEXT
+from colossalai.logging import get_dist_logger
+from colossalai.nn.loss._cross_entropy import CrossEntropyLoss, GivenLoss
+from colossalai.registry import LOSSES
+
+
+@LOSSES.register_module
+class MoeLoss(nn.Module):
+    """A loss plus `aux_weight` times what the layers with experts have left in the forward before.
+
+    Of a pair (sum, count) the sum gets the auxiliary loss times the count, as that is a mean. In evaluation
+    the layers leave zero.
+
+    Args:
+        aux_weight: Factor of the auxiliary loss.
+        loss_fn: Returns the loss function, as a class of losses does.
+        args: What `loss_fn` is called with.
+        kwargs: The same, by name.
+
+    Raises:
+        ValueError: `loss_fn` is a loss function, or returns none.
+    """
+
+    def __init__(self, aux_weight: float, loss_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        if isinstance(loss_fn, nn.Module) or not callable(loss_fn):
+            raise ValueError(
+                f"loss_fn is {loss_fn!r:.80}; it must be the class of a loss, such as nn.CrossEntropyLoss, "
+                "followed by its arguments"
+            )
+        built = loss_fn(*args, **kwargs)
+        if not callable(built):
+            raise ValueError(f"loss_fn returned a {type(built).__name__}, which is no loss function")
+        self.aux_weight = aux_weight
+        self.loss_fn = built
+        # A pipeline asks: sums of microbatches add up.
+        self.reduction: str = getattr(built, "reduction", "mean")
+
+    def forward(self, *args: Any, **kwargs: Any) -> GivenLoss:
+        """Return the loss of these arguments, plus the auxiliary one."""
+        loss: GivenLoss = self.loss_fn(*args, **kwargs)
+        if not MOE_CONTEXT.has_losses:
+            get_dist_logger().log_once(
+                f"{type(self).__name__}: no layer of colossalai.nn.moe has left an auxiliary loss: the model "
+                "has none, or its forward did not run in this process; the loss is that of the task alone",
+                ranks=[0],
+            )
+            return loss
+        extra = self.aux_weight * MOE_CONTEXT.get_loss()
+        if isinstance(loss, torch.Tensor):
+            return loss + extra
+        total, count = loss
+        return total + extra * count, count
+
+
+@LOSSES.register_module
+class MoeCrossEntropyLoss(MoeLoss):
+    """`MoeLoss` of `colossalai.nn.CrossEntropyLoss`, which follows the tensor mode.
+
+    Args:
+        aux_weight: Factor of the auxiliary loss.
+        args: What `CrossEntropyLoss` is called with.
+        kwargs: The same, by name.
+    """
+
+    def __init__(self, aux_weight: float = 0.01, *args: Any, **kwargs: Any) -> None:
+        super().__init__(aux_weight, CrossEntropyLoss, *args, **kwargs)
