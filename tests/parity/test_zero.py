@@ -1,4 +1,4 @@
-"""ZeRO stages 1 and 2 train as one process does, through both doors."""
+"""Data parallelism and ZeRO, stages 1 to 3, train as one process does, through both doors."""
 
 import os
 from functools import partial
@@ -10,7 +10,7 @@ import colossalai
 from colossalai.booster.plugin import LowLevelZeroPlugin
 from colossalai.core import global_context as gpc
 from colossalai.testing import check_parity
-from tests.parity.subjects.doors import make_case
+from tests.parity.subjects.doors import both_doors, make_case
 from tests.parity.subjects.pipeline import slice_of_batch
 from tests.parity.subjects.zero import (
     pipeline_through_booster,
@@ -20,6 +20,7 @@ from tests.parity.subjects.zero import (
 )
 from tests.parity.test_pipeline import case_of
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -103,3 +104,14 @@ def by_hybrid_plugin() -> list[float]:
 
 def test_the_hybrid_plugin_with_stage_1_is_one_process() -> None:
     run_ranks(by_hybrid_plugin, 4)
+
+
+@pytest.mark.parametrize("method", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("world_size", "accumulation", "max_norm"),
+    [(2, 1, None), (2, 4, 0.5), (4, 2, None), further(2, 2, None), further(2, 1, 0.5), further(4, 4, 0.5)],
+)
+def test_replicas_and_fsdp(method: str, world_size: int, accumulation: int, max_norm: float | None) -> None:
+    for by_engine, by_booster in run_ranks(both_doors, world_size, method, accumulation, max_norm):
+        assert by_engine == by_booster  # bit for bit
+        assert by_engine[-1] < by_engine[0]

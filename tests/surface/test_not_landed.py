@@ -74,7 +74,7 @@ def test_other_names_fail_as_ever() -> None:
     with pytest.raises(ImportError, match="cannot import name 'MoeLos'"):
         exec("from colossalai.nn import MoeLos", {})
     assert importlib.util.find_spec("colossalai.germini") is None
-    assert not hasattr(colossalai.nn, "MoeLoss")
+    assert not hasattr(colossalai.nn, "MoeLos")
 
 
 def test_zero_through_its_other_door() -> None:
