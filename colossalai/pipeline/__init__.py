@@ -1,6 +1,7 @@
 """Pipeline parallelism: models cut into stages, schedules as values, one executor that runs any of them."""
 
 from colossalai.pipeline._options import PipelineOptions as PipelineOptions
+from colossalai.pipeline.execution import LossCollection as LossCollection
 from colossalai.pipeline.execution import PipelineExecutor as PipelineExecutor
 from colossalai.pipeline.execution import PipelineResult as PipelineResult
 from colossalai.pipeline.execution import merge_outputs as merge_outputs

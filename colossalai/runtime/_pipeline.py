@@ -14,7 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colossalai.amp import GivenLoss, LossTerm, OptimizerWrapper, Precision, read_loss
-from colossalai.context import Axis
+from colossalai.cluster import gather_values
+from colossalai.context import MOE_CONTEXT, Axis
+from colossalai.nn.layer.moe import MoeLayer
 from colossalai.nn.loss import logits_of
 from colossalai.nn.parallel import AppliedDataMethod
 from colossalai.pipeline import (
@@ -84,6 +86,8 @@ class Pipeline:
         self._precision = precision
         self._data = data
         self._chunks = list(model) if isinstance(model, nn.ModuleList) else [model]
+        has_losses = any(isinstance(part, MoeLayer) for part in model.modules())
+        self._collection = LossesOfExperts() if any(gather_values(has_losses, axis.group)) else None
         self._is_closing = False  # whether the gradients are complete after the present batch
         self._executors: dict[PipelineOptions, PipelineExecutor] = {}
         self._last_ranks: dict[PipelineOptions, int] = {}
@@ -220,9 +224,24 @@ class Pipeline:
                 scatter_axis=self._tensor_axis if options.scatter_gather_tensors else None,
                 dtype=next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None),
                 stage_context=functools.partial(self._precision.forward_context, self._device.type),
+                collection=self._collection,
                 on_last_backward=self._before_last_backward,
             )
         return self._executors[options]
+
+
+class LossesOfExperts:
+    """The auxiliary losses of layers with experts, for `MoeLoss` behind the last stage."""
+
+    def start(self, carried: Tensor | None) -> None:
+        """See `LossCollection`."""
+        MOE_CONTEXT.reset_loss()
+        if carried is not None:
+            MOE_CONTEXT.add_loss(carried)
+
+    def total(self) -> Tensor:
+        """See `LossCollection`."""
+        return torch.as_tensor(MOE_CONTEXT.get_loss())
 
 
 class _Tally:

@@ -8,7 +8,7 @@ its microbatch: of an output that has been sent only its place in the autograd g
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -39,6 +39,22 @@ from colossalai.pipeline.stages import caller_of
 from colossalai.tensor import map_tensors
 
 ComputeLoss = Callable[[Any, int], torch.Tensor]
+
+
+class LossCollection(Protocol):
+    """Where the forward of a stage leaves terms of the loss that are not in what it returns.
+
+    The sum goes with the activations, and comes to the criterion of the last stage with all terms in it. So
+    its gradient comes back as theirs do, with whatever factor the loss has, and each stage has its own terms.
+    """
+
+    def start(self, carried: torch.Tensor | None) -> None:
+        """Begin a forward with the sum of the stages before; None on the first one."""
+
+    def total(self) -> torch.Tensor:
+        """Return the sum, a number, after the forward of a stage."""
+
+
 _NAMES = {
     Op.FORWARD: "forward",
     Op.BACKWARD: "backward",
@@ -110,6 +126,8 @@ class PipelineExecutor:
         dtype: The type that belongs to `tensor_shape`; torch's default type if not given.
         scatter_axis: A tensor axis along which activations are the same: each of its ranks sends its part.
         stage_context: Gives the context of every forward, for autocast.
+        collection: Where stages leave terms of the loss, if some do; on all ranks, or on none. Shapes are
+            exchanged then.
         on_last_backward: Called with the index of a chunk before the last action that adds to its gradients.
 
     Attributes:
@@ -131,6 +149,7 @@ class PipelineExecutor:
         dtype: torch.dtype | None = None,
         scatter_axis: Axis | None = None,
         stage_context: Callable[[], AbstractContextManager[Any]] | None = None,
+        collection: LossCollection | None = None,
         on_last_backward: Callable[[int], None] | None = None,
     ) -> None:
         self.chunks = list(chunks)
@@ -139,9 +158,10 @@ class PipelineExecutor:
         self._make_schedule = make_schedule
         self._channel = Channel(axis, device=device, scatter_axis=scatter_axis)
         self._fixed: PayloadSpec | None = None
-        if tensor_shape is not None:
+        if tensor_shape is not None and collection is None:
             self._fixed = fixed_spec(tensor_shape, dtype or torch.get_default_dtype())
         self._stage_context = stage_context or nullcontext
+        self._collection = collection
         self._on_last_backward = on_last_backward
         self._lowered: dict[tuple[int, bool], _Lowered] = {}
         self._specs: dict[SpecKey, PayloadSpec] = {}
@@ -196,6 +216,7 @@ class PipelineExecutor:
             loss_factors=[1.0] * len(microbatches) if loss_factors is None else loss_factors,
             keep_outputs=keep_outputs,
             stage_context=self._stage_context,
+            collection=self._collection,
             on_last_backward=self._on_last_backward,
         )
         self.peak_live = run.peak_live
@@ -275,6 +296,7 @@ class _Run:
         loss_factors: What losses are multiplied by.
         keep_outputs: Whether outputs are kept.
         stage_context: Gives the context of every forward.
+        collection: Where stages leave terms of the loss.
         on_last_backward: Called before the last action that adds to the gradients of a chunk.
 
     Attributes:
@@ -294,6 +316,7 @@ class _Run:
         loss_factors: Sequence[float],
         keep_outputs: bool,
         stage_context: Callable[[], AbstractContextManager[Any]],
+        collection: LossCollection | None,
         on_last_backward: Callable[[int], None] | None,
     ) -> None:
         self.outputs: dict[int, Any] = {}
@@ -305,6 +328,7 @@ class _Run:
         self._last_stage = lowered.schedule.num_stages - 1
         self._compute_loss, self._loss_factors, self._keep_outputs = compute_loss, loss_factors, keep_outputs
         self._stage_context, self._on_last_backward = stage_context, on_last_backward
+        self._collection = collection
         self._live: dict[int, dict[int, _Live]] = {stage: {} for stage in lowered.callers}
         self._made: Any = None  # by a computation, for the step behind it, which sends or hands it on
 
@@ -340,8 +364,14 @@ class _Run:
                 ]
             received = put_together(spec, tensors)
             del tensors
+        if self._collection is not None:
+            received, carried = (None, None) if received is None else received
+            self._collection.start(carried)
+            del carried
         with self._stage_context():
             output = self._callers[stage](received, self._microbatches[microbatch])
+        if self._collection is not None and stage < self._last_stage:
+            output = (output, self._collection.total())
         del received
         live = _Live(inputs, [])
         if stage < self._last_stage:

@@ -71,19 +71,20 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks between linear layers; tokens are positions of sequences.
+    """Blocks between linear layers; tokens are positions of sequences.
 
     Args:
         router: The name of the router, which the blocks share.
         experts: The name of the experts, of which each block has its own.
         skew: What is added to the gates, so that some experts get no tokens: "none", "one", or "half".
+        num_blocks: How many there are.
     """
 
-    def __init__(self, router: str, experts: str = "any", skew: str = "none") -> None:
+    def __init__(self, router: str, experts: str = "any", skew: str = "none", num_blocks: int = 2) -> None:
         super().__init__()
         self.embed = nn.Linear(5, WIDTH)
         shared = ROUTERS[router]()
-        self.blocks = nn.ModuleList(Block(shared, EXPERTS[experts]()) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(shared, EXPERTS[experts]()) for _ in range(num_blocks))
         self.head = nn.Linear(WIDTH, NUM_CLASSES)
         self.skew = skew
         for block in self.blocks:
