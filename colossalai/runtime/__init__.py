@@ -27,7 +27,9 @@ from colossalai.runtime._recompute import apply_recompute as apply_recompute
 from colossalai.runtime._recompute import find_blocks as find_blocks
 from colossalai.runtime._saving import Resumed as Resumed
 from colossalai.runtime._saving import Run as Run
+from colossalai.runtime._saving import load_moe_model as load_moe_model
 from colossalai.runtime._saving import resume_run as resume_run
+from colossalai.runtime._saving import save_moe_model as save_moe_model
 from colossalai.runtime._saving import save_run as save_run
 from colossalai.runtime._saving import settings_of as settings_of
 from colossalai.runtime._saving import with_position as with_position

@@ -14,7 +14,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp import OptimizerWrapper
-from colossalai.checkpoint_io import Stateful, TrainingState, resume_training_state, save_training_state
+from colossalai.checkpoint_io import (
+    LoadReport,
+    Stateful,
+    TrainingState,
+    load_model,
+    resume_training_state,
+    save_model,
+    save_training_state,
+)
 from colossalai.context import Mesh
 from colossalai.logging import get_dist_logger
 from colossalai.runtime._plan import Plan
@@ -202,3 +210,41 @@ def _readable(value: Any) -> Any:
     if isinstance(value, Sequence):
         return [_readable(item) for item in value]
     return str(value)
+
+
+def save_moe_model(model: nn.Module, save_path: str | Path) -> None:
+    """Save a model with experts, all of them, in one file; every rank calls it, rank 0 writes.
+
+    It is `save_model` by its documented name: what it writes loads under any expert-parallel size, and in one
+    process by `load_state_dict`.
+
+    Args:
+        model: The model, as a door returned it or as it was given.
+        save_path: The file.
+
+    Raises:
+        OSError: The file cannot be written; on all ranks. What was there before is still there.
+    """
+    save_model(_raw(model), save_path)
+
+
+def load_moe_model(model: nn.Module, load_path: str | Path) -> LoadReport:
+    """Load a model with experts, of which each rank reads its own; every rank calls it.
+
+    Args:
+        model: The model, as a door returned it or as it was given.
+        load_path: What `save_moe_model` or `save_model` wrote.
+
+    Returns:
+        What did not fit: nothing.
+
+    Raises:
+        ValueError: `load_path` is damaged, or its names or shapes are not the model's; nothing was
+            overwritten.
+        OSError: The file cannot be read.
+    """
+    return load_model(_raw(model), load_path)
+
+
+def _raw(model: nn.Module) -> nn.Module:
+    return model.unwrap() if isinstance(model, ModelWrapper) else model
