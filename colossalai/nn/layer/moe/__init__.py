@@ -3,8 +3,7 @@
 `save_moe_model` and `load_moe_model`, which stand on a floor above, come when they are asked for.
 """
 
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 from colossalai._lazy import find_name
 from colossalai.nn.layer.moe._balance import auxiliary_loss as auxiliary_loss
@@ -27,9 +26,8 @@ from colossalai.nn.layer.moe._top import Top1Router as Top1Router
 from colossalai.nn.layer.moe._top import Top2Router as Top2Router
 from colossalai.nn.layer.moe._top import TopKRouter as TopKRouter
 
-if TYPE_CHECKING:
-    from colossalai.runtime import load_moe_model as load_moe_model
-    from colossalai.runtime import save_moe_model as save_moe_model
-else:
-    _HOMES = dict.fromkeys(("load_moe_model", "save_moe_model"), "colossalai.runtime")
-    __getattr__ = partial(find_name, __name__, _HOMES)
+_HOMES = {"load_moe_model": "colossalai.runtime", "save_moe_model": "colossalai.runtime"}
+
+
+def __getattr__(name: str) -> Any:
+    return find_name(__name__, _HOMES, name)
