@@ -127,6 +127,10 @@ OTHERS_KEYS: Mapping[str, str] = {
         ("use_liger_kernel", "use_liger", "fused_linear_cross_entropy", "fused_cross_entropy"),
         "fused_loss=True",
     ),
+    **dict.fromkeys(
+        ("ep_size", "expert_parallel_size", "expert_model_parallel_size", "moe", "expert_parallel"),
+        "parallel=dict(moe=2)",
+    ),
     "tensor_shape": "TENSOR_SHAPE=(4, 1024, 768)",
     "strategy": "parallel=dict(...), zero=dict(...)",
     **dict.fromkeys(("data_parallel_size", "dp_size", "data_parallel"), "parallel=dict(data=4)"),
@@ -369,6 +373,7 @@ def check_compile(value: Any) -> None:
 
 
 _FEATURES: Mapping[str, Callable[[Any], Any]] = {
+    "max_ep_size": lambda value: check_positive(value, "max_ep_size"),
     "parallel": lambda value: None,  # read_layout and Layout.over check it, against the number of processes
     "fp16": _check_fp16,
     "gradient_accumulation": lambda value: check_positive(value, "gradient_accumulation"),

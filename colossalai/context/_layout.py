@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from colossalai.context._check import check_keys, check_mapping, check_positive
-from colossalai.context._config import ConfigException
+from colossalai.context._config import Config, ConfigException
 from colossalai.context._group_initializer import ALLOWED_MODES, INITIALIZER_MAPPING
 from colossalai.context._parallel_mode import TENSOR_LAYOUTS
 
@@ -141,6 +141,24 @@ def read_layout(parallel: Any) -> Layout:
         pipeline=pipeline,
         expert=_size(parallel, "moe"),
     )
+
+
+def with_expert_size(config: Config) -> Config:
+    """Return a config whose `max_ep_size`, as later versions wrote it, is `parallel=dict(moe=...)`.
+
+    Raises:
+        ConfigException: `max_ep_size` is not a positive integer, or `parallel` says another size.
+    """
+    size, parallel = config.get("max_ep_size"), config.get("parallel") or {}
+    if size is None or not isinstance(parallel, Mapping):
+        return config
+    check_positive(size, "max_ep_size")
+    if parallel.get("moe") is not None and _size(parallel, "moe") != size:
+        raise ConfigException(
+            f"max_ep_size is {size}, and parallel.moe {parallel['moe']!r}: both are the number of ranks that "
+            "share experts, so leave one of them out"
+        )
+    return Config({**config, "parallel": {**parallel, "moe": size}})
 
 
 def _check_pipeline(value: Any) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from colossalai.context._config import Config, load_config, with_overrides
 from colossalai.context._features import FEATURE_KEYS, check_config
 from colossalai.context._group_initializer import OwnGroup, own_groups
-from colossalai.context._layout import Layout
+from colossalai.context._layout import Layout, with_expert_size
 from colossalai.context._mesh import Axis, Mesh, make_group
 from colossalai.context._parallel_mode import ParallelMode, mode_axes
 from colossalai.context._random import reset_seeds
@@ -81,7 +81,8 @@ class ParallelContext:
                 environment go before both.
         """
         given = {key: value for key, value in arguments.items() if value is not None}
-        self._config = with_overrides(Config({**load_config(config), **given}), FEATURE_KEYS)
+        read = with_overrides(Config({**load_config(config), **given}), FEATURE_KEYS)
+        self._config = with_expert_size(read)
 
     def init_parallel_groups(self, *, rank: int, world_size: int, device: torch.device | None = None) -> None:
         """Check the loaded config and lay the mesh over the ranks; no process group is needed for that.

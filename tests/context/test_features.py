@@ -312,3 +312,17 @@ def test_naive_amp_takes_the_bound_of_the_gradients_along():
         check_config(Config(clip_grad_norm=1.0, **config), 1)
     with pytest.raises(ConfigException, match=r"fp16.clip_grad_norm is -1"):
         check_config(Config(fp16={"mode": AMP_TYPE.NAIVE, "clip_grad_norm": -1}), 1)
+
+
+def test_the_later_spelling_of_the_expert_parallel_size():
+    context = ParallelContext()
+    context.load_config({"max_ep_size": 2, "parallel": {"tensor": {"size": 2, "mode": "1d"}}})
+    assert check_config(context.config, 8).expert == 2
+    context.load_config({"max_ep_size": 2, "parallel": {"moe": {"size": 2}}})
+    assert check_config(context.config, 2).axes()["ep"] == 2
+    with pytest.raises(
+        ConfigException, match=r"max_ep_size is 2, and parallel\.moe \{'size': 4\}.*leave one"
+    ):
+        context.load_config({"max_ep_size": 2, "parallel": {"moe": {"size": 4}}})
+    with pytest.raises(ConfigException, match=r"max_ep_size is 0; it must be an integer of at least 1"):
+        context.load_config({"max_ep_size": 0})

@@ -9,9 +9,9 @@ import torch
 import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.testing import Subject, check_parity
+from tests.parity.experts.test_moe import MAX_NORM, make_case
 from tests.parity.subjects import moe, pipeline, zero
 from tests.parity.subjects.pipeline import slice_of_batch
-from tests.parity.experts.test_moe import MAX_NORM, make_case
 from tests.ranks import run_ranks
 from tests.tiers import further
 
