@@ -33,7 +33,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from colossalai.kernel import onednn_products, torch_products, why_unavailable
-from colossalai.nn.layer.moe import grouped_linear
+from colossalai.nn.layer.moe import dispatch_here, grouped_linear
 
 NUM_CHOICES = 2
 MOST_COPIED = 48 << 20  # bytes that "batched_mm" may copy
@@ -50,63 +50,14 @@ def draw_routing(kind: str, num_tokens: int, num_experts: int) -> Tensor:
     return torch.multinomial(chances.expand(num_tokens, -1), NUM_CHOICES)
 
 
-class TakeRows(torch.autograd.Function):
-    """The token of each row; backward: the gradients of a token's rows added in the order of its choices."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, token_of_row: Tensor, row_of_slot: Tensor) -> Tensor:
-        """Return the rows."""
-        ctx.row_of_slot = row_of_slot
-        return hidden.index_select(0, token_of_row)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient of the tokens."""
-        first, *others = (grad.index_select(0, rows) for rows in ctx.row_of_slot.unbind(1))
-        for other in others:
-            first += other
-        return first, None, None
-
-
-class AddByWeight(torch.autograd.Function):
-    """The results of each token's choices, times their weights, added in the order of the choices."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, token_of_row: Tensor, row_of_slot: Tensor
-    ) -> Tensor:
-        """Return the sums."""
-        ctx.save_for_backward(rows, weights)
-        ctx.order, ctx.token_of_row = order, token_of_row
-        factors = weights.unsqueeze(-1).unbind(1)
-        total = rows.index_select(0, row_of_slot[:, 0]).mul_(factors[0])
-        for choice in range(1, len(factors)):
-            total.addcmul_(rows.index_select(0, row_of_slot[:, choice]), factors[choice])
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        """Return the gradients of rows and weights."""
-        rows, weights = ctx.saved_tensors
-        of_rows = grad.index_select(0, ctx.token_of_row)
-        grad_weights = torch.empty_like(weights)
-        grad_weights.view(-1)[ctx.order] = torch.linalg.vecdot(of_rows, rows)
-        of_rows *= weights.flatten()[ctx.order].unsqueeze(1)
-        return of_rows, grad_weights, None, None, None
-
-
 def by_grouped_linear(module: nn.Module, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
     """Return what the module does, by `grouped_linear`."""
-    order = torch.argsort(experts.flatten(), stable=True)
-    sizes = torch.bincount(experts.flatten(), minlength=module.num_experts).tolist()
-    token_of_row = order // experts.shape[1]
-    row_of_slot = torch.empty_like(order)
-    row_of_slot[order] = torch.arange(len(order))
-    row_of_slot = row_of_slot.view(experts.shape)
-    rows = TakeRows.apply(hidden, token_of_row, row_of_slot)
-    rows = module._apply_gate(grouped_linear(rows, module.gate_up_proj, sizes))
-    rows = grouped_linear(rows, module.down_proj, sizes)
-    return AddByWeight.apply(rows, weights, order, token_of_row, row_of_slot)
+
+    def compute(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        inner = module._apply_gate(grouped_linear(rows, module.gate_up_proj, sizes))
+        return grouped_linear(inner, module.down_proj, sizes)
+
+    return dispatch_here(hidden, experts, weights, compute, num_experts=module.num_experts)
 
 
 class Cell:

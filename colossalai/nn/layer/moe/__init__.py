@@ -10,6 +10,7 @@ from colossalai.nn.layer.moe._balance import auxiliary_loss as auxiliary_loss
 from colossalai.nn.layer.moe._balance import move_biases as move_biases
 from colossalai.nn.layer.moe._dispatch import EXPERT_AXES as EXPERT_AXES
 from colossalai.nn.layer.moe._dispatch import dispatch as dispatch
+from colossalai.nn.layer.moe._dispatch import dispatch_here as dispatch_here
 from colossalai.nn.layer.moe._experts import Experts as Experts
 from colossalai.nn.layer.moe._experts import MoeExperts as MoeExperts
 from colossalai.nn.layer.moe._feed_forward import FFNExperts as FFNExperts

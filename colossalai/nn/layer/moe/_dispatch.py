@@ -35,6 +35,8 @@ from colossalai.communication import (
 )
 from colossalai.context import Axis, Mesh, ParallelMode, get_seeds, seed
 
+_BLOCK = 1 << 17  # elements
+
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
 """What the experts of a rank do: rows (R, H) sorted by expert, how many each has; returns (R, H)."""
 
@@ -236,10 +238,11 @@ class _AddByWeight(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weights: Tensor, slots: SlotOrder) -> Tensor:
         ctx.slots = slots
         ctx.save_for_backward(rows, weights)
-        factors = weights.to(_wide(rows))
-        total = torch.zeros(len(weights), rows.shape[1], dtype=factors.dtype, device=rows.device)
-        for choice in range(slots.num_choices):
-            total.addcmul_(_terms(rows, slots, choice), factors[:, choice : choice + 1])
+        wide = _wide(rows)
+        first, *others = weights.to(wide).unsqueeze(2).unbind(1)
+        total = _terms(rows, slots, 0).to(wide).mul_(first)
+        for choice, factor in enumerate(others, start=1):
+            total.addcmul_(_terms(rows, slots, choice), factor)
         return total.to(rows.dtype)
 
     @staticmethod
@@ -248,14 +251,21 @@ class _AddByWeight(torch.autograd.Function):
         rows, weights = ctx.saved_tensors
         slots: SlotOrder = ctx.slots
         wide = _wide(rows)
-        of_rows = grad.index_select(0, slots.slot_of_row // slots.num_choices)  # (rows, features)
-        grad_weights = grad_rows = None
-        if ctx.needs_input_grad[1]:
-            products = torch.linalg.vecdot(of_rows.to(wide), rows.to(wide))
-            flat = torch.zeros(weights.numel(), dtype=wide, device=rows.device)
-            flat[slots.slot_of_row] = products
-            grad_weights = flat.view(weights.shape).to(weights.dtype)
-        if ctx.needs_input_grad[0]:
-            factors = weights.reshape(-1)[slots.slot_of_row].unsqueeze(1)
-            grad_rows = (of_rows * factors.to(wide)).to(rows.dtype)
-        return grad_rows, grad_weights, None
+        factors = weights.to(wide).reshape(-1)[slots.slot_of_row].unsqueeze(1)
+        of_slots = torch.zeros(weights.numel(), dtype=wide, device=rows.device)
+        grad_rows = torch.empty_like(rows)
+        for part in _blocks(rows):
+            slot = slots.slot_of_row[part]
+            of_part = grad.index_select(0, slot // slots.num_choices).to(wide)  # memory of its own
+            if ctx.needs_input_grad[1]:
+                of_slots[slot] = torch.linalg.vecdot(of_part, rows[part].to(wide))
+            grad_rows[part] = of_part.mul_(factors[part])
+        return grad_rows, of_slots.view(weights.shape).to(weights.dtype), None
+
+
+def _blocks(rows: Tensor) -> list[slice]:
+    """Return parts of rows that are small enough for what is computed of them to stay in a core's cache."""
+    if rows.device.type != "cpu":  # where each step costs a launch
+        return [slice(None)]
+    size = max(1, _BLOCK // max(1, rows.shape[1]))
+    return [slice(begin, begin + size) for begin in range(0, len(rows), size)]
