@@ -77,7 +77,7 @@ gloo: setup
 		tests/pipeline/execution tests/nn/layer --ignore=tests/communication/shared_memory
 
 matrix: setup
-	FULL_MATRIX=1 $(BIN)/python -m pytest tests/checkpoint_io/test_matrix.py
+	FULL_MATRIX=1 $(BIN)/python -m pytest tests/checkpoint_io/test_matrix.py tests/checkpoint_io/test_experts.py
 
 cluster: setup
 	$(BIN)/python -m pytest -m cluster -rs

@@ -28,7 +28,7 @@ from colossalai.runtime._plan import Plan
 from colossalai.runtime._recompute import apply_recompute, find_blocks
 from colossalai.runtime._stages import join_stages, take_stages
 from colossalai.runtime._wrapper import ModelWrapper
-from colossalai.shardformer import can_shard, has_experts, shard_experts, shard_model
+from colossalai.shardformer import can_shard, has_experts, keep_float32, shard_experts, shard_model
 from colossalai.tensor import (
     ShardingSpec,
     as_memory,
@@ -382,6 +382,7 @@ def _check(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 def _expect_params(plan: Plan, model: nn.Module, replicas: Axis, device: torch.device) -> ArrivingParams:
     """Return the parameters of the model, of which none is there yet: no values, device, precision."""
     refuse_misfit(plan.precision, shards_parameters=plan.data.shards_parameters)
+    keep_float32(model)
     casts = plan.precision.casts(model, float32_grads=plan.data.allows_float32_grads(replicas))
     # What is left of a lazy one: this rank's stage, and its slices.
     return ArrivingParams(model, casts, device, lazy=Materialization(model) if is_lazy(model) else None)

@@ -26,7 +26,7 @@ from colossalai.logging import get_dist_logger
 from colossalai.nn.layer.moe import EXPERT_AXES, dispatch, grouped_linear
 from colossalai.shardformer._layers import cut_param, keep_specs
 from colossalai.shardformer._registry import parts_of, rule_of
-from colossalai.tensor import SpecKeeper
+from colossalai.tensor import SpecKeeper, keep_dtype
 
 _LAYOUT = ("has_gate", "has_bias", "is_transposed")
 
@@ -75,6 +75,22 @@ def shard_experts(model: nn.Module, mesh: Mesh) -> int:
 def has_experts(model: nn.Module) -> bool:
     """Return whether a model has experts that `shard_experts` cuts."""
     return any(_names_of_experts(part) for _, part in parts_of(model))
+
+
+def keep_float32(model: nn.Module) -> None:
+    """Let no precision cast what a model of transformers says has to stay in float32.
+
+    It is the bias that balances experts, which moves by steps of 0.001 that 16 bits would lose, and a few
+    routers: `_keep_in_fp32_modules_strict` of the model's class.
+
+    Args:
+        model: The model, or a stage of it.
+    """
+    for _, part in parts_of(model):
+        words = getattr(type(part), "_keep_in_fp32_modules_strict", None) or ()
+        for name, tensor in (*part.named_parameters(), *part.named_buffers()) if words else ():
+            if any(word in name for word in words):
+                keep_dtype(tensor)
 
 
 class DispatchedExperts(SpecKeeper):

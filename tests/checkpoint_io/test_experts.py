@@ -14,7 +14,7 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer.moe import load_moe_model, save_moe_model
-from tests.checkpoint_io.layouts import layout_of, load, mean_losses, save
+from tests.checkpoint_io.layouts import IS_FULL, layout_of, load, mean_losses, save
 from tests.parity.subjects import moe
 from tests.ranks import run_ranks
 from tests.shardformer.models import deepseek_v3, gpt_oss, mixtral_of_eight, qwen2_moe, qwen3_moe
@@ -27,6 +27,8 @@ TOLERANCE = 1e-10
 # Each layout with one whose file it loads: a ring, so that every layout is saved and loaded.
 RING = ["ep1", "ep2", "ep4-zero1", "ep2-zero2", "ep2-tp2", "ep2-fsdp", "ep2-pp2", "ep2-gemini"]
 PAIRS = [(source, RING[(place + 1) % len(RING)]) for place, source in enumerate(RING)]
+if IS_FULL:
+    PAIRS = [(source, name) for source in RING for name in RING]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import colossalai
+from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
@@ -31,6 +32,7 @@ from tests.shardformer.models import (
     qwen2_moe,
     qwen3_moe,
 )
+from tests.tiers import further
 from tests.zero.gemini.test_parity import subject_of as subject_of_chunks
 
 pytest.importorskip("transformers")
@@ -73,6 +75,36 @@ def train(build: Callable[[], nn.Module], config: dict[str, Any], ep_size: int) 
     return losses
 
 
+def in_sixteen_bits() -> list[float]:
+    """Train a DeepSeek-V3 in bfloat16 with masters; its bias takes part in the choice of experts."""
+    colossalai.launch_from_torch({}, verbose=False)
+    booster = Booster(plugin=HybridParallelPlugin(ep_size=2, precision="bf16_master"))
+    torch.manual_seed(0)
+    plain = deepseek_v3()
+    bias = plain.model.layers[1].mlp.gate.e_score_correction_bias
+    bias.copy_(0.3 + 0.001 * torch.arange(8))  # steps that bfloat16 does not have there
+    model, optimizer, *_ = booster.boost(plain, torch.optim.AdamW(plain.parameters(), lr=0.01))
+    kept = model.model.layers[1].mlp.gate.e_score_correction_bias
+    assert kept.dtype == torch.float32
+    assert torch.equal(kept, 0.3 + 0.001 * torch.arange(8))
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    ids = torch.randint(VOCAB, (4, 6), generator=torch.Generator().manual_seed(gpc.get_global_rank()))
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = language_loss(model(ids), ids)
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        losses.append(loss.item())
+    gpc.destroy()
+    return losses
+
+
+def test_the_bias_of_a_router_keeps_float32() -> None:
+    for losses in run_ranks(in_sixteen_bits, 2):
+        assert losses[-1] < losses[0]
+
+
 TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
 PIPELINE = {"parallel": {"pipeline": {"size": 2, "partition": "uniform"}}, "NUM_MICRO_BATCHES": 2}
 CELLS: list[Any] = [
@@ -92,6 +124,13 @@ CELLS: list[Any] = [
     (mixtral_of_eight, 4, 2, {"gemini": {"precision": "fp32", "min_chunk_size_mb": 0.002}}),
     (gpt_oss, 4, 2, {**PIPELINE, "zero": {"stage": 1}}),
     (mixtral_of_eight, 8, 2, {**PIPELINE, "parallel": {**PIPELINE["parallel"], **TENSOR}}),
+    *(
+        further(build, ep_size, ep_size, {})
+        for build in (mixtral_of_eight, qwen2_moe, qwen3_moe, deepseek_v3, gpt_oss)
+        for ep_size in (2, 4)
+    ),
+    further(deepseek_v3, 4, 2, {"parallel": TENSOR}),
+    further(qwen3_moe, 4, 2, {"parallel": TENSOR}),
 ]
 
 
