@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossalai.communication import outside_graphs
 from colossalai.context import Mesh
 from colossalai.logging import get_dist_logger
 from colossalai.nn.layer.moe import EXPERT_AXES, dispatch, grouped_linear
@@ -100,15 +101,12 @@ class DispatchedExperts(SpecKeeper):
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
         """Return for each token (tokens, features) the weighted sum of what its experts say."""
-        hidden, experts, weights = (*args, *kwargs.values())
-        return dispatch(
-            hidden, experts, weights, self._compute, num_experts=self._num_experts_of_all, mesh=self.mesh
-        )
+        found: Tensor = outside_graphs(self._dispatch)(*args, *kwargs.values())
+        return found
 
-    @property
-    def _num_experts_of_all(self) -> int:
-        spec = next(iter(self._specs.values()))
-        return spec.shape[0]
+    def _dispatch(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        num_experts = next(iter(self._specs.values())).shape[0]  # over all ranks
+        return dispatch(hidden, experts, weights, self._compute, num_experts=num_experts, mesh=self.mesh)
 
     def _compute(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         raise NotImplementedError

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from colossalai.communication import outside_graphs
 from colossalai.context import MOE_CONTEXT
 from colossalai.nn.layer.moe._balance import auxiliary_loss
 from colossalai.nn.layer.moe._experts import Experts, MoeExperts
@@ -84,6 +85,10 @@ class MoeLayer(nn.Module):
                 f"MoeLayer got an input of shape {tuple(x.shape)}: its last dimension must be dim_model = "
                 f"{self.dim_model}; it takes whole features, also where a layer before it cuts them"
             )
+        result: Tensor = outside_graphs(self._send)(x)
+        return result
+
+    def _send(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         routes = self.router(self.gate(tokens))
         result: Tensor = self.experts(tokens, routes)
