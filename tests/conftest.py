@@ -11,6 +11,7 @@ from itertools import chain
 
 import pytest
 import torch
+from tqdm import tqdm
 import torch.distributed as dist
 
 from tests._zygote import EXAMPLE_MODULES, TRANSFORMERS_MODULES
@@ -33,6 +34,7 @@ CHANGING_VARIABLES = {
 
 def pytest_configure(config: pytest.Config) -> None:
     force_choices()
+    tqdm.monitor_interval = 0  # no thread that outlives a library's bar: some tests count those that live
     torch.set_num_threads(1)  # results do not depend on the machine, and the ranks have the cores
     let_children_heed_signals()
 

@@ -45,10 +45,13 @@ def test_a_plugin_needs_no_job_and_its_plan_says_all_of_it() -> None:
 
 @pytest.mark.unit
 def test_a_config_says_the_layout() -> None:
-    parallel = {"data": 2, "tensor": {"size": 8, "mode": "2.5d", "depth": 2}, "moe": 2}
+    parallel = {"data": 2, "tensor": {"size": 8, "mode": "2.5d", "depth": 2}}
     plan = Plan.from_config(Config(parallel=parallel, fp16={"mode": "bf16"}, recompute=True))
-    assert plan.layout == Layout(data=2, tensor=8, mode="2.5d", depth=2, expert=2)
+    assert plan.layout == Layout(data=2, tensor=8, mode="2.5d", depth=2)
     assert plan.methods == ["data parallelism", "tensor 2.5d", "mixed precision", "recompute"]
+    experts = HybridParallelPlugin(ep_size=2, tp_size=2).plan(FullPrecision())
+    assert experts.layout == Layout(tensor=2, mode="1d", expert=2)
+    assert experts.methods == ["tensor 1d", "experts"]
     sequence = Plan.from_config(Config(parallel={"tensor": {"size": 2, "mode": "sequence"}}))
     assert sequence.layout == Layout(sequence=2, attention="ring")
     assert sequence.methods == ["sequence ring"]
