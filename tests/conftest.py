@@ -11,8 +11,8 @@ from itertools import chain
 
 import pytest
 import torch
-from tqdm import tqdm
 import torch.distributed as dist
+from tqdm import tqdm
 
 from tests._zygote import EXAMPLE_MODULES, TRANSFORMERS_MODULES
 from tests.forced import force_choices
