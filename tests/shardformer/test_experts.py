@@ -130,6 +130,16 @@ CELLS: list[Any] = [
         for ep_size in (2, 4)
     ),
     further(deepseek_v3, 4, 2, {"parallel": TENSOR}),
+    further(qwen2_moe, 8, 2, {"parallel": TENSOR, "zero": {"stage": 1}}),
+    further(gpt_oss, 8, 2, {"parallel": TENSOR, "zero": {"stage": 3}}),
+    further(mixtral_with_lora, 4, 2, {"zero": {"stage": 3}}),
+    further(mixtral_with_lora, 4, 2, {"parallel": TENSOR}),
+    further(
+        qwen3_moe,
+        4,
+        2,
+        {**PIPELINE, "parallel": {"pipeline": {"size": 2, "partition": "uniform", "schedule": "zb-h1"}}},
+    ),
     further(qwen3_moe, 4, 2, {"parallel": TENSOR}),
 ]
 

@@ -16,6 +16,7 @@ from colossalai.nn.parallel._arriving import ArrivingParams
 from colossalai.nn.parallel._data_method import AppliedDataMethod, DataMethod, broadcast_from_first
 from colossalai.tensor import GradientSync, ParameterHolder, gradient_sync
 
+_LISTS_OF_MODULES = (nn.ModuleList, nn.ModuleDict)  # which are not called themselves
 _LISTS_OF_PARAMS = (nn.ParameterList, nn.ParameterDict, ParameterHolder)  # which are not called
 _STAGE_1 = "LowLevelZeroPlugin (in a config, zero=dict(stage=1))"
 _TENSORS_ONLY = (Adafactor, LBFGS, Muon, Rprop)
@@ -145,8 +146,9 @@ def _scale(grads: torch.Tensor, *, factor: float) -> None:
 def _parts(module: nn.Module, blocks: list[nn.Module], replicas: Axis) -> dict[nn.Module, GradientSync]:
     """Return what is sharded as one, inner parts first, and how the gradients of each are summed.
 
-    Parts are the blocks, and the rest of the model. A part is sharded over one set of ranks. So a module with
-    parameters that others share than the replicas (experts) is a part, too, and so is whatever it calls.
+    Parts are the blocks, and the rest of the model. A part is sharded over one set of ranks. So a module all
+    of whose parameters others share than the replicas (experts, with LoRA on them) is a part, too. Where only
+    its own are so, whatever it calls is another one.
 
     Raises:
         ValueError: The parameters of one module itself are partly cut over data-parallel ranks and partly
@@ -154,8 +156,14 @@ def _parts(module: nn.Module, blocks: list[nn.Module], replicas: Axis) -> dict[n
     """
     everywhere = GradientSync(replicas, replicas.size)
     apart: dict[nn.Module, GradientSync] = {}
-    for name, part in module.named_modules():
-        if isinstance(part, _LISTS_OF_PARAMS):
+    whole: set[nn.Module] = set()
+    for name, part in module.named_modules():  # outer ones first
+        if part in whole or isinstance(part, _LISTS_OF_PARAMS):
+            continue
+        of_all = {gradient_sync(param, replicas) for param in part.parameters()}
+        if len(of_all) == 1 and of_all != {everywhere} and not isinstance(part, _LISTS_OF_MODULES):
+            apart[part] = of_all.pop()
+            whole.update(part.modules())
             continue
         own = [*part.parameters(recurse=False), *_listed(part)]
         syncs = {gradient_sync(param, replicas) for param in own}
@@ -167,7 +175,7 @@ def _parts(module: nn.Module, blocks: list[nn.Module], replicas: Axis) -> dict[n
             )
         if syncs and syncs != {everywhere}:
             apart[part] = syncs.pop()
-    inner = {called for part in apart for called in _called(part)}
+    inner = {called for part in apart if part not in whole for called in _called(part)}
     chosen = {module, *blocks, *apart, *inner}
     return {part: apart.get(part, everywhere) for part in reversed(list(module.modules())) if part in chosen}
 
@@ -183,7 +191,7 @@ def _listed(module: nn.Module) -> Iterator[nn.Parameter]:
 def _called(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the children that a module calls, and that have parameters."""
     for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):  # which are not called themselves
+        if isinstance(child, _LISTS_OF_MODULES):
             yield from _called(child)
         elif not isinstance(child, _LISTS_OF_PARAMS) and any(True for _ in child.parameters()):
             yield child
