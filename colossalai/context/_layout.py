@@ -149,7 +149,8 @@ def with_expert_size(config: Config) -> Config:
     Raises:
         ConfigException: `max_ep_size` is not a positive integer, or `parallel` says another size.
     """
-    size, parallel = config.get("max_ep_size"), config.get("parallel") or {}
+    size, parallel = config.get("max_ep_size"), config.get("parallel")
+    parallel = {} if parallel is None else parallel
     if size is None or not isinstance(parallel, Mapping):
         return config
     check_positive(size, "max_ep_size")
