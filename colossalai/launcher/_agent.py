@@ -35,6 +35,7 @@ from colossalai.launcher._worker_pipes import WorkerPipes
 
 GRACE_S = 3.0  # from asking a process to end to killing it
 LOOPBACK = "127.0.0.1"
+_LAST_WORDS_S = 2.0  # in which the peers of a killed rank say what they miss of it
 _POLL_S = 0.1
 
 
@@ -154,10 +155,23 @@ class LocalAgent(LocalElasticAgent):
         self.failure = find_failure(ranks, now=time.time(), patience_s=GRACE_S)
         if self.failure is None:
             return RunResult(state=WorkerState.HEALTHY)
+        self._hear_peers(self.failure)
         self.on_failure()
         self._remaining_restarts = 0  # whoever has started this agent starts the next one
         end_descendants(signal.SIGTERM, grace_s=GRACE_S)
         return RunResult(state=WorkerState.FAILED)
+
+    def _hear_peers(self, failure: JobFailure) -> None:
+        """Let ranks that miss a killed one say so, where they are about to, before all are ended."""
+        if not (isinstance(failure.first, RankState) and failure.first.was_killed):
+            return
+        deadline = time.monotonic() + _LAST_WORDS_S
+        while time.monotonic() < deadline:
+            ranks = self.look_at_ranks()
+            self.failure = find_failure(ranks, now=time.time(), patience_s=GRACE_S)
+            if all(rank.exit_code is not None or rank.error is not None for rank in ranks):
+                return
+            time.sleep(_POLL_S)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End all processes, unless the job succeeded: then what it left running is meant to run."""
