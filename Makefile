@@ -5,7 +5,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all long gloo matrix cluster check format gpu clean
+.PHONY: help setup train test test-all long gloo matrix cluster soak check format gpu clean
 
 PYTHON ?= python3
 NPROC ?= 2
@@ -27,6 +27,7 @@ help:
 	@echo "make test    check, then every feature and every rule once"
 	@echo "make test-all  the same, and the next three; what CI runs"
 	@echo "make long    further cells of matrices: pairs of methods, precisions, compiled models"
+	@echo "make soak    properties with as many examples as are promised: 10,000 schedules, 5,000 requests"
 	@echo "make matrix  every checkpoint layout saved and loaded in every other"
 	@echo "make cluster jobs on several hosts, made of network namespaces; as root"
 	@echo "make check   format, lint, types, layers, surface"
@@ -73,8 +74,13 @@ test-all: test long gloo matrix cluster
 
 # Jobs of tests talk through shared memory; here those whose numbers matter talk over gloo.
 gloo: setup
-	TESTS_BACKEND=gloo $(BIN)/python -m pytest $(WORKERS) -m "not cluster and not long" tests/parity tests/zero tests/communication \
-		tests/pipeline/execution tests/nn/layer --ignore=tests/communication/shared_memory
+	TESTS_BACKEND=gloo $(BIN)/python -m pytest $(WORKERS) -m "dist and not cluster and not long" tests/parity \
+		tests/zero/test_*.py tests/zero/gemini/test_doors.py tests/communication/test_*.py tests/pipeline/execution tests/nn/layer
+
+soak: setup
+	SOAK=1 $(BIN)/python -m pytest $(WORKERS) -m long tests/inference/scheduling tests/inference/paging \
+		tests/serving tests/examples/test_benchmarks.py
+	$(BIN)/python benchmarks/soak.py
 
 matrix: setup
 	FULL_MATRIX=1 $(BIN)/python -m pytest tests/checkpoint_io/test_matrix.py tests/checkpoint_io/test_experts.py

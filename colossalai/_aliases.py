@@ -23,6 +23,7 @@ ALIASES: Mapping[str, str] = {
     "colossalai.amp.apex_amp": "colossalai.amp._amp_type",
     "colossalai.amp.naive_amp": "colossalai.amp._amp_type",
     "colossalai.amp.torch_amp": "colossalai.amp._amp_type",
+    "colossalai.auto_parallel.tensor_shard.initialize": "colossalai.auto_parallel.tensor_shard._initialize",
     "colossalai.builder.pipeline": "colossalai.builder._pipeline",
     "colossalai.cluster.dist_coordinator": "colossalai.cluster._dist_coordinator",
     "colossalai.constants": "colossalai.context._group_initializer",

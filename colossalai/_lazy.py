@@ -13,6 +13,7 @@ JOB_PARTS: Mapping[str, str] = {
     "how_ranks_talk": "colossalai.communication.shared_memory",
     "make_group": "colossalai.communication.shared_memory",
     "matmul_of_job": "colossalai.kernel",
+    "given_plan": "colossalai.auto_parallel",
 }
 """What `launch` lets go with a job though it stands on a floor above, with its home: imported by `launch`."""
 

@@ -1,6 +1,6 @@
 """Documented names that have not landed: one table, which says what to use instead.
 
-`from colossalai.tensor import ColoTensor` and `import colossalai.fx` ask the import finder (`_aliases.py`),
+`from colossalai.tensor import ColoTensor` and `import colossalai.chat` ask the import finder (`_aliases.py`),
 `colossalai.nn.MoeLoss` asks `__getattr__` of the package: both answer with a sentence of this table. Whatever
 lands loses its place here.
 """
@@ -30,25 +30,6 @@ class Feature:
 
 
 FEATURES: tuple[Feature, ...] = (
-    Feature(
-        title="Automatic parallelism",
-        instead="choose the sizes with HybridParallelPlugin(tp_size=..., pp_size=..., zero_stage=...): "
-        "`colossalai benchmark --gpus N` compares the tensor modes here, `colossalai pipeline` the "
-        "schedules, and `colossalai memory` says what fits; torch.fx traces models",
-        modules=("colossalai.auto_parallel", "colossalai.fx"),
-        names={"colossalai.booster.plugin": "AutoPlugin"},
-    ),
-    Feature(
-        title="Inference with a cache of keys and values",
-        instead="booster.save_model(..., shard=True, use_safetensors=True) writes a folder that "
-        "`from_pretrained` of transformers opens, whose `generate` runs it",
-        modules=("colossalai.inference",),
-    ),
-    Feature(
-        title="Training chat models (SFT, reward models, PPO, DPO, GRPO)",
-        instead="train a model of transformers with Booster and a loss of your own",
-        modules=("colossalai.chat",),
-    ),
     Feature(
         title="Mixed precision in 8 bits (fp8)",
         instead="take 'bf16', or 'bf16_master' to hold the model in 16 bits",

@@ -77,8 +77,9 @@ def initialize(
     """
     mesh, device = global_context.mesh, global_context.device
     options = schedule.options if isinstance(schedule, PipelineSchedule) else None
-    layout = global_context.layout
-    plan = replace(Plan.from_config(global_context.config, pipeline=options), layout=layout)
+    layout, auto = global_context.layout, global_context.auto_plan
+    lowered = None if auto is None else auto.runtime_plan()
+    plan = replace(Plan.from_config(global_context.config, pipeline=options, auto=lowered), layout=layout)
     criterion = criterion_of(criterion, fused_loss=plan.fused_loss)
     assembled, wrapped = assemble(plan, model, optimizer, mesh=mesh, device=device)
     raw = assembled.unwrap()

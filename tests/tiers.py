@@ -4,9 +4,12 @@ Two rules. A test of ranks with several `parametrize` decorators is a matrix: `m
 each parameter once, along the diagonal, and `make long` the other combinations; the marker `every_cell` is
 for a test whose combinations are features of their own, `each_value` for one without ranks that takes long
 all the same. Within one list `make test` runs all but those that are marked as further ones.
+What takes minutes for its number of examples alone has as many as were promised in `make soak`.
 """
 
-from collections.abc import Iterable
+import itertools
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -22,6 +25,38 @@ def after_the_first(cells: Iterable[Any], num_first: int = 1) -> list[Any]:
     cells = list(cells)
     rest = (further(*cell) if isinstance(cell, tuple) else further(cell) for cell in cells[num_first:])
     return [*cells[:num_first], *rest]
+
+
+def in_soak(*cell: Any) -> Any:
+    """Return a cell for `parametrize` that belongs to `make soak`, since it takes minutes to begin."""
+    skip = pytest.mark.skipif(not os.environ.get("SOAK"), reason="it takes minutes: make soak runs it")
+    return pytest.param(*cell, marks=[pytest.mark.long, skip])
+
+
+def soaked(most: int) -> int:
+    """Return how many examples of a property a long test tries: `most` in `make soak`, else an eighth."""
+    return most if os.environ.get("SOAK") else most // 8
+
+
+def pairwise(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Return cells of a matrix of three parameters and more in which each two values meet at least once.
+
+    Faults of a combination are mostly those of two of its methods, and so many fewer cells meet them all: 25
+    of 125 for three parameters of five values. Greedy, in the order of the product.
+    """
+    places = list(itertools.product(*(range(len(each)) for each in values)))
+    missing = {pair for cell in places for pair in _pairs_of(cell)}
+    cells = []
+    while missing:
+        cell = max(places, key=lambda each: len(missing.intersection(_pairs_of(each))))
+        missing.difference_update(_pairs_of(cell))
+        cells.append(tuple(each[place] for each, place in zip(values, cell, strict=True)))
+    return cells
+
+
+def _pairs_of(cell: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Return all pairs of parameters with their values."""
+    return itertools.combinations(enumerate(cell), 2)
 
 
 def mark_combinations(items: Iterable[pytest.Item]) -> None:

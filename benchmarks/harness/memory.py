@@ -1,18 +1,22 @@
 """The peak of live bytes of all tensors that a block of code makes, on any device and with any allocator."""
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Self
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 
 class PeakBytes(TorchDispatchMode):
     """Looks after every operation, backward included, at the storages that operations in the block returned.
 
-    The peak is exact to the byte and the same in every run. Not in it: memory that a kernel takes and gives
-    back within one operation, and what there was before the block.
+    The peak is exact to the byte and the same in every run. A storage counts as large as it is at the time,
+    as FSDP resizes those of gathered parameters to nothing, and a DTensor as its local part. Not in it:
+    memory that a kernel takes and gives back within one operation, what there was before the block, and
+    tensors on the meta device.
 
     Attributes:
         peak: The most bytes that were alive after an operation.
@@ -21,7 +25,7 @@ class PeakBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._sizes: dict[StorageWeakRef, int] = {}
+        self._refs: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and look."""
@@ -30,12 +34,49 @@ class PeakBytes(TorchDispatchMode):
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             ref = StorageWeakRef(storage)
-            if ref not in inputs:  # a view is no new memory, nor is a result in place
-                self._sizes[ref] = storage.nbytes()
-        self._sizes = {ref: size for ref, size in self._sizes.items() if not ref.expired()}
-        self.peak = max(self.peak, sum(self._sizes.values()))
+            # A view is no new memory, nor is a result in place.
+            if ref not in inputs and storage.device.type != "meta":
+                self._refs.add(ref)
+        self.peak = max(self.peak, self.live())
         return result
 
+    def live(self) -> int:
+        """Return the bytes that are alive now."""
+        self._refs = {ref for ref in self._refs if not ref.expired()}
+        storages = map(torch.UntypedStorage._new_with_weak_ptr, (ref.cdata for ref in self._refs))
+        return sum(storage.nbytes() for storage in storages if storage is not None)
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+class AllocatedPeak:
+    """What torch's allocator on the CPU hands out within the block, compiled code and kernels included.
+
+    Attributes:
+        rise: The most bytes that were there at once beyond those at the begin; after the block.
+    """
+
+    def __init__(self) -> None:
+        self.rise = 0
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def __enter__(self) -> Self:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._profile.__exit__(*error)  # type: ignore[arg-type]  # as of any context
+        results = self._profile.profiler.kineto_results
+        changes = [each for each in results.events() if each.name() == "[memory]"]
+        now = 0
+        for each in sorted(changes, key=lambda each: each.start_ns()):
+            now += each.nbytes()  # negative where memory is given back
+            self.rise = max(self.rise, now)
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a value that have memory: of a DTensor and its like what they are made of."""
+    for leaf in tree_leaves(tree):
+        if is_traceable_wrapper_subclass(leaf):
+            names, _ = leaf.__tensor_flatten__()
+            yield from _tensors([getattr(leaf, name) for name in names])
+        elif isinstance(leaf, torch.Tensor):
+            yield leaf

@@ -25,6 +25,7 @@ def time_rounds(
     rounds: int,
     warmup: int,
     repeats: int = 1,
+    timed: int = 1,
     around: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
@@ -34,8 +35,9 @@ def time_rounds(
         variants: What to time, by name.
         rounds: Number of rounds.
         warmup: Number of rounds before, which are not timed.
-        repeats: How often a variant runs in a row; the last time counts. More than one where a variant leaves
+        repeats: How often a variant runs in a row; the last times count. More than one where a variant leaves
             something behind on which the next one's time depends: the page cache.
+        timed: How many of these count, of which the median is the round's.
         around: What goes around the runs of a variant, by name; it is entered and left outside of the time.
         clock: What tells the time, in seconds; `time.process_time` where one process on one core computes.
     """
@@ -48,9 +50,9 @@ def time_rounds(
             shift = number % len(names)
             for name in names[shift:] + names[:shift]:
                 with (around or {}).get(name, nullcontext)():
-                    for _ in range(repeats - 1):
+                    for _ in range(repeats - timed):
                         variants[name]()
-                    seconds = _time_step(variants[name], clock)
+                    seconds = statistics.median(_time_step(variants[name], clock) for _ in range(timed))
                 if number >= 0:
                     times[name].append(seconds)
     finally:
@@ -76,19 +78,34 @@ def compare(times: Mapping[str, list[float]], *, baseline: str) -> list[dict[str
 
 
 def report(
-    title: str, rows: list[dict[str, Any]], *, settings: Mapping[str, Any], json_file: str | None
+    title: str,
+    rows: list[dict[str, Any]],
+    *,
+    settings: Mapping[str, Any],
+    json_file: str | None,
+    more: Mapping[str, list[dict[str, Any]]] | None = None,
 ) -> None:
-    """Print rows as a table on rank 0, and write them with what they were measured on as JSON."""
+    """Print rows as a table on rank 0, and write them with what they were measured on as JSON.
+
+    Args:
+        title: What it is.
+        rows: All with the same keys.
+        settings: What figures depend on beside the machine.
+        json_file: The path of the file; None: none is written.
+        more: Further rows, by the key under which they are written; they are printed behind.
+    """
     if dist.is_initialized() and dist.get_rank() != 0:
         return
     from rich.console import Console
 
     console = Console(highlight=False)
     console.print(f"\n{title}", markup=False)
-    for table in tables(rows, width=console.width):
-        console.print(table)
+    for each in (rows, *(more or {}).values()):
+        for table in tables(each, width=console.width):
+            console.print(table)
     if json_file is not None:
         content = {"title": title, "settings": dict(settings), "machine": machine(), "rows": rows}
+        content |= more or {}
         path = Path(json_file)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=2) + "\n")

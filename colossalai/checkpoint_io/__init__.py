@@ -18,8 +18,12 @@ For users:
     atomic_file, atomic_folder
                         files of your own, replaced as a whole or not at all
 
-For the other packages: `set_prefix` and `set_tied_names` (what the names of a pipeline stage are in the whole
-model), `MODEL` and `names_by_tensor`, and `colossalai.checkpoint_io.tools` (for the command line).
+For the other packages: `open_model` and `fill_model` (the two halves of `load_model`, for checkpoints with
+names of others), `opened_tensors` (the first half for tensors in memory), `gathered_weights` (whole tensors
+in memory, out of those that ranks hold in parts), `OpenedModel`, `ModelLoadPlan`,
+`StoredTensor` and `fill` (what lies between them),
+`set_prefix` and `set_tied_names` (what the names of a pipeline stage are in the whole model), `MODEL` and
+`names_by_tensor`, and `colossalai.checkpoint_io.tools` (for the command line).
 
 A tensor on its way to disk and back, in the terms of this package:
 
@@ -43,14 +47,22 @@ from typing import TYPE_CHECKING, Any
 from colossalai._lazy import find_name
 from colossalai.checkpoint_io._checkpoint_io import CheckpointIO as CheckpointIO
 from colossalai.checkpoint_io._checkpoint_io import GeneralCheckpointIO as GeneralCheckpointIO
+from colossalai.checkpoint_io._collective import on_writer as on_writer
 from colossalai.checkpoint_io._global_plan import set_prefix as set_prefix
 from colossalai.checkpoint_io._global_plan import set_tied_names as set_tied_names
 from colossalai.checkpoint_io._model import MODEL as MODEL
+from colossalai.checkpoint_io._model import ModelLoadPlan as ModelLoadPlan
+from colossalai.checkpoint_io._model import OpenedModel as OpenedModel
+from colossalai.checkpoint_io._model import fill_model as fill_model
+from colossalai.checkpoint_io._model import gathered_weights as gathered_weights
 from colossalai.checkpoint_io._model import load_model as load_model
+from colossalai.checkpoint_io._model import open_model as open_model
+from colossalai.checkpoint_io._model import opened_tensors as opened_tensors
 from colossalai.checkpoint_io._model import save_model as save_model
 from colossalai.checkpoint_io._optimizer import load_optimizer as load_optimizer
 from colossalai.checkpoint_io._optimizer import save_optimizer as save_optimizer
 from colossalai.checkpoint_io._optimizer_state import parameter_names as parameter_names
+from colossalai.checkpoint_io._retention import step_folder as step_folder
 from colossalai.checkpoint_io._single_file import load_checkpoint as load_checkpoint
 from colossalai.checkpoint_io._single_file import save_checkpoint as save_checkpoint
 from colossalai.checkpoint_io._state import LoadReport as LoadReport
@@ -63,6 +75,8 @@ from colossalai.checkpoint_io._training_state import save_training_state as save
 from colossalai.checkpoint_io.formats import Stateful as Stateful
 from colossalai.checkpoint_io.formats import load_lr_scheduler as load_lr_scheduler
 from colossalai.checkpoint_io.formats import save_lr_scheduler as save_lr_scheduler
+from colossalai.checkpoint_io.resharding import StoredTensor as StoredTensor
+from colossalai.checkpoint_io.resharding import fill as fill
 from colossalai.checkpoint_io.storage import atomic_file as atomic_file
 from colossalai.checkpoint_io.storage import atomic_folder as atomic_folder
 from colossalai.checkpoint_io.storage import check_saves as check_saves

@@ -5,9 +5,10 @@ Loading: everything is compared first; only then is the first value overwritten,
     slice.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -31,23 +32,27 @@ from colossalai.checkpoint_io._state import (
     LoadReport,
     ShardedStateDict,
     StoredStateDict,
-    common_prefix,
     names_by_tensor,
+    without_common_prefix,
+    without_prefix,
 )
 from colossalai.checkpoint_io.formats import load_state, save_sharded, save_whole
 from colossalai.checkpoint_io.resharding import (
     StoredTensor,
     TensorMetadata,
     fill,
+    gathered,
     new_like,
     note_filled,
     pack,
     refuse_unreadable,
+    stored_views,
     unpack,
     whole_shapes,
     with_own_memory,
 )
 from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, MODEL_FOLDER, listed
+from colossalai.context import Mesh
 from colossalai.logging import get_dist_logger
 from colossalai.tensor import as_memory
 
@@ -63,6 +68,39 @@ def model_state(module: nn.Module, *, prefix: str = "") -> ShardedStateDict:
     # keep_vars: the parameters themselves, by whose identity tied ones are known.
     values = {full_prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
     return with_other_ranks(lambda: values, merge=merge_by_name, flatten=_flatten)
+
+
+def gathered_weights(
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    device: torch.device,
+    into: Callable[[str], torch.Tensor | None] = lambda name: None,
+) -> Iterator[tuple[list[str], torch.Tensor]]:
+    """Yield the tensors of a model whole, one after the other, with their names; collective.
+
+    Every rank takes all of them, at the same time. In memory is one tensor beside what ranks hold; what a
+    rank holds whole is yielded as it is, and not to be written to.
+
+    Args:
+        module: The model; its parameters may be in parts on ranks, and stages on other ones.
+        mesh: The ranks that hold it.
+        device: Where tensors that are put together are made.
+        into: Returns memory for a tensor by its name, which is used where shape and dtype are the same.
+
+    Raises:
+        ValueError: `module` is not held whole by the ranks together.
+    """
+    with as_memory():
+        state = model_state(module)
+    groups = names_by_tensor(state.tensors)
+    tensors = {name: state.tensors[name] for name in groups}
+    memory = {name: place for name in groups if (place := into(name)) is not None}
+    whole = gathered(tensors, mesh, device=device, into=memory)
+    for name in groups:
+        with as_memory():  # not while the caller works on it
+            found = next(whole)
+        yield groups[name], found
 
 
 def stored_values(state: FlatStateDict[TensorMetadata]) -> Mapping[str, object]:
@@ -157,6 +195,9 @@ def plan_model_loading(
     strict: bool,
     elsewhere: Collection[str] = (),
     saved_prefix: str | None = None,
+    rename: "Renaming | None" = None,
+    any_dtype: bool = False,
+    is_lazy: bool = False,
 ) -> ModelLoadPlan:
     """Compare a checkpoint with a model and overwrite nothing.
 
@@ -167,6 +208,9 @@ def plan_model_loading(
         strict: Whether a misfit is an error.
         elsewhere: Names of the parts of the model that other ranks hold.
         saved_prefix: What the names in the checkpoint begin with; found out if it is not given.
+        rename: Returns what is stored by the names of the model, where it has other ones.
+        any_dtype: Whether values of another dtype fit.
+        is_lazy: Whether tensors of the model may have no memory by now.
 
     Raises:
         ValueError: A name, shape or dtype in the checkpoint is not the model's and `strict` is set; all of
@@ -174,16 +218,20 @@ def plan_model_loading(
     """
     prefix = prefix_of(module)
     wanted = {prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
-    _refuse_meta(wanted)
+    _refuse_meta({} if is_lazy else wanted)
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     targets = {name: value for name, value in wanted.items() if id(value) in own}
     refuse_unreadable(targets.values())
     groups = names_by_tensor(targets)
-    stored = with_fused_experts(stored_values(state), wanted.keys() | set(elsewhere))
+    all_names = wanted.keys() | set(elsewhere)
+    stored: dict[str, Any] = dict(stored_values(state))
+    if rename is not None:
+        stored = rename(stored, all_names)
+    stored = with_fused_experts(stored, all_names)
     if saved_prefix is None:
-        stored = _without_common_prefix(stored, wanted.keys() | set(elsewhere), groups)
+        stored = without_common_prefix(stored, all_names, groups)
     else:
-        stored = dict(_without_prefix(stored, saved_prefix))
+        stored = dict(without_prefix(stored, saved_prefix))
     stored |= _under_other_names(wanted, stored)
 
     common = [name for name in wanted if name in stored]
@@ -193,7 +241,7 @@ def plan_model_loading(
         for name, value in stored.items()
         if isinstance(value, TensorMetadata)
     }
-    wrong = [name for name in common if kinds.get(name) != stored_kinds.get(name)]
+    wrong = [name for name in common if not _fit(kinds.get(name), stored_kinds.get(name), any_dtype)]
     mismatched = [
         f"{name}: {_shown(stored_kinds.get(name))} in the checkpoint, {_shown(kinds.get(name))} in the model"
         for name in wrong
@@ -221,21 +269,6 @@ def plan_model_loading(
     )
 
 
-def _without_prefix(stored: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    for name, value in stored.items():
-        has_prefix = name.startswith(prefix)
-        yield name.removeprefix(prefix) if has_prefix else f"{name} (without {prefix!r} before it)", value
-
-
-def _without_common_prefix(
-    stored: dict[str, Any], wanted: Set[str], groups: Mapping[str, list[str]]
-) -> dict[str, Any]:
-    """Return the stored values by the model's names, a prefix that all of them carry left out."""
-    further_names = {name for names in groups.values() for name in names[1:]}
-    prefix = common_prefix(stored, wanted) or common_prefix(stored, wanted - further_names)
-    return {name.removeprefix(prefix): value for name, value in stored.items()}
-
-
 def _under_other_names(state: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return values for what the checkpoint has under a name that the whole model ties to the wanted one."""
     others = {name: tied_names(value) for name, value in state.items()}
@@ -255,6 +288,10 @@ def _kinds(state: Mapping[str, Any]) -> dict[str, _TensorKind]:
     tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     shapes = whole_shapes(tensors)
     return {name: (shapes[name], tensor.dtype) for name, tensor in tensors.items()}
+
+
+def _fit(kind: _TensorKind | None, stored: _TensorKind | None, any_dtype: bool) -> bool:
+    return kind == stored or (any_dtype and _shape(kind) == _shape(stored))
 
 
 def _shape(kind: _TensorKind | None) -> tuple[int, ...] | None:
@@ -289,10 +326,8 @@ def _own(stored: Any, here: Any) -> Any:
 def _refuse_meta(state: Mapping[str, Any]) -> None:
     empty = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if empty:
-        raise ValueError(
-            f"{len(empty)} tensors of the model are on the device 'meta', without memory: {listed(empty)}. "
-            f"Give it memory first, with module.to_empty(device=...)"
-        )
+        what = f"{len(empty)} tensors of the model are on the device 'meta', without memory: {listed(empty)}"
+        raise ValueError(f"{what}. Give it memory first, with module.to_empty(device=...)")
 
 
 @as_memory()
@@ -349,7 +384,6 @@ def save_model(
     save_whole(checkpoint, state, MODEL, layout, texts=_config_files(module))
 
 
-@as_memory()
 def load_model(
     module: nn.Module,
     checkpoint: str | Path,
@@ -383,16 +417,118 @@ def load_model(
             named, and nothing was overwritten.
         OSError: The checkpoint cannot be read.
     """
-    state = load_state(checkpoint, MODEL, variant=variant, allow_pickle=allow_pickle)
+    opened = open_model(checkpoint, variant=variant, allow_pickle=allow_pickle)
+    return fill_model(module, opened, strict=strict, prefix=prefix)
+
+
+Renaming = Callable[[dict[str, Any], Set[str]], dict[str, Any]]
+"""Takes what is stored by its names, and the names of a model on all ranks, and returns it by the latter."""
+
+
+@dataclass(frozen=True)
+class OpenedModel:
+    """The weights of a checkpoint that was opened: names and shapes are known, values are still in the files.
+
+    Attributes:
+        source: What to call it.
+        state: What is in it.
+    """
+
+    source: str
+    state: StoredStateDict
+
+    @property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """The tensors by their names in the checkpoint; of each any box can be read."""
+        values = stored_values(self.state)
+        return {name: value for name, value in values.items() if isinstance(value, StoredTensor)}
+
+
+def opened_tensors(tensors: Mapping[str, torch.Tensor], *, source: str) -> OpenedModel:
+    """Return tensors in memory as the weights of a checkpoint; they are not copied.
+
+    Args:
+        tensors: The tensors by name.
+        source: What to call them.
+    """
+    return OpenedModel(source, FlatStateDict(stored_views(tensors), None))
+
+
+def open_model(
+    checkpoint: str | Path,
+    *,
+    variant: str | None = None,
+    allow_pickle: bool = False,
+    content: Callable[[object], object] | None = None,
+) -> OpenedModel:
+    """Open the weights of a model; collective: an error on one rank is raised on all.
+
+    Args:
+        checkpoint: The file or folder; its format is seen from the content.
+        variant: The word in the file names of a folder, if it holds weights of several variants.
+        allow_pickle: Run the code that a torch file may hold, if it cannot be restored without.
+        content: Returns the weights by name out of what a single torch file holds; default: the whole of it.
+
+    Raises:
+        ValueError: The checkpoint is damaged, incomplete, or holds no weights.
+        OSError: The checkpoint cannot be read.
+    """
+    kind = MODEL if content is None else replace(MODEL, split=partial(_split_inner, content))
+    state = load_state(checkpoint, kind, variant=variant, allow_pickle=allow_pickle)
+    return OpenedModel(str(checkpoint), state)
+
+
+def _split_inner(inner: Callable[[object], object], content: object) -> FlatStateDict[torch.Tensor]:
+    return _split(inner(content))
+
+
+@as_memory()
+def fill_model(
+    module: nn.Module,
+    opened: OpenedModel,
+    *,
+    strict: bool = True,
+    prefix: str | None = None,
+    rename: Renaming | None = None,
+    any_dtype: bool = False,
+    apply: Callable[[ModelLoadPlan], None] | None = None,
+) -> LoadReport:
+    """Fill a model with the values of an opened checkpoint; collective: each rank copies its own slices.
+
+    Args:
+        module: The model to overwrite; it may be cut in another way than the one that was saved.
+        opened: The checkpoint.
+        strict: Raise if anything does not fit; else load what fits and warn.
+        prefix: Text in front of the names in the checkpoint that is to be left out.
+        rename: Returns what is stored by the names of the model, where it has other ones.
+        any_dtype: Whether values of another dtype fit; they are converted.
+        apply: Does the filling, of a model that may be lazy; default: `ModelLoadPlan.apply`.
+
+    Returns:
+        What did not fit.
+
+    Raises:
+        ValueError: The checkpoint has names or shapes that are not the model's: all misfits are named, and
+            nothing was overwritten.
+        OSError: The checkpoint cannot be read.
+    """
     names = module_names(module)
     (elsewhere,) = names_elsewhere(lambda: [names])
     plan = on_every_rank(
         lambda: plan_model_loading(
-            module, state, source=str(checkpoint), strict=strict, elsewhere=elsewhere, saved_prefix=prefix
+            module,
+            opened.state,
+            source=opened.source,
+            strict=strict,
+            elsewhere=elsewhere,
+            saved_prefix=prefix,
+            rename=rename,
+            any_dtype=any_dtype,
+            is_lazy=apply is not None,
         )
     )
     with plan.noted():
-        on_every_rank(plan.apply)
+        on_every_rank(plan.apply if apply is None else partial(apply, plan))
     return plan.report
 
 

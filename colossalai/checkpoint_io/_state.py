@@ -6,9 +6,9 @@ single torch file, where users expect the shape that `torch.save` of a state dic
 says which files there shall be.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -134,3 +134,19 @@ def common_prefix(stored: Collection[str], wanted: Collection[str]) -> str:
     extra, rest = divmod(sum(map(len, stored)) - sum(map(len, wanted)), len(stored))
     prefix = next(iter(stored))[: max(extra, 0)]
     return prefix if not rest and {prefix + name for name in wanted} == set(stored) else ""
+
+
+def without_prefix(stored: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the stored values by their names without a prefix; a name that lacks it fits nothing."""
+    for name, value in stored.items():
+        has_prefix = name.startswith(prefix)
+        yield name.removeprefix(prefix) if has_prefix else f"{name} (without {prefix!r} before it)", value
+
+
+def without_common_prefix(
+    stored: dict[str, Any], wanted: Set[str], groups: Mapping[str, list[str]]
+) -> dict[str, Any]:
+    """Return the stored values by the model's names, a prefix that all of them carry left out."""
+    further_names = {name for names in groups.values() for name in names[1:]}
+    prefix = common_prefix(stored, wanted) or common_prefix(stored, wanted - further_names)
+    return {name.removeprefix(prefix): value for name, value in stored.items()}

@@ -1,9 +1,18 @@
-"""Pictures that commands draw: what is asked of a path before anything is done, and units of its axes."""
+"""Pictures that commands draw: what is asked of a path before anything is done, and units of its axes.
+
+Beside it numbers of bytes as people write and read them.
+"""
 
 import importlib.util
+import re
 from pathlib import Path
 
 _PICTURES = (".png", ".svg", ".pdf")
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+_GIVEN_UNITS = {
+    **{"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40},
+    **{"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12},
+}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -47,3 +56,19 @@ def unit_of(num_bytes: float) -> tuple[int, str]:
     while num_bytes >= 1024 ** (place + 1) and place < len(_UNITS) - 1:
         place += 1
     return 1024**place, _UNITS[place]
+
+
+def bytes_of(option: str, text: str) -> int:
+    """Return a number of bytes that is given with a unit.
+
+    Args:
+        option: The option that has it.
+        text: Such as 268435456 or 256MiB.
+
+    Raises:
+        ValueError: `text` is no number of bytes, or 0.
+    """
+    found = _SIZE.fullmatch(text)
+    if found is None or found[2].lower() not in _GIVEN_UNITS or float(found[1]) == 0:
+        raise ValueError(f"{option} {text}: give bytes, such as 268435456, or with a unit, such as 256MiB")
+    return int(float(found[1]) * _GIVEN_UNITS[found[2].lower()])

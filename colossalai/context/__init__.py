@@ -10,6 +10,7 @@ from colossalai.context._config import OVERRIDES_VARIABLE as OVERRIDES_VARIABLE
 from colossalai.context._config import Config as Config
 from colossalai.context._config import ConfigException as ConfigException
 from colossalai.context._config import join_overrides as join_overrides
+from colossalai.context._config import nearest as nearest
 from colossalai.context._features import check_compile as check_compile
 from colossalai.context._features import precision_mode as precision_mode
 from colossalai.context._group_initializer import INITIALIZER_MAPPING as INITIALIZER_MAPPING
@@ -25,10 +26,12 @@ from colossalai.context._layout import Layout as Layout
 from colossalai.context._layout import read_layout as read_layout
 from colossalai.context._mesh import Axis as Axis
 from colossalai.context._mesh import Mesh as Mesh
+from colossalai.context._mesh import make_group as make_group
 from colossalai.context._moe_env import MOE_CONTEXT as MOE_CONTEXT
 from colossalai.context._moe_env import MoeInfo as MoeInfo
 from colossalai.context._moe_env import is_in_backward as is_in_backward
 from colossalai.context._parallel_context import ParallelContext as ParallelContext
+from colossalai.context._parallel_context import get_current_device as get_current_device
 from colossalai.context._parallel_context import global_context as global_context
 from colossalai.context._parallel_mode import TENSOR_LAYOUTS as TENSOR_LAYOUTS
 from colossalai.context._parallel_mode import ParallelMode as ParallelMode

@@ -14,10 +14,12 @@ import os
 import re
 import runpy
 import shlex
+import symtable
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import decode_source
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -190,8 +192,9 @@ class Config(dict[str, Any]):
     def from_file(filename: str | Path) -> "Config":
         """Read a YAML or JSON file, or run a Python file and take its public names as the items.
 
-        Of a Python file, modules, and functions and classes that it only imports, are left out. Its folder is
-        on the import path while it runs.
+        Of a Python file, what is assigned to a name is an item, functions and classes too
+        (`model_class = opt_125M`). Of what it only imports, values are, and modules, functions and classes
+        are not. Its folder is on the import path while it runs.
 
         Raises:
             ConfigException: The file does not exist, its name does not end with .py, .yaml, .yml or .json, or
@@ -218,7 +221,14 @@ class Config(dict[str, Any]):
             ) from error
         finally:
             sys.path.remove(folder)
-        return Config({k: v for k, v in names.items() if not k.startswith("_") and _is_content(v, path.stem)})
+        assigned = _assigned_names(path)
+        return Config(
+            {
+                name: value
+                for name, value in names.items()
+                if not name.startswith("_") and _is_content(value, path.stem, is_assigned=name in assigned)
+            }
+        )
 
 
 def load_config(config: str | Path | Mapping[str, Any] | None) -> Config:
@@ -257,12 +267,18 @@ def _line_of(error: Exception, filename: str) -> str:
     return f" at line {lines[-1]}" if lines else ""
 
 
-def _is_content(value: Any, module: str) -> bool:
-    """A config item is anything but a module, and but a function or class imported from elsewhere."""
+def _assigned_names(path: Path) -> set[str]:
+    """Return the names that the source of a file assigns or defines at its top level, whatever the value."""
+    top = symtable.symtable(decode_source(path.read_bytes()), str(path), "exec")
+    return {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned()}
+
+
+def _is_content(value: Any, module: str, *, is_assigned: bool) -> bool:
+    """A config item is anything but a module, and but a function or class that is only imported."""
     if isinstance(value, ModuleType):
         return False
     is_definition = isinstance(value, type) or inspect.isroutine(value)
-    return not is_definition or getattr(value, "__module__", None) == module
+    return is_assigned or not is_definition or getattr(value, "__module__", None) == module
 
 
 def _attribute_access(value: Any) -> Any:

@@ -7,10 +7,11 @@ like a misspelt feature key gets a warning.
 from collections.abc import Callable, Mapping
 from enum import Enum
 from inspect import signature
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from colossalai._lazy import JOB_PARTS, find_name
 from colossalai._not_landed import FP8
 from colossalai.context._check import (
     check_bool,
@@ -55,6 +56,21 @@ GEMINI_KEYS = (
 
 MATMULS = ("auto", "torch", "onednn")
 """Who may multiply float32 matrices on CPU; what "auto" takes, it measures."""
+
+_SAID_BY_AUTO: Mapping[str, str] = {
+    "parallel": "the sizes of the mesh",
+    "max_ep_size": "the sizes of the mesh",
+    "fp16": "the precision",
+    "zero": "the stage of ZeRO",
+    "gemini": "the stage of ZeRO",
+    "recompute": "what is recomputed",
+    "NUM_MICRO_BATCHES": "how a pipeline is run",
+    "NUM_CHUNKS": "how a pipeline is run",
+    "TENSOR_SHAPE": "how a pipeline is run",
+    "gradient_handler": "how gradients are made equal",
+    "gradient_handlers": "how gradients are made equal",
+}
+"""The features that a plan of Colossal-Auto says, so that they cannot stand beside `auto`, and what of it."""
 
 _CLIPPING = "clip_grad_norm=1.0"
 _ACCUMULATION = "gradient_accumulation=4"
@@ -149,6 +165,12 @@ def check_config(config: Config, world_size: int) -> Layout:
         if config.get(key) is not None:
             check(config[key])
     _refuse_two_bounds(config)
+    for key, what in _SAID_BY_AUTO.items():
+        if config.get("auto") is not None and config.get(key) is not None:
+            raise ConfigException(
+                f"the config has both auto and {key}: the plan says {what}, and its predictions hold for "
+                f"that, so leave {key} out, or leave auto out"
+            )
     if config.get("gradient_handler") is not None and config.get("gradient_handlers") is not None:
         raise ConfigException(
             "the config has both gradient_handler and gradient_handlers: keep one of the two spellings"
@@ -156,6 +178,43 @@ def check_config(config: Config, world_size: int) -> Layout:
     for key, value in config.items():
         _warn_of_what_looks_like_a_feature(key, value)
     return read_layout(config.get("parallel")).over(world_size)
+
+
+class JobPlan(Protocol):
+    """What a job needs of a plan of Colossal-Auto, which stands on a floor above."""
+
+    def layout_over(self, world_size: int) -> Layout:
+        """Return how the ranks are laid out.
+
+        Raises:
+            ConfigException: `world_size` is not the number of ranks that the plan is for.
+        """
+
+    def runtime_plan(self) -> Any:
+        """Return the plan that `colossalai.runtime` carries out."""
+
+
+def auto_plan_of(config: Config) -> JobPlan | None:
+    """Return the plan that `auto` in a checked config gives, or is the path of; None without one.
+
+    Raises:
+        ConfigException: `auto.plan` cannot be read, or is no plan.
+    """
+    if config.get("auto") is None:
+        return None
+    try:
+        plan: JobPlan = find_name("colossalai", JOB_PARTS, "given_plan")(config["auto"]["plan"])
+    except ValueError as error:
+        raise ConfigException(f"auto.plan: {error}") from error
+    return plan
+
+
+def _check_auto(value: Any) -> None:
+    if not isinstance(value, Mapping):  # a plan by itself would be pages of a message
+        raise ConfigException(f"auto is a {type(value).__name__}; it must be a dict: auto=dict(plan=...)")
+    check_keys(value, ("plan",), "auto")
+    if value.get("plan") is None:
+        raise ConfigException("auto has no plan: write auto=dict(plan='plan.json'), or give an AutoPlan")
 
 
 def _refuse_two_bounds(config: Config) -> None:
@@ -374,6 +433,7 @@ def check_compile(value: Any) -> None:
 
 _FEATURES: Mapping[str, Callable[[Any], Any]] = {
     "max_ep_size": lambda value: check_positive(value, "max_ep_size"),
+    "auto": _check_auto,
     "parallel": lambda value: None,  # read_layout and Layout.over check it, against the number of processes
     "fp16": _check_fp16,
     "gradient_accumulation": lambda value: check_positive(value, "gradient_accumulation"),

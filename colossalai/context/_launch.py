@@ -48,6 +48,7 @@ from colossalai.context._supervision import (
     before_end,
     fail_at_end,
     let_gloo_threads_rest,
+    note_store,
     prepare_end,
     start_watching,
 )
@@ -259,6 +260,11 @@ def relayout(layout: Layout) -> None:
     mesh, config = global_context.mesh, global_context.config
     if layout.over(mesh.world_size) == global_context.layout:
         return
+    if global_context.auto_plan is not None:
+        raise ConfigException(
+            f"the job was launched with a plan by `auto`, laid out as {global_context.layout.written()}, and "
+            f"the plugin says {layout.written()}: leave `auto` out of the config, or make both agree"
+        )
     if config.get("parallel"):
         raise ConfigException(
             f"the job was launched with parallel={dict(config['parallel'])}, or laid out so by a plugin, "
@@ -266,7 +272,9 @@ def relayout(layout: Layout) -> None:
         )
     seed = get_seeds()[ParallelMode.GLOBAL]
     config["parallel"] = layout.written()
-    global_context.init_parallel_groups(rank=mesh.rank, world_size=mesh.world_size)
+    global_context.init_parallel_groups(
+        rank=mesh.rank, world_size=mesh.world_size, plain_layers=layout.plain_layers
+    )
     global_context.mesh.take_groups_of(mesh)
     global_context.init_own_groups()
     seed_layout_modes(seed, global_context.mesh, global_context.tensor_axes)
@@ -353,6 +361,8 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
             store.wait(keys, _until(deadline))
             if keep_gloo_here(store.multi_get(keys)):
                 before_end(let_gloo_choose)
+            is_here = rank == 0 and not agent_serves(host, port)
+            note_store(store, rank=rank, world_size=world_size, is_here=is_here)
             return store
         except dist.DistNetworkError as error:
             # It was the store of an earlier launch, which rank 0 has ended now: the next one is to come.

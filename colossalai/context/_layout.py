@@ -35,6 +35,8 @@ class Layout:
         depth: Depth of the 2.5D layout.
         expert: Expert-parallel size, a divisor of the data-parallel size.
         arguments: Keyword arguments for the user's own group initializer.
+        plain_layers: Whether layers of `colossalai.nn` are built plain in spite of the tensor mode, since a
+            plan cuts them by their names later.
     """
 
     data: int | None = None
@@ -46,6 +48,7 @@ class Layout:
     depth: int = 1
     expert: int = 1
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    plain_layers: bool = field(default=False, compare=False)  # the mesh is the same
 
     @property
     def layout_mode(self) -> str | None:

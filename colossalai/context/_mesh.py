@@ -7,7 +7,15 @@ a group which only some ranks use costs the others nothing and cannot make them 
 Members meet in the store under the name of the group. torch derives the name from the members and from how
 many groups this process has made so far. Where some ranks have made one more (the two ends of a pipeline that
 share an embedding, say), they and the others would wait for each other under different names, for ever. So
-the name here says the members and nothing else of this process.
+the name here says the members, and how many groups of this name a rank has made in this job, which is the
+same for all members: nothing else of a process. Groups that are gone count, too. What they have left in the
+store (addresses, names of memory) would else be read by who comes first, for that of its peers.
+
+[Note: a group is there when all members have it]
+gloo returns on a rank as soon as the rank's own connections stand. A rank that then ends, because its script
+has nothing more to do, closes connections that another one still waits for: "Connection closed by peer". So
+a group of CPUs is handed out when all members have it. They meet in the store: a collective would be one
+that the user's own are counted behind. NCCL connects at the first use, in which all join.
 """
 
 import inspect
@@ -51,8 +59,28 @@ def make_group(
         options = {"sort_ranks": False}
     with section(f"making the process group {name}"), _name_for_groups(name):
         group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, **options)
-    assert isinstance(group, dist.ProcessGroup), f"this rank is not one of {list(ranks)}"
+        assert isinstance(group, dist.ProcessGroup), f"this rank is not one of {list(ranks)}"
+        # See [Note: a group is there when all members have it].
+        if torch.device("cpu") in group._device_types and dist.get_backend(group) != "fake":
+            _meet(f"met in {group.group_name}", len(ranks))
     return group
+
+
+def _meet(place: str, num_ranks: int) -> None:
+    """Return when a number of ranks have called this for a place, which may be one of an earlier meeting."""
+    store = distributed_c10d._get_default_store()
+    meeting, number = divmod(store.add(place, 1) - 1, num_ranks)
+    if number == num_ranks - 1:
+        store.set(f"{place}, meeting {meeting}", "")
+    store.wait([f"{place}, meeting {meeting}"])
+
+
+def _number_made(name: str) -> int:
+    """Return how many groups of a name this rank has made in the job, and count one more."""
+    if dist.get_backend() != "fake":  # the store is the job's, and is new when a job is launched again
+        return distributed_c10d._get_default_store().add(f"{name}: made by rank {dist.get_rank()}", 1) - 1
+    taken = set(distributed_c10d._world.pg_names.values())
+    return next(number for number in range(len(taken) + 1) if f"{name}#{number}" not in taken)
 
 
 @contextmanager
@@ -62,8 +90,7 @@ def _name_for_groups(name: str) -> Iterator[None]:
     if original is None:  # another torch, which names groups in another way
         yield
         return
-    taken = set(distributed_c10d._world.pg_names.values())
-    number = next(number for number in range(len(taken) + 1) if f"{name}#{number}" not in taken)
+    number = _number_made(name)
     distributed_c10d._process_group_name = lambda *_args, **_kwargs: distributed_c10d.GroupName(
         f"{name}#{number}"
     )
@@ -214,6 +241,12 @@ class Mesh:
         return ("dp", "sp") if self.axes.get("sp", 1) > 1 else ("dp",)
 
     @property
+    def replica_axes(self) -> tuple[str, ...]:
+        """The axes of the ranks that compute one replica of the model together: all but those of `dp`."""
+        of_data = self._resolve("dp")
+        return tuple(axis for axis in self.axes if axis not in of_data)
+
+    @property
     def observer_axes(self) -> tuple[str, ...]:
         """The axes of the ranks whose losses and outputs together are those of the whole batch.
 
@@ -236,6 +269,15 @@ class Mesh:
         here = self.coordinate(self.rank)
         index = tuple(slice(None) if axis in wanted else here[axis] for axis in self.axes)
         return grid[index].flatten().tolist()
+
+    def all_ranks(self, axes: Axes) -> list[list[int]]:
+        """Return all groups along `axes`: what `ranks` returns on each rank, in the order of the grid."""
+        wanted = self._resolve(axes)
+        grid = torch.tensor(self.order, device="cpu").reshape(tuple(self.axes.values()))
+        places = {name: place for place, name in enumerate(self.axes)}
+        fixed = [places[name] for name in self.axes if name not in wanted]
+        moved = grid.permute(*fixed, *(places[name] for name in wanted))
+        return moved.reshape(-1, self.axis_size(axes)).tolist()
 
     def group(self, axes: Axes) -> dist.ProcessGroup:
         """Return the process group of this rank along `axes`; every member must ask for it."""

@@ -5,19 +5,20 @@ There is one, `global_context`. Doors and users read it; below the doors meshes 
 
 import math
 from collections.abc import Hashable
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from colossalai.context._config import Config, load_config, with_overrides
-from colossalai.context._features import FEATURE_KEYS, check_config
+from colossalai.context._features import FEATURE_KEYS, JobPlan, auto_plan_of, check_config
 from colossalai.context._group_initializer import OwnGroup, own_groups
 from colossalai.context._layout import Layout, with_expert_size
 from colossalai.context._mesh import Axis, Mesh, make_group
 from colossalai.context._parallel_mode import ParallelMode, mode_axes
 from colossalai.context._random import reset_seeds
-from colossalai.context._supervision import let_gloo_threads_rest, prepare_end, stop_watching
+from colossalai.context._supervision import leave_store, let_gloo_threads_rest, prepare_end, stop_watching
 
 Kept = TypeVar("Kept")
 
@@ -31,6 +32,7 @@ class ParallelContext:
     def _reset(self) -> None:
         self._config = Config()
         self._layout = Layout(data=1)
+        self._auto_plan: JobPlan | None = None
         self._mesh: Mesh | None = None
         self._device = torch.device("cpu")
         self._axes: dict[Hashable, tuple[str, ...]] = {}
@@ -72,6 +74,11 @@ class ParallelContext:
         """The config that the job was launched with."""
         return self._config
 
+    @property
+    def auto_plan(self) -> JobPlan | None:
+        """The plan of Colossal-Auto that `auto` in the config gives, as it was read at the launch."""
+        return self._auto_plan
+
     def load_config(self, config: Any, **arguments: Any) -> None:
         """Set the config from a path, a dict or None, unchecked.
 
@@ -84,14 +91,30 @@ class ParallelContext:
         read = with_overrides(Config({**load_config(config), **given}), FEATURE_KEYS)
         self._config = with_expert_size(read)
 
-    def init_parallel_groups(self, *, rank: int, world_size: int, device: torch.device | None = None) -> None:
+    def init_parallel_groups(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        device: torch.device | None = None,
+        plain_layers: bool = False,
+    ) -> None:
         """Check the loaded config and lay the mesh over the ranks; no process group is needed for that.
+
+        Args:
+            rank: Global rank of this process.
+            world_size: Number of processes.
+            device: The device of this rank; default: as it is.
+            plain_layers: See `Layout`; a plan that is given by `auto` says it itself.
 
         Raises:
             ConfigException: A feature of the config is invalid, or its sizes do not fit the number of
                 processes.
         """
-        layout = check_config(self._config, world_size)
+        layout = replace(check_config(self._config, world_size), plain_layers=plain_layers)
+        auto_plan = auto_plan_of(self._config)
+        if auto_plan is not None:
+            layout = auto_plan.layout_over(world_size)
         mesh = Mesh(
             layout.axes(),
             rank=rank,
@@ -102,6 +125,7 @@ class ParallelContext:
             layout.layout_mode, layout.axes_of_tensor(), cuts_sequences=layout.cuts_sequences
         )
         self._layout, self._mesh, self._device = layout, mesh, device or self._device
+        self._auto_plan = auto_plan
         self._kept = {}
 
     def init_own_groups(self) -> None:
@@ -277,6 +301,7 @@ class ParallelContext:
             prepare_end()
         finally:
             stop_watching()
+            leave_store()
             if self.is_launched:
                 self.mesh.forget_groups()
             if dist.is_initialized():
@@ -288,3 +313,13 @@ class ParallelContext:
 
 global_context = ParallelContext()
 """The context of this process."""
+
+
+def get_current_device() -> torch.device:
+    """Return the device of this rank; before launch the current accelerator, else the CPU."""
+    if global_context.is_launched:
+        return global_context.device
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from colossalai._lazy import find_name
 from colossalai.launcher._environment import forwarded_environment as forwarded_environment
+from colossalai.launcher._failure import refuse as refuse
 from colossalai.launcher._job import Job as Job
 from colossalai.launcher._notebook import notebook_launcher as notebook_launcher
 from colossalai.launcher._run import RunOptions as RunOptions

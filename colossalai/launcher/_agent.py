@@ -5,6 +5,7 @@ what a user at a terminal needs: it knows which rank failed first, and it ends t
 within seconds. See docs/design/launcher.md.
 """
 
+import contextlib
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from colossalai.cluster import Binding, bind_ranks, serve_store
 from colossalai.launcher import _worker
 from colossalai.launcher._cleanup import JobFolder, remove_abandoned_folders
 from colossalai.launcher._failure import JobFailure, RankState, find_failure, read_error
-from colossalai.launcher._job import Job, port_taken
+from colossalai.launcher._job import MOST_ASKED, Job, port_taken
 from colossalai.launcher._processes import adopt_orphans, end_descendants, exit_code_of, signals_to_heed
 from colossalai.launcher._protocol import ControllerLink
 from colossalai.launcher._worker_pipes import WorkerPipes
@@ -71,7 +73,7 @@ def launch(job: Job) -> int:
     folder = JobFolder("run")
     try:
         logs = DefaultLogsSpecs(log_dir=str(folder.path))
-        agent = LocalAgent(worker_spec(job, rendezvous, binding), logs)
+        agent = LocalAgent(worker_spec(job, rendezvous, binding), logs, drain_s=job.drain_s)
         agent.run()
     except SignalException as stop:
         if agent.failure is None:
@@ -112,11 +114,15 @@ class LocalAgent(LocalElasticAgent):
     Args:
         spec: What to run, as torch's agent takes it.
         logs: Where the ranks' output and their errors go.
+        drain_s: Seconds that rank 0 has to end the job well after a signal; None: a signal ends all ranks.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: LogsSpecs) -> None:
+    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, *, drain_s: float | None = None) -> None:
         super().__init__(spec, logs)
         self.failure: JobFailure | None = None
+        self._drain_s = drain_s
+        self._drain: tuple[signal.Signals, float] | None = None  # what asked for it, and its latest end
+        self._num_asked = 0
         self._ended_at: dict[int, float] = {}  # by pid
 
     def look_at_ranks(self) -> list[RankState]:
@@ -143,12 +149,38 @@ class LocalAgent(LocalElasticAgent):
     def on_failure(self) -> None:
         """Called when a failure is found, before the ranks are ended."""
 
+    def ask_first_rank(self, number: int) -> None:
+        """Send a signal to this host's first rank, which ends the job by itself, if it is there."""
+        if self._pcontext is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pcontext.pids()[0], number)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids: dict[int, Any] = super()._start_workers(worker_group)
+        if self._drain_s is not None:  # torch's agent has just set handlers that end all ranks at once
+            for name in signals_to_heed():
+                signal.signal(signal.Signals[name], self._on_signal)
+        return pids
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        """Let rank 0 end the job; a third signal ends all ranks."""
+        assert self._drain_s is not None
+        self._num_asked += 1
+        if self._num_asked > MOST_ASKED:
+            raise SignalException("asked again", signal.Signals(number))
+        self._drain = self._drain or (signal.Signals(number), time.monotonic() + self._drain_s)
+        self.ask_first_rank(number)
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look at the ranks, end them all if one has failed, and leave only the good end to torch.
 
         torch would name some failed rank, and wait 30 seconds for the others to end.
         """
         ranks = self.look_at_ranks()
+        if self._drain is not None and not all(rank.exit_code == 0 for rank in ranks):
+            asked_by, end = self._drain
+            if time.monotonic() > end or any(rank.exit_code == -asked_by for rank in ranks):
+                raise SignalException("the job has not ended well by itself", asked_by)
         if all(rank.exit_code == 0 for rank in ranks):
             result: RunResult = super()._monitor_workers(worker_group)
             return result

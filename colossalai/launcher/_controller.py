@@ -29,7 +29,7 @@ from typing import Any
 from colossalai.cluster import Host
 from colossalai.launcher._cleanup import GRACE_S
 from colossalai.launcher._failure import JobFailure, NodeLoss, RankError, RankState, blame
-from colossalai.launcher._job import ClusterJob
+from colossalai.launcher._job import MOST_ASKED, ClusterJob
 from colossalai.launcher._output import Screen
 from colossalai.launcher._processes import signals_to_heed
 from colossalai.launcher._protocol import SILENCE_S, RemoteProcess, as_bytes
@@ -166,6 +166,7 @@ class _Controller:
         self._news = asyncio.Event()  # set by every agent that says something, and by signals
         self._agents: list[AgentHandle] = []
         self._stopped_by: signal.Signals | None = None
+        self._num_asked = 0  # signals that rank 0 has got, to end the job by itself
         self._has_started = False  # once: from then on a host that does not answer may be one that returns
 
     async def run(self) -> int:
@@ -183,7 +184,7 @@ class _Controller:
                     return 128 + self._stopped_by
                 if failure is None:
                     return 0
-                if attempt == self._cluster.max_restarts:
+                if attempt == self._cluster.max_restarts or self._num_asked or failure.is_refusal:
                     await self._screen.say(failure.describe())
                     return failure.first.shell_code
                 number = f"restart {attempt + 1} of {self._cluster.max_restarts}"
@@ -386,7 +387,21 @@ class _Controller:
         return AgentHandle(host, command, self._cluster.variables(host), self._screen, self._news.set)
 
     def _on_signal(self, number: signal.Signals) -> None:
-        """The first signal ends the job with grace; a second one kills it."""
+        """The first signal ends the job with grace; a second one kills it.
+
+        A job that ends by itself gets two before: rank 0 hears of them.
+        """
+        drain_s = self._cluster.job.drain_s
+        has_ranks = self._agents and all(agent.stage >= Stage.STARTED for agent in self._agents)
+        if drain_s is not None and has_ranks and self._num_asked < MOST_ASKED:
+            self._num_asked += 1
+            self._agents[0].send("ask", signal=int(number))
+            if self._num_asked == 1:
+                asyncio.get_running_loop().call_later(drain_s, self._stop, number)
+            return
+        self._stop(number)
+
+    def _stop(self, number: signal.Signals) -> None:
         if self._stopped_by is not None:
             for agent in self._agents:
                 agent.send("stop", signal=int(signal.SIGKILL), grace_s=0.0)

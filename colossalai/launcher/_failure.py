@@ -13,10 +13,16 @@ When one rank ends, its peers fail soon after with "connection closed" and the l
 
 import json
 import math
+import os
 import signal
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
+
+REFUSED = 2
+"""Exit code of a rank that refuses what it was asked for, as of a wrong option."""
 
 _MESSAGE_S = 1.0  # what the news of a lost node may take; the errors of its peers may arrive before it
 
@@ -29,6 +35,7 @@ class RankError:
     traceback: str  # empty for a sys.exit
     time: float  # seconds since the epoch
     exit_code: int
+    is_refusal: bool = False  # a sentence for whoever asked, who has no use for a traceback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +103,19 @@ class JobFailure:
     first: RankState | NodeLoss
     later: tuple[RankState | NodeLoss, ...]
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether nothing is broken: what was asked for cannot be done, today and at a restart."""
+        error = self.first.error if isinstance(self.first, RankState) else None
+        return error is not None and error.is_refusal
+
     def describe(self) -> str:
-        """Say which rank failed first and why, with its traceback; and one line for each of the others."""
+        """Say which rank failed first and why, with its traceback; and one line for each of the others.
+
+        Of a refusal only the sentence is told: it is the same on all ranks.
+        """
+        if isinstance(self.first, RankState) and self.first.error is not None and self.is_refusal:
+            return self.first.error.message
         lines = [self.first.describe()]
         if isinstance(self.first, RankState):
             if self.first.was_killed and self.first.exit_code == -signal.SIGKILL:
@@ -150,7 +168,25 @@ def read_error(path: Path) -> RankError | None:
         traceback=extra["py_callstack"],
         time=float(extra.get("time", extra["timestamp"])),  # `record` has whole seconds only
         exit_code=extra.get("exit_code", 1),
+        is_refusal=extra.get("is_refusal", False),
     )
+
+
+def refuse(error: ValueError) -> NoReturn:
+    """End this rank, for what it was asked to do cannot be done: the launcher shows the sentence alone.
+
+    Args:
+        error: The refusal.
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    now = time.time()
+    extra = {"py_callstack": "", "timestamp": str(int(now)), "time": now, "exit_code": REFUSED}
+    told = {"message": {"message": str(error), "extraInfo": {**extra, "is_refusal": True}}}
+    if not file:
+        raise error
+    Path(f"{file}.part").write_text(json.dumps(told), encoding="utf-8")
+    os.replace(f"{file}.part", file)  # the launcher never sees half a file
+    sys.exit(REFUSED)
 
 
 def _is_certain(rank: RankState, long_ago: float) -> bool:

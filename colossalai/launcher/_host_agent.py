@@ -68,7 +68,7 @@ class HostAgent:
         self.ending = threading.Lock()  # whoever holds it ends the ranks, and nobody else looks at them
         remove_abandoned_folders()
         self.folder = JobFolder("node")  # before the link: its threads may end this process at once
-        self.link = ControllerLink({"stop": self._stop}, on_loss=self._lose)
+        self.link = ControllerLink({"stop": self._stop, "ask": self._ask}, on_loss=self._lose)
 
     def run(self) -> None:
         """Do what the controller says, to the end of the job."""
@@ -134,6 +134,11 @@ class HostAgent:
         end_descendants(signal.Signals(message["signal"]), grace_s=message["grace_s"])
         self._send_end(ranks)
         self._exit(0)
+
+    def _ask(self, message: dict[str, Any]) -> None:
+        """Send a signal to the first rank, which ends the job by itself."""
+        if self.agent is not None:
+            self.agent.ask_first_rank(message["signal"])
 
     def _lose(self) -> None:
         """The controller is gone: end everything, without a word to it, which might never get through."""

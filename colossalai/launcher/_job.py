@@ -1,6 +1,7 @@
 """Job descriptions: what `colossalai run` starts on one host or several, and whether it can be started."""
 
 import importlib.machinery
+import importlib.util
 import os
 import shlex
 import sys
@@ -13,6 +14,9 @@ from colossalai.launcher._cleanup import MARK_VARIABLE
 from colossalai.launcher._environment import READ_VARIABLES, is_secret, variables_line
 from colossalai.launcher._ssh import command_on
 
+MOST_ASKED = 2
+"""Signals that a job which ends by itself gets: to end, and to hurry."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -24,6 +28,9 @@ class Job:
     num_procs: int | None = None  # one per accelerator, or one
     bind: bool | None = None  # None: where it may help, if nobody has bound them; see `bind_ranks`
     master_port: int = 0  # 0: any free one
+    # Seconds that rank 0 has to end the job well after a signal, which it alone gets; a second signal goes to
+    # it, too. None: a signal ends all ranks.
+    drain_s: float | None = None
 
 
 def check_job(job: Job) -> None:
@@ -49,7 +56,9 @@ def _check_target(job: Job) -> None:
         raise ValueError(f"{job.target!r} starts with a typographic dash; options start with two hyphens: --")
     if job.is_module:
         package = job.target.partition(".")[0]
-        if importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path]) is None:
+        here = importlib.machinery.PathFinder.find_spec(package, [os.getcwd(), *sys.path])
+        # Packages that are installed for editing may be found by a hook of their own only.
+        if here is None and importlib.util.find_spec(package) is None:
             raise ValueError(
                 f"there is no module {package!r} in {os.getcwd()} or among the installed packages"
             )

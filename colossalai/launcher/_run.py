@@ -55,6 +55,7 @@ class RunOptions:
     log_dir: str | None = None
     ssh_port: int | None = None
     extra_launch_args: str | None = None
+    drain_s: float | None = None
     dry_run: bool = False
     preflight: bool = True
 
@@ -75,6 +76,7 @@ def run(options: RunOptions) -> int:
         num_procs=options.num_procs,
         bind=options.bind,
         master_port=options.master_port,
+        drain_s=options.drain_s,
     )
     # On another machine the port is the agent's to check.
     check_job(job if len(hosts) < 2 else replace(job, master_port=0))

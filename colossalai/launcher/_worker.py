@@ -49,7 +49,9 @@ def main() -> None:
         cpus
     )  # before there is a second thread: what this process starts, threads and processes, inherits it
     keep_freed_memory(os.environ)
-    faulthandler.enable()  # a crash in compiled code shows where Python was
+    # A crash in compiled code shows where Python was, in the thread that crashed and in no other: those run
+    # on while their stacks would be read. That could crash in turn, and SIGSEGV would hide gloo's SIGABRT.
+    faulthandler.enable(all_threads=False)
     hook = sys.excepthook = WorkerErrorHook(os.environ.get("TORCHELASTIC_ERROR_FILE", ""))
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Whole lines, at once: the ranks' lines do not mix in a pipe, and a killed rank's output is complete.
@@ -98,7 +100,8 @@ class WorkerErrorHook:
     def record_exit(self, error: SystemExit) -> None:
         """Note the time of a `sys.exit` with an error, so that the launcher knows which rank was first."""
         exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        if self.error_file and exit_code != 0:
+        # What the script has written down itself says more.
+        if self.error_file and exit_code != 0 and not os.path.exists(self.error_file):
             self._write(f"sys.exit({error.code!r})", "", exit_code=exit_code)
 
     def _write(self, message: str, text: str, *, exit_code: int) -> bool:

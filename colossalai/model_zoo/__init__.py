@@ -9,6 +9,7 @@ from colossalai.model_zoo import gpt as gpt
 from colossalai.model_zoo import moe as moe
 from colossalai.model_zoo import resnet as resnet
 from colossalai.model_zoo import vit as vit
+from colossalai.model_zoo._attention import SelfAttention as SelfAttention
 from colossalai.model_zoo._config import TransformerConfig as TransformerConfig
 
 if not TYPE_CHECKING:

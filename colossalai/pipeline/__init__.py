@@ -13,6 +13,7 @@ from colossalai.pipeline.schedules import Action as Action
 from colossalai.pipeline.schedules import Costs as Costs
 from colossalai.pipeline.schedules import Message as Message
 from colossalai.pipeline.schedules import Op as Op
+from colossalai.pipeline.schedules import Replay as Replay
 from colossalai.pipeline.schedules import Schedule as Schedule
 from colossalai.pipeline.schedules import ScheduleError as ScheduleError
 from colossalai.pipeline.schedules import ScheduleStep as ScheduleStep

@@ -5,6 +5,8 @@ from colossalai.runtime._accumulation import AccumulatingOptimizer as Accumulati
 from colossalai.runtime._assemble import assemble as assemble
 from colossalai.runtime._assemble import assemble_with_optimizers as assemble_with_optimizers
 from colossalai.runtime._assemble import check_built_for as check_built_for
+from colossalai.runtime._assemble import parameter_shapes as parameter_shapes
+from colossalai.runtime._assemble import refuse_other_model as refuse_other_model
 from colossalai.runtime._compatibility import REFUSED as REFUSED
 from colossalai.runtime._compatibility import pairs_table as pairs_table
 from colossalai.runtime._compatibility import refuse_pairs as refuse_pairs
@@ -23,8 +25,6 @@ from colossalai.runtime._pipeline import Criterion as Criterion
 from colossalai.runtime._pipeline import Pipeline as Pipeline
 from colossalai.runtime._plan import Plan as Plan
 from colossalai.runtime._plan import data_method as data_method
-from colossalai.runtime._recompute import apply_recompute as apply_recompute
-from colossalai.runtime._recompute import find_blocks as find_blocks
 from colossalai.runtime._saving import Resumed as Resumed
 from colossalai.runtime._saving import Run as Run
 from colossalai.runtime._saving import load_moe_model as load_moe_model
@@ -35,3 +35,10 @@ from colossalai.runtime._saving import settings_of as settings_of
 from colossalai.runtime._saving import with_position as with_position
 from colossalai.runtime._step import TrainingStep as TrainingStep
 from colossalai.runtime._wrapper import ModelWrapper as ModelWrapper
+from colossalai.runtime.recomputation import RecomputeHandle as RecomputeHandle
+from colossalai.runtime.recomputation import RecomputeSegment as RecomputeSegment
+from colossalai.runtime.recomputation import Segments as Segments
+from colossalai.runtime.recomputation import apply_recompute as apply_recompute
+from colossalai.runtime.recomputation import find_blocks as find_blocks
+from colossalai.runtime.recomputation import parts_of as parts_of
+from colossalai.runtime.recomputation import removable_recompute as removable_recompute

@@ -1,9 +1,9 @@
 """Apply a plan to a model and its optimizers in one order.
 
-Pipeline, tensors, precision, compilation, recomputation, loss in chunks, data.
+Pipeline, tensors, batch norms, precision, compilation, recomputation, loss in chunks, data.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp import OptimizerWrapper, StandIns, apply_precision, refuse_misfit
 from colossalai.checkpoint_io import parameter_names
+from colossalai.cluster import gather_values
 from colossalai.context import Axis, Layout, Mesh, ParallelMode, get_seeds, set_mode
 from colossalai.lazy import Materialization, is_lazy
 from colossalai.logging import get_dist_logger
@@ -19,16 +20,27 @@ from colossalai.monitor import name_modules
 from colossalai.nn.layer import SharesSequence
 from colossalai.nn.layer.moe import move_biases
 from colossalai.nn.parallel import AppliedDataMethod, ArrivingParams
-from colossalai.pipeline import is_counted, share_of
+from colossalai.pipeline import has_full_names, is_counted, is_elsewhere, share_of
 from colossalai.runtime._accumulation import AccumulatingOptimizer
 from colossalai.runtime._compile import apply_compile, refuse_compiled
 from colossalai.runtime._fused_loss import apply_fused_loss
 from colossalai.runtime._pipeline import Pipeline
 from colossalai.runtime._plan import Plan
-from colossalai.runtime._recompute import apply_recompute, find_blocks
 from colossalai.runtime._stages import join_stages, take_stages
 from colossalai.runtime._wrapper import ModelWrapper
-from colossalai.shardformer import can_shard, has_experts, keep_float32, shard_experts, shard_model
+from colossalai.runtime.recomputation import apply_recompute, find_blocks
+from colossalai.shardformer import (
+    Rule,
+    can_shard,
+    check_shards,
+    follow_batches_once,
+    has_experts,
+    keep_float32,
+    refuse_unknown_names,
+    shard_experts,
+    shard_model,
+    sync_batch_norms,
+)
 from colossalai.tensor import (
     ShardingSpec,
     as_memory,
@@ -87,22 +99,27 @@ def assemble_with_optimizers(
             they can be stepped in each of them; see `AccumulatingOptimizer`.
 
     Raises:
-        ValueError: The model or an optimizer has been assembled before, the mesh or the model was laid out or
-            built for another plan, an optimizer holds parameters that the model or another one has not alone,
-            or it has made steps already and the plan replaces parameters.
+        ValueError: The model or an optimizer has been assembled before, the plan was made for another model,
+            the mesh or the model was laid out or built for another plan, an optimizer holds parameters that
+            the model or another one has not alone, or it has made steps already and the plan replaces
+            parameters.
     """
     _check(model, optimizers)
     layout = _layout_of(plan, mesh)
+    if plan.made_for is not None:
+        refuse_other_model(plan.made_for, model, is_part=has_full_names(model))
     check_built_for(plan, model, mesh)
     name_modules(model)
     replicas = mesh.axis(mesh.batch_axes)
     tensor_axis = None if layout.alike_axis is None else mesh.axis(layout.alike_axis)
     if plan.pipeline is not None:
+        _check_whole_cuts(plan, model, mesh)
         model = take_stages(model, optimizers, options=plan.pipeline, axis=mesh.axis("pp"))
     is_cut_by_user = _take_users_cut(plan, model, mesh)
     if not is_cut_by_user:
-        _share_layers(model, optimizers, mesh, tensor_axis)
+        _share_layers(plan, model, optimizers, mesh, tensor_axis)
     _check_is_cut(model, mesh, replicas)
+    _prepare_batch_norms(plan, model, replicas)
     names = {id(param): name for name, param in model.named_parameters()}
     specs = {name: spec_of(param) for name, param in model.named_parameters()}
     arriving = _expect_params(plan, model, replicas, device)
@@ -160,6 +177,7 @@ def _take_users_cut(plan: Plan, model: nn.Module, mesh: Mesh) -> bool:
         )
     unfit = {
         "a pipeline": plan.pipeline is not None,
+        "`cuts` of layers": bool(plan.cuts),
         "ZeRO stage 3 by FSDP": plan.data.shards_parameters,
         "compile": plan.compile is not False,
     }
@@ -178,6 +196,39 @@ def _draw_apart(mesh: Mesh) -> None:
     states = [ParallelMode.SEQUENCE, ParallelMode.TENSOR] if "sp" in mesh.batch_axes else [ParallelMode.DATA]
     if known := [mode for mode in states if mode in get_seeds()]:
         set_mode(known[0])
+
+
+def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's parameters, under all names that they have."""
+    return {name: tuple(param.shape) for name, param in model.named_parameters(remove_duplicate=False)}
+
+
+def refuse_other_model(
+    made_for: Mapping[str, tuple[int, ...]], model: nn.Module, *, is_part: bool = False
+) -> None:
+    """Refuse a model that is not the one that a plan was made for, by the names and shapes of parameters.
+
+    Args:
+        made_for: What `parameter_shapes` has returned of that one.
+        model: The model.
+        is_part: Whether it is this rank's part of it, which has some of the names.
+
+    Raises:
+        ValueError: `model` has other names or shapes; the message has the first that differ.
+    """
+    own = parameter_shapes(model)
+    names = own if is_part else dict.fromkeys((*made_for, *own))
+    different = [
+        f"{name} is {own.get(name, 'not there')}, and {made_for.get(name, 'not there')} in the plan"
+        for name in names
+        if own.get(name) != made_for.get(name)
+    ]
+    if different:
+        more = f", and {len(different) - 3} more" if len(different) > 3 else ""
+        raise ValueError(
+            f"this {type(model).__name__} is not the model that the plan was made for: "
+            f"{'; '.join(different[:3])}{more}: make a plan for it, by make_plan or colossalai plan"
+        )
 
 
 def check_built_for(plan: Plan, module: nn.Module, mesh: Mesh) -> None:
@@ -200,6 +251,8 @@ def check_built_for(plan: Plan, module: nn.Module, mesh: Mesh) -> None:
             for name, part, extents in built_for(module)
             for field, extent in extents.items()
             if extent != getattr(layout, field) and (field != "mode" or layout.tensor > 1)
+            # A layer of no mode is a plain one, of which `cuts` says whether and how it is cut.
+            if not (field == "mode" and extent is None and plan.cuts is not None)
         ),
         *(
             f"{name} was built over the axes {spec.mesh.axes}, and the plan has {mesh.axes}"
@@ -295,20 +348,51 @@ def _param_names(model: nn.Module, plan: Plan) -> dict[nn.Parameter, str]:
 
 
 def _share_layers(
-    model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, tensor_axis: Axis | None
+    plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, tensor_axis: Axis | None
 ) -> None:
-    """Cut layers and experts of a model that was not built for it, where there are rules for it."""
+    """Cut layers and experts of a model that was not built for it, where there are rules for it.
+
+    Where the plan names what is cut, tensor parallelism alone cuts no experts: expert parallelism does.
+    """
     cuts_layers = tensor_axis is not None and tensor_axis.size > 1
-    cuts_experts = (cuts_layers or mesh.axes.get("ep", 1) > 1) and has_experts(model)
+    by_class = cuts_layers and plan.cuts is None
+    cuts_experts = (by_class or mesh.axes.get("ep", 1) > 1) and has_experts(model)
     has_steps = any(optimizer.state for optimizer in optimizers)
-    if has_steps and (cuts_experts or (cuts_layers and can_shard(model))):
+    if has_steps and (cuts_experts or plan.cuts or (by_class and can_shard(model))):
         raise ValueError(
             "the optimizer has made steps already, but this plan cuts the layers of the model: assemble "
             "first, then load the state of the optimizer"
         )
     if cuts_layers:
-        shard_model(model, mesh)
-    shard_experts(model, mesh)
+        shard_model(model, mesh, _cuts_of_stage(plan, model, mesh))
+    if plan.cuts is None or mesh.axes.get("ep", 1) > 1:
+        shard_experts(model, mesh)
+
+
+def _check_whole_cuts(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
+    """Check the cuts of a model that is to become stages while it is whole: so all ranks find a mistake."""
+    is_whole = plan.pipeline is not None and plan.pipeline.partition is not None and not has_full_names(model)
+    if plan.cuts and is_whole:
+        check_shards(model, mesh.axis_size("tp"), plan.cuts)
+
+
+def _cuts_of_stage(plan: Plan, model: nn.Module, mesh: Mesh) -> Mapping[str, Rule] | None:
+    """Return the cuts of what this rank holds; collective over the stages, each of which has other names."""
+    if not plan.cuts or plan.pipeline is None:
+        return plan.cuts
+    own = {name for name, part in model.named_modules() if not is_elsewhere(part)}
+    refuse_unknown_names(plan.cuts, own.union(*gather_values(own, mesh.group("pp"))))
+    return {name: rule for name, rule in plan.cuts.items() if name in own}
+
+
+def _prepare_batch_norms(plan: Plan, model: nn.Module, replicas: Axis) -> None:
+    """Let batch norms see the whole batch, where the plan says so, and no batch twice."""
+    if plan.sync_batch_norm and not sync_batch_norms(model, replicas) and plan.pipeline is None:
+        get_dist_logger().log_once(  # a stage may have none
+            f"sync_batch_norm has no effect: {type(model).__name__} has no batch norms", ranks=[0]
+        )
+    if plan.recompute:
+        follow_batches_once(model)
 
 
 def _check_is_cut(model: nn.Module, mesh: Mesh, replicas: Axis) -> None:

@@ -1,7 +1,7 @@
 """The plan: over which mesh, with which methods and options a model is trained. Both doors produce one."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from colossalai.amp import FullPrecision, Precision, precision_of
@@ -10,6 +10,8 @@ from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import Bucketed, DataMethod, FullySharded, Replicated, Unsynchronized
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime._compatibility import refuse_pairs
+from colossalai.runtime.recomputation import Segments
+from colossalai.shardformer import NamedRules, Rule
 from colossalai.zero import ZeroReplicas
 from colossalai.zero.gemini import GeminiOptions
 
@@ -34,12 +36,20 @@ class Plan:
         clip_norm_type: The p of that norm.
         gradient_handlers: One dict for each gradient handler, with its registered `type`.
         pipeline: How the model is cut into stages and a batch goes through them; None: it is not.
+        cuts: How tensor parallelism cuts layers, by the names of modules in the whole model; "" is the model
+            itself. Layers built for no tensor mode are then plain ones. None: by the classes of the modules.
+            An empty mapping: nothing is cut.
+        sync_batch_norm: Whether batch norms take mean and variance over the parts of the batch on all
+            replicas; in a pipeline, or with accumulation, of each microbatch. Otherwise each takes those of
+            its own part.
+        made_for: Names and shapes of the parameters of the whole model that the plan was made for, which
+            another one is refused by; None: it is for any model.
     """
 
     layout: Layout | None = None
     data: DataMethod = field(default_factory=Replicated)
     precision: Precision = field(default_factory=FullPrecision)
-    recompute: bool | str | Sequence[str] = False
+    recompute: bool | str | Sequence[str] | Segments = False
     compile: bool | Mapping[str, Any] = False
     fused_loss: bool = False
     accumulation_steps: int = 1
@@ -47,10 +57,16 @@ class Plan:
     clip_norm_type: float = 2.0
     gradient_handlers: tuple[Mapping[str, Any], ...] = ()
     pipeline: PipelineOptions | None = None
+    cuts: Mapping[str, Rule] | None = None
+    sync_batch_norm: bool = False
+    made_for: Mapping[str, tuple[int, ...]] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_compile(self.compile)
         refuse_pairs(self.methods)
+        if self.cuts is not None:
+            object.__setattr__(self, "cuts", NamedRules(self.cuts))
+        self._check_layers()
         if self.compile is not False and not self.data.allows_compile:
             raise ValueError(
                 f"compile and {self.data.name_in_pairs} cannot be combined: a compiled forward does not let "
@@ -67,8 +83,25 @@ class Plan:
     def __str__(self) -> str:
         """Return the choices that differ from the defaults, for people; `repr` has all of it."""
         is_one_rank = self.layout in (Layout(), Layout(data=1))
-        named = {each.name for each in fields(self)} - {"data", "precision", "layout" if is_one_rank else ""}
-        return ", ".join([_brief(self.data), _brief(self.precision), *_choices(self, named)])
+        apart = {"data", "precision", "cuts", "made_for", "layout" if is_one_rank else ""}
+        choices = _choices(self, {each.name for each in fields(self)} - apart)
+        cuts = [] if self.cuts is None else [f"cuts={len(self.cuts)} modules by name"]
+        return ", ".join([_brief(self.data), _brief(self.precision), *choices, *cuts])
+
+    def _check_layers(self) -> None:
+        """Refuse cuts that no ranks share, and batch norms of parts that a tensor mode cuts again."""
+        layout = self.layout or Layout()
+        if self.cuts and (layout.tensor == 1 or layout.alike_axis is None):
+            raise ValueError(
+                f"cuts names {len(self.cuts)} modules for tensor-parallel ranks to share, and the layout has "
+                f"tensor={layout.tensor}, mode={layout.mode!r}: give it tensor=2 or more with mode='1d', or "
+                "leave cuts out"
+            )
+        if self.sync_batch_norm and layout.tensor > 1 and layout.alike_axis is None:
+            raise ValueError(
+                f"sync_batch_norm goes with tensor mode '1d' or none: mode {layout.mode!r} cuts the batch of "
+                "a replica again, within the model"
+            )
 
     @property
     def methods(self) -> list[str]:
@@ -89,20 +122,40 @@ class Plan:
         return [name for name, is_used in used.items() if is_used and name is not None]
 
     @staticmethod
-    def from_config(config: Config, *, pipeline: PipelineOptions | None = None) -> "Plan":
+    def from_config(
+        config: Config, *, pipeline: PipelineOptions | None = None, auto: "Plan | None" = None
+    ) -> "Plan":
         """Return the plan that the feature keys of a config say.
 
         Args:
             config: The config.
             pipeline: How the pipeline is run, if something else than the config says so.
+            auto: What `auto` in the config gives: other features are added to it.
 
         Raises:
             ConfigException: A feature has not landed yet, or two that are asked for do not go together.
         """
         try:
+            if auto is not None:
+                return auto._with_features(config, pipeline)
             return Plan._from_config(config, pipeline or _pipeline_options(config))
         except ValueError as error:
             raise error if isinstance(error, ConfigException) else ConfigException(str(error)) from error
+
+    def _with_features(self, config: Config, pipeline: PipelineOptions | None) -> "Plan":
+        """Return a plan of Colossal-Auto with the features of a config that it leaves open."""
+        if pipeline is not None:
+            raise ConfigException(
+                "the schedule that initialize is given, and `auto` of the config, both say how a pipeline is "
+                "run: leave one of them out"
+            )
+        return replace(
+            self,
+            compile=False if config.get("compile") is None else config["compile"],
+            fused_loss=config.get("fused_loss") or False,
+            accumulation_steps=config.get("gradient_accumulation") or 1,
+            clip_grad_norm=config.get("clip_grad_norm") or 0.0,
+        )
 
     @staticmethod
     def _from_config(config: Config, pipeline: PipelineOptions | None) -> "Plan":

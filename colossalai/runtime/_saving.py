@@ -201,7 +201,7 @@ def _epoch_of(dataloader: Stateful | None) -> int | None:
 def _readable(value: Any) -> Any:
     """Return options as values that JSON can hold; an object is its class and its fields."""
     if is_dataclass(value) and not isinstance(value, type):
-        options = {each.name: _readable(getattr(value, each.name)) for each in fields(value)}
+        options = {each.name: _readable(getattr(value, each.name)) for each in fields(value) if each.repr}
         return {"type": type(value).__name__, **options}
     if isinstance(value, Mapping):
         return {str(key): _readable(item) for key, item in value.items()}

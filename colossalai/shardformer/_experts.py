@@ -78,6 +78,25 @@ def has_experts(model: nn.Module) -> bool:
     return any(_names_of_experts(part) for _, part in parts_of(model))
 
 
+def expert_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return by the names of modules of experts the names of the parameters that `shard_experts` cuts.
+
+    All are full names. Dimension 0 of these parameters counts experts.
+    """
+    return {
+        name: tuple(f"{name}.{each}" for each in names)
+        for name, part in parts_of(model)
+        if (names := _names_of_experts(part))
+    }
+
+
+def experts_of(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of experts of a model that `shard_experts` cuts or has cut."""
+    return [
+        part for _, part in parts_of(model) if isinstance(part, DispatchedExperts) or _names_of_experts(part)
+    ]
+
+
 def keep_float32(model: nn.Module) -> None:
     """Let no precision cast what a model of transformers says has to stay in float32.
 

@@ -4,7 +4,7 @@ import copy
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -14,7 +14,7 @@ from colossalai.communication import (
     gather_forward_split_backward,
     split_forward_gather_backward,
 )
-from colossalai.context import Mesh, ParallelMode, get_seeds, seed, set_mode
+from colossalai.context import Axis, Mesh, ParallelMode, get_seeds, seed, set_mode
 from colossalai.nn.layer import ParallelEmbedding
 from colossalai.nn.layer.tensor_parallel import LinearScheme, ParallelMatmul
 from colossalai.tensor import PaddedSpec, ShardingSpec, SpecKeeper, pad_to, padded_size, set_spec, spec_of
@@ -23,13 +23,13 @@ AXIS = "tp"
 
 
 def cut_param(
-    param: nn.Parameter,
+    param: torch.Tensor,
     dims: tuple[tuple[str, ...], ...],
     mesh: Mesh,
     *,
     parts: tuple[int, ...],
 ) -> None:
-    """Let a parameter keep this rank's slice, if it is not cut by now, as one that two layers share is.
+    """Let a parameter or buffer keep this rank's slice, if it is not cut by now, as a shared one may be.
 
     A vocabulary that the ranks do not divide is padded; what has other dimensions has been checked.
     """
@@ -62,6 +62,9 @@ class LinearShard(SpecKeeper):
     Shape:
         Input (..., in), output (..., out). The output of a column layer and the input of a row layer are cut.
     """
+
+    takes_all: ClassVar[bool] = False
+    """Whether a row layer is given all input features."""
 
     def __init__(
         self,
@@ -113,9 +116,46 @@ class HeadShard(LinearShard):
 class SplitRowShard(LinearShard):
     """A row layer that is given all features, by ranks that computed them alike: each takes its slice."""
 
+    takes_all: ClassVar[bool] = True
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' products."""
         return super().forward(split_forward_gather_backward(x, self.mesh.axis(AXIS), -1))
+
+
+@dataclass(frozen=True)
+class LinearParts:
+    """What a linear layer computes with, cut or not: for who computes it in another way.
+
+    Attributes:
+        weight: (out, in), this rank's slice.
+        bias: (out,), this rank's slice, or the whole where outputs are summed; None for none.
+        summed_over: The ranks over which products are summed, before the bias is added; None for none.
+        gathered_over: The ranks over which outputs are gathered; None for none.
+        num_outputs: Outputs that are left of those then: what pads them is behind.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    summed_over: Axis | None = None
+    gathered_over: Axis | None = None
+    num_outputs: int = 0
+
+
+def linear_parts(layer: nn.Module) -> LinearParts | None:
+    """Return what a linear layer, or this rank's shard of one, computes with; None for anything else."""
+    if type(layer) is nn.Linear:
+        return LinearParts(layer.weight, layer.bias)
+    if type(layer).__name__ == "Conv1D":
+        return LinearParts(layer.get_parameter("weight").t(), layer.get_parameter("bias"))
+    if type(layer) not in (LinearShard, HeadShard):
+        return None
+    assert isinstance(layer, LinearShard)
+    weight = layer.weight if layer.out_first else layer.weight.t()
+    axis = layer.mesh.axis(AXIS)
+    if isinstance(layer, HeadShard):
+        return LinearParts(weight, layer.bias, gathered_over=axis, num_outputs=layer.num_outputs)
+    return LinearParts(weight, layer.bias, summed_over=axis if layer.scheme.reduce_y else None)
 
 
 class VocabularyShard(ParallelEmbedding, nn.Embedding):
@@ -201,6 +241,39 @@ class GathersHeads:
     def __deepcopy__(self, memo: dict[int, Any]) -> "GathersHeads":
         """Return a hook of a copied model, over the same mesh."""
         return GathersHeads(copy.deepcopy(self.asked, memo), self.mesh, self.place)
+
+
+@dataclass
+class TakesOwnHeads:
+    """A hook before a module of a part of the heads: of what it is given for all it gets that of its own.
+
+    Attributes:
+        places: Names of the arguments, (batch * heads, ...), and their places among the positional ones.
+        num_heads: The number of heads on all ranks.
+        mesh: The ranks.
+    """
+
+    places: dict[str, int]
+    num_heads: int
+    mesh: Mesh
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Return the arguments with those of this rank's heads."""
+        taken = {name: self._own(kwargs[name]) for name in self.places if name in kwargs}
+        given = {place: self._own(args[place]) for place in self.places.values() if place < len(args)}
+        return tuple(given.get(place, arg) for place, arg in enumerate(args)), {**kwargs, **taken}
+
+    def _own(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        if tensor is None:
+            return None
+        num_own = self.num_heads // self.mesh.axis_size(AXIS)
+        by_head: torch.Tensor = tensor.unflatten(0, (-1, self.num_heads))  # (batch, heads, ...)
+        begin = self.mesh.axis_rank(AXIS) * num_own
+        return by_head[:, begin : begin + num_own].flatten(0, 1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TakesOwnHeads":
+        """Return a hook of a copied model, over the same mesh."""
+        return TakesOwnHeads(dict(self.places), self.num_heads, self.mesh)
 
 
 class DrawsApart(nn.Module):

@@ -8,7 +8,21 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from colossalai.pipeline import ModelStage, is_elsewhere
-from colossalai.shardformer.policies import BERT, CAUSAL, GPT2, GPT_OSS, LLAMA, OPT, T5, VIT, Policy, Rule
+from colossalai.shardformer.policies import (
+    BERT,
+    BLOOM,
+    CAUSAL,
+    GPT2,
+    GPT_NEOX,
+    GPT_OSS,
+    LLAMA,
+    OPT,
+    PHI,
+    T5,
+    VIT,
+    Policy,
+    Rule,
+)
 
 
 class RuleRegistry:
@@ -60,7 +74,7 @@ def _full_name(kind: type | str) -> str:
     return kind
 
 
-_registry = RuleRegistry((BERT, CAUSAL, GPT2, GPT_OSS, LLAMA, OPT, T5, VIT))
+_registry = RuleRegistry((BERT, BLOOM, CAUSAL, GPT2, GPT_NEOX, GPT_OSS, LLAMA, OPT, PHI, T5, VIT))
 
 
 def register_rule(kind: type[nn.Module] | str, rule: Rule, *, replace: bool = False) -> None:

@@ -1,12 +1,16 @@
 """Share out the layers of a model over the tensor-parallel ranks, in place.
 
-The rules are those of the classes of its modules; where a class has none, the model's own `tp_plan`.
+The rules are those of the classes of its modules; where a class has none, the model's own `tp_plan`. Or they
+are those that a plan has for its modules by name, and no others.
 
 Parameters stay the same objects with less in them, so an optimizer that holds them needs not to know; each
 carries a spec of the whole, so gradients, norms, ZeRO and checkpoints need not either. A checkpoint has the
 names and the shapes that the model has on one process.
 """
 
+import inspect
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -15,6 +19,20 @@ from colossalai.context import Mesh
 from colossalai.nn.layer import ParallelEmbedding
 from colossalai.nn.layer.tensor_parallel import COLUMN, ROW, Cut, LinearScheme
 from colossalai.pipeline import is_elsewhere
+from colossalai.shardformer._adapters import (
+    cut_with_adapter,
+    is_adapter,
+    reason_against_adapter,
+    without_adapter,
+)
+from colossalai.shardformer._channels import (
+    CONVOLUTIONS,
+    cut_channel_norm,
+    cut_convolution,
+    extents_of_norm,
+    reason_against_convolution,
+    reason_against_norm,
+)
 from colossalai.shardformer._layers import (
     AXIS,
     Asked,
@@ -26,6 +44,7 @@ from colossalai.shardformer._layers import (
     NotesQuestion,
     SplitRowShard,
     SumsGradients,
+    TakesOwnHeads,
     VocabularyShard,
     class_of,
     cut_param,
@@ -33,13 +52,22 @@ from colossalai.shardformer._layers import (
     keep_specs,
     put_before,
 )
+from colossalai.shardformer._named_rules import FoundRules, refuse_half_tied, rules_by_name
 from colossalai.shardformer._registry import parts_of, rule_of
 from colossalai.shardformer._tp_plan import rules_of_plans
 from colossalai.shardformer.policies import Rule
 from colossalai.tensor import SpecKeeper
 
+_LINEAR_KINDS: Mapping[str, tuple[LinearScheme, type[LinearShard]]] = {
+    "columns": (COLUMN, LinearShard),
+    "rows": (ROW, LinearShard),
+    "heads": (COLUMN, HeadShard),
+    "splits": (ROW, SplitRowShard),
+}
+"""What a linear layer becomes, by the field of a `Rule` that names it."""
 
-def shard_model(model: nn.Module, mesh: Mesh) -> int:
+
+def shard_model(model: nn.Module, mesh: Mesh, cuts: Mapping[str, Rule] | None = None) -> int:
     """Cut the layers of all modules that have a rule, or that the model's plan names, over the axis `tp`.
 
     All ranks hold the same values before. No communication.
@@ -47,18 +75,18 @@ def shard_model(model: nn.Module, mesh: Mesh) -> int:
     Args:
         model: The model, or a stage of it; it is changed in place.
         mesh: The ranks.
+        cuts: Rules by the names of modules, which are then the only ones that count; "" is the model itself.
+            For a stage: of those that it has, by their names in the whole model.
 
     Returns:
         The number of modules that were shared out; 0 where no class has a rule and the model has no plan.
 
     Raises:
         ValueError: `mesh` has a number of ranks that does not divide the heads or the features of a module,
-            or `model` has a layer that cannot be cut, or a plan that cannot be translated. Nothing has been
-            changed then.
+            or `model` has a layer that cannot be cut, or a plan that cannot be translated, or `cuts` names
+            what it has not, or one of two layers that share a parameter. Nothing has been changed then.
     """
-    found = _found_rules(model)
-    for name, module, rule in found:
-        _check(name, module, rule, mesh.axis_size(AXIS))
+    found = check_shards(model, mesh.axis_size(AXIS), cuts)
     for _, module, rule in found:
         _share_out(module, rule, mesh)
     if any(rule.attentions for *_, rule in found):
@@ -66,27 +94,49 @@ def shard_model(model: nn.Module, mesh: Mesh) -> int:
     return len(found)
 
 
+def check_shards(model: nn.Module, num_ranks: int, cuts: Mapping[str, Rule] | None = None) -> FoundRules:
+    """Return the modules that `shard_model` would cut, by name, with their rules; nothing is changed.
+
+    Args:
+        model: The model; one without memory will do.
+        num_ranks: Ranks that are to share its layers.
+        cuts: As in `shard_model`.
+
+    Raises:
+        ValueError: `model` cannot be shared by so many; see `shard_model`.
+    """
+    found = _found_rules(model) if cuts is None else rules_by_name(model, cuts)
+    for name, module, rule in found:
+        check_rule(name, module, rule, num_ranks)
+    if cuts is not None:
+        refuse_half_tied(model, found)
+    return found
+
+
 def can_shard(model: nn.Module) -> bool:
     """Return whether some module of a model has a rule that cuts layers, or the model a plan of its own."""
     return bool(_found_rules(model))
 
 
-def _found_rules(model: nn.Module) -> list[tuple[str, nn.Module, Rule]]:
+def _found_rules(model: nn.Module) -> FoundRules:
     """Return the modules to be shared out, by name, with their rules; the plan is for those without one."""
     by_class = [(name, part, rule) for name, part in parts_of(model) if (rule := rule_of(part)) and rule.cuts]
     return by_class + rules_of_plans(model, ruled={part for _, part, _ in by_class})
 
 
 def _share_out(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
-    for name, layer in _layers(module, rule.columns):
-        num_parts = _num_parts(module, rule, name)
-        setattr(module, name, _linear(layer, COLUMN, mesh, num_parts=num_parts))
-    for name, layer in _layers(module, rule.rows):
-        setattr(module, name, _linear(layer, ROW, mesh, num_parts=2 if name in rule.packed else 1))
-    for name, layer in _layers(module, rule.heads):
-        setattr(module, name, _linear(layer, COLUMN, mesh, kind=HeadShard))
-    for name, layer in _layers(module, rule.splits):
-        setattr(module, name, _linear(layer, ROW, mesh, kind=SplitRowShard))
+    for field, (scheme, kind) in _LINEAR_KINDS.items():
+        for name, layer in _layers(module, getattr(rule, field)):
+            num_parts = _num_parts(module, rule, field, name)
+            cut = partial(_linear, scheme=scheme, mesh=mesh, num_parts=num_parts, kind=kind)
+            if isinstance(layer, CONVOLUTIONS):
+                cut_convolution(layer, field, mesh, num_parts=num_parts)
+            elif is_adapter(layer):
+                cut_with_adapter(layer, cut)
+            else:
+                setattr(module, name, cut(layer))
+    for name, norm in _layers(module, rule.channel_norms):
+        cut_channel_norm(norm, mesh, num_parts=2 if name in rule.packed else 1)
     for name, layer in _layers(module, rule.embeddings):
         setattr(module, name, _embedding(layer, mesh))
     for name, layer in _layers(module, rule.feature_embeddings):
@@ -96,6 +146,11 @@ def _share_out(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
 
 def _adapt(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
     """Let what is not cut in a module go with its layers: counts, random masks, norms of single heads."""
+    if rule.head_inputs:
+        names = list(inspect.signature(module.forward).parameters)
+        places = {name: names.index(name) for name in rule.head_inputs}
+        takes = TakesOwnHeads(places, int(getattr(module, rule.counts[0])), mesh)
+        module.register_forward_pre_hook(takes, with_kwargs=True)
     for name in rule.counts:
         setattr(module, name, getattr(module, name) // mesh.axis_size(AXIS))
     for _, norm in _layers(module, rule.head_norms):
@@ -125,11 +180,11 @@ def _gather_attentions(model: nn.Module, attentions: dict[nn.Module, Rule], mesh
 
 def _linear(
     layer: nn.Module,
+    *,
     scheme: LinearScheme,
     mesh: Mesh,
-    *,
-    num_parts: int = 1,
-    kind: type[LinearShard] = LinearShard,
+    num_parts: int,
+    kind: type[LinearShard],
 ) -> LinearShard:
     weight = layer.get_parameter("weight")
     bias = None if layer.bias is None else layer.get_parameter("bias")
@@ -144,10 +199,10 @@ def _linear(
     return kind(weight, bias, scheme=scheme, mesh=mesh, out_first=out_first)
 
 
-def _num_parts(module: nn.Module, rule: Rule, name: str) -> int:
-    """Return of how many parts the output features of a column layer consist."""
-    if rule.part is None:
-        return 2 if name in rule.packed else 1
+def _num_parts(module: nn.Module, rule: Rule, field: str, name: str) -> int:
+    """Return of how many parts the features of a layer consist that are cut."""
+    if rule.part is None or field != "columns":
+        return 2 if name in rule.packed and field in ("columns", "rows") else 1
     return _features(getattr(module, name))[1] // int(getattr(module, rule.part))
 
 
@@ -180,24 +235,28 @@ def _feature_embedding(layer: nn.Embedding, mesh: Mesh) -> ParallelEmbedding:
     return ParallelEmbedding(*sizes, cut=Cut(features=(AXIS,)), mesh=mesh, weight=weight)
 
 
-def _check(name: str, module: nn.Module, rule: Rule, num_ranks: int) -> None:
-    """Refuse what cannot be shared out, before anything is changed."""
+def check_rule(name: str, module: nn.Module, rule: Rule, num_ranks: int) -> None:
+    """Refuse what cannot be shared out; whether two layers share a parameter is not looked at.
+
+    Args:
+        name: The module's name, for the message.
+        module: What has the rule.
+        rule: The rule.
+        num_ranks: Ranks that are to share its layers.
+
+    Raises:
+        ValueError: `module` has a layer that cannot be cut by `rule`, or that so many ranks do not divide.
+    """
     what = f"{type(module).__name__} {name!r} cannot be shared by {num_ranks} tensor-parallel ranks"
-    for key in _present(module, (*rule.columns, *rule.rows, *rule.splits, *rule.heads)):
-        layer = getattr(module, key)
-        if not isinstance(layer, nn.Linear) and type(layer).__name__ != "Conv1D":
-            raise ValueError(
-                f"{what}: its {key} is a {type(layer).__module__}.{type(layer).__qualname__}, and only "
-                "torch.nn.Linear and Conv1D of transformers can be cut: pass the model as it is built there "
-                "(adapters such as LoRA: merge them, or leave tensor parallelism out)"
-            )
-    for key in _present(module, (*rule.embeddings, *rule.feature_embeddings)):
-        layer = getattr(module, key)
-        if not isinstance(layer, nn.Embedding) or layer.max_norm or layer.scale_grad_by_freq or layer.sparse:
-            raise ValueError(
-                f"{what}: its {key} is {layer}, and only a torch.nn.Embedding without max_norm, "
-                "scale_grad_by_freq and sparse can be cut"
-            )
+    kinds = {
+        _reason_against: (*rule.columns, *rule.rows, *rule.splits, *rule.heads),
+        reason_against_norm: rule.channel_norms,
+        _reason_against_embedding: (*rule.embeddings, *rule.feature_embeddings),
+    }
+    for find_reason, names in kinds.items():
+        for key in _present(module, names):
+            if reason := find_reason(getattr(module, key)):
+                raise ValueError(f"{what}: its {key} {reason}")
     for key in _present(module, rule.columns) if rule.part else ():
         features, part = _features(getattr(module, key))[1], int(getattr(module, rule.part or ""))
         if features % part:
@@ -206,10 +265,48 @@ def _check(name: str, module: nn.Module, rule: Rule, num_ranks: int) -> None:
                 f"{rule.part}={part}; parts of several sizes, as of a query wider than key and value, cannot "
                 "be cut: name the layer in `heads` of the Rule, and the row layer behind it in `splits`"
             )
+    _check_unset(what, module, rule)
     for key, number in _numbers(module, rule).items():
         if number % num_ranks:
             raise ValueError(
                 f"{what}: its {key} is {number}, which they do not divide; choose a tensor size that does"
+            )
+
+
+def _reason_against(layer: nn.Module) -> str:
+    """Return why a layer cannot be cut along its features; empty where it can."""
+    if reason := reason_against_adapter(layer):
+        return reason
+    layer = without_adapter(layer)
+    if isinstance(layer, CONVOLUTIONS):
+        return reason_against_convolution(layer)
+    if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D":
+        return ""
+    return (
+        f"is a {type(layer).__module__}.{type(layer).__qualname__}, and only torch.nn.Linear, Conv1d to "
+        "Conv3d, and Conv1D of transformers can be cut, and these with LoRA of peft: pass the model as it is "
+        "built there"
+    )
+
+
+def _reason_against_embedding(layer: Any) -> str:
+    """Return why an embedding cannot be cut; empty where it can."""
+    if reason := reason_against_adapter(layer):
+        return reason
+    if not isinstance(layer, nn.Embedding) or layer.max_norm or layer.scale_grad_by_freq or layer.sparse:
+        return (
+            f"is {layer}, and only a torch.nn.Embedding without max_norm, scale_grad_by_freq and sparse can "
+            "be cut"
+        )
+    return ""
+
+
+def _check_unset(what: str, module: nn.Module, rule: Rule) -> None:
+    for key in rule.unset:
+        if getattr(module, key):
+            raise ValueError(
+                f"{what}: its {key} is {getattr(module, key)!r}, with which its forward multiplies with the "
+                f"weights of its layers by itself: set {key} of the config to False"
             )
 
 
@@ -221,7 +318,11 @@ def _numbers(module: nn.Module, rule: Rule) -> dict[str, int]:
         numbers[f"number of output features of {key}"] = _features(getattr(module, key))[1]
     for key in _present(module, (*rule.rows, *rule.splits)):
         numbers[f"number of input features of {key}"] = _features(getattr(module, key))[0]
-    for key in _present(module, rule.packed):
+    for key in _present(module, rule.channel_norms):
+        halves, of_half = (2, " of each half") if key in rule.packed else (1, "")
+        for extent, number in extents_of_norm(getattr(module, key)).items():
+            numbers[f"number of {extent}{of_half} of {key}"] = number // halves
+    for key in _present(module, tuple(key for key in rule.packed if key not in rule.channel_norms)):
         features = _features(getattr(module, key))[1 if key in rule.columns else 0]
         numbers[f"number of features of each half of {key}"] = features // 2
     for key in _present(module, rule.feature_embeddings):
@@ -230,9 +331,10 @@ def _numbers(module: nn.Module, rule: Rule) -> dict[str, int]:
 
 
 def _features(layer: nn.Module) -> tuple[int, int]:
-    """Return the numbers of input and of output features of a linear layer."""
-    rows, columns = layer.get_parameter("weight").shape
-    return (columns, rows) if isinstance(layer, nn.Linear) else (rows, columns)
+    """Return the numbers of input and of output features of a linear layer, or channels of a convolution."""
+    layer = without_adapter(layer)
+    rows, columns, *_ = layer.get_parameter("weight").shape
+    return (columns, rows) if isinstance(layer, (nn.Linear, *CONVOLUTIONS)) else (rows, columns)
 
 
 def _present(module: nn.Module, names: tuple[str, ...]) -> list[str]:

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Set
 from torch import nn
 
 from colossalai.pipeline import is_elsewhere
+from colossalai.shardformer._adapters import without_adapter
 from colossalai.shardformer._registry import parts_of
 from colossalai.shardformer.policies import Rule
 
@@ -62,9 +63,8 @@ def rules_of_plans(model: nn.Module, *, ruled: Set[nn.Module]) -> list[tuple[str
     for name, part in parts_of(model):
         if part not in covered and (plan := _plan_of(part)):
             covered.update(part.modules())  # the plan of a model has the entries of those in it
-            prefix = f"{name}." if name else ""
             rules = _rules_of_plan(part, plan, ruled)
-            found += [(f"{prefix}{owner}", module, rule) for owner, module, rule in rules]
+            found += [(".".join(filter(None, (name, owner))), module, rule) for owner, module, rule in rules]
     return found
 
 
@@ -75,7 +75,9 @@ def planned_head(model: nn.Module) -> str | None:
 
 
 def _plan_of(module: nn.Module) -> Mapping[str, str]:
-    plan = getattr(module, "tp_plan", None)
+    # What is around a model, as peft's, may pass on its attributes: its plan has the names of the model.
+    has_own = hasattr(type(module), "tp_plan") or "tp_plan" in vars(module)
+    plan = getattr(module, "tp_plan", None) if has_own else None
     return plan if isinstance(plan, Mapping) else {}
 
 
@@ -134,6 +136,7 @@ def _reason_against(layer: nn.Module | None, style: str) -> str:
         return "is no style that is known"
     if layer is None:
         return "of a parameter, not of a layer"
+    layer = without_adapter(layer)
     if style in LINEAR_STYLES and not (isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"):
         return f"of a {type(layer).__name__}, which is no torch.nn.Linear"
     if STYLES[style] == "embeddings" and not isinstance(layer, nn.Embedding):

@@ -221,5 +221,12 @@ def _full(tensor: Tensor) -> Tensor:
     """Return a copy of the whole tensor, so that a later step does not change it."""
     from torch.distributed.tensor import DTensor
 
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().clone()
+    if isinstance(tensor, DTensor):
+        reachable: Tensor = tensor
+        if tensor.device.type != "cpu":
+            backend = tensor.device_mesh.get_group(0)._get_backend(tensor.device).name()
+            # Over gloo torch 2.11 takes an accelerator's memory for the host's, and the process dies.
+            reachable = tensor.cpu() if backend == "gloo" else tensor
+        assert isinstance(reachable, DTensor), "only its memory is somewhere else"
+        tensor = reachable.full_tensor()
+    return tensor.detach().clone()

@@ -2,17 +2,7 @@
 
 import torch
 
-from colossalai.context import global_context
-
-
-def get_current_device() -> torch.device:
-    """Return the device of this rank; before launch the current accelerator, else the CPU."""
-    if global_context.is_launched:
-        return global_context.device
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or not torch.accelerator.is_available():
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+from colossalai.context import get_current_device as get_current_device
 
 
 def synchronize() -> None:

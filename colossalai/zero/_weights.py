@@ -151,6 +151,9 @@ class WholeWeights(BucketWeights):
 
         def end() -> None:
             wait()
+            # The gather wrote into memory that autograd knows nothing of. Who keeps what was computed with a
+            # parameter (an engine its cache, a graph its saved tensors) learns from versions that it changed.
+            torch.autograd.graph.increment_version(self.bucket.params)
             self._note_versions()
 
         return end

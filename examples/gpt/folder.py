@@ -11,11 +11,21 @@ from build import build_model
 from data import TextData
 from report import METRICS_FILE, PICTURE_FILE, TENSORBOARD_FOLDER, Report
 from sample import sample_text
+from tokenizers import Tokenizer
+from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from colossalai.checkpoint_io import latest_training_state, load_model
 from colossalai.context import Config
+from colossalai.model_zoo.gpt import GPT, to_hugging_face, to_hugging_face_config
 
 CHECKPOINT_FOLDER = "checkpoints"
+SERVED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 IDENTITY_FILE = "job.json"
 SAMPLE_FILE = "sample.txt"
 PROMPT = "def "
@@ -37,7 +47,7 @@ def remove_run(folder: Path) -> None:
     """Remove what an earlier run left in a folder, and nothing else."""
     for name in (CHECKPOINT_FOLDER, TENSORBOARD_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
-    for name in (METRICS_FILE, PICTURE_FILE, SAMPLE_FILE, IDENTITY_FILE):
+    for name in (METRICS_FILE, PICTURE_FILE, SAMPLE_FILE, IDENTITY_FILE, *SERVED_FILES):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -83,6 +93,7 @@ def write_results(folder: Path, data: TextData, config: Config, report: Report, 
     assert checkpoint is not None, "a training ends with a checkpoint"
     model = build_model(config)  # in one process, however it was spread in training
     load_model(model, checkpoint / "model")
+    write_served(folder, model, data.tokenizer)
     sample = sample_text(
         model, data.tokenizer, prompt=PROMPT, num_tokens=SAMPLE_TOKENS, context=config.SEQ_LEN
     )
@@ -97,3 +108,12 @@ def write_results(folder: Path, data: TextData, config: Config, report: Report, 
             f"{name}  {nats:6.3f} nats per token  perplexity {math.exp(nats):7.1f}  {bits:.3f} bits per byte"
         )
     report.say(f"in {folder}: {', '.join(sorted(path.name for path in folder.iterdir()))}")
+    report.say(f"colossalai serve {folder} answers requests with it")
+
+
+def write_served(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
+    """Put the model beside its checkpoints as `transformers` and `colossalai serve` open it: as a GPT-2."""
+    theirs = GPT2LMHeadModel(to_hugging_face_config(model.config))
+    theirs.load_state_dict(to_hugging_face(model.state_dict(), model.config))
+    theirs.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)

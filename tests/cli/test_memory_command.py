@@ -14,7 +14,6 @@ import colossalai
 from colossalai.amp import AMP_TYPE, FullPrecision, OptimizerWrapper, apply_precision, precision_of
 from colossalai.cli._benchmark._measure import saved_bytes
 from colossalai.cli._main import main
-from colossalai.cli._memory._formulas import STORAGE, BlockExtents, block_bytes, output_row, state_bytes
 from colossalai.cli._memory._report import TrainingSetup, report_of
 from colossalai.cli._memory._shape import MODEL_NAMES, count_parameters, shape_of
 from colossalai.cli._picture import size_text
@@ -22,6 +21,7 @@ from colossalai.core import global_context as gpc
 from colossalai.model_zoo.bert import bert_base
 from colossalai.model_zoo.gpt import GPT, GPTConfig, gpt2_small
 from colossalai.pipeline import cut_model
+from colossalai.runtime.memory import STORAGE, BlockExtents, block_bytes, output_row, state_bytes
 from tests.ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs/features/memory.md"
@@ -241,7 +241,7 @@ def test_a_config_of_transformers(tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "Missing option '--model'"),
+        ((), "--serve MODEL"),
         (("--model", "gpt5"), f"there is no model 'gpt5': choose one of {', '.join(MODEL_NAMES)}"),
         (("--model", "nosuch.json"), "there is no file 'nosuch.json'"),
         (("--model", "gpt2-xl", "--zero", "4"), "4 is not in the range 0<=x<=3"),

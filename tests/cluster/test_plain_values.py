@@ -144,6 +144,7 @@ def test_nothing_in_the_package_unpickles_what_others_send():
     """Files that load pickles read them from disk where the caller allows it, or from this very process."""
     allowed = {
         "checkpoint_io/formats/_torch_dcp.py": "a file, with --allow-pickle",
+        "chat/rewards/_timed_calls.py": "a process of its own, for the user's function",
         "monitor/_flight_recorder.py": "what torch's recorder in this process has noted",
     }
     calls = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import time
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import colossalai
 from colossalai.communication.shared_memory import how_ranks_talk
@@ -25,6 +28,8 @@ def talks(backend: str, bound: str) -> tuple[str, bool, float]:
     x = torch.ones(3)
     dist.all_reduce(x, group=gpc.get_group(ParallelMode.PIPELINE))
     is_one_group = gpc.get_cpu_group(ParallelMode.DATA) is gpc.get_group(ParallelMode.DATA)
+    # A rank that ends at once would close connections that its peer still makes.
+    dist.all_reduce(torch.ones(1), group=gpc.get_group(ParallelMode.DATA))
     said = how_ranks_talk()
     gpc.destroy()
     return said, is_one_group, x.sum().item()
@@ -47,6 +52,50 @@ def test_a_job_on_cpu(backend: str, bound: str, said: str, capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert f"with {said} on cpu" in printed
     assert ("COLOSSALAI_SHARED_MEMORY; 32768 bytes more are needed" in printed) == (bound == "1000")
+
+
+def makes_a_group_late(backend: str) -> bool:
+    colossalai.launch_from_torch({"parallel": {"pipeline": 2}}, backend=backend, verbose=False)
+    if dist.get_rank() >= 2:
+        time.sleep(0.5)  # ranks 0 and 1 are at their end by then, and the store is rank 0's
+    is_pair = dist.get_world_size(gpc.get_group(ParallelMode.PIPELINE)) == 2
+    gpc.destroy()
+    return is_pair
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_the_store_stays_until_the_last_rank_has_made_its_groups(backend: str) -> None:
+    assert run_ranks(makes_a_group_late, 4, backend) == [True] * 4
+
+
+def gets_a_group(backend: str) -> bool:
+    """Return whether all ranks have a group as soon as this one has it; rank 1 takes its time."""
+    colossalai.launch_from_torch({"parallel": {"pipeline": 2}}, backend=backend, verbose=False)
+    store, rank = distributed_c10d._get_default_store(), dist.get_rank()
+    original = dist.new_group
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        made = original(*args, **kwargs)
+        if rank == 1:
+            time.sleep(0.5)
+        store.set(f"has the group {rank}", "")
+        return made
+
+    dist.new_group = late  # type: ignore[assignment]
+    try:
+        group = gpc.get_group(ParallelMode.PIPELINE)
+        is_there = store.check([f"has the group {each}" for each in dist.get_process_group_ranks(group)])
+    finally:
+        dist.new_group = original
+    gpc.destroy()
+    return is_there
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("backend", ["auto", "gloo"])
+def test_a_group_is_there_when_all_members_have_it(backend: str) -> None:
+    assert run_ranks(gets_a_group, 4, backend) == [True] * 4
 
 
 def insists() -> str:

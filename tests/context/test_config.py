@@ -1,7 +1,10 @@
 """Config: attribute access at every depth, from a dict or a file."""
 
+import collections
 import copy
+import math
 import pickle
+import statistics
 import sys
 
 import pytest
@@ -64,6 +67,49 @@ def test_a_file_gives_its_public_names(tmp_path):
     assert config.parallel.tensor.size == 1
     assert config.fp16.mode.name == "TORCH"
     assert load_config(str(path)) == config or callable(config.schedule)
+
+
+IMPORTING = """
+import math
+import os.path as paths
+from collections import *
+from math import floor, sqrt, tau
+from statistics import mean, median
+
+LOUD = True
+mode = mean
+rounding = metric = math.ceil
+kind: type = Counter
+if LOUD:
+    floor = floor
+for loss in (median,):
+    pass
+numbers = math
+size = [sqrt for sqrt in (1, 2)]
+if (activation := math.tanh):
+    pass
+"""
+
+
+def test_what_a_file_assigns_stays_and_what_it_only_imports_goes(tmp_path):
+    path = tmp_path / "importing.py"
+    path.write_text(IMPORTING)
+    config = Config.from_file(path)
+    assigned = {"mode", "rounding", "metric", "kind", "floor", "loss", "activation", "LOUD", "size"}
+    assert set(config) == assigned | {"tau"}  # a value
+    assert config.mode is statistics.mean
+    assert config.kind is collections.Counter
+    assert config.metric is config.rounding is math.ceil
+    assert config.activation is math.tanh
+    assert config.loss is statistics.median
+
+
+def test_a_file_in_another_encoding(tmp_path):
+    path = tmp_path / "latin.py"
+    path.write_bytes(
+        "# -*- coding: latin-1 -*-\nfrom math import sqrt\nname, f = 'gr\xfc\xdfe', sqrt\n".encode("latin-1")
+    )
+    assert Config.from_file(path) == {"name": "gr\xfc\xdfe", "f": math.sqrt}
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,15 @@
 """The groups of every parallel mode, against their closed forms, on meshes of up to 64 ranks."""
 
 import math
+import random
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import colossalai
-from colossalai.context import Config, Mesh, ParallelContext, ParallelMode, read_layout
+from colossalai.context import Config, Mesh, ParallelContext, ParallelMode, make_group, read_layout
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
 
@@ -233,6 +236,41 @@ def uneven_groups() -> list[list[int]]:
     return seen
 
 
+def made_again_and_again(num_times):
+    """Make a group, use it and destroy it; ranks come to it at different times."""
+    colossalai.launch_from_torch({}, verbose=False)
+    rank = dist.get_rank()
+    delays = random.Random(rank)
+    found = []
+    for number in range(num_times):
+        time.sleep(delays.choice((0.0, 0.0, 0.02)))
+        group = make_group((0, 1), purpose="again")
+        value = torch.tensor([float(number + rank)])
+        dist.all_reduce(value, group=group)
+        found.append(value.item())
+        dist.destroy_process_group(group)
+    gpc.destroy()
+    return found
+
+
+@pytest.mark.dist
+def test_a_group_does_not_meet_what_an_earlier_one_has_left() -> None:
+    """Addresses and names of memory lie in the store, where those of a group that is gone stay."""
+    expected = [2.0 * number + 1 for number in range(30)]
+    assert run_ranks(made_again_and_again, 2, 30, timeout=60) == [expected, expected]
+
+
 @pytest.mark.dist
 def test_groups_meet_whatever_else_their_members_have_made() -> None:
     assert run_ranks(uneven_groups, 4, timeout=30) == [[3, 1, 6], [1, 3, 6], [3, 5, 5, 6], [3, 5, 5, 6]]
+
+
+def test_all_groups_are_what_their_ranks_find():
+    axes, views = {"edp": 2, "ep": 2, "pp": 3, "tp": 2}, {"dp": ("edp", "ep")}
+    order = random.Random(0).sample(range(24), 24)
+    meshes = [Mesh(axes, rank=rank, views=views, order=order) for rank in range(24)]
+    assert meshes[0].replica_axes == ("pp", "tp")
+    for names in ((), ("dp",), ("pp",), ("ep", "tp"), ("pp", "tp"), tuple(axes)):
+        groups = meshes[0].all_ranks(names)
+        assert sorted(rank for ranks in groups for rank in ranks) == list(range(24))
+        assert all(meshes[rank].ranks(names) == ranks for ranks in groups for rank in ranks)

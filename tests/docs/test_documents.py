@@ -61,7 +61,13 @@ def num_ranks(block):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("block", "output"), [pytest.param(*rest, id=name) for name, *rest in blocks()])
+@pytest.mark.parametrize(
+    ("block", "output"),
+    [
+        pytest.param(*rest, id=name, marks=[] if name.endswith(":0") else pytest.mark.long)
+        for name, *rest in blocks()
+    ],
+)
 def test_a_block_runs(block, output, tmp_path, monkeypatch, capfd):
     script = tmp_path / "script.py"
     script.write_text(block)

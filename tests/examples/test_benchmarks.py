@@ -8,17 +8,60 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import run_ranks
+from tests.tiers import in_soak
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ROUNDS = ("--rounds", "2")
 # Run by hand: matmul.py has 30 shapes, which take minutes, nvme.py trains GPT-2, start_time.py needs hosts,
-# rank_settings.py starts jobs by itself.
-BY_HAND = {"matmul", "nvme", "rank_settings", "start_time"}
-ALONE = ("adam", "experts", "gemini_disk", "gemini_gpu", "linear_cross_entropy", "operator_share")
+# rank_settings.py starts jobs by itself, fused_parts.py waits for a compiler.
+BY_HAND = {"fused_parts", "matmul", "nvme", "rank_settings", "start_time"}
+ALONE = (
+    *("adam", "adapters", "experts", "gemini_disk", "gemini_gpu", "linear_cross_entropy", "operator_share"),
+    *(
+        "packed_rows",
+        "paged_attention",
+        "quantized",
+        "sampling",
+        "serving",
+        "serving_ranks",
+        "soak",
+        "speculation",
+    ),
+    *("auto_memory", "auto_solve", "chat", "weight_update"),
+)
+SLOW = {
+    "chat",
+    "gemini_disk",
+    "gemini_gpu",
+    "quantized",
+    "serving_http",
+}  # start processes, one after the other
 FOUR = {"convert": 4}  # whose mesh is 2 x 2
 SMALLEST = {
+    "adapters": (
+        *("--vocab", "64", "--hidden", "64", "--layers", "1", "--heads", "2", "--intermediate", "64"),
+        *("--prompt", "4", "--new", "2", "--requests", "2", "--dtypes", "float32", *ROUNDS),
+    ),
     "adam": ("--numel", "10000", *ROUNDS),
+    # Without torch's compiler, which takes a minute where others compute, too.
+    "auto_memory": (
+        *("--only", "gpt2", "--hidden", "64", "--layers", "2", "--vocab", "64", "--seq", "8", "--batch", "2"),
+        *("--budgets", "2", "--parts", *ROUNDS),
+    ),
+    "auto_solve": (
+        *("--only", "gpt3", "random", "--layers", "1", "--rounds", "1", "--budgets", "100"),
+        *("--nodes", "20", "--edges", "22", "--options", "3"),
+    ),
+    "auto_step": (
+        *("--only", "gpt", "resnet", "--hidden", "64", "--layers", "2", "--vocab", "64", "--seq", "8"),
+        *("--batch", "4", "--image", "8", "--width", "8", "--repeats", "1", "--timed", "1"),
+        *("--most-plans", "3", "--profile", "cpu-2-cores", *ROUNDS),
+    ),
     "bandwidth": ("--sizes", "2048", "--repeats", "1", *ROUNDS),
+    "chat": (
+        *("--steps", "2", "--seeds", "1", "--sft-steps", "3", "--prompts", "2", "--group", "2"),
+        *("--rounds", "1", "--timed", "2", "--layers", "1", "--new", "4"),
+    ),
     "checkpoint": ("--parameters", "1e5", *ROUNDS),
     "collectives": ("--sizes", "1024", "100000", *ROUNDS),
     "convert": ("--sizes", "4096", "--dims", "2", "--most_pairs", "6", *ROUNDS),
@@ -44,26 +87,70 @@ SMALLEST = {
     "linear_cross_entropy": ("--sizes", "16x8x32", *ROUNDS),
     "moe": ("--seq", "8", "--batch", "1", *ROUNDS),
     "operator_share": ("--layers", "1", "--batch", "1", "--rounds", "1"),
+    "packed_rows": ("--layers", "1", "--num-rows", "1", "4", "--dtypes", "float32", *ROUNDS),
+    "paged_attention": ("--batch", "2", "--length", "20", "--layers", "2", *ROUNDS),
     "pipeline": ("--seq", "8", "--hidden", "128", "--idle_rounds", "2", *ROUNDS),
+    "quantized": (
+        *("--vocab", "64", "--hidden", "64", "--layers", "1", "--heads", "2", "--intermediate", "64"),
+        *("--prompt", "4", "--new", "2", "--requests", "1", "--dtypes", "float32", *ROUNDS),
+    ),
+    "sampling": ("--vocab", "300", "--batch", "2", *ROUNDS),
+    "serving": (
+        *("--vocab", "100", "--hidden", "128", "--layers", "1", "--intermediate", "64", "--batch", "4"),
+        *("--prompt", "8", "--new", "8", *ROUNDS),
+    ),
+    "serving_http": (
+        *("--vocab", "300", "--hidden", "128", "--layers", "1", "--intermediate", "64", "--clients", "2"),
+        *("--requests", "4", "--prompt-tokens", "4-8", "--new-tokens", "2-4", *ROUNDS),
+    ),
+    "serving_ranks": (
+        *("--vocab", "100", "--hidden", "128", "--layers", "2", "--intermediate", "64", "--batch", "4"),
+        *("--prompt", "8", "--new", "8", *ROUNDS),
+    ),
     "sequence_parallel": ("--seq", "64", *ROUNDS),
+    "soak": (
+        *("--requests", "60", "--warm-up", "20", "--clients", "8", "--processes", "2"),
+        *("--pauses", "1", "--pause-s", "0.2", "--most-growth", "1"),
+    ),
+    "speculation": (
+        *("--vocab", "100", "--hidden", "128", "--layers", "2", "--intermediate", "64", "--batch", "2"),
+        *("--prompt", "8", "--new", "8", *ROUNDS),
+    ),
     "tensor_parallel": ("--seq", "8", "--hidden", "128", *ROUNDS),
     "watchdog": ("--seq", "8", *ROUNDS),
+    "weight_sync": (
+        *("--vocab", "300", "--hidden", "128", "--layers", "1", "--intermediate", "64"),
+        *ROUNDS,
+    ),
+    "weight_update": (
+        *("--vocab", "64", "--hidden", "64", "--layers", "1", "--heads", "2", "--intermediate", "64"),
+        *ROUNDS,
+    ),
     "zero": ("--seq", "8", *ROUNDS),
 }
+CHAT_PARTS = ("ppo", "step", "generation", "sft", "dpo", "memory")  # beside the sums of GRPO
 
 
-def run(name: str, folder: str) -> None:
+def run(name: str, folder: str, more: tuple[str, ...] = ()) -> None:
     script = str(BENCHMARKS / f"{name}.py")
-    sys.argv = [script, *SMALLEST[name], "--json", f"{folder}/figures.json"]
+    sys.argv = [script, *SMALLEST[name], *more, "--json", f"{folder}/figures.json"]
     sys.path.insert(0, str(BENCHMARKS))
     runpy.run_path(script, run_name="__main__")
 
 
 @pytest.mark.dist
 @pytest.mark.long
-@pytest.mark.parametrize("name", SMALLEST)
+@pytest.mark.parametrize("name", [in_soak(name) if name in SLOW else name for name in SMALLEST])
 def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
     run_ranks(run, 1 if name in ALONE else FOUR.get(name, 2), name, str(tmp_path), timeout=120.0)
+    assert json.loads((tmp_path / "figures.json").read_text())["rows"]
+
+
+@pytest.mark.dist
+@pytest.mark.long
+@pytest.mark.parametrize("part", [in_soak(part) for part in CHAT_PARTS])
+def test_a_part_of_the_chat_benchmark_runs(part: str, tmp_path: Path) -> None:
+    run_ranks(run, 1, "chat", str(tmp_path), ("--part", part), timeout=120.0)
     assert json.loads((tmp_path / "figures.json").read_text())["rows"]
 
 

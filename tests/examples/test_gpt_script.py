@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from transformers import GPT2LMHeadModel
 
 from tests.examples.scripts import EXAMPLES, run_script
 from tests.examples.test_text_data import TEXT
@@ -76,6 +78,20 @@ def test_a_run_leaves_its_results(undisturbed: Path) -> None:
         "step-00000045",
         "step-00000060",
     ]
+
+
+def test_a_run_is_served_without_a_step_between(undisturbed: Path) -> None:
+    """The folder of a run is one of transformers, and of ours."""
+    from colossalai.inference import LLM, SamplingParams
+
+    llm = LLM(undisturbed, kv_memory=2**24)
+    found = llm.generate("def ", SamplingParams(max_tokens=None, temperature=0.8, seed=1, n=2))[0]
+    assert {each.finish_reason for each in found.outputs} == {"length"}
+    assert found.usage.total_tokens == 2 * llm.engine.limits.max_length - found.usage.prompt_tokens
+    theirs = GPT2LMHeadModel.from_pretrained(undisturbed)
+    given = torch.tensor([llm.tokenizer("def ")["input_ids"]])
+    greedy = theirs.generate(given, max_new_tokens=4, do_sample=False)[0, given.shape[1] :].tolist()
+    assert list(llm.generate("def ", SamplingParams(max_tokens=4, temperature=0))[0].token_ids) == greedy
 
 
 def test_a_complete_run_is_not_trained_again(

@@ -28,6 +28,7 @@ def test_the_promised_accuracy_is_reached(script: str, capfd: pytest.CaptureFixt
     assert (float(percent) / 100 if percent else float(share)) > 0.95
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_the_booster_example_runs_sharded_in_bfloat16() -> None:
     options = ("--plugin=torch_fsdp", "--precision=bf16", "--epochs=1")

@@ -72,6 +72,11 @@ def start(folder: Path, *args: str, script: str = "", stdout: int | None = None)
     return Command(process, folder)
 
 
+def path_with_command() -> str:
+    """Return a PATH on which `colossalai` is this interpreter's, whose environment need not be active."""
+    return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+
+
 def wait_until(is_so: Callable[[], bool], timeout: float) -> None:
     """Wait, and fail if it does not become so."""
     deadline = time.monotonic() + timeout

@@ -15,7 +15,9 @@ from colossalai.launcher._failure import (
     blame,
     find_failure,
     read_error,
+    refuse,
 )
+from colossalai.launcher._worker import WorkerErrorHook
 
 pytestmark = pytest.mark.unit
 
@@ -31,6 +33,25 @@ def _rank(global_rank: int, exit_code: int | None, *, error: str = "", age: floa
 
 def _failure(*ranks: RankState) -> JobFailure | None:
     return find_failure(list(ranks), now=NOW, patience_s=3.0)
+
+
+def test_of_a_refusal_only_the_sentence_is_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as ended:
+        refuse(ValueError("the model cannot be cut so"))
+    assert ended.value.code == 2
+    # What the worker's hook hears of the exit does not take its place.
+    WorkerErrorHook(str(tmp_path / "error.json")).record_exit(ended.value)
+    error = read_error(tmp_path / "error.json")
+    ranks = [replace(_rank(number, 2), error=error) for number in range(2)]
+    failure = _failure(*ranks)
+    assert failure.is_refusal
+    assert failure.describe() == "the model cannot be cut so"
+    assert failure.first.shell_code == 2
+    assert not _failure(_rank(0, 1, error="boom")).is_refusal
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE")
+    with pytest.raises(ValueError, match="so there"):
+        refuse(ValueError("so there"))
 
 
 def test_peers_of_a_rank_that_aborts_may_say_why():

@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -141,6 +142,27 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 print([faults() for _ in range(5)][-1])
 """
+
+
+CRASHES = """
+import ctypes, sys
+libc = ctypes.CDLL(None)
+if sys.argv[1] == "here":
+    libc.abort()
+libc.pthread_create(ctypes.byref(ctypes.c_ulong()), None, ctypes.cast(libc.abort, ctypes.c_void_p), None)
+while True:
+    pass
+"""
+
+
+@pytest.mark.parametrize(("thread", "shows_python"), [("here", True), ("elsewhere", False)])
+def test_a_crash_shows_python_where_it_stands_still(tmp_path: Path, thread: str, shows_python: bool):
+    # A thread of gloo aborts while Python runs on in another: frames that go away must not be read.
+    (tmp_path / "job.py").write_text(CRASHES)
+    ended = _work(tmp_path, "script", "job.py", thread)
+    assert ended.returncode == -signal.SIGABRT
+    assert "Fatal Python error: Aborted" in ended.stderr
+    assert ("job.py" in ended.stderr) == shows_python
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="this C library has no mallopt")

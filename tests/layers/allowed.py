@@ -3,6 +3,18 @@
 # (file, name): why it is not a field of an object that somebody makes and destroys.
 STATE = {
     (
+        "auto_parallel/_prediction.py",
+        "_replay_of",
+    ): "kept results: a schedule of some sizes, which hundreds of predictions of a search run",
+    (
+        "auto_parallel/_prediction.py",
+        "_balanced",
+    ): "kept results: how the same blocks are split into the same number of stages",
+    (
+        "auto_parallel/solver/_elimination.py",
+        "_lowered",
+    ): "kept results: the order of elimination of a graph, which hundreds of problems of a search share",
+    (
         "checkpoint_io/storage/_async_save.py",
         "_pending",
     ): "the one save in the background; no object outlives it",
@@ -12,6 +24,10 @@ STATE = {
     ): "the ledgers that are open, which collectives of any caller write to",
     ("context/_process.py", "process"): "torch's generators, what watches and the end are the process's, "
     "and layers leave losses for a criterion that any model may stand between",
+    (
+        "inference/paging/_calls.py",
+        "_call",
+    ): "a context variable: which paged call this thread is in, which a model's own forward cannot pass on",
     (
         "kernel/_installation.py",
         "installation",
@@ -29,6 +45,14 @@ STATE = {
         "pipeline/execution/_split_backward.py",
         "_saved_names",
     ): "kept results: the attributes of a class of nodes",
+    (
+        "inference/products/_products.py",
+        "fewest_rows",
+    ): "kept results: a measurement of the processor, once for a type",
+    (
+        "inference/products/_quantized_products.py",
+        "integer_products_saturate",
+    ): "kept result: one product of the processor",
     ("shardformer/_layers.py", "class_of"): "layers of one class stay of one class",
     ("lazy/_tape.py", "_numbers"): "tells tapes apart over all contexts of the process",
     (

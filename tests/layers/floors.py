@@ -30,6 +30,8 @@ FLOORS = {
     # 4: runtime
     "auto_parallel": 4,
     "checkpoint_io": 4,
+    "fx": 4,
+    "inference": 4,
     "model_zoo": 4,
     "runtime": 4,
     "shardformer": 4,
@@ -39,11 +41,12 @@ FLOORS = {
     "core": 5,  # the global context under its documented name: below the doors nothing reads it
     "engine": 5,
     "global_variables": 5,
-    "inference": 5,
     "initialize": 5,
+    "serving": 5,
     "trainer": 5,
-    # 6: the package itself gathers the doors; the facades may import anything
+    # 6: the package itself gathers the doors; what stands on them; the facades may import anything
     "": 6,
+    "chat": 6,
     "builder": 6,
     "testing": 6,
     "utils": 6,
@@ -62,6 +65,7 @@ DOORS = 5
 # Below it, and outside of `context` itself, these files may, and why.
 CONTEXT_READERS = {
     "communication/_collectives.py": "documented functions take a ParallelMode of the launched job",
+    "inference/__main__.py": "the program of a rank, which launches a job of its own",
     "launcher/_notebook.py": "it starts jobs out of a process that may have launched one",
     "nn/layer/tensor_parallel/_launched.py": "constructors of layers without a mesh ask there",
     "nn/layer/sequence_parallel/_scores.py": "documented functions are given no axis",
@@ -78,6 +82,7 @@ FACADES = ("utils", "testing", "builder")
 # Where the name of one vendor's devices has to be spelled, and why.
 VENDOR_FILES = {
     "_aliases.py": "colossalai.utils.cuda is a documented module",
+    "auto_parallel/_verify.py": "the memory that its products keep between calls has no other name in torch",
     "cluster/_doctor.py": "it reports the versions of that vendor's libraries",
     "zero/gemini/planning/_policy.py": "the documented name of a placement policy",
 }

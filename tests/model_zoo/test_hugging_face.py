@@ -142,3 +142,15 @@ def test_same_logits_of_a_vocabulary_that_is_padded(name, mode, padded):
     expected = model(**inputs).logits.detach()
     theirs = Recorded(model.config.to_dict(), model.state_dict())
     run_ranks(partial(compare, padded=padded), MODES[mode]["size"], name, mode, theirs, inputs, expected)
+
+
+def test_a_config_goes_to_transformers_and_back() -> None:
+    config = gpt.GPTConfig(
+        vocab_size=96,
+        max_position_embeddings=32,
+        hidden_size=24,
+        num_layers=3,
+        num_attention_heads=4,
+        gelu="tanh",
+    )
+    assert config_of(gpt.to_hugging_face_config(config)) == config

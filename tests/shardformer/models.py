@@ -105,6 +105,37 @@ def phi3(**options: Any) -> nn.Module:
     return planned("Phi3", bos_token_id=0, eos_token_id=0, **options)
 
 
+def phi(**options: Any) -> nn.Module:
+    """Return a Phi, which normalizes each head of query and key, and whose head has a bias."""
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    model = planned("Phi", **{"qk_layernorm": True, "bos_token_id": 0, "eos_token_id": 0, **rates, **options})
+    return _with_biases(model)
+
+
+def gpt_neox(**options: Any) -> nn.Module:
+    """Return a GPT-NeoX, which has one weight for query, key and value of each head."""
+    settings = {"bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.1}
+    return _with_biases(planned("GPTNeoX", **{**settings, **options}))
+
+
+def bloom(**options: Any) -> nn.Module:
+    """Return a BLOOM of twelve heads, whose slopes do not follow one rule, with tied embedding and head."""
+    from transformers import BloomConfig, BloomForCausalLM
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 48, "n_layer": 2, "n_head": 12}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    return _with_biases(BloomForCausalLM(BloomConfig(**{**sizes, **tokens, **options})))
+
+
+def _with_biases(model: nn.Module) -> nn.Module:
+    """Return a model whose biases, zeros at the start, are none."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if name.endswith("bias"):
+                param.normal_(std=0.1)
+    return model
+
+
 def olmo2(**options: Any) -> nn.Module:
     """Return an Olmo2, which normalizes all heads together."""
     return planned("Olmo2", **options)

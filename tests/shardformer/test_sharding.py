@@ -1,5 +1,6 @@
 """What is cut and what is not: slices, random masks, rules, what is refused."""
 
+import copy
 import pickle
 
 import pytest
@@ -11,10 +12,11 @@ from colossalai.communication import ledger
 from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
 from colossalai.shardformer import Rule, can_shard, register_rule, rule_of, shard_model, sharded_classes
+from colossalai.shardformer._layers import TakesOwnHeads
 from colossalai.shardformer._registry import RuleRegistry
 from colossalai.tensor import spec_of
 from tests.ranks import run_ranks
-from tests.shardformer.models import VOCAB, gpt2, llama
+from tests.shardformer.models import VOCAB, bloom, gpt2, llama
 
 pytest.importorskip("transformers")
 
@@ -40,6 +42,28 @@ def test_each_rank_keeps_its_heads_of_query_key_and_value():
     assert model.lm_head.weight is model.transformer.wte.weight
     assert tuple(model.lm_head.weight.shape) == (13, 8)
     assert spec_of(model.lm_head.weight).whole_shape == (VOCAB, 8)
+
+
+@pytest.mark.unit
+def test_each_rank_of_a_bloom_is_given_the_slopes_of_its_heads():
+    model, of_rank = bloom(), mesh(rank=2, size=4)
+    shard_model(model, of_rank)
+    (takes,) = copy.deepcopy(model).transformer.h[0].self_attention._forward_pre_hooks.values()
+    assert takes == TakesOwnHeads({"alibi": 2}, 12, of_rank)
+    slopes = 0.5 ** torch.arange(1, 13)
+    alibi = slopes[:, None, None] * torch.arange(5)
+    for args, kwargs in (((1, 2, alibi.repeat(3, 1, 1)), {}), ((1, 2), {"alibi": alibi.repeat(3, 1, 1)})):
+        given, named = takes(None, args, kwargs)
+        assert torch.equal([*given, *named.values()][2], alibi[6:9].repeat(3, 1, 1))
+    assert takes(None, (1, 2, None), {"mask": 3}) == ((1, 2, None), {"mask": 3})
+
+
+@pytest.mark.unit
+def test_a_forward_that_multiplies_by_itself_is_refused():
+    model = bloom(slow_but_exact=True, pretraining_tp=2)
+    with pytest.raises(ValueError, match=r"its slow_but_exact is True, with which its forward .* to False"):
+        shard_model(model, mesh())
+    assert spec_of(model.lm_head.weight) is None
 
 
 @pytest.mark.unit

@@ -22,10 +22,13 @@ from tests.shardformer.models import (
     VOCAB,
     InDouble,
     Translator,
+    bloom,
     gemma,
     gemma3,
     glm4,
+    gpt_neox,
     olmo2,
+    phi,
     phi3,
     planned,
     qwen3,
@@ -218,7 +221,7 @@ def test_a_rule_settles_what_a_plan_does_not_say():
             r"Qwen3Attention 'model\.layers\.0\.self_attn' .* its config\.num_key_value_heads is 4, wh",
         ),
         (gemma, 3, r"its config\.num_attention_heads is 8, which they do not divide; choose a tensor size"),
-        (phi3, 5, r"'model.layers.0.self_attn' .* its number of input features of o_proj is 64, which"),
+        (phi3, 3, r"'model.layers.0.self_attn' .* its number of input features of o_proj is 64, which"),
     ],
 )
 def test_heads_that_the_ranks_do_not_divide_are_refused_before_anything_changes(
@@ -354,6 +357,9 @@ def _through_booster(build: Callable[..., nn.Module], num_tensor_ranks: int, fol
         (gemma3, 4, 2),
         (phi3, 4, 4),
         (olmo2, 2, 2),
+        (bloom, 4, 4),
+        further(gpt_neox, 2, 2),
+        further(phi, 2, 2),
         further(glm4, 2, 2),
         further(wide_opt, 4, 4),
         further(gemma, 2, 2),
@@ -365,25 +371,34 @@ def test_through_booster_tokens_attentions_and_a_checkpoint_for_one_process(
     run_ranks(through_booster, num_ranks, build, num_tensor_ranks, str(tmp_path / "saved"))
 
 
-def starcoder2() -> nn.Module:
+Pairs = list[tuple[nn.Module, str]]
+
+
+def starcoder2() -> tuple[nn.Module, Pairs]:
     """Return a Starcoder2, which drops out weights, and by functions behind its row layers."""
     rates = {"attention_dropout": 0.4, "residual_dropout": 0.3, "embedding_dropout": 0.2}
-    return planned("Starcoder2", attn_implementation="eager", **rates)
+    model = planned("Starcoder2", attn_implementation="eager", **rates)
+    attentions = [(layer.self_attn, "o_proj") for layer in model.model.layers]
+    return model, attentions + [(layer.mlp, "c_proj") for layer in model.model.layers]
 
 
-def with_dropout() -> tuple[list[Any], list[Any]]:
+def bloom_with_dropout() -> tuple[nn.Module, Pairs]:
+    """Return a BLOOM that drops out, and its modules that draw between their layers."""
+    model = bloom(attention_dropout=0.4, hidden_dropout=0.3)
+    return model, [(block.self_attention, "dense") for block in model.transformer.h]
+
+
+def with_dropout(build: Callable[[], tuple[nn.Module, Pairs]]) -> tuple[list[Any], list[Any]]:
     colossalai.launch_from_torch(TENSOR, verbose=False)
     torch.manual_seed(0)
-    model = starcoder2()
+    model, pairs = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine, *_ = colossalai.initialize(model, optimizer, verbose=False)
     engine.train()
     inside, outside = [], []
-    for layer in model.model.layers:
-        for module in (layer.self_attn, layer.mlp):
-            row = module.o_proj if module is layer.self_attn else module.c_proj
-            row.register_forward_pre_hook(lambda *_: inside.append(torch.rand(2).tolist()))
-            module.register_forward_hook(lambda *given: outside.append(torch.rand(2).tolist()))
+    for module, row in pairs:
+        module.get_submodule(row).register_forward_pre_hook(lambda *_: inside.append(torch.rand(2).tolist()))
+        module.register_forward_hook(lambda *_: outside.append(torch.rand(2).tolist()))
     hidden = engine(torch.arange(6)[None], output_hidden_states=True).hidden_states
     outside += [state.tolist() for state in hidden]
     gpc.destroy()
@@ -413,9 +428,12 @@ def test_the_ranks_of_a_t5_draw_apart_in_its_wide_layers() -> None:
 
 
 @pytest.mark.dist
-def test_ranks_draw_apart_up_to_the_row_layer_and_alike_behind_it():
-    (inside, outside), (other_inside, other_outside) = run_ranks(with_dropout, 2)
+@pytest.mark.parametrize("build", [starcoder2, bloom_with_dropout])
+def test_ranks_draw_apart_up_to_the_row_layer_and_alike_behind_it(
+    build: Callable[[], tuple[nn.Module, Pairs]],
+) -> None:
+    (inside, outside), (other_inside, other_outside) = run_ranks(with_dropout, 2, build)
     assert outside == other_outside
-    assert len(inside) == 4
+    assert len(inside) == len(build()[1])
     for mine, theirs in zip(inside, other_inside, strict=True):
         assert mine != theirs

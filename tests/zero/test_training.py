@@ -8,6 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import colossalai.nn.optimizer
+from colossalai.booster import Booster
+from colossalai.booster.plugin import LowLevelZeroPlugin
+from colossalai.core import global_context as gpc
 from colossalai.nn.optimizer import DiskOptions, HybridAdam
 from colossalai.zero import declare_elementwise, is_elementwise
 from tests.ranks import run_ranks
@@ -330,3 +333,24 @@ def run_undeclared() -> None:
 
 def test_an_optimizer_that_nobody_declared_gets_whole_tensors() -> None:
     run_ranks(run_undeclared, 2)
+
+
+def run_versions(stage: int) -> None:
+    colossalai.launch_from_torch({}, verbose=False)
+    model = Net().double()
+    plugin = LowLevelZeroPlugin(stage=stage, precision="fp32")
+    wrapped, optimizer, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(4, 5, dtype=torch.float64)
+    kept = wrapped(x).sum()
+    before = [param._version for param in model.parameters()]
+    optimizer.backward(wrapped(x).sum())
+    optimizer.step()
+    assert all(param._version > version for param, version in zip(model.parameters(), before, strict=True))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.backward()
+    gpc.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_autograd_sees_a_step_as_that_of_a_plain_optimizer(stage: int) -> None:
+    run_ranks(run_versions, 2, stage)

@@ -4,6 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from colossalai._not_landed import refuse_name
+from colossalai.booster.plugin._auto import AutoPlugin as AutoPlugin
 from colossalai.booster.plugin._gemini import GeminiPlugin as GeminiPlugin
 from colossalai.booster.plugin._hybrid_parallel import HybridParallelPlugin as HybridParallelPlugin
 from colossalai.booster.plugin._low_level_zero import LowLevelZeroPlugin as LowLevelZeroPlugin

@@ -5,6 +5,7 @@ ranks. `StoredTensor`: a tensor in a checkpoint. `pack` and `unpack`: a nested s
 tensors.
 """
 
+from colossalai.checkpoint_io.resharding._gather import gathered as gathered
 from colossalai.checkpoint_io.resharding._local_shards import fill as fill
 from colossalai.checkpoint_io.resharding._local_shards import is_cut_by_spec as is_cut_by_spec
 from colossalai.checkpoint_io.resharding._local_shards import new_like as new_like

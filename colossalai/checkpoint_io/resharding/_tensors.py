@@ -104,12 +104,16 @@ class StoredTensor(TensorMetadata):
 
     def whole(self) -> torch.Tensor:
         """Return all of it, in memory of its own."""
-        view = self._view()
+        view = self.view()
         if view is not None:
             return view.clone()
         tensor = torch.empty(self.shape, dtype=self.dtype)
         self.read(Box((0,) * len(self.shape), self.shape), tensor)
         return tensor
+
+    def part(self, box: Box) -> "StoredTensor":
+        """Return a box of it as a stored tensor by itself; nothing is read."""
+        return StoredTensor(box.sizes, self.dtype, (PartShard(whole_box(box.sizes), self, box),))
 
     def blocks(self, *, size: int) -> Iterator[torch.Tensor]:
         """Yield it in row-major blocks of up to `size` bytes, contiguous and in host memory."""
@@ -122,13 +126,33 @@ class StoredTensor(TensorMetadata):
         """Return whether two have the same values."""
         if self is other:
             return True
-        view, other_view = self._view(), other._view()
+        view, other_view = self.view(), other.view()
         if view is not None and other_view is not None and view.data_ptr() == other_view.data_ptr():
             return True
         return self.shape == other.shape and torch.equal(self.whole(), other.whole())
 
-    def _view(self) -> torch.Tensor | None:
+    def view(self) -> torch.Tensor | None:
+        """Return all of it where it lies in memory, or is mapped into it; None where it has to be read."""
         return self.shards[0].view() if len(self.shards) == 1 else None
+
+
+@dataclass(frozen=True, eq=False)
+class PartShard(StoredShard):
+    """A shard that is a box of another stored tensor.
+
+    Attributes:
+        box: Which part of its tensor it is: all of it.
+        whole: The other tensor.
+        place: The box in it.
+    """
+
+    box: Box
+    whole: StoredTensor
+    place: Box
+
+    def read(self, box: Box, out: torch.Tensor) -> None:
+        """See the base class."""
+        self.whole.read(box.moved(self.place.offsets), out)
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,10 +9,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from colossalai.cli._memory._formulas import SYMBOLS
 from colossalai.cli._memory._report import Report, TrainingSetup, report_of, total_of
 from colossalai.cli._memory._shape import shape_of
 from colossalai.cli._picture import size_text
+from colossalai.runtime.memory import SYMBOLS
 
 
 def show(report: Report, *, explain: bool) -> None:

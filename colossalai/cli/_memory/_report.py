@@ -5,7 +5,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from colossalai.cli._memory._formulas import (
+from colossalai.cli._memory._shape import ModelShape, ParamCount
+from colossalai.nn.layer import VOCAB_PARALLEL_LIMIT
+from colossalai.pipeline import partition_balanced
+from colossalai.runtime import REFUSED
+from colossalai.runtime.memory import (
     STORAGE,
     BlockExtents,
     Row,
@@ -17,10 +21,6 @@ from colossalai.cli._memory._formulas import (
     output_row,
     state_rows,
 )
-from colossalai.cli._memory._shape import ModelShape, ParamCount
-from colossalai.nn.layer import VOCAB_PARALLEL_LIMIT
-from colossalai.pipeline import partition_balanced
-from colossalai.runtime import REFUSED
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -140,7 +140,7 @@ def build_model(model: str, *, num_blocks: int, attention: str) -> nn.Module:
         # On a CPU dropout on attention weights, and nothing else, leaves the fused attention.
         rate = 0.0 if attention == "sdpa" else config.attention_dropout or 0.1
         return kind(replace(config, num_layers=num_blocks, attention_dropout=rate))
-    theirs, build = _read_config(Path(model))
+    theirs, build = read_config(Path(model))
     theirs.num_hidden_layers = num_blocks
     theirs._attn_implementation = attention
     return build(theirs)
@@ -173,8 +173,12 @@ def _ends_of(config: TransformerConfig) -> tuple[int, int]:
     return config.max_position_embeddings, config.vocab_size
 
 
-def _read_config(path: Path) -> tuple[Any, Callable[[Any], nn.Module]]:
-    """Read a config of transformers; return it, and what builds its model."""
+def read_config(path: Path) -> tuple[Any, Callable[[Any], nn.Module]]:
+    """Read a config of transformers; return it, and what builds its model.
+
+    Raises:
+        ValueError: `path` is no such config, or transformers is not installed.
+    """
     try:
         import transformers
     except ModuleNotFoundError as error:
@@ -194,7 +198,7 @@ def _read_config(path: Path) -> tuple[Any, Callable[[Any], nn.Module]]:
 
 def _shape_of_theirs(path: Path) -> ModelShape:
     """Read a config of transformers and build its model on the meta device."""
-    config, build = _read_config(path)
+    config, build = read_config(path)
     with torch.device("meta"):
         module = build(config)
     is_image = getattr(config, "image_size", None) is not None

@@ -4,7 +4,6 @@ The ranks are a job of their own (`_trace_worker.py`); rank 0 writes what `recor
 """
 
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from rich.table import Table
 
 from colossalai.cli._memory._shape import ModelShape, shape_of
 from colossalai.cli._memory._trace_plot import plot
-from colossalai.cli._picture import check_picture, size_text
+from colossalai.cli._picture import bytes_of, check_picture, size_text
 from colossalai.launcher import Job, launch
 from colossalai.zero.gemini import PLACEMENT_POLICIES, Iteration
 
@@ -29,8 +28,6 @@ PRECISIONS = {"fp32": "fp32", "bf16_master": "bf16", "fp16_naive": "fp16"}  # to
 _SMALL_BLOCKS, _SMALL_SEQ = 4, 128
 _MOST_CHUNKS = 16  # that are aimed at
 _STATE_BYTES = 18  # of a parameter in training with masters, at most
-_UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +140,7 @@ def _settings(
         raise ValueError(
             f"--placement-policy {placement_policy}: choose one of {', '.join(PLACEMENT_POLICIES)}"
         )
-    budget = None if memory_budget is None else _num_bytes("--memory-budget", memory_budget)
+    budget = None if memory_budget is None else bytes_of("--memory-budget", memory_budget)
     if budget is not None and offload_dir is None and torch.accelerator.device_count() == 0:
         raise ValueError(
             f"--memory-budget {memory_budget}: without an accelerator nothing lies below memory: give "
@@ -191,14 +188,6 @@ def _check_machine(num_params: int, dp: int, budget: int | None) -> None:
             f"{num_params:,} parameters on {dp} ranks take about {size_text(needed)} to train, and this "
             f"machine has {size_text(free)} free: give fewer --blocks, or a --memory-budget"
         )
-
-
-def _num_bytes(option: str, text: str) -> int:
-    """Return a number of bytes that is given with a unit."""
-    found = _SIZE.fullmatch(text)
-    if found is None or found[2].lower() not in _UNITS or float(found[1]) == 0:
-        raise ValueError(f"{option} {text}: give bytes, such as 268435456, or with a unit, such as 256MiB")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
 
 
 def _headline(shape: ModelShape, settings: TraceSettings, found: dict[str, Any]) -> str:

@@ -3,6 +3,7 @@
 from colossalai.model_zoo.gpt._config import GPTConfig as GPTConfig
 from colossalai.model_zoo.gpt._hugging_face import from_hugging_face as from_hugging_face
 from colossalai.model_zoo.gpt._hugging_face import to_hugging_face as to_hugging_face
+from colossalai.model_zoo.gpt._hugging_face import to_hugging_face_config as to_hugging_face_config
 from colossalai.model_zoo.gpt._loss import GPTLMLoss as GPTLMLoss
 from colossalai.model_zoo.gpt._model import GPT as GPT
 from colossalai.model_zoo.gpt._parts import GPTBlock as GPTBlock

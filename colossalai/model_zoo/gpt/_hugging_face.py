@@ -71,6 +71,32 @@ def to_hugging_face(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[st
     return {name: tensor.contiguous() for name, tensor in theirs.items()}
 
 
+def to_hugging_face_config(config: GPTConfig) -> Any:
+    """Return the `transformers.GPT2Config` that means the same as a config here.
+
+    Raises:
+        ModuleNotFoundError: `transformers` is not installed (raised on every call without it).
+    """
+    from transformers import GPT2Config
+
+    return GPT2Config(
+        vocab_size=config.vocab_size,
+        n_positions=config.max_position_embeddings,
+        n_embd=config.hidden_size,
+        n_layer=config.num_layers,
+        n_head=config.num_attention_heads,
+        n_inner=round(config.mlp_ratio * config.hidden_size),
+        embd_pdrop=config.embedding_dropout,
+        resid_pdrop=config.dropout,
+        attn_pdrop=config.attention_dropout,
+        layer_norm_epsilon=config.layer_norm_epsilon,
+        initializer_range=config.init_std,
+        activation_function={"none": "gelu", "tanh": "gelu_new"}[config.gelu],
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+
 def config_of(hf_config: Any) -> GPTConfig:
     """Return the config that means the same as a `transformers.GPT2Config`."""
     require_settings(hf_config, _BUILT_IN)

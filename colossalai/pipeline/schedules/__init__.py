@@ -17,6 +17,7 @@ from colossalai.pipeline.schedules._messages import message_needed_by as message
 from colossalai.pipeline.schedules._messages import message_sent_by as message_sent_by
 from colossalai.pipeline.schedules._messages import messages_between as messages_between
 from colossalai.pipeline.schedules._simulate import Costs as Costs
+from colossalai.pipeline.schedules._simulate import Replay as Replay
 from colossalai.pipeline.schedules._simulate import Span as Span
 from colossalai.pipeline.schedules._simulate import Timeline as Timeline
 from colossalai.pipeline.schedules._simulate import simulate as simulate

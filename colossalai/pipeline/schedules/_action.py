@@ -6,6 +6,7 @@ several (chunks). Sends and receives are not in the list: they follow from it.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Op(StrEnum):
@@ -16,9 +17,10 @@ class Op(StrEnum):
     INPUT_GRAD = "I"  # only the gradient of the stage's input, which the stage before waits for
     WEIGHT_GRAD = "W"  # only the gradients of the stage's parameters, for which nobody waits
 
+    __hash__ = str.__hash__  # an enum's own is written in Python: a search for plans looks up millions
 
-@dataclass(frozen=True, slots=True)
-class Action:
+
+class Action(NamedTuple):
     """One computation; written `2F0` for the forward of microbatch 0 on stage 2."""
 
     op: Op

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from colossalai.pipeline.schedules._action import Action, Op, Schedule
 from colossalai.pipeline.schedules._messages import messages_between
-from colossalai.pipeline.schedules._validate import completed_by, needed_by, validate
+from colossalai.pipeline.schedules._validate import validate
 
 
 @dataclass(frozen=True)
@@ -153,32 +153,60 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
         ScheduleError: The schedule cannot be run.
         ValueError: The costs are not one for each stage, or one is negative.
     """
-    validate(schedule)
-    costs.check(schedule.num_stages)
-    ends: dict[Action, float] = {}
-    spans: list[list[Span]] = [[] for _ in schedule.actions]
-    while any(len(own) < len(actions) for own, actions in zip(spans, schedule.actions, strict=True)):
-        for rank, (own, actions) in enumerate(zip(spans, schedule.actions, strict=True)):
-            while len(own) < len(actions):
-                span = _run(schedule, costs, rank, own[-1].end if own else 0.0, actions[len(own)], ends)
-                if span is None:
-                    break
-                own.append(span)
-                ends.update(dict.fromkeys(completed_by(span.action), span.end))
-    return Timeline(schedule, tuple(tuple(own) for own in spans))
+    return Replay(schedule).run(costs)
 
 
-def _run(
-    schedule: Schedule, costs: Costs, rank: int, free_at: float, action: Action, ends: dict[Action, float]
-) -> Span | None:
-    """Return when a rank that is free runs an action; None if what it needs is not known yet."""
-    start = free_at
-    for need in needed_by(action, schedule.num_stages):
-        if need not in ends:
-            return None
-        is_here = schedule.rank_of_stage[need.stage] == rank
-        start = max(start, ends[need] + (0.0 if is_here else costs.p2p))
-    return Span(action, start, start + costs.of(action))
+class Replay:
+    """A schedule that is run with many costs: what does not depend on them is found once.
+
+    Args:
+        schedule: The schedule.
+
+    Raises:
+        ScheduleError: `schedule` cannot be run.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self._steps = schedule, validate(schedule)
+
+    def run(self, costs: Costs) -> Timeline:
+        """Return when each action runs.
+
+        Raises:
+            ValueError: `costs` are not one for each stage, or one is negative.
+        """
+        spans: list[list[Span]] = [[] for _ in self.schedule.actions]
+        for step, (start, end) in zip(self._steps, self._times(costs), strict=True):
+            spans[step.rank].append(Span(step.action, start, end))
+        return Timeline(self.schedule, tuple(tuple(own) for own in spans))
+
+    def step_time(self, costs: Costs) -> float:
+        """Return the end of the last action.
+
+        Raises:
+            ValueError: `costs` are not one for each stage, or one is negative.
+        """
+        return max(end for _, end in self._times(costs))
+
+    def _times(self, costs: Costs) -> list[tuple[float, float]]:
+        """Return start and end of each of the steps."""
+        costs.check(self.schedule.num_stages)
+        cost_of = {
+            (op, stage): costs.of(Action(op, stage, 0))
+            for op in Op
+            for stage in range(self.schedule.num_stages)
+        }
+        free_at = [0.0] * len(self.schedule.actions)
+        times: list[tuple[float, float]] = []
+        for rank, action, needs in self._steps:
+            start = free_at[rank]
+            for need in needs:
+                there = times[need][1] + (0.0 if self._steps[need].rank == rank else costs.p2p)
+                if there > start:
+                    start = there
+            free_at[rank] = start + cost_of[action.op, action.stage]
+            times.append((start, free_at[rank]))
+        return times
 
 
 def peak_live_microbatches(schedule: Schedule) -> tuple[float, ...]:

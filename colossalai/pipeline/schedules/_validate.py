@@ -5,7 +5,8 @@ there. Receivers keep messages that come early, so that only a cycle of needs st
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from typing import NamedTuple
 
 from colossalai.pipeline.schedules._action import Action, Op, Schedule
 
@@ -41,10 +42,27 @@ class ScheduleError(ValueError):
     """A schedule that no executor could run."""
 
 
-def validate(schedule: Schedule) -> None:
+class OrderedAction(NamedTuple):
+    """An action in an order in which what it needs stands before it.
+
+    Attributes:
+        rank: Who runs it.
+        action: What is run.
+        needs: Where in the order those stand that complete what it needs.
+    """
+
+    rank: int
+    action: Action
+    needs: tuple[int, ...]
+
+
+def validate(schedule: Schedule) -> list[OrderedAction]:
     """Check that a schedule computes every microbatch on every stage once, and ends.
 
     A schedule without any backward is one for evaluation and may be valid.
+
+    Returns:
+        All actions in an order in which a single process could run them.
 
     Raises:
         ScheduleError: An action is missing, doubled, unknown, on the wrong rank or before what it needs, or
@@ -54,9 +72,7 @@ def validate(schedule: Schedule) -> None:
     for rank in range(schedule.num_ranks):
         _check_whereabouts(schedule, rank)
     _check_complete(schedule)
-    for rank in range(schedule.num_ranks):
-        _check_order(schedule, rank)
-    _check_progress(schedule)
+    return _run_all(schedule)
 
 
 def _check_placement(schedule: Schedule) -> None:
@@ -147,27 +163,32 @@ def _check_order(schedule: Schedule, rank: int) -> None:
                 )
 
 
-def _check_progress(schedule: Schedule) -> None:
+def _run_all(schedule: Schedule) -> list[OrderedAction]:
     """Run the ranks as far as they get, and name who waits for whom if that is not the end."""
-    done: set[Action] = set()
+    steps: list[OrderedAction] = []
+    done: dict[Action, int] = {}  # where in `steps` it was completed
     heads = [0] * schedule.num_ranks
-    moved = True
-    while moved:
-        moved = False
+    num_before = -1
+    while len(steps) > num_before:
+        num_before = len(steps)
         for rank, actions in enumerate(schedule.actions):
-            start = heads[rank]
-            while heads[rank] < len(actions) and done.issuperset(
-                needed_by(actions[heads[rank]], schedule.num_stages)
-            ):
-                done.update(completed_by(actions[heads[rank]]))
+            while heads[rank] < len(actions):
+                action = actions[heads[rank]]
+                needs = needed_by(action, schedule.num_stages)
+                if not all(need in done for need in needs):
+                    break
+                done.update(dict.fromkeys(completed_by(action), len(steps)))
+                steps.append(OrderedAction(rank, action, tuple(done[need] for need in needs)))
                 heads[rank] += 1
-            moved = moved or heads[rank] > start
     waiting = {rank: head for rank, head in enumerate(heads) if head < len(schedule.actions[rank])}
     if waiting:
+        for rank in range(schedule.num_ranks):
+            _check_order(schedule, rank)  # a rank that waits for itself: said more simply than a cycle
         raise ScheduleError(f"{_name(schedule)} deadlocks: {_describe_cycle(schedule, waiting, done)}")
+    return steps
 
 
-def _describe_cycle(schedule: Schedule, waiting: dict[int, int], done: set[Action]) -> str:
+def _describe_cycle(schedule: Schedule, waiting: dict[int, int], done: Container[Action]) -> str:
     """Follow who waits for whom until a rank comes again; the ranks from there on wait for each other."""
     path: list[int] = []
     sentences: dict[int, str] = {}

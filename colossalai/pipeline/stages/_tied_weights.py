@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from colossalai.communication import all_reduce_in_place
 from colossalai.context import Axis, ParallelMode, global_context
@@ -27,12 +28,13 @@ class Share:
         axis: The ranks that share it; the first one is its owner.
         number: Orders the shared parameters of this process; the ranks that share several registered them in
             the same order.
-        summed: The gradient that was last summed, and its version then; None before the first time.
+        summed: The gradient that was last summed, and its version then; None before the first time. It is
+            not kept alive: of an embedding it may be the largest tensor of a rank.
     """
 
     axis: Axis
     number: int
-    summed: tuple[torch.Tensor, int] | None = None
+    summed: tuple[TensorWeakRef, int] | None = None
 
 
 class PipelineSharedModuleWrapper:
@@ -141,11 +143,11 @@ def sync_shared_grads(params: Iterable[torch.Tensor]) -> None:
             continue
         grad = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
         param.grad = all_reduce_in_place(grad, share.axis)
-        share.summed = (param.grad, param.grad._version)
+        share.summed = (TensorWeakRef(param.grad), param.grad._version)
 
 
 def _is_summed(share: Share, grad: torch.Tensor | None) -> bool:
     if grad is None or share.summed is None:
         return False
     summed, version = share.summed
-    return summed is grad and grad._version == version
+    return summed() is grad and grad._version == version

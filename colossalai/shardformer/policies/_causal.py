@@ -3,9 +3,9 @@
 from colossalai.shardformer.policies._rule import Policy, Rule
 
 _FAMILIES = {
-    **dict.fromkeys(("Bloom", "Gemma", "Mixtral", "Olmo", "Olmo2", "Phi", "Phi3", "Starcoder2"), ""),
+    **dict.fromkeys(("Gemma", "Mixtral", "Olmo", "Olmo2", "Phi3", "Starcoder2"), ""),
     **{"CodeGen": "codegen", "GPTBigCode": "gpt_bigcode", "GPTJ": "gptj", "GPTNeo": "gpt_neo"},
-    **{"GPTNeoX": "gpt_neox", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe", "SmolLM3": "smollm3"},
+    **{"Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe", "SmolLM3": "smollm3"},
     **{"StableLm": "stablelm"},
 }
 

@@ -1,4 +1,4 @@
-"""Sharding rule of a class of modules: which of its layers are cut, and how.
+"""Sharding rule of a class of modules, or of one module by name: which of its layers are cut, and how.
 
 In 1D tensor parallelism (1909.08053) a block is shared out between a column layer, whose output features are
 cut, and a row layer, whose input features are. Between them each rank works on its features alone: its heads
@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How the modules of a class are shared out.
+    """How the modules of a class, or those of a name, are shared out.
+
+    Where linear layers are named there may be convolutions of one group, too: their features are channels.
 
     Attributes:
         columns: Names of linear layers whose output features are cut.
@@ -24,10 +26,14 @@ class Rule:
         heads: Names of linear layers whose output features are cut, but which return all of them: from
             features to the vocabulary, or to what an attention needs the whole of. Any number is padded.
         splits: Names of row layers that are given all input features, of which each rank takes its part.
-        packed: Names of those of `columns` and `rows` whose cut features are two equal parts, one behind the
-            other (gate and up), each of which is cut for itself.
+        channel_norms: Names of batch norms, or group norms, between a column and a row layer: a rank has
+            those of its channels, with their running statistics.
+        packed: Names of those of `columns`, `rows` and `channel_norms` whose cut features are two equal
+            parts, one behind the other (gate and up), each of which is cut for itself.
         head_params: Names of parameters of the module itself with one entry for each head, of which a rank
             has those of its heads.
+        head_inputs: Names of arguments of its forward whose dimension 0 counts batch times heads, of which a
+            rank takes those of its heads; the first of `counts` counts the heads.
         experts: Names of parameters of the module itself whose dimension 0 counts experts: they are cut
             along it, and tokens travel to the ranks that have the experts of their choice. The module is
             called with (tokens, features), chosen experts and weights, both (tokens, choices).
@@ -37,6 +43,8 @@ class Rule:
         part: Name of the attribute that says how many output features of a column layer belong together,
             where it yields several things one behind the other: query, key and value. None: all do.
         divisible: Names of attributes of `config` that the ranks must divide.
+        unset: Names of attributes that have to be false: with them the forward multiplies with the weights of
+            its layers by itself.
         draws: Whether random numbers are drawn between the column and the row layers: each rank draws others.
         whole_dropouts: Names of dropouts inside of such a module behind the row layer: all draw the same.
         attentions: Whether its output has the attention weights (batch, heads, ...) of its heads; they
@@ -52,13 +60,16 @@ class Rule:
     feature_embeddings: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
     splits: tuple[str, ...] = ()
+    channel_norms: tuple[str, ...] = ()
     packed: tuple[str, ...] = ()
     head_params: tuple[str, ...] = ()
+    head_inputs: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     head_norms: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
     part: str | None = None
     divisible: tuple[str, ...] = ()
+    unset: tuple[str, ...] = ()
     draws: bool = False
     whole_dropouts: tuple[str, ...] = ()
     attentions: bool = False
@@ -69,7 +80,8 @@ class Rule:
     def cuts(self) -> bool:
         """Whether anything is shared out."""
         cut = (self.columns, self.rows, self.splits, self.heads, self.embeddings, self.feature_embeddings)
-        return any(cut) or bool(self.head_params or self.head_norms or self.counts or self.draws)
+        norms = self.channel_norms or self.head_norms
+        return any(cut) or bool(norms or self.head_params or self.counts or self.draws)
 
 
 Policy = Mapping[str, Rule]

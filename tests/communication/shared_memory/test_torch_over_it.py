@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from colossalai.communication.shared_memory import how_ranks_talk
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -154,7 +155,7 @@ def pipeline(folder: Path) -> None:
     end()
 
 
-@pytest.mark.parametrize("job", [ddp, sparse_gradients, fsdp, tensors, pipeline, compiled])
+@pytest.mark.parametrize("job", [ddp, sparse_gradients, fsdp, tensors, pipeline, further(compiled)])
 def test_gives_what_one_process_gives(job: Callable[[Path], None], tmp_path: Path) -> None:
     run_ranks(job, 2, tmp_path)
 

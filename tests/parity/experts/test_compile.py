@@ -10,6 +10,7 @@ from colossalai.core import global_context as gpc
 from tests.parity.subjects import moe
 from tests.ranks import run_ranks
 from tests.shardformer.models import VOCAB, language_loss, mixtral_of_eight
+from tests.tiers import further
 
 
 def losses(kind: str, compiled: Any) -> list[float]:
@@ -35,7 +36,7 @@ def losses(kind: str, compiled: Any) -> list[float]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["mixtral", "layers"])
+@pytest.mark.parametrize("kind", [further("mixtral"), "layers"])
 def test_compiled_blocks_train_as_others_do(kind: str) -> None:
     plain = run_ranks(losses, 2, kind, False)
     compiled = run_ranks(losses, 2, kind, {"backend": "aot_eager"})

@@ -20,6 +20,7 @@ from colossalai.testing import ParityCase, check_parity
 from tests.parity.subjects import moe
 from tests.parity.subjects.pipeline import slice_of_batch
 from tests.ranks import run_ranks
+from tests.tiers import pairwise
 
 MAX_NORM = 0.3  # of a norm of about 1
 
@@ -109,11 +110,14 @@ def test_both_doors(
     run_ranks(parity, world_size, method, router, ep_size, tp_size, experts, skew, accumulation)
 
 
+METHODS = ("ddp", "recompute", "zero 1", "zero 2", "fsdp")
+SIZES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
+
+
 @pytest.mark.long
 @pytest.mark.dist
-@pytest.mark.parametrize("router", moe.ROUTERS)
-@pytest.mark.parametrize("method", ["ddp", "recompute", "zero 1", "zero 2", "fsdp"])
-@pytest.mark.parametrize(("ep_size", "tp_size"), [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2)])
-def test_the_matrix(router: str, method: str, ep_size: int, tp_size: int) -> None:
+@pytest.mark.parametrize(("router", "method", "sizes"), pairwise(list(moe.ROUTERS), METHODS, SIZES))
+def test_the_matrix(router: str, method: str, sizes: tuple[int, int]) -> None:
+    ep_size, tp_size = sizes
     experts, accumulation = ("ffn", 2) if ep_size == 2 else ("any", 1)
     run_ranks(parity, 4, method, router, ep_size, tp_size, experts, "none", accumulation)

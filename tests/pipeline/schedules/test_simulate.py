@@ -1,11 +1,13 @@
 """Simulated bubbles are those of the papers, and a timeline keeps to what its schedule says."""
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossalai.pipeline.schedules._generators import forward_only, make_schedule
-from colossalai.pipeline.schedules._simulate import Costs, simulate
+from colossalai.pipeline.schedules._simulate import Costs, Replay, simulate
 from colossalai.pipeline.schedules._validate import ScheduleError, completed_by, needed_by
 from tests.pipeline.schedules.schedule_strategies import parsed, schedules
 
@@ -14,6 +16,17 @@ pytestmark = pytest.mark.unit
 RANKS = [1, 2, 3, 4, 8]
 FACTORS = [1, 2, 5]
 COSTS = Costs(forward=1.0, backward=2.0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(schedules(), st.integers(0, 10**6))
+def test_a_replay_says_the_step_times_of_many_costs(schedule, seed):
+    replay, draw = Replay(schedule), random.Random(seed)
+    for _ in range(3):
+        each = [[draw.uniform(0.5, 2.0) for _ in range(schedule.num_stages)] for _ in range(2)]
+        costs = Costs(*each, p2p=draw.uniform(0.0, 0.5))
+        assert replay.step_time(costs) == simulate(schedule, costs).step_time
+        assert replay.run(costs) == simulate(schedule, costs)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)

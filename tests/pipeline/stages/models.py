@@ -75,6 +75,9 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     },
     "OPTForCausalLM": dict(_HF_TEXT, ffn_dim=32, dropout=0, word_embed_proj_dim=8),
     "LlamaForCausalLM": dict(_HF_TEXT, intermediate_size=32),
+    "BloomForCausalLM": {"vocab_size": VOCAB},
+    "GPTNeoXForCausalLM": dict(_HF_TEXT, intermediate_size=32, bos_token_id=0, eos_token_id=0),
+    "PhiForCausalLM": dict(_HF_TEXT, intermediate_size=32, qk_layernorm=True, bos_token_id=0, eos_token_id=0),
 }
 _CONFIGS = {
     "GPT2LMHeadModel": "GPT2Config",
@@ -82,6 +85,9 @@ _CONFIGS = {
     "ViTForImageClassification": "ViTConfig",
     "OPTForCausalLM": "OPTConfig",
     "LlamaForCausalLM": "LlamaConfig",
+    "BloomForCausalLM": "BloomConfig",
+    "GPTNeoXForCausalLM": "GPTNeoXConfig",
+    "PhiForCausalLM": "PhiConfig",
 }
 
 

@@ -14,7 +14,7 @@ from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.pipeline.stages._chunks import ChunkList
 from colossalai.pipeline.stages._split_model import cut_model
 from colossalai.pipeline.stages._stage import tied_parameters
-from colossalai.runtime._recompute import apply_recompute, find_blocks
+from colossalai.runtime.recomputation._recompute import apply_recompute, find_blocks
 from tests.pipeline.stages.chain import check_cut, cut_all, loss_grad, run_chain
 from tests.pipeline.stages.models import TEXT, ZOO, Case, seeded
 

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit
 
 TEXT = ["GPT2LMHeadModel", "BertForMaskedLM", "OPTForCausalLM", "LlamaForCausalLM"]
+TEXT += ["GPTNeoXForCausalLM", "PhiForCausalLM"]
 
 
 # Where a model is cut and how it attends have nothing to do with each other: not every pair is tried.
@@ -23,6 +24,12 @@ TEXT = ["GPT2LMHeadModel", "BertForMaskedLM", "OPTForCausalLM", "LlamaForCausalL
 def test_text_model_is_the_same_in_stages(name, num_stages, attention):
     case = Case(hugging_face(name, attn_implementation=attention), tokens)
     check_cut(case, num_stages)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_a_bloom_is_the_same_in_stages(num_stages):
+    """Its biases for positions are made once, before the blocks, and read in each of them."""
+    check_cut(Case(hugging_face("BloomForCausalLM"), tokens), num_stages)
 
 
 @pytest.mark.parametrize(("num_stages", "attention"), [(2, "eager"), (4, "sdpa")])
@@ -52,7 +59,7 @@ def test_encoder_decoder_is_cut_along_its_encoder(sample):
 
 def test_models_of_hugging_face_get_a_trial_run(caplog):
     """Which parts run before and after the blocks is seen, not taken from the order of registration."""
-    for name in [*TEXT, "ViTForImageClassification"]:
+    for name in [*TEXT, "BloomForCausalLM", "ViTForImageClassification"]:
         model = hugging_face(name)()
         anatomy = dissect(model)
         assert can_try(model)

@@ -1,8 +1,11 @@
 """Weights shared by pipeline stages stay equal, through the wrapper and for the ties of a cut model."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import colossalai
 from colossalai.context import Axis, Mesh
@@ -55,6 +58,26 @@ def _train_shared(ranks, steps, in_place):
     result = weight.detach(), module.weight.detach(), history, [is_shared_copy(p) for p in params]
     gpc.destroy()
     return result
+
+
+def summed_and_let_go() -> bool:
+    pp = launch(2)
+    weight = nn.Parameter(torch.ones(4))
+    share_parameter(weight, shared_axis(pp, [0, 1]))
+    weight.sum().backward()
+    sync_shared_grads([weight])
+    seen = StorageWeakRef(weight.grad.untyped_storage())
+    gc.collect()
+    sync_shared_grads([weight])  # it is known as long as it is there
+    assert weight.grad.tolist() == [2.0] * 4
+    weight.grad = None
+    gpc.destroy()
+    return seen.expired()
+
+
+@pytest.mark.dist
+def test_a_summed_gradient_is_not_kept() -> None:
+    assert run_ranks(summed_and_let_go, 2) == [True, True]
 
 
 @pytest.mark.dist

@@ -22,6 +22,7 @@ from colossalai.tensor import (
     spec_of,
 )
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 MESHES = {4: [(2, 2), (4,)], 8: [(2, 2, 2), (2, 4), (4, 2)]}
 SHAPES = [(8,), (16, 8), (8, 24), (2, 8, 4), (8, 2, 3, 8)]
@@ -98,7 +99,7 @@ def run_conversions(examples):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", [4, 8])
+@pytest.mark.parametrize("world_size", [4, further(8)])
 def test_values_and_gradients_are_slices_of_the_whole(world_size):
     """Hypothesis draws; the ranks are started once for all that it draws."""
     examples = []

@@ -32,6 +32,7 @@ from colossalai.zero.gemini import ChunkSizes, InChunks
 from tests.booster.test_accumulate import make_model
 from tests.booster.test_several_optimizers import batch_of
 from tests.ranks import run_ranks
+from tests.tiers import further
 from tests.zero.gemini.nets import Block
 from tests.zero.gemini.test_parity import SMALL, case_of, gpt, through_booster
 
@@ -85,7 +86,7 @@ def whole_parameters(folder: str, options: dict[str, Any], accumulation: int) ->
     [
         (1, {"min_chunk_size_mb": 0.002, "memory_budget": 280_000}, 2),
         (2, {"min_chunk_size_mb": 0.002, "recompute": True, "memory_budget": 170_000}, 2),
-        (4, {"min_chunk_size_mb": 0.001, "memory_budget": 150_000}, 1),
+        further(4, {"min_chunk_size_mb": 0.001, "memory_budget": 150_000}, 1),
     ],
 )
 def test_an_optimizer_that_is_not_elementwise_is_one_process(
@@ -326,7 +327,7 @@ def memory_per_rank(kind: str) -> tuple[int, int, int, int, list[int]]:
     )
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, further(4)])
 def test_each_parameter_is_updated_by_one_rank_and_nobody_has_all(num_ranks: int) -> None:
     found = run_ranks(memory_per_rank, num_ranks, "lamb")
     numel = found[0][0]

@@ -149,12 +149,14 @@ def _dispatch(
         counts.flatten(), send_sizes=num_own, receive_sizes=num_own, parallel_mode=axis
     ).view(counts.shape)
     num_sent, num_received = counts.sum(1).tolist(), counted.sum(1).tolist()
-    received = exchange_forward_exchange_backward(rows, axis, num_sent=num_sent, num_received=num_received)
+    # One name for all of them: what has travelled on is gone, unless the backward needs it.
+    rows = exchange_forward_exchange_backward(rows, axis, num_sent=num_sent, num_received=num_received)
     sizes = counted.tolist()
-    results = _compute(compute, _regrouped(received, sizes), counted.sum(0).tolist())
-    back = _regrouped(results, [list(of_expert) for of_expert in zip(*sizes, strict=True)])
-    returned = exchange_forward_exchange_backward(back, axis, num_sent=num_received, num_received=num_sent)
-    return _added(returned, weights, slots)
+    rows = _regrouped(rows, sizes)
+    rows = _compute(compute, rows, counted.sum(0).tolist())
+    rows = _regrouped(rows, [list(of_expert) for of_expert in zip(*sizes, strict=True)])
+    rows = exchange_forward_exchange_backward(rows, axis, num_sent=num_received, num_received=num_sent)
+    return _added(rows, weights, slots)
 
 
 def _compute(compute: Compute, rows: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -4,7 +4,7 @@ This is where layers, losses, metrics and models ask: once, in their constructor
 mesh. What they need in a forward they keep.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,7 +46,7 @@ class LaunchedJob:
 
     Attributes:
         mesh: The ranks; this process alone where nothing has been launched.
-        layout: The extents of the mesh, and the tensor mode.
+        layout: The extents of the mesh, and the tensor mode; none where a plan cuts layers by name later.
         device: The device of this rank.
         order: The layers that were built before.
     """
@@ -70,6 +70,8 @@ class LaunchedJob:
 def launched_job() -> LaunchedJob:
     """Return what is in force here; for constructors of layers that are not given a mesh."""
     layout = global_context.layout
+    if layout.plain_layers:
+        layout = replace(layout, tensor=1, mode=None)
     alone = Mesh(layout.axes(), rank=0, views={"dp": ("edp", "ep")})
     return LaunchedJob(
         mesh=global_context.mesh if global_context.is_launched else alone,

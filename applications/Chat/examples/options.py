@@ -1,0 +1,210 @@
+"""Options that the scripts of this folder share, and what they become: plugin, model, tokenizer."""
+
+import argparse
+import ast
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from colossalai.booster import Booster, plugin
+from colossalai.chat import RolloutOptions, ValueModel, load_reward_model
+from colossalai.core import global_context as gpc
+from colossalai.inference import SamplingParams
+
+STRATEGIES = ("naive", "ddp", "colossalai_gemini", "colossalai_zero2", "colossalai_zero2_cpu")
+FAMILIES = ("gpt2", "bloom", "opt", "llama")
+
+
+def make_parser(
+    description: str | None, *, epochs: int = 3, dataset: str = "--dataset", has_batches: bool = True
+) -> argparse.ArgumentParser:
+    """Return a parser with the options that all scripts have.
+
+    Args:
+        description: What the script does.
+        epochs: Default of `--max_epochs`.
+        dataset: How the option of the data is spelled.
+        has_batches: Whether there are `--batch_size` and `--accumulation_steps`.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--strategy", choices=STRATEGIES, default="colossalai_zero2", help="default: %(default)s")
+    add(
+        "--plugin",
+        metavar="CALL",
+        help="any plugin in the place of a strategy, as 'HybridParallelPlugin(tp_size=2, zero_stage=1)'",
+    )
+    add(
+        "--model",
+        choices=(*FAMILIES, "auto"),
+        default="bloom",
+        help="the family of --pretrain; default: %(default)s",
+    )
+    add("--pretrain", required=True, help="a folder of save_pretrained")
+    add("--model_path", help="begin with the weights in this folder of a run before, as those of --pretrain")
+    data = "a file of rows, or a data set in the cache of the library datasets"
+    add(dataset, dest="dataset", required=True, help=data)
+    add("--subset", help="of a data set in that cache, where it has several")
+    add("--max_datasets_size", type=int, help="read so many rows at most")
+    add("--save_path", default="output", help="the folder of the trained model; default: %(default)s")
+    add("--need_optim_ckpt", type=truth, default=False, help="save the state of the optimizer, too")
+    add("--max_epochs", type=int, default=epochs, help="default: %(default)s")
+    if has_batches:
+        add("--batch_size", type=int, default=4, help="rows of a batch of one rank; default: %(default)s")
+        add("--accumulation_steps", type=int, default=1, help="batches of a step; default: %(default)s")
+    add("--lr", type=float, default=5e-6, help="default: %(default)s")
+    add("--max_norm", type=float, help="scale gradients of a larger norm down to it")
+    add("--max_len", type=int, default=512, help="most tokens of a text; default: %(default)s")
+    add("--lora_rank", type=int, default=0, help="train adapters of this rank only; default: %(default)s")
+    add("--grad_checkpoint", action="store_true", help="compute activations again in the backward")
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on an accelerator, else fp32")
+    add(
+        "--log_interval",
+        type=int,
+        default=100,
+        help="steps between lines on the screen; default: %(default)s",
+    )
+    add(
+        "--resume",
+        metavar="FOLDER",
+        help="go on from the training state in it, if there is one; states go there",
+    )
+    add("--save_interval", type=int, help="steps between training states in the folder of --resume")
+    add("--seed", type=int, default=42, help="default: %(default)s")
+    return parser
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add what scripts have that draw answers: `sampling_of` reads it."""
+    add = parser.add_argument
+    add("--max_new_tokens", type=int, default=64, help="most tokens of an answer; default: %(default)s")
+    add("--temperature", type=float, default=1.0, help="default: %(default)s")
+    ahead = "1: draw the answers of the next step while this one is made; default: %(default)s"
+    add("--async", dest="ahead", type=int, choices=(0, 1), default=0, help=ahead)
+
+
+def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return how, where and when answers are drawn, as arguments of `fit`."""
+    return {
+        "sampling": SamplingParams(max_tokens=args.max_new_tokens, temperature=args.temperature),
+        "rollouts": RolloutOptions(ahead=args.ahead),
+    }
+
+
+def truth(text: str) -> bool:
+    """Return what a word says."""
+    if text.lower() in ("true", "1", "yes"):
+        return True
+    if text.lower() in ("false", "0", "no"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r}: give True or False")
+
+
+def make_booster(args: argparse.Namespace) -> Booster:
+    """Return the parallel methods that were asked for."""
+    precision = args.precision or ("bf16" if torch.accelerator.is_available() else "fp32")
+    if args.grad_checkpoint and args.plugin is not None:
+        raise SystemExit("--grad_checkpoint goes with --strategy: give recompute=True in --plugin")
+    if args.save_interval and not args.resume:
+        raise SystemExit("--save_interval without --resume: name the folder of the training states there")
+    if args.plugin is not None:
+        return Booster(plugin=called(args.plugin), mixed_precision=precision)
+    if args.strategy == "naive" and gpc.mesh.world_size > 1:
+        raise SystemExit(
+            "--strategy naive is one process: choose another, or start one with --nproc_per_node 1"
+        )
+    again = {"recompute": args.grad_checkpoint}
+    if args.strategy in ("naive", "ddp"):
+        return Booster(plugin=plugin.TorchDDPPlugin(**again), mixed_precision=precision)
+    if args.strategy == "colossalai_gemini":
+        return Booster(plugin=plugin.GeminiPlugin(precision=precision, **again))
+    offload = args.strategy.endswith("_cpu")
+    return Booster(
+        plugin=plugin.LowLevelZeroPlugin(stage=2, precision=precision, cpu_offload=offload, **again)
+    )
+
+
+def called(text: str) -> plugin.Plugin:
+    """Return a plugin from how it is called; its arguments are numbers, texts, lists and the like."""
+    try:
+        call = ast.parse(text, mode="eval").body
+        if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args):
+            raise ValueError("it is no call with named arguments")
+        made = getattr(plugin, call.func.id)
+        return made(**{str(each.arg): ast.literal_eval(each.value) for each in call.keywords})
+    except (AttributeError, SyntaxError, TypeError, ValueError) as error:
+        raise SystemExit(
+            f"--plugin {text!r}: {error}; write it as HybridParallelPlugin(tp_size=2)"
+        ) from error
+
+
+def load(args: argparse.Namespace, *, is_reward: bool = False) -> tuple[Any, Any]:
+    """Return a model and its tokenizer: a causal language model, or as `--model_path` a reward model."""
+    check_family("--model", args.model, args.pretrain)
+    tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
+    if args.model_path is None:
+        return AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32), tokenizer
+    check_weights(args, is_reward=is_reward)
+    if is_reward:
+        return load_reward_model(args.model_path, dtype=torch.float32), tokenizer
+    return AutoModelForCausalLM.from_pretrained(args.model_path, dtype=torch.float32), tokenizer
+
+
+def config_of(folder: str) -> Any:
+    """Return the config of a folder of save_pretrained."""
+    if not Path(folder, "config.json").is_file():
+        raise SystemExit(f"{folder}: there is no config.json in it; give a folder of save_pretrained")
+    return AutoConfig.from_pretrained(folder)
+
+
+def check_family(option: str, family: str, folder: str) -> None:
+    """Refuse a folder with a model of another family."""
+    found = config_of(folder).model_type
+    if family not in ("auto", found):
+        raise SystemExit(
+            f"{option} {family}, and {folder} has a model of {found}: give {option} {found} or auto"
+        )
+
+
+def check_weights(args: argparse.Namespace, *, is_reward: bool) -> None:
+    """Refuse weights of `--model_path` that are of another kind or shape than the model of `--pretrain`."""
+    of_path = config_of(args.model_path)
+    base = config_of(args.pretrain)
+    if (of_path.architectures or [""])[0].endswith("ForSequenceClassification") != is_reward:
+        kinds = (
+            ("a reward model", "a language model") if is_reward else ("a language model", "a reward model")
+        )
+        raise SystemExit(f"--model_path {args.model_path}: it has to be {kinds[0]}, and is {kinds[1]}")
+    for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
+        found, wanted = getattr(of_path, name), getattr(base, name)
+        if found != wanted:
+            raise SystemExit(
+                f"--model_path {args.model_path} has {name} {found}, and --pretrain {args.pretrain} has "
+                f"{wanted}: give the folder of a run that began with it"
+            )
+
+
+def with_adapters(model: Any, rank: int) -> Any:
+    """Return a model of which adapters are trained: LoRA (2106.09685) on all linear layers but the head.
+
+    A value head is trained itself.
+    """
+    if rank == 0:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    options: dict[str, Any] = {"target_modules": "all-linear"}
+    if isinstance(model, ValueModel):
+        linear = [name for name, part in model.named_modules() if type(part).__name__ in ("Linear", "Conv1D")]
+        names = {name.rpartition(".")[2] for name in linear} - {"score"}
+        options = {"target_modules": sorted(names), "modules_to_save": ["score"]}
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=rank, **options))
+
+
+def trained(model: Any) -> list[torch.nn.Parameter]:
+    """Return the parameters that are trained: all, or those of adapters."""
+    return [param for param in model.parameters() if param.requires_grad]

@@ -1,0 +1,123 @@
+"""Stage 3: proximal policy optimization of a causal language model on prompts, with a reward model.
+
+colossalai run --nproc_per_node 2 train_prompts.py --pretrain coati --rm_path rm --prompt_dataset prompts.json
+"""
+
+import argparse
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from options import (
+    FAMILIES,
+    add_sampling,
+    check_family,
+    load,
+    make_booster,
+    make_parser,
+    sampling_of,
+    trained,
+    with_adapters,
+)
+from training import save, say
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import colossalai
+from colossalai.chat import PPO, ModelReward, ValueModel, chat_data, load_reward_model, with_value_head
+
+
+def reward_of(folder: str, tokenizer: Any) -> ValueModel | ModelReward:
+    """Return a reward model, which reads the policy's tokens if its tokenizer has the same ones."""
+    model = load_reward_model(folder, dtype=torch.float32)
+    if not Path(folder, "tokenizer_config.json").is_file():
+        return model
+    own = AutoTokenizer.from_pretrained(folder)
+    is_same = own.get_vocab() == tokenizer.get_vocab()
+    return model if is_same else ModelReward(model=model, tokenizer=own)
+
+
+def read_options() -> argparse.Namespace:
+    """Return the options."""
+    parser = make_parser(__doc__, epochs=5, dataset="--prompt_dataset", has_batches=False)
+    add = parser.add_argument
+    add("--pretrain_dataset", help="texts that are learned beside, by --ptx_coef")
+    add("--rm_path", required=True, help="a folder of train_reward_model.py")
+    add(
+        "--rm_model",
+        choices=(*FAMILIES, "auto"),
+        default="auto",
+        help="the family of --rm_path; default: auto",
+    )
+    add("--rm_pretrain", help="a causal model that the critic begins with; default: the reward model")
+    add("--num_episodes", type=int, default=10, help="default: %(default)s")
+    add(
+        "--max_timesteps", type=int, default=10, help="batches of prompts of an episode; default: %(default)s"
+    )
+    add("--update_timesteps", type=int, default=10, help="batches between updates; default: %(default)s")
+    add("--experience_batch_size", type=int, default=8, help="prompts of a batch; default: %(default)s")
+    add("--train_batch_size", type=int, default=8, help="answers of a step; default: %(default)s")
+    add("--ptx_batch_size", type=int, default=1, help="texts beside a batch of prompts; default: %(default)s")
+    add("--kl_coef", type=float, default=0.1, help="default: %(default)s")
+    add("--max_kl", type=float, help="end when the KL from --pretrain is above it for 10 steps in a row")
+    add("--ptx_coef", type=float, default=0.9, help="with --pretrain_dataset; default: %(default)s")
+    add_sampling(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Train and save."""
+    args = read_options()
+    colossalai.launch_from_torch({}, seed=args.seed, verbose=False)
+    check_family("--rm_model", args.rm_model, args.rm_path)
+    booster = make_booster(args)
+    model, tokenizer = load(args)
+    reward = reward_of(args.rm_path, tokenizer)
+    if args.rm_pretrain is None:
+        critic = load_reward_model(args.rm_path, dtype=torch.float32)
+    else:
+        critic = with_value_head(AutoModelForCausalLM.from_pretrained(args.rm_pretrain, dtype=torch.float32))
+    # Without its adapters a model is its own reference.
+    reference = copy.deepcopy(model) if args.kl_coef > 0 and args.lora_rank == 0 else None
+    model, critic = (with_adapters(each, args.lora_rank) for each in (model, critic))
+    minibatches = math.ceil(args.experience_batch_size * args.update_timesteps / args.train_batch_size)
+    method = PPO(
+        reward=reward,
+        max_length=args.max_len,
+        iterations=args.max_epochs,
+        minibatches=minibatches,
+        kl_coef=args.kl_coef,
+        max_kl=args.max_kl,
+        ptx_coef=args.ptx_coef if args.pretrain_dataset else 0.0,
+    )
+    updates = max(args.num_episodes * args.max_timesteps // args.update_timesteps, 1)
+    result = method.fit(
+        model,
+        torch.optim.AdamW(trained(model), lr=args.lr),
+        critic=critic,
+        critic_optimizer=torch.optim.AdamW(trained(critic), lr=args.lr),
+        reference=reference,
+        pretrain=chat_data(args.pretrain_dataset, "sft") if args.pretrain_dataset else None,
+        booster=booster,
+        data=chat_data(args.dataset, "prompts", max_size=args.max_datasets_size, subset=args.subset),
+        tokenizer=tokenizer,
+        **sampling_of(args),
+        steps=updates * args.max_epochs * minibatches,
+        batch_size=args.experience_batch_size,
+        accumulation=args.update_timesteps,
+        rows_at_once=args.train_batch_size,
+        ptx_batch_size=args.ptx_batch_size,
+        max_norm=args.max_norm,
+        seed=args.seed,
+        log=f"{args.save_path}/log",
+        save=args.resume,
+        save_every=args.save_interval,
+        resume=args.resume,
+        on_step=lambda record: say(record, args.log_interval),
+    )
+    save(result, args, booster=booster, tokenizer=tokenizer)
+
+
+if __name__ == "__main__":
+    main()

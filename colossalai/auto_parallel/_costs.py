@@ -1,0 +1,284 @@
+"""Costs: the seconds and the bytes of a model's operations on one rank, by how it shares batch and features.
+
+A rank has a part of the batch (data parallelism and microbatches) and of some layers (tensor parallelism).
+What an operation takes follows from its profile on the whole batch: floating point operations and bytes of
+activations by the part that it has, bytes of parameters by the part of the features. Parameters are read in
+the forward; in the backward they are read, and their gradient is written.
+
+[Note: what autocast keeps]
+A product takes copies in 16 bits of what is wider, and keeps them: of a parameter one for each forward, so
+that a microbatch has its own, and of an activation each product its own. What products make has 16 bits, and
+so has what other operations make of nothing else. Norms, softmax and losses are computed in float32, and so
+are sums with what is float32, such as the residual stream.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from colossalai.auto_parallel.machine._machine import MachineProfile, kind_of, time_of
+from colossalai.auto_parallel.machine._rates import FLOP_KINDS, Kind
+from colossalai.auto_parallel.trace._profile_ops import OpProfile
+from colossalai.auto_parallel.trace._trace import ModelTrace, Operation
+
+PRECISIONS: Mapping[str, torch.dtype | None] = {
+    "fp32": None,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "bf16_master": torch.bfloat16,
+    "fp16_naive": torch.float16,
+}
+"""What products are computed in, by the precision's name; None: in the model's own type."""
+
+MASTERS = frozenset({"bf16_master", "fp16_naive"})
+"""Precisions that hold the model in 16 bits, and a float32 copy of it in the optimizer."""
+
+_IN_FLOAT32: frozenset[Kind] = frozenset({"norm", "batch_norm", "softmax", "loss"})  # under autocast
+
+OPTIMIZER_STATES: Mapping[str, int] = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
+"""Numbers that an optimizer keeps for each parameter, of the parameter's size or a master's."""
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """What something takes in the forward and in the backward."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.forward + self.backward
+
+    def __add__(self, other: "Seconds") -> "Seconds":
+        return Seconds(self.forward + other.forward, self.backward + other.backward)
+
+
+class OperationCosts:
+    """What the operations of a trace cost on a machine.
+
+    Args:
+        trace: The trace, of the whole batch.
+        profiles: Those of its operations.
+        machine: The machine.
+        precision: A key of `PRECISIONS`.
+
+    Raises:
+        ValueError: `precision` is not known.
+    """
+
+    def __init__(
+        self,
+        trace: ModelTrace,
+        profiles: Mapping[str, OpProfile],
+        machine: MachineProfile,
+        *,
+        precision: str,
+    ) -> None:
+        if precision not in PRECISIONS:
+            raise ValueError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
+        self.trace, self.profiles, self.machine = trace, profiles, machine
+        self.precision = precision
+        self._kinds: dict[str, Kind] = {each.name: kind_of(each.target) for each in trace.operations}
+        self._known: dict[tuple[object, ...], Seconds] = {}
+        self._param_sizes: dict[str, tuple[int, int]] = {}
+        self._signatures = {each.name: self._signature(each) for each in trace.operations}
+
+    def in_own_types(self) -> "OperationCosts":
+        """Return the costs of the model in its own types."""
+        if PRECISIONS[self.precision] is None:
+            return self
+        return OperationCosts(self.trace, self.profiles, self.machine, precision="fp32")
+
+    @property
+    def activation_ratio(self) -> float:
+        """Bytes of an activation under the precision over those of float32, where all of them are cast."""
+        to = PRECISIONS[self.precision]
+        return to.itemsize / 4 if to is not None and self.precision in MASTERS else 1.0
+
+    @cached_property
+    def saved_by(self) -> tuple[dict[str, float], dict[str, float]]:
+        """What the backward keeps: bytes by tensor, each storage once; and by operation, of no tensor."""
+        tensors: dict[str, float] = {}
+        extra: dict[str, float] = {}
+        for operation in self.trace.operations:
+            profile = self.profiles[operation.name]
+            more = float(profile.extra_saved_bytes)
+            for name in profile.saved:
+                if name in self.trace.outside:
+                    continue
+                if self._casts(operation, name):  # see [Note: what autocast keeps]
+                    more += self._bytes_of_cast(name)
+                else:
+                    tensors[name] = self.activation_bytes(name)
+            if more:
+                extra[operation.name] = more
+        return tensors, extra
+
+    # See [Note: what autocast keeps].
+    @cached_property
+    def casts_of_weights(self) -> Mapping[str, float]:
+        """Bytes of the casts of parameters that the backward keeps, by the first operation of each."""
+        found: dict[str, float] = {}
+        seen: set[str] = set()
+        for operation in self.trace.operations:
+            for name in self.profiles[operation.name].saved:
+                storage = self.trace.storage_of(name)
+                if name in self.trace.params and storage not in seen and self._casts(operation, name):
+                    seen.add(storage)
+                    found[operation.name] = found.get(operation.name, 0.0) + self._bytes_of_cast(name)
+        return found
+
+    def _casts(self, operation: Operation, tensor: str) -> bool:
+        """Whether an operation takes a copy of a tensor in 16 bits."""
+        is_product = self._kinds[operation.name] in FLOP_KINDS
+        return is_product and self._is_autocast and self._is_wide(tensor) and tensor not in self._narrow
+
+    def _bytes_of_cast(self, tensor: str) -> float:
+        to = PRECISIONS[self.precision]
+        assert to is not None, "there are casts"
+        return float(self.trace.tensors[tensor].numel * to.itemsize)
+
+    @property
+    def _is_autocast(self) -> bool:
+        return PRECISIONS[self.precision] is not None and self.precision not in MASTERS
+
+    def _is_wide(self, tensor: str) -> bool:
+        """Whether a tensor has a floating type of more bytes than the precision."""
+        dtype, to = self.trace.tensors[tensor].dtype, PRECISIONS[self.precision]
+        return to is not None and dtype.is_floating_point and dtype.itemsize > to.itemsize
+
+    @cached_property
+    def _narrow(self) -> frozenset[str]:
+        """The tensors that have 16 bits under autocast."""
+        found: set[str] = set()
+        for operation in self.trace.operations if self._is_autocast else ():
+            kind = self._kinds[operation.name]
+            given = [name for name in operation.inputs if self._is_wide(name)]
+            if kind in FLOP_KINDS or (kind not in _IN_FLOAT32 and given and found.issuperset(given)):
+                found.update(filter(self._is_wide, operation.outputs))
+        return frozenset(found)
+
+    def seconds(self, operation: Operation, *, share: float, divisor: int = 1, cut: str = "") -> Seconds:
+        """Return what an operation takes on one rank.
+
+        Args:
+            operation: It.
+            share: The part of the batch that the rank has, at a time.
+            divisor: Ranks that share its features.
+            cut: Of a product, whether they share its "output" or its "input" features.
+        """
+        key = (self._signatures[operation.name], share, divisor, cut)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._compute(operation, share, divisor, cut)
+        return found
+
+    def activation_bytes(self, tensor: str) -> float:
+        """Return the bytes of a tensor of the whole batch, in the type that it has under the precision."""
+        is_narrow = self._is_wide(tensor) and (self.precision in MASTERS or tensor in self._narrow)
+        return self._bytes_of_cast(tensor) if is_narrow else self.trace.tensors[tensor].num_bytes
+
+    def param_size(self, tensor: str) -> tuple[int, int]:
+        """Return the bytes of a parameter as the model holds it, and its number of elements."""
+        found = self._param_sizes.get(tensor)
+        if found is None:
+            sizes = self._find_bytes(tensor), self.trace.tensors[tensor].numel
+            found = self._param_sizes[tensor] = sizes
+        return found
+
+    def param_bytes(self, tensor: str) -> int:
+        """Return the bytes of a parameter as the model holds it."""
+        return self.param_size(tensor)[0]
+
+    def _find_bytes(self, tensor: str) -> int:
+        meta = self.trace.tensors[tensor]
+        to = PRECISIONS[self.precision] if self.precision in MASTERS else None
+        if to is None or not meta.dtype.is_floating_point:
+            return meta.num_bytes
+        return meta.numel * min(to.itemsize, meta.dtype.itemsize)
+
+    @cached_property
+    def all_params(self) -> tuple[float, float]:
+        """Bytes and number of all parameters, tied ones once."""
+        own = [name for name in self.trace.params if self.trace.storage_of(name) == name]
+        numbers = sum(self.trace.tensors[name].numel for name in own)
+        return float(sum(map(self.param_bytes, own))), float(numbers)
+
+    def _signature(self, operation: Operation) -> tuple[object, ...]:
+        metas = tuple(
+            (self.trace.tensors[name], name in self.trace.params)
+            for name in (*operation.inputs, *operation.outputs)
+        )
+        profile = self.profiles[operation.name]
+        flops = profile.forward_flops, profile.backward_flops
+        return operation.target, metas, flops, profile.forward_bytes, profile.backward_bytes
+
+    def _compute(self, operation: Operation, share: float, divisor: int, cut: str) -> Seconds:
+        profile, kind = self.profiles[operation.name], self._kinds[operation.name]
+        if kind == "view" and profile.forward_bytes == 0:
+            return Seconds()
+        tensors, params_of = self.trace.tensors, self.trace.params
+        own = sum(tensors[name].num_bytes for name in operation.inputs if name in params_of)
+        dtype, scale = self._dtype(operation, kind)
+        shape = self._shape(operation, kind, share, divisor, cut)
+        part = share / divisor
+        found = []
+        for is_backward in (False, True):
+            flops = profile.backward_flops if is_backward else profile.forward_flops
+            moved = profile.backward_bytes if is_backward else profile.forward_bytes
+            if is_backward and not (flops or moved):
+                found.append(0.0)
+                continue
+            params = min(own * (2 if is_backward else 1), moved)
+            found.append(
+                time_of(
+                    self.machine,
+                    flops=flops * part,
+                    bytes=((moved - params) * part + params / divisor) * scale,
+                    kind=kind,
+                    dtype=dtype,
+                    shape=shape,
+                    is_backward=is_backward,
+                )
+            )
+        return Seconds(*found)
+
+    def _dtype(self, operation: Operation, kind: Kind) -> tuple[torch.dtype, float]:
+        """Return the type that an operation works in, and by how much its bytes are less for it."""
+        floats = [
+            self.trace.tensors[name].dtype
+            for name in (*operation.inputs, *operation.outputs)
+            if self.trace.tensors[name].dtype.is_floating_point
+        ]
+        own = max(floats, key=lambda dtype: dtype.itemsize, default=torch.float32)
+        to = PRECISIONS[self.precision]
+        if to is None or own.itemsize <= to.itemsize:
+            return own, 1.0
+        if kind in FLOP_KINDS or self.precision in MASTERS:
+            return to, to.itemsize / own.itemsize
+        return own, 1.0
+
+    def _shape(
+        self, operation: Operation, kind: Kind, share: float, divisor: int, cut: str
+    ) -> tuple[int, int, int] | None:
+        """Return the extents that the rate of a product depends on; see `time_of`."""
+        if kind not in FLOP_KINDS or not operation.outputs:
+            return None
+        shapes = [self.trace.tensors[name].shape for name in operation.inputs]
+        made = self.trace.tensors[operation.outputs[0]].shape
+        if kind == "attention" and len(shapes) >= 2 and len(shapes[0]) >= 2:
+            return shapes[0][-2], shapes[1][-2], shapes[0][-1]
+        if kind == "convolution" and len(shapes) >= 2 and len(made) >= 3:
+            positions, terms, channels = math.prod(made[:1] + made[2:]), math.prod(shapes[1][1:]), made[1]
+        elif len(shapes) >= 2 and len(made) >= 2 and len(shapes[0]) >= 1:
+            positions, terms, channels = math.prod(made[:-1]), shapes[0][-1], made[-1]
+        else:
+            return None
+        terms //= divisor if cut == "input" else 1
+        channels //= divisor if cut == "output" else 1
+        return max(round(positions * share), 1), max(terms, 1), max(channels, 1)

@@ -1,0 +1,439 @@
+"""The inner problem: for given sizes of the mesh, how each layer is cut.
+
+Sites and followers (`_strategies.py`) are the nodes of a `ChoiceProblem`, their strategies its options: least
+seconds of a step, subject to bytes of a rank. An edge forbids what does not fit together: a layer that takes
+a part of the features next to tensors that are whole. Equal blocks share their variables.
+
+[Note: the bound of a choice]
+Which cuts are best within a budget B depends on what is recomputed, and that on the cuts. Whatever is
+recomputed, a step takes the seconds of its cuts, and the forwards of what is not kept once more. When the
+backward begins there are the states, and all that is kept; at the update there are all gradients, and nothing
+is kept. So for each price p of a byte,
+
+    sum over nodes of (seconds + p * states then + min(p * kept, seconds of the forward)) - p * B
+    sum over nodes of (seconds + p * states with all gradients) - p * B
+
+are no more than the seconds of any answer within B that has these cuts (outside of the blocks nothing is
+recomputed, and p * kept stands in the place of the minimum). For all cuts together each is one more choice
+problem, whose choices come in the order of this bound (`Elimination.cheapest_first`). Moment and price are
+those for which the first of them is highest (Lagrangian duality, as in `solver/_price.py`).
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+from colossalai.auto_parallel._costs import OperationCosts, Seconds
+from colossalai.auto_parallel._peak import gradient_memory
+from colossalai.auto_parallel._setting import ParameterCosts, Setting
+from colossalai.auto_parallel._strategies import (
+    CutTransfer,
+    Followers,
+    Site,
+    Strategies,
+    Strategy,
+    tied_alike,
+)
+from colossalai.auto_parallel.solver._choice import ChoiceProblem, MergedChoices, Options, merge_equal
+from colossalai.auto_parallel.solver._elimination import Elimination
+from colossalai.auto_parallel.solver._ilp import solve_choices
+from colossalai.auto_parallel.trace._trace import Operation
+
+_FAR_TOO_LONG = 1e6  # seconds
+_PRICES = range(-12, 13)  # powers of two, of a step's seconds for a budget's bytes
+_TENSOR_AXIS = "2"  # of a mesh of (data, pipeline, tensor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutChoice:
+    """How each layer is cut.
+
+    Attributes:
+        strategies: Of each site.
+        are_cut: Of each set of followers, whether its tensors are.
+        gap: How much better the seconds of another choice could be at most, as a part of them.
+    """
+
+    strategies: tuple[Strategy, ...]
+    are_cut: tuple[bool, ...]
+    gap: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NodeCost:
+    """What an option of a node takes.
+
+    Attributes:
+        seconds: Of a step.
+        again: Of them, what a forward takes that is run again; math.inf: nothing is.
+        states: Bytes of parameters, gradients and optimizer states.
+        held: Bytes of what of them is there when a backward begins, and of buckets.
+        complete: The same at the update, when all gradients have come.
+        kept: Bytes that are kept for the backward, if they are not recomputed.
+    """
+
+    seconds: float
+    again: float
+    states: float
+    held: float
+    complete: float
+    kept: float
+
+
+def _at_begin(node: _NodeCost, price: float) -> float:
+    """Return what a node bounds the seconds by, for its bytes when the backward begins."""
+    return node.seconds + price * node.held + min(price * node.kept, node.again)
+
+
+def _at_update(node: _NodeCost, price: float) -> float:
+    """Return the same for its bytes at the update."""
+    return node.seconds + price * node.complete
+
+
+def _bounds(
+    nodes: Sequence[Sequence[_NodeCost]],
+    bound_of: Callable[[_NodeCost, float], float],
+    price: float,
+    number: int,
+) -> list[float]:
+    return [bound_of(each, price) for each in nodes[number]]
+
+
+class InnerProblem:
+    """What can be chosen for given sizes, and what it costs.
+
+    Args:
+        costs: What operations cost.
+        params: What parameters cost under the setting.
+        strategies: What can be chosen.
+        alike: For the operations of equal blocks the number of their kind, and their place in the block; see
+            `places_in_blocks`.
+        in_blocks: The operations that may be recomputed.
+        must_cut: Whether a layer is whole only where there is no other way.
+    """
+
+    def __init__(
+        self,
+        costs: OperationCosts,
+        params: ParameterCosts,
+        strategies: Strategies,
+        alike: Mapping[str, tuple[int, int]],
+        *,
+        in_blocks: Collection[str] = frozenset(),
+        must_cut: bool = False,
+    ) -> None:
+        self.costs, self.params, self.strategies = costs, params, strategies
+        self.setting: Setting = params.setting
+        self.trace = costs.trace
+        self._alike = alike
+        self._in_blocks = in_blocks
+        self._of_whole = _FAR_TOO_LONG if must_cut else 0.0
+
+    def transfer_seconds(self, transfers: Sequence[CutTransfer]) -> float:
+        """Return what some collectives of the tensor ranks take, for a rank's part of the batch at a time."""
+        return sum(
+            self.params.speed.cost(
+                each.op, self.costs.activation_bytes(each.tensor) * self.setting.share, _TENSOR_AXIS
+            )
+            for each in transfers
+        )
+
+    def operation_seconds(self, name: str, choice: CutChoice) -> Seconds:
+        """Return what an operation takes on a rank, for its part of the batch at a time."""
+        operation = self._operation(name)
+        divisor, cut = 1, ""
+        if (number := self.strategies.site_of.get(name)) is not None:
+            strategy = choice.strategies[number]
+            if strategy.is_cut:
+                divisor, cut = self.setting.tensor, self._cut_of(number, strategy, operation.module)
+        elif (group := self.strategies.followers_of.get(name)) is not None and choice.are_cut[group]:
+            divisor = self.setting.tensor
+        return self.costs.seconds(operation, share=self.setting.share, divisor=divisor, cut=cut)
+
+    def part_of_tensor(self, name: str, choice: CutChoice) -> float:
+        """Return which part of the features of a tensor a rank has."""
+        group = self.strategies.followers_by_tensor.get(name)
+        if group is not None and choice.are_cut[group]:
+            return 1 / self.setting.tensor
+        producer = self.trace.producers.get(name)
+        number_of_site = None if producer is None else self.strategies.site_of.get(producer.name)
+        if number_of_site is None:
+            return 1.0
+        site = self.strategies.sites[number_of_site]
+        is_inside = site.rule is not None and name not in site.results
+        return 1 / self.setting.tensor if choice.strategies[number_of_site].is_cut and is_inside else 1.0
+
+    def kind_of_block(self, operations: Sequence[str]) -> int | None:
+        """Return which blocks one with these operations is equal to, by a number; None: to none."""
+        found = self._alike.get(operations[0])
+        return found[0] if found is not None else None
+
+    def whole(self) -> CutChoice:
+        """Return the choice that cuts nothing."""
+        return CutChoice(
+            strategies=tuple(site.strategies[0] for site in self.strategies.sites),
+            are_cut=(False,) * len(self.strategies.followers),
+        )
+
+    def solve(
+        self, *, budget: float | None, keeps_activations: bool, time_limit: float, gap: float
+    ) -> CutChoice:
+        """Return the best choice.
+
+        Args:
+            budget: Bytes that what can be chosen may take on a rank; None: any.
+            keeps_activations: Whether what the backward needs is kept; else it is recomputed, and only
+                parameters take memory.
+            time_limit: Seconds of the search.
+            gap: When a choice is good enough, as a part of its seconds.
+
+        Raises:
+            BudgetError: `budget` is less than any choice needs.
+        """
+        if not self.strategies.sites:
+            return self.whole()
+        merged = self.merged(keeps_activations=keeps_activations)
+        solution = solve_choices(merged.problem, budget=budget, time_limit=time_limit, gap=gap)
+        return self.choice_of(merged.expand(solution.options), solution.gap)
+
+    def choice_of(self, options: Sequence[int], gap: float = 0.0) -> CutChoice:
+        """Return the choice that takes some options of the nodes of `problem`."""
+        num_sites = len(self.strategies.sites)
+        return CutChoice(
+            strategies=tuple(
+                site.strategies[option]
+                for site, option in zip(self.strategies.sites, options[:num_sites], strict=True)
+            ),
+            are_cut=tuple(option == 1 for option in options[num_sites:]),
+            gap=gap,
+        )
+
+    def options_of(self, choice: CutChoice) -> Options:
+        """Return the options that a choice takes of the nodes of `problem`."""
+        sites = zip(self.strategies.sites, choice.strategies, strict=True)
+        return (*(site.strategies.index(each) for site, each in sites), *map(int, choice.are_cut))
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether the problem can be solved by tables, and so `by_bound` be asked."""
+        return Elimination(self.merged(keeps_activations=True).problem).is_small
+
+    # See [Note: the bound of a choice].
+    def by_bound(
+        self, free: CutChoice, *, seconds: float, floors: tuple[float, float], budget: float
+    ) -> Iterator[tuple[float, CutChoice]]:
+        """Yield all choices with seconds that no answer within a budget has less of, the least first.
+
+        Of stages of a pipeline all is that of one on average. The problem must be narrow.
+
+        Args:
+            free: The fastest choice.
+            seconds: What a step of it takes.
+            floors: Bytes that it has when the backward begins, but for what could be recomputed, and at
+                the update.
+            budget: Bytes of a rank.
+        """
+        options, nodes = self.options_of(free), self._node_costs()
+        taken = [node[option] for node, option in zip(nodes, options, strict=True)]
+        # What is the same for all choices is known from the difference for one of them.
+        same = seconds - sum(each.seconds for each in taken)
+        begin, update = floors
+        rooms = {
+            _at_begin: budget - begin + sum(each.held + each.kept * math.isinf(each.again) for each in taken),
+            _at_update: budget - update + sum(each.complete for each in taken),
+        }
+        nothing = [(0.0,) * len(node) for node in nodes]
+        merged = merge_equal(self._problem(nothing, nothing), self._classes())
+        without_costs, highest, taken_off = merged, -math.inf, 0.0
+        for (bound_of, room), exponent in itertools.product(rooms.items(), _PRICES):
+            price = seconds / max(budget, 1.0) * 2.0**exponent
+            priced = without_costs.with_more(partial(_bounds, nodes, bound_of, price))
+            least = Elimination(priced.problem).minimize()[0] - price * room
+            if least > highest:
+                highest, merged, taken_off = least, priced, price * room
+        for cost, each in Elimination(merged.problem).cheapest_first():
+            yield cost - taken_off + same, self.choice_of(merged.expand(each))
+
+    def merged(self, *, keeps_activations: bool) -> MergedChoices:
+        """Return the problem with one variable for the equal nodes of all blocks."""
+        return merge_equal(self.problem(keeps_activations=keeps_activations), self._classes())
+
+    def problem(self, *, keeps_activations: bool) -> ChoiceProblem:
+        """Return the problem with a node for each site and each set of followers."""
+        nodes = self._node_costs()
+        return self._problem(
+            [tuple(each.seconds for each in node) for node in nodes],
+            [tuple(each.states + each.kept * keeps_activations for each in node) for node in nodes],
+        )
+
+    def _problem(
+        self, costs: Sequence[tuple[float, ...]], memory: Sequence[tuple[float, ...]]
+    ) -> ChoiceProblem:
+        sites, followers = self.strategies.sites, self.strategies.followers
+        return ChoiceProblem(
+            names=(
+                *(site.name for site in sites),
+                *(f"behind {self.trace.producers[each.tensors[0]].name}" for each in followers),
+            ),
+            costs=tuple(costs),
+            memory=tuple(memory),
+            edges=self._edges,
+        )
+
+    def _node_costs(self) -> list[tuple[_NodeCost, ...]]:
+        """Return what each option of each node takes."""
+        sites, followers = self.strategies.sites, self.strategies.followers
+        classes = self._classes()
+        known: dict[Hashable, tuple[_NodeCost, ...]] = {}  # equal nodes take the same
+        per_byte = self.params.seconds_per_byte(*self.costs.all_params)
+        for number, site in enumerate(sites):
+            if classes[number] not in known:
+                known[classes[number]] = tuple(
+                    self._site_node(number, site, each, per_byte) for each in site.strategies
+                )
+        for number, group in enumerate(followers, len(sites)):
+            if classes[number] not in known:
+                parts = (1, self.setting.tensor)
+                known[classes[number]] = tuple(self._follower_node(group, divisor) for divisor in parts)
+        return [known[each] for each in classes]
+
+    def _site_node(self, number: int, site: Site, strategy: Strategy, per_byte: float) -> _NodeCost:
+        """Return what a strategy of a site takes."""
+        divisor = self.setting.tensor if strategy.is_cut else 1
+        found = Seconds(self.transfer_seconds(strategy.forward), self.transfer_seconds(strategy.backward))
+        for name in site.operations:
+            if self.strategies.site_of[name] == number:
+                operation = self._operation(name)
+                cut = self._cut_of(number, strategy, operation.module) if divisor > 1 else ""
+                found = found + self.costs.seconds(
+                    operation, share=self.setting.share, divisor=divisor, cut=cut
+                )
+        storages = dict.fromkeys(map(self.trace.storage_of, site.params))
+        params = [name for name in storages if self._holder_of[name] == number]
+        param_bytes = sum(self.costs.param_bytes(name) for name in params) / divisor
+        num_params = sum(self.trace.tensors[name].numel for name in params) / divisor
+        states = self.params.states(param_bytes, num_params)
+        total = sum(states.values())
+        memory = gradient_memory(
+            self.setting,
+            param_bytes,
+            is_first=self.setting.microbatches == 1,
+            master_ratio=self.params.master_ratio,
+        )
+        without = total - states["gradients"]
+        seconds = 0.0 if strategy.is_cut or len(site.strategies) == 1 else self._of_whole
+        seconds += self.setting.microbatches * found.total + per_byte * param_bytes
+        kept = self._kept_inside(number, site) if site.rule is not None else 0.0
+        own = (name for name in site.operations if self.strategies.site_of[name] == number)
+        casts = sum(self.costs.casts_of_weights.get(name, 0.0) for name in own)
+        return _NodeCost(
+            seconds=seconds,
+            again=self._again(site.operations[0], found),
+            states=total / self.setting.pipeline,
+            held=(without + memory.held) / self.setting.pipeline,
+            complete=(without + memory.held + memory.part * param_bytes) / self.setting.pipeline,
+            kept=self._num_live() * (self.setting.share * kept + casts) / divisor,
+        )
+
+    @cached_property
+    def _holder_of(self) -> Mapping[str, int]:
+        """By the storage of a parameter the first site that has it: tied ones count once."""
+        found: dict[str, int] = {}
+        for number, site in enumerate(self.strategies.sites):
+            for name in site.params:
+                found.setdefault(self.trace.storage_of(name), number)
+        return found
+
+    def _follower_node(self, group: Followers, divisor: int) -> _NodeCost:
+        found = Seconds()
+        for name in group.operations:
+            found = found + self.costs.seconds(
+                self._operation(name), share=self.setting.share, divisor=divisor
+            )
+        tensors, extra = self.costs.saved_by
+        kept = sum(tensors.get(name, 0.0) for name in group.tensors)
+        kept += sum(extra.get(name, 0.0) for name in group.operations)
+        return _NodeCost(
+            seconds=self.setting.microbatches * found.total,
+            again=self._again(self.trace.producers[group.tensors[0]].name, found),
+            states=0.0,
+            held=0.0,
+            complete=0.0,
+            kept=self._num_live() * self.setting.share * kept / divisor,
+        )
+
+    def _again(self, operation: str, seconds: Seconds) -> float:
+        """Return what the forward of a node takes in a step if it is run again; math.inf: it never is."""
+        return self.setting.microbatches * seconds.forward if operation in self._in_blocks else math.inf
+
+    def _kept_inside(self, number: int, site: Site) -> float:
+        """Return the bytes of the whole batch that the backward keeps of tensors inside a site."""
+        tensors, extra = self.costs.saved_by
+        kept = 0.0
+        for name in site.operations:
+            if self.strategies.site_of[name] == number:
+                made = set(self._operation(name).outputs) - site.results
+                kept += sum(tensors.get(each, 0.0) for each in sorted(made)) + extra.get(name, 0.0)
+        return kept
+
+    @cached_property
+    def _edges(self) -> dict[tuple[int, int], tuple[tuple[float, ...], ...]]:
+        """Return the tables that forbid what does not fit together."""
+        sites = self.strategies.sites
+        tables: dict[tuple[int, int], list[list[float]]] = {}
+
+        def forbid(pair: tuple[int, int], allowed: list[list[bool]]) -> None:
+            known = tables.setdefault(pair, [[0.0] * len(row) for row in allowed])
+            for own, row in zip(known, allowed, strict=True):
+                for place, is_allowed in enumerate(row):
+                    own[place] = own[place] if is_allowed else math.inf
+
+        for number, site in enumerate(sites):
+            for group, is_part in (
+                (site.takes, [each.takes_part for each in site.strategies]),
+                (site.gives, [each.gives_part for each in site.strategies]),
+            ):
+                if group is not None:
+                    forbid((number, len(sites) + group), [[not part, part] for part in is_part])
+        for first, second in self.strategies.ties:
+            forbid(
+                (first, second),
+                [
+                    [tied_alike(one, other) for other in sites[second].strategies]
+                    for one in sites[first].strategies
+                ],
+            )
+        return {pair: tuple(map(tuple, table)) for pair, table in sorted(tables.items())}
+
+    def _cut_of(self, number: int, strategy: Strategy, module: str) -> str:
+        """Return whether the ranks share the output or the input features of a product in a site."""
+        site = self.strategies.sites[number]
+        return site.layers.get(module, "") if site.rule is not None else strategy.cut
+
+    def _operation(self, name: str) -> Operation:
+        return self.trace.operations[self.trace.places[name]]
+
+    def _classes(self) -> list[Hashable]:
+        """Return for each node what is the same for the equal nodes of all blocks."""
+        sites, followers = self.strategies.sites, self.strategies.followers
+        classes: list[Hashable] = [
+            self._class(site.operations[0], (len(site.strategies), len(site.operations), site.takes is None))
+            for site in sites
+        ]
+        num_ends = [0] * len(followers)
+        for site in sites:
+            for number in {each for each in (site.takes, site.gives) if each is not None}:
+                num_ends[number] += 1
+        for number, each in enumerate(followers):
+            first = self.trace.producers[each.tensors[0]].name
+            classes.append(self._class(first, ("followers", len(each.tensors), num_ends[number])))
+        return classes
+
+    def _class(self, operation: str, kind: Hashable) -> Hashable:
+        return self._alike.get(operation, operation), kind
+
+    def _num_live(self) -> float:
+        """Return how many times what a rank keeps of a microbatch is there, on average of the stages."""
+        return min(self.setting.microbatches, self.setting.pipeline) / self.setting.pipeline

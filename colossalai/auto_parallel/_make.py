@@ -1,0 +1,426 @@
+"""From a model, its arguments and a budget to a plan: trace, profile, search, figures."""
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from colossalai.auto_parallel._costs import MASTERS, OPTIMIZER_STATES, PRECISIONS, OperationCosts
+from colossalai.auto_parallel._inner import CutChoice, InnerProblem
+from colossalai.auto_parallel._parts import ModelParts, parts_of_model
+from colossalai.auto_parallel._plan import AutoPlan, ModuleFigures
+from colossalai.auto_parallel._search import Candidate, Search, SearchLimits
+from colossalai.auto_parallel._setting import Setting, settings_of
+from colossalai.auto_parallel._strategies import Site
+from colossalai.auto_parallel._verify import refuse_unrunnable, verified_plan
+from colossalai.auto_parallel.machine._machine import MachineProfile, shipped_profile
+from colossalai.auto_parallel.trace._profile_ops import profile_operations
+from colossalai.auto_parallel.trace._trace import ModelTrace, repeated_blocks, trace_model
+from colossalai.cluster import broadcast_value
+from colossalai.runtime import parameter_shapes
+from colossalai.shardformer import Rule
+
+_MOST_TENSOR_RANKS = 64
+_Plain = TypeVar("_Plain")
+_NUM_COSTLIEST = 3
+
+
+def make_plan(
+    model: nn.Module,
+    meta_args: Mapping[str, Any],
+    *,
+    world_size: int | None = None,
+    memory_budget: float | None = None,
+    optimizer: str = "adamw",
+    precision: str = "fp32",
+    profile: MachineProfile | str | Path | None = None,
+    time_limit: float = 10.0,
+    gap: float = 1e-3,
+    verify: bool | None = None,
+) -> AutoPlan:
+    """Find how a model is trained fastest on a number of ranks within a budget of bytes.
+
+    No process group is needed, no memory for the model, and nothing of it is changed. In a job all ranks call
+    it: rank 0 searches, and the others get its plan. There a plan is run for a step on the real ranks, unless
+    `verify` is False. Where more bytes are counted than the budget has, predicted sizes are scaled by what
+    was seen, and the plan is made again, up to three times. What is run is a copy of the model, which takes
+    as much memory as the plan does; neither the model nor a random state changes.
+
+    Args:
+        model: The model, in the mode that it is to be trained in; one on the meta device will do.
+        meta_args: Arguments of its forward by name, for the whole batch: dimension 0 of tensors counts
+            samples. Tensors may be on the meta device.
+        world_size: Number of ranks; default: that of the job.
+        memory_budget: Bytes that a rank may take; None: any.
+        optimizer: "adamw", "adam", "momentum" (SGD with momentum) or "sgd".
+        precision: "fp32" (the model's own type), "bf16", "fp16", "bf16_master" or "fp16_naive".
+        profile: What the machine takes for operations and communication: a profile, the path of one, or the
+            name of a shipped one; default: that of two CPU cores.
+        time_limit: Seconds of the search for the cuts of each layout.
+        gap: When cuts are good enough, as a part of their seconds.
+        verify: Whether the plan is run for a step; `counted_bytes` of it is what was counted. Default: in a
+            job of `world_size` ranks, if there is a budget.
+
+    Raises:
+        ValueError: `world_size` is not above 0, `meta_args` does not fit the model or has no batch that the
+            ranks could share, an option is unknown, or no plan fits into `memory_budget`: the message has the
+            smallest budget that was found to work. Or `verify` is True outside of a job of `world_size`
+            ranks, or the model cannot be run by itself.
+    """
+    is_job = torch.distributed.is_initialized()
+    ranks = torch.distributed.get_world_size() if is_job else None
+    world_size = world_size if world_size is not None else ranks
+    if not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size={world_size}: give the number of ranks that are to train the model")
+    if verify and ranks != world_size:
+        raise ValueError(
+            f"verify=True runs the plan on its {world_size} ranks, and "
+            + ("this is no job" if ranks is None else f"the job has {ranks}")
+            + ": call make_plan in a job of as many, or leave verify out"
+        )
+    if verify is None:
+        verify = ranks == world_size and memory_budget is not None
+    posed = cache(
+        lambda: pose_problem(
+            model,
+            meta_args,
+            world_size=world_size,
+            optimizer=optimizer,
+            precision=precision,
+            profile=profile,
+            limits=SearchLimits(time_limit=time_limit, gap=gap),
+        )
+    )
+
+    def make(scale: float = 1.0) -> AutoPlan:
+        plan = partial(_make, posed, memory_budget, scale=scale, is_run=bool(verify))
+        if ranks != world_size:
+            return plan()
+        return AutoPlan.from_json(told_by_first(lambda: plan().to_json()))
+
+    return verified_plan(make, model, meta_args, memory_budget=memory_budget) if verify else make()
+
+
+def told_by_first(find: Callable[[], _Plain]) -> _Plain:
+    """Return the plain value that rank 0 finds, on all ranks of a job; what it raises is raised on all."""
+    if torch.distributed.get_world_size() == 1:
+        return find()
+    told: tuple[list[_Plain], str] = [], ""
+    if torch.distributed.get_rank() == 0:
+        try:
+            told = [find()], ""
+        except Exception as error:
+            broadcast_value(
+                ([], str(error) or type(error).__name__), source=0
+            )  # nobody waits for what does not come
+            raise
+    found, refusal = broadcast_value(told, source=0)
+    if refusal:
+        raise ValueError(refusal)
+    value: _Plain = found[0]
+    return value
+
+
+def _make(
+    posed: "Callable[[], PlanProblem]", memory_budget: float | None, *, scale: float, is_run: bool
+) -> AutoPlan:
+    """Return a plan.
+
+    Args:
+        posed: Returns the problem.
+        memory_budget: Bytes that a rank may take; None: any.
+        scale: What predicted sizes are multiplied by.
+        is_run: Whether it is going to be verified.
+    """
+    if memory_budget is not None and not (isinstance(memory_budget, int | float) and memory_budget > 0):
+        raise ValueError(f"memory_budget={memory_budget!r}: give bytes above 0, or None for any")
+    problem = posed()
+    if is_run:
+        refuse_unrunnable(problem.trace)
+    return problem.best_plan(problem.settings, memory_budget=memory_budget, scale=scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanProblem:
+    """A model on a machine with all that can be chosen.
+
+    Attributes:
+        model: The model.
+        trace: Its operations.
+        parts: Its parts.
+        machine: The machine.
+        batch: Samples of the whole batch.
+        precision: A key of `PRECISIONS`.
+        optimizer: A key of `OPTIMIZER_STATES`.
+        settings: The sizes that the runtime has; at least one.
+        search: The search over them.
+    """
+
+    model: nn.Module
+    trace: ModelTrace
+    parts: ModelParts
+    machine: MachineProfile
+    batch: int
+    precision: str
+    optimizer: str
+    settings: Sequence[Setting]
+    search: Search
+
+    def best_plan(
+        self, settings: Sequence[Setting], *, memory_budget: float | None, scale: float = 1.0
+    ) -> AutoPlan:
+        """Return the plan that takes the fewest seconds.
+
+        Args:
+            settings: Those that are allowed.
+            memory_budget: Bytes that a rank may take; None: any.
+            scale: What predicted sizes are multiplied by.
+
+        Raises:
+            BudgetError: `memory_budget` is less than any plan needs.
+        """
+        budget = None if memory_budget is None else memory_budget / scale
+        found = self.search.run(settings, budget=budget)
+        plan = self.plan_of(found[0], memory_budget=memory_budget, second=_second(found))
+        return replace(plan, bytes={name: scale * size for name, size in plan.bytes.items()})
+
+    def plan_of(
+        self, best: Candidate, *, memory_budget: float | None = None, second: Candidate | None = None
+    ) -> AutoPlan:
+        """Return the plan that an answer means, whether a search found it or a person wrote it.
+
+        Args:
+            best: The answer.
+            memory_budget: Bytes of a rank that it was looked for within; None: any.
+            second: The best answer of other sizes; None: not known.
+        """
+        inner = self.search.problem_of(best.setting)
+        return AutoPlan(
+            model=type(self.model).__name__,
+            digest=self.trace.digest,
+            parameters=parameter_shapes(self.model),
+            batch=self.batch,
+            setting=best.setting,
+            precision=self.precision,
+            optimizer=self.optimizer,
+            memory_budget=memory_budget,
+            profile=self.machine.name,
+            rules=rules_of(best),
+            modules=_modules(inner, best) | _modules_of_experts(inner, best, self.parts),
+            segments=best.prediction.segments,
+            blocks=self.parts.blocks if best.prediction.segments else (),
+            sync_batch_norm=has_batch_norms(self.model) and best.setting.data > 1 and self.model.training,
+            seconds=dict(best.prediction.seconds),
+            bytes=dict(best.prediction.bytes),
+            costliest=_costliest(inner, best.choice),
+            second="" if second is None else str(second.setting),
+            second_seconds=0.0 if second is None else second.prediction.step_seconds,
+            gap=best.choice.gap,
+        )
+
+
+def pose_problem(
+    model: nn.Module,
+    meta_args: Mapping[str, Any],
+    *,
+    world_size: int,
+    optimizer: str,
+    precision: str,
+    profile: MachineProfile | str | Path | None,
+    limits: SearchLimits,
+) -> PlanProblem:
+    """Trace and profile a model, and return what can be chosen.
+
+    Args:
+        model: As of `make_plan`, like all others.
+        meta_args: The arguments of its forward.
+        world_size: Number of ranks.
+        optimizer: The optimizer.
+        precision: The precision.
+        profile: The machine.
+        limits: How long and how well to search.
+
+    Raises:
+        ValueError: `meta_args` does not fit the model or has no batch that the ranks could share, or an
+            option is unknown.
+    """
+    if optimizer not in OPTIMIZER_STATES:
+        raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
+    machine = machine_of(profile)
+    batch = _batch_of(meta_args)
+    trace = trace_model(model, meta_args)
+    costs = OperationCosts(trace, profile_operations(trace), machine, precision=precision)
+    parts = parts_of_model(trace, model)
+    settings = tuple(
+        settings_of(
+            world_size,
+            batch=batch,
+            num_blocks=len(parts.blocks),
+            # Microbatches would have statistics of their own.
+            can_pipeline=parts.is_chain and not has_batch_norms(model),
+            largest_tensor=_MOST_TENSOR_RANKS,
+            has_masters=precision in MASTERS,
+            num_experts=math.gcd(*(trace.tensors[each.params[0]].shape[0] for each in parts.experts)) or 1,
+        )
+    )
+    if not settings:
+        raise ValueError(
+            f"a batch of {batch} cannot be shared by {world_size} ranks, and the model can be shared by "
+            f"{_MOST_TENSOR_RANKS} at most: give a batch that is a multiple of the ranks, or fewer ranks"
+        )
+    search = Search(costs, model, parts, repeated_blocks(trace, model), optimizer=optimizer, limits=limits)
+    return PlanProblem(
+        model=model,
+        trace=trace,
+        parts=parts,
+        machine=machine,
+        batch=batch,
+        precision=precision,
+        optimizer=optimizer,
+        settings=settings,
+        search=search,
+    )
+
+
+def has_batch_norms(model: nn.Module) -> bool:
+    """Whether a model has layers whose statistics are those of a batch."""
+    return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules())
+
+
+def machine_of(profile: MachineProfile | str | Path | None) -> MachineProfile:
+    """Return a profile, that of a file, or a shipped one by its name; None: that of two CPU cores."""
+    if isinstance(profile, MachineProfile):
+        return profile
+    if profile is None:
+        return shipped_profile()
+    return MachineProfile.load(profile) if os.path.exists(profile) else shipped_profile(str(profile))
+
+
+def _batch_of(meta_args: Mapping[str, Any]) -> int:
+    """Return the samples of the whole batch: the extent of dimension 0 of the arguments.
+
+    Raises:
+        ValueError: `meta_args` is no mapping, has no tensor with dimensions, tensors of several batches, or
+            of none.
+    """
+    if not isinstance(meta_args, Mapping):
+        raise ValueError(
+            f"meta_args is a {type(meta_args).__name__}: give a dict of the arguments of the forward by name"
+        )
+    batches = {
+        name: value.shape[0]
+        for name, value in meta_args.items()
+        if isinstance(value, torch.Tensor) and value.dim() > 0
+    }
+    if not batches:
+        raise ValueError("meta_args has no tensor with a batch: give the arguments of the forward by name")
+    if len(set(batches.values())) > 1:
+        raise ValueError(
+            f"dimension 0 of the arguments is the batch, and it is {batches}: give all of them for one batch"
+        )
+    batch = next(iter(batches.values()))
+    if batch == 0:
+        raise ValueError("meta_args have a batch of 0 samples: give arguments of the batch to be trained on")
+    return batch
+
+
+def _second(found: Sequence[Candidate]) -> Candidate | None:
+    """Return the best answer whose ranks lie differently from the best one's."""
+    shape = found[0].setting.shape
+    return next((each for each in found if each.setting.shape != shape), None)
+
+
+def rules_of(candidate: Candidate) -> dict[str, Rule]:
+    """Return the rules, by the names of modules, that carry out how layers are cut."""
+    rules: dict[str, Rule] = {}
+    named: dict[str, dict[str, list[str]]] = {}
+    for site, strategy in zip(candidate.strategies.sites, candidate.choice.strategies, strict=True):
+        if not strategy.is_cut:
+            continue
+        if site.rule is not None:
+            rules[site.name] = site.rule
+        else:
+            parent, _, child = site.name.rpartition(".")
+            assert strategy.field is not None, "a layer without a rule is named by a field of one"
+            named.setdefault(parent, {}).setdefault(strategy.field, []).append(child)
+    for parent, by_field in named.items():
+        # A module whose class has a rule may have layers that it does not name.
+        rule = rules.get(parent, Rule())
+        added = {field: (*getattr(rule, field), *names) for field, names in by_field.items()}
+        rules[parent] = replace(rule, **added)  # type: ignore[arg-type]
+    return rules
+
+
+def _modules(inner: InnerProblem, best: Candidate) -> dict[str, ModuleFigures]:
+    """Return for each layer that could be cut how it is, what it takes, and what other cuts would take."""
+    problem = inner.problem(keeps_activations=True)
+    total = best.prediction.step_seconds
+    found: dict[str, ModuleFigures] = {}
+    for number, (site, strategy) in enumerate(
+        zip(best.strategies.sites, best.choice.strategies, strict=True)
+    ):
+        chosen = site.strategies.index(strategy)
+        others: dict[str, float] = {}
+        for place, other in enumerate(site.strategies):
+            if other.cut != strategy.cut:
+                seconds = total + problem.costs[number][place] - problem.costs[number][chosen]
+                others[other.cut] = min(seconds, others.get(other.cut, seconds))
+        for layer, cut in site.layers.items():
+            own = strategy.cut if site.rule is None else cut
+            found[layer] = ModuleFigures(
+                own if strategy.is_cut else "whole",
+                problem.costs[number][chosen] / len(site.layers),
+                _bytes_of(inner, site, is_cut=strategy.is_cut) / len(site.layers),
+                others,
+            )
+    return found
+
+
+def _modules_of_experts(inner: InnerProblem, best: Candidate, parts: ModelParts) -> dict[str, ModuleFigures]:
+    """Return how experts are cut, which follows from the sizes, and what they take."""
+    setting, found = inner.setting, {}
+    costs = inner.params.of_experts
+    for module in parts.experts:
+        seconds = sum(
+            inner.operation_seconds(each.name, best.choice).total
+            for each in inner.trace.by_module(module.name)
+        )
+        param_bytes = sum(map(inner.costs.param_bytes, module.params)) / setting.expert
+        num_params = sum(inner.trace.tensors[name].numel for name in module.params) / setting.expert
+        found[module.name] = ModuleFigures(
+            "expert" if setting.expert > 1 else "whole",
+            setting.microbatches * seconds,
+            sum(costs.states(param_bytes, num_params).values()),
+            {},
+        )
+    return found
+
+
+def _bytes_of(inner: InnerProblem, site: Site, *, is_cut: bool) -> float:
+    divisor = inner.setting.tensor if is_cut else 1
+    param_bytes = sum(inner.costs.param_bytes(name) for name in site.params) / divisor
+    num_params = sum(inner.trace.tensors[name].numel for name in site.params) / divisor
+    return sum(inner.params.states(param_bytes, num_params).values())
+
+
+def _costliest(inner: InnerProblem, choice: CutChoice) -> tuple[tuple[str, str, float], ...]:
+    """Return the operations that take most of a step, the first of those that are equal."""
+    times = inner.setting.microbatches
+    found = [
+        (
+            each.target.removeprefix("aten."),
+            each.module,
+            times * inner.operation_seconds(each.name, choice).total,
+        )
+        for each in inner.trace.operations
+    ]
+    found.sort(key=lambda each: -each[2])
+    return tuple(found[:_NUM_COSTLIEST])

@@ -1,0 +1,181 @@
+"""Parts of a model: the operations before its blocks, in each of them, and behind them; and its experts.
+
+Only blocks are recomputed, and a pipeline is cut between them: these are the places that predictions add up.
+Experts may be shared by data-parallel ranks, to which rows of tokens travel then.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import nn
+
+from colossalai.auto_parallel.trace._trace import ModelTrace, Operation
+from colossalai.runtime import find_blocks
+from colossalai.shardformer import expert_parameters
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertModule:
+    """A module of experts that ranks may share.
+
+    Attributes:
+        name: Its full name.
+        params: The tensors of its parameters, whose dimension 0 counts experts.
+        products: The operations that are products of rows with the matrices of their experts, in order.
+        rows: What the first one takes: rows of tokens, one for each choice of a token.
+        trained: The matrices of all experts that get gradients: parameters, or what is computed of them.
+        is_loop: Whether a rank that has all of them computes one expert after the other.
+    """
+
+    name: str
+    params: tuple[str, ...]
+    products: tuple[str, ...]
+    rows: str
+    trained: tuple[str, ...]
+    is_loop: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelParts:
+    """The operations of a model before its blocks, in each of them, and behind them.
+
+    Attributes:
+        blocks: Full names of the blocks, in the order in which they run.
+        before: Names of the operations before the first one.
+        within: Names of the operations of each.
+        after: Names of all others.
+        inputs: For each block the tensor that the one before hands to it; empty if they are no chain.
+        outputs: For each block the tensor that it hands on.
+        params: Names of the parameter tensors before the first block, in each of them, and behind them.
+        experts: Those that ranks may share: all of the model, or none.
+    """
+
+    blocks: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    within: tuple[tuple[str, ...], ...] = ()
+    after: tuple[str, ...] = ()
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    params: tuple[tuple[str, ...], ...] = ()
+    experts: tuple[ExpertModule, ...] = ()
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether each block takes what the one before hands on, and nothing else of the blocks."""
+        return bool(self.inputs)
+
+
+def parts_of_model(trace: ModelTrace, model: nn.Module) -> ModelParts:
+    """Return the parts of a traced model."""
+    names = {part: name for name, part in reversed(list(model.named_modules()))}
+    order = trace.places
+    found = [(names[block], trace.by_module(names[block])) for block in find_blocks(model)]
+    found = sorted((each for each in found if each[1]), key=lambda each: order[each[1][0].name])
+    if not found:
+        everything = tuple(each.name for each in trace.operations)
+        return ModelParts(
+            after=everything,
+            params=((), _params_of(trace, everything)),
+            experts=_experts_of(trace, model),
+        )
+    inside = {operation.name for _, operations in found for operation in operations}
+    first = order[found[0][1][0].name]
+    outside = [each.name for each in trace.operations if each.name not in inside]
+    ends = [_ends(trace, [each.name for each in operations]) for _, operations in found]
+    if not ends[0][0]:  # nothing trained is before the blocks: the batch itself, or a frozen embedding
+        ends[0] = _input_without_gradient(trace, found[0][1]), ends[0][1]
+    is_chain = all(len(taken) == len(made) == 1 for taken, made in ends) and all(
+        before[1] == after[0] for before, after in pairwise(ends)
+    )
+    before = tuple(name for name in outside if order[name] < first)
+    within = tuple(tuple(each.name for each in operations) for _, operations in found)
+    after = tuple(name for name in outside if order[name] > first)
+    return ModelParts(
+        blocks=tuple(name for name, _ in found),
+        before=before,
+        within=within,
+        after=after,
+        params=tuple(_params_of(trace, each) for each in (before, *within, after)),
+        inputs=tuple(taken[0] for taken, _ in ends) if is_chain else (),
+        outputs=tuple(made[0] for _, made in ends) if is_chain else (),
+        experts=_experts_of(trace, model),
+    )
+
+
+def _experts_of(trace: ModelTrace, model: nn.Module) -> tuple[ExpertModule, ...]:
+    """Return the experts of a model; none, if what would travel to some of them is not in the trace."""
+    tensors: dict[str, list[str]] = {}  # by the full names of parameters
+    for tensor, name in trace.params.items():
+        tensors.setdefault(name, []).append(tensor)
+    found = []
+    for module, names in expert_parameters(model).items():
+        products = [each for each in trace.by_module(module) if "grouped_mm" in each.target]
+        if not products:
+            return ()
+        config = getattr(model.get_submodule(module), "config", None)
+        matrices = (each.inputs[1] for each in products)
+        found.append(
+            ExpertModule(
+                name=module,
+                params=tuple(tensor for name in names for tensor in tensors.get(name, ())),
+                products=tuple(each.name for each in products),
+                rows=products[0].inputs[0],
+                trained=tuple(each for each in matrices if carries_gradient(trace, each)),
+                is_loop=getattr(config, "_experts_implementation", None) == "eager",
+            )
+        )
+    return tuple(found)
+
+
+def _params_of(trace: ModelTrace, operations: Iterable[str]) -> tuple[str, ...]:
+    """Return the parameter tensors that some operations take, each once."""
+    own = (trace.operations[place] for place in sorted(trace.places[name] for name in operations))
+    return tuple(dict.fromkeys(name for each in own for name in each.inputs if name in trace.params))
+
+
+def _ends(trace: ModelTrace, operations: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the tensors with gradients that some operations take, and those that others take of them."""
+    inside = set(operations)
+    own = [each for each in trace.operations if each.name in inside]
+    made = {name for each in own for name in each.outputs}
+    taken = [
+        name
+        for each in own
+        for name in each.inputs
+        if name not in made and name not in trace.outside and carries_gradient(trace, name)
+    ]
+    handed = [
+        name
+        for each in own
+        for name in each.outputs
+        if name in trace.outputs or any(other.name not in inside for other in trace.consumers[name])
+    ]
+    return list(dict.fromkeys(taken)), list(dict.fromkeys(handed))
+
+
+def _input_without_gradient(trace: ModelTrace, operations: Sequence[Operation]) -> list[str]:
+    """Return the tensors that could be what some operations compute on, of those that they find there."""
+    made = {name for each in operations for name in each.outputs}
+    known = {*trace.params, *trace.buffers, *trace.constants, *made}
+    found = dict.fromkeys(
+        name
+        for each in operations
+        for name in each.inputs
+        if name not in known and trace.tensors[name].dtype.is_floating_point
+    )
+    return list(found)
+
+
+def carries_gradient(trace: ModelTrace, name: str) -> bool:
+    """Whether a tensor depends on something trained; masks and positions do not."""
+    waiting, seen = [name], set()
+    while waiting:
+        each = waiting.pop()
+        if each in trace.trainable:
+            return True
+        producer = trace.producers.get(each)
+        if producer is not None and producer.name not in seen and producer.is_grad_enabled:
+            seen.add(producer.name)
+            waiting += [taken for taken in producer.inputs if trace.tensors[taken].dtype.is_floating_point]
+    return False

@@ -1,0 +1,391 @@
+"""The plan of Colossal-Auto: a frozen value that a person can read and compare, and that the runtime runs."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from colossalai._lazy import find_name
+from colossalai.amp import FullPrecision, Precision, precision_of
+from colossalai.auto_parallel._costs import OPTIMIZER_STATES, PRECISIONS
+from colossalai.auto_parallel._prediction import SCHEDULE
+from colossalai.auto_parallel._setting import Setting
+from colossalai.auto_parallel._strategies import CUTS
+from colossalai.auto_parallel.machine._machine import MachineProfile
+from colossalai.context import ConfigException, Layout
+from colossalai.pipeline import PipelineOptions
+from colossalai.runtime import Plan, RecomputeSegment, Segments, data_method
+from colossalai.shardformer import Rule
+
+_FORMAT = "colossalai plan"
+_VERSION = 1
+_PRECISION_MODES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "bf16": ("bf16", {}),
+    "bf16_master": ("bf16", {"master_weights": True}),
+    "fp16": ("torch", {}),
+    "fp16_naive": ("naive", {}),
+}
+
+
+@dataclass(frozen=True)
+class ModuleFigures:
+    """What a layer is predicted to take on a rank.
+
+    Attributes:
+        cut: One of `CUTS`.
+        seconds: Of a step.
+        bytes: Of its parameters, with gradients and states.
+        others: What a step would take if it were cut in each other way, and nothing else changed.
+    """
+
+    cut: str
+    seconds: float
+    bytes: float
+    others: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoPlan:
+    """How a model is trained on a number of ranks.
+
+    Attributes:
+        model: The name of the model's class.
+        digest: Of the trace that it was made for.
+        parameters: Names and shapes of the model's parameters: another model is refused by them.
+        batch: Samples in the whole batch.
+        setting: The sizes of the mesh, stage of ZeRO and microbatches.
+        precision: Name of the precision.
+        optimizer: Name of the optimizer.
+        memory_budget: Bytes of a rank that it was made for; None: any.
+        profile: Name of the machine's profile.
+        rules: For modules that are cut, by their full names, how.
+        modules: For each layer that could be cut, how it is, with figures.
+        segments: What is recomputed.
+        blocks: Full names of the blocks, in which segments count.
+        sync_batch_norm: Whether batch norms take their statistics over all replicas.
+        seconds: Of a step, by what they are for.
+        bytes: Of the rank that needs most, by what they are for.
+        costliest: The operations that take most, with their modules and seconds.
+        second: The best plan of other sizes, and its seconds; "" if there is none.
+        second_seconds: Of a step of that.
+        gap: How much better other cuts could be at most, as a part of the seconds.
+        counted_bytes: The peak that was counted of the rank that needs most; None: the plan was not run.
+    """
+
+    model: str
+    digest: str
+    parameters: Mapping[str, tuple[int, ...]]
+    batch: int
+    setting: Setting
+    precision: str
+    optimizer: str
+    memory_budget: float | None
+    profile: str
+    rules: Mapping[str, Rule]
+    modules: Mapping[str, ModuleFigures]
+    segments: tuple[RecomputeSegment, ...]
+    blocks: tuple[str, ...]
+    sync_batch_norm: bool
+    seconds: Mapping[str, float]
+    bytes: Mapping[str, float]
+    costliest: tuple[tuple[str, str, float], ...]
+    second: str
+    second_seconds: float
+    gap: float
+    counted_bytes: float | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that it is for."""
+        return self.setting.world_size
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted seconds of a step."""
+        return sum(self.seconds.values())
+
+    @property
+    def peak_bytes(self) -> float:
+        """Predicted peak of the rank that needs most."""
+        return sum(self.bytes.values())
+
+    @property
+    def cuts(self) -> Mapping[str, str]:
+        """For each layer that could be cut, how it is."""
+        return {name: each.cut for name, each in self.modules.items()}
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Return the predicted seconds of a step and bytes of a rank, by what they are for; parts add up."""
+        return {
+            "seconds": {**self.seconds, "step": self.step_seconds},
+            "bytes": {**self.bytes, "peak": self.peak_bytes},
+        }
+
+    def layout_over(self, world_size: int) -> Layout:
+        """Return how the ranks of a job are laid out.
+
+        Args:
+            world_size: Their number.
+
+        Raises:
+            ConfigException: `world_size` is not the number of ranks that the plan is for.
+        """
+        if world_size != self.world_size:
+            raise ConfigException(
+                f"the plan is for {self.world_size} ranks ({self.setting}), and the job has {world_size}: "
+                f"start {self.world_size} processes, or make a plan for {world_size} by "
+                f"make_plan(..., world_size={world_size}) or colossalai plan --world-size {world_size}"
+            )
+        setting = self.setting
+        return Layout(
+            data=setting.data,
+            pipeline=setting.pipeline,
+            tensor=setting.tensor,
+            mode="1d" if setting.tensor > 1 else None,
+            expert=setting.expert,
+            plain_layers=setting.tensor > 1,
+        )
+
+    def runtime_plan(self) -> Plan:
+        """Return the plan that `colossalai.runtime` carries out."""
+        setting = self.setting
+        is_cut = setting.tensor > 1
+        return Plan(
+            layout=self.layout_over(self.world_size),
+            data=data_method(setting.zero, in_pipeline=setting.pipeline > 1),
+            precision=self.make_precision(),
+            recompute=self._recompute(),
+            pipeline=PipelineOptions(
+                num_microbatches=setting.microbatches, schedule=SCHEDULE, partition="balanced"
+            )
+            if setting.pipeline > 1
+            else None,
+            cuts=dict(self.rules) if is_cut else None,
+            sync_batch_norm=self.sync_batch_norm,
+            made_for=self.parameters,
+        )
+
+    def _recompute(self) -> bool | Segments | tuple[str, ...]:
+        if not self.segments:
+            return False
+        if all(not each.inner and each.last == each.first + 1 for each in self.segments):
+            return tuple(self.blocks[each.first] for each in self.segments)
+        return Segments(segments=self.segments, names=self.blocks)
+
+    def make_precision(self) -> Precision:
+        """Return the precision as the runtime takes it."""
+        if self.precision == "fp32":
+            return FullPrecision()
+        mode, options = _PRECISION_MODES[self.precision]
+        return precision_of(mode, options)
+
+    def explain(self, name: str | None = None) -> str:
+        """Return in words what the plan is and what it is predicted to take.
+
+        Args:
+            name: A module of which to say how and why it is cut; None: the whole plan.
+
+        Raises:
+            ValueError: `name` is no module that could be cut, nor one with such modules in it.
+        """
+        from colossalai.auto_parallel._explain import explain_module, explain_plan
+
+        return explain_plan(self) if name is None else explain_module(self, name)
+
+    def with_choice(
+        self,
+        name: str,
+        cut: str,
+        *,
+        model: nn.Module | None = None,
+        meta_args: Mapping[str, Any] | None = None,
+        profile: MachineProfile | str | Path | None = None,
+    ) -> "AutoPlan":
+        """Return a plan in which one layer is cut in another way, with the figures that it has then.
+
+        Layers that are cut together change together. Neighbours change where they must, and the fastest of
+        what they can be is taken. Everything else, the sizes and what is recomputed among it, stays.
+
+        Args:
+            name: Full name of the layer, or of the module whose layers are cut together.
+            cut: "whole", "output", "input", "vocab", "channel" or "expert".
+            model: The model that the plan was made for. A plan is a value and does not hold it; it must be
+                given. One on the meta device will do.
+            meta_args: The arguments of its forward, as of `make_plan`; they must be given.
+            profile: The machine that the plan was made for; default: the shipped one of its name.
+
+        Raises:
+            ValueError: `name` is no layer that could be cut, `cut` is unknown, or none of this layer or of
+                those around it; `model`, `meta_args` or `profile` is missing, or another one than that of the
+                plan; or a rank would need more than the budget of the plan.
+        """
+        # What changes a plan makes one, and so imports this module.
+        change = find_name(__package__, {"change_cut": f"{__package__}._change"}, "change_cut")
+        changed: AutoPlan = change(self, name, cut, model=model, meta_args=meta_args, profile=profile)
+        return changed
+
+    def diff(self, other: "AutoPlan") -> str:
+        """Return in words what another plan does differently."""
+        from colossalai.auto_parallel._explain import explain_difference
+
+        return explain_difference(self, other)
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """Return the text that `save` writes."""
+        content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION}
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name == "setting":
+                value = {one.name: getattr(value, one.name) for one in fields(value)}
+            elif each.name == "parameters":
+                value = {name: "x".join(map(str, shape)) for name, shape in value.items()}
+            elif each.name == "rules":
+                value = {name: _rule_as_dict(rule) for name, rule in value.items()}
+            elif each.name == "modules":
+                value = {
+                    name: [one.cut, one.seconds, one.bytes, dict(one.others)] for name, one in value.items()
+                }
+            elif each.name == "segments":
+                value = [one.as_lists() for one in value]
+            elif isinstance(value, Mapping):
+                value = dict(value)
+            content[each.name] = value
+        return json.dumps(content, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str, *, name: str = "the text") -> "AutoPlan":
+        """Return the plan of a text that `to_json` made.
+
+        Raises:
+            ValueError: `text` is no JSON of a plan, or one of a version that is not known, or says what there
+                is not: a precision, an optimizer, a cut, a module, sizes.
+        """
+        try:
+            content = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{name} is no JSON: {error}") from error
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError(f"{name} is no plan; AutoPlan.save and `colossalai plan` write plans")
+        if content.get("version") != _VERSION:
+            raise ValueError(
+                f"{name} is a plan of version {content.get('version')!r}, and this is version {_VERSION}: "
+                "make it again"
+            )
+        try:
+            known = {each.name: content[each.name] for each in fields(AutoPlan)}
+            known["setting"] = Setting(**known["setting"])
+            known["parameters"] = {
+                key: tuple(map(int, value.split("x") if value else ()))
+                for key, value in known["parameters"].items()
+            }
+            known["rules"] = {key: _rule_of_dict(value) for key, value in known["rules"].items()}
+            known["modules"] = {key: ModuleFigures(*value) for key, value in known["modules"].items()}
+            known["segments"] = tuple(map(RecomputeSegment.from_lists, known["segments"]))
+            known["blocks"] = tuple(known["blocks"])
+            known["costliest"] = tuple(
+                (str(operation), str(module), float(seconds))
+                for operation, module, seconds in known["costliest"]
+            )
+            plan = AutoPlan(**known)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{name} is a plan that lacks or garbles a part: {error!r}") from error
+        _refuse_unknown(plan, name)
+        return plan
+
+
+def _refuse_unknown(plan: AutoPlan, file: str) -> None:
+    """Refuse words that a person may have written into a plan, and that nothing has.
+
+    Raises:
+        ValueError: `plan` has such a word; the message has those that there are.
+    """
+    for what, value, known in (
+        ("precision", plan.precision, tuple(PRECISIONS)),
+        ("optimizer", plan.optimizer, tuple(OPTIMIZER_STATES)),
+        *((f"cut of {name}", each.cut, CUTS) for name, each in plan.modules.items()),
+    ):
+        if value not in known:
+            raise ValueError(f"{file}: the {what} is {value!r}; there are {', '.join(known)}")
+    sizes = {each.name: getattr(plan.setting, each.name) for each in fields(plan.setting)}
+    lowest = {name: 0 if name == "zero" else 1 for name in sizes}
+    for name, value in sizes.items():
+        if not isinstance(value, int) or value < lowest[name] or (name == "zero" and value > 3):
+            raise ValueError(
+                f"{file}: {name} of the setting is {value!r}; give a number from {lowest[name]} on"
+            )
+    modules = {"", *_prefixes(plan.parameters)}
+    for name in (*plan.rules, *plan.modules, *plan.blocks):
+        if name not in modules:
+            raise ValueError(
+                f"{file} names {name!r}, and {plan.model} has no such module with parameters: names "
+                f"are such as {', '.join(map(repr, sorted(modules)[1:4]))}"
+            )
+
+
+def _prefixes(names: Iterable[str]) -> set[str]:
+    """Return the names of the modules that have parameters, directly or in one of theirs."""
+    found = set()
+    for name in names:
+        while name := name.rpartition(".")[0]:
+            found.add(name)
+    return found
+
+
+def load_plan(path: str | Path) -> AutoPlan:
+    """Return the plan of a file that `AutoPlan.save` or `colossalai plan` wrote.
+
+    Raises:
+        ValueError: `path` cannot be read, or is no plan.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"the plan {str(path)!r} cannot be read: {error}") from error
+    return AutoPlan.from_json(text, name=str(path))
+
+
+def given_plan(plan: AutoPlan | str | Path) -> AutoPlan:
+    """Return a plan that is given as it is, or as the path of its file.
+
+    Raises:
+        ValueError: `plan` is neither, cannot be read, or is no plan.
+    """
+    if isinstance(plan, str | Path):
+        return load_plan(plan)
+    if not isinstance(plan, AutoPlan):
+        raise ValueError(
+            f"the plan is a {type(plan).__name__}: give what make_plan or load_plan returns, or the path of "
+            "a file that AutoPlan.save or `colossalai plan` wrote"
+        )
+    return plan
+
+
+def _rule_as_dict(rule: Rule) -> dict[str, Any]:
+    """Return the fields of a rule that differ from their defaults."""
+    found = {}
+    for each in fields(rule):
+        value = getattr(rule, each.name)
+        default = each.default if each.default is not MISSING else None
+        if value != default:
+            found[each.name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def _rule_of_dict(content: Mapping[str, Any]) -> Rule:
+    known = {each.name for each in fields(Rule)}
+    for key in content:
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            raise ValueError(f"a rule has no {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    values: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in content.items()
+    }
+    return Rule(**values)

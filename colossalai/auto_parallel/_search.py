@@ -1,0 +1,386 @@
+"""The outer problem: which sizes, stage of ZeRO, microbatches and recomputation, for the least seconds.
+
+For each setting the inner problem says how layers are cut, first as if memory were free: no answer under a
+budget takes fewer seconds, so settings are tried in the order of that bound, and the search ends with the
+first that cannot be better than what was found. Where the answer does not fit, cuts and recomputation are
+chosen together: cuts are tried one after the other, each with as much recomputed as it needs. Those that may
+well be best come first, then all others in the order of [Note: the bound of a choice], until that exceeds
+what was found. For large models this ends early: so many choices are tried as `_MOST_TRIED` allows.
+"""
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import chain
+
+from torch import nn
+
+from colossalai.auto_parallel._costs import OperationCosts
+from colossalai.auto_parallel._inner import CutChoice, InnerProblem
+from colossalai.auto_parallel._parts import ModelParts
+from colossalai.auto_parallel._prediction import Prediction, Predictor
+from colossalai.auto_parallel._setting import ParameterCosts, Setting
+from colossalai.auto_parallel._strategies import Strategies, Strategy, find_strategies
+from colossalai.auto_parallel.checkpoint._rotor import solve_rotor
+from colossalai.auto_parallel.solver._choice import BudgetError
+from colossalai.auto_parallel.trace._live_bytes import live_bytes
+from colossalai.auto_parallel.trace._trace import EqualBlocks, places_in_blocks
+from colossalai.runtime import RecomputeSegment
+
+_MOST_TRIED = 6000  # operations of all choices together that are tried for one setting
+_SLACK = 3  # how often cuts are made for a smaller budget, as the peak is not the sum of what is cut
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """An answer under a setting.
+
+    Attributes:
+        setting: The sizes.
+        strategies: What could be chosen.
+        choice: How each layer is cut.
+        prediction: What a step takes.
+    """
+
+    setting: Setting
+    strategies: Strategies
+    choice: CutChoice
+    prediction: Prediction
+
+    @property
+    def is_redundant(self) -> bool:
+        """Whether tensor-parallel ranks share no layer, so that each of them does the work of all."""
+        return self.setting.tensor > 1 and not any(each.is_cut for each in self.choice.strategies)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchLimits:
+    """How long and how well to search.
+
+    Attributes:
+        time_limit: Seconds for each inner problem.
+        gap: When the answer of one is good enough, as a part of its seconds.
+        must_cut: Whether layers that can be cut are to be, even where it does not pay.
+    """
+
+    time_limit: float = 10.0
+    gap: float = 1e-3
+    must_cut: bool = False
+
+
+class Search:
+    """The outer problem of a model on a machine.
+
+    Args:
+        costs: What operations cost.
+        model: The model.
+        parts: Its parts.
+        equal: Its equal blocks.
+        optimizer: A key of `OPTIMIZER_STATES`.
+        limits: How long to search.
+
+    Attributes:
+        num_tried: How many choices of cuts are tried for one setting in the order of their bounds.
+    """
+
+    def __init__(
+        self,
+        costs: OperationCosts,
+        model: nn.Module,
+        parts: ModelParts,
+        equal: Sequence[EqualBlocks],
+        *,
+        optimizer: str,
+        limits: SearchLimits,
+    ) -> None:
+        self._costs, self._model, self._parts = costs, model, parts
+        self._alike = places_in_blocks(equal)
+        # Blocks that are no chain are not recomputed.
+        self._in_blocks = frozenset(name for names in parts.within for name in names if parts.is_chain)
+        self.num_tried = max(_MOST_TRIED // max(len(costs.trace.operations), 1), 1)
+        self._optimizer, self._limits = optimizer, limits
+        names = [name for each in parts.experts for name in each.params]
+        self._of_experts = (  # bytes and number of their parameters
+            sum(map(costs.param_bytes, names)),
+            sum(costs.trace.tensors[name].numel for name in names),
+        )
+        self._strategies: dict[int, Strategies] = {}
+        self._left_out = self._find_left_out()
+
+    def run(self, settings: Sequence[Setting], *, budget: float | None) -> list[Candidate]:
+        """Return answers that fit, the fastest first: at least the best, and the best of other sizes.
+
+        Raises:
+            BudgetError: `budget` is less than any plan needs; the error has the least that was found.
+        """
+        found: list[Candidate] = []
+        redundant: list[Candidate] = []  # of tiny models no sharing pays, but ranks are there to share
+        least = math.inf
+        for setting, free in self._by_seconds(settings, budget):
+            if len(found) >= 2 and free.prediction.step_seconds >= sorted_seconds(found)[1]:
+                break  # neither the best nor the second best can be among the rest
+            if budget is None or free.prediction.peak_bytes <= budget:
+                (redundant if free.is_redundant else found).append(free)
+                continue
+            fitting = self._fitting(setting, free, budget)
+            least = min(least, *(each.prediction.peak_bytes for each in (free, *fitting)))
+            inside = [each for each in fitting if each.prediction.peak_bytes <= budget]
+            if inside:
+                best = min(inside, key=lambda each: each.prediction.step_seconds)
+                (redundant if best.is_redundant else found).append(best)
+        found = found or redundant
+        if not found:
+            assert budget is not None, "without a budget every setting has an answer"
+            least = math.ceil(self._least_bytes(settings, budget, least))
+            raise BudgetError(
+                f"no plan for {settings[0].world_size} ranks fits into {budget:,.0f} bytes a rank: the "
+                f"smallest budget that was found to work is {least:,}",
+                least,
+            )
+        return sorted(found, key=lambda each: each.prediction.step_seconds)
+
+    def _by_seconds(
+        self, settings: Sequence[Setting], budget: float | None
+    ) -> Iterator[tuple[Setting, Candidate]]:
+        """Yield settings whose states fit, with their fastest answers, the fastest first.
+
+        A prediction waits until nothing that is cheap to know says that another setting could be faster.
+        """
+        waiting: list[tuple[float, int, tuple[InnerProblem, CutChoice, Predictor] | Candidate]] = []
+        for place, setting in enumerate(settings):
+            if budget is not None and self._least_states(setting) > budget:
+                continue
+            inner = self.problem_of(setting)
+            choice = inner.solve(budget=None, keeps_activations=True, **self.how)
+            predictor = self.predictor(inner, choice)
+            heapq.heappush(waiting, (predictor.least_seconds, place, (inner, choice, predictor)))
+        while waiting:
+            _, place, known = heapq.heappop(waiting)
+            if isinstance(known, Candidate):
+                yield settings[place], known
+                continue
+            inner, choice, predictor = known
+            free = self.candidate(inner, predictor, choice, ())
+            heapq.heappush(waiting, (free.prediction.step_seconds, place, free))
+
+    def _least_states(self, setting: Setting) -> float:
+        """Return the bytes that the states of some rank take at least, however layers are cut."""
+        costs, parts = self._params_of(setting), setting.tensor * setting.pipeline
+        (total, num_params), (in_experts, num_in_experts) = self._costs.all_params, self._of_experts
+        shared = costs.states((total - in_experts) / parts, (num_params - num_in_experts) / parts)
+        parts *= setting.expert
+        own = costs.of_experts.states(in_experts / parts, num_in_experts / parts)
+        return sum(shared.values()) + sum(own.values())
+
+    def _least_bytes(self, settings: Sequence[Setting], budget: float, least: float) -> float:
+        """Return the smallest peak that was found: `least`, or that of a setting whose states do not fit."""
+        too_big = sorted(
+            (states, place)
+            for place, setting in enumerate(settings)
+            if (states := self._least_states(setting)) > budget
+        )
+        for states, place in too_big:
+            if states >= least:
+                break
+            free = self._free(settings[place])
+            fitting = self._fitting(settings[place], free, budget)
+            least = min(least, *(each.prediction.peak_bytes for each in (free, *fitting)))
+        return least
+
+    # See [Note: the peak of a step].
+    def _find_left_out(self) -> float:
+        """Return the bytes of the whole batch that predictions leave out: of a model that is whole."""
+        # The walk counts tensors in their own types, so the prediction that it is compared with does, too.
+        inner = self.problem_of(Setting(), costs=self._costs.in_own_types())
+        plain = Predictor(inner, inner.whole(), self._parts, has_loss=False).predict()
+        predicted = sum(plain.bytes[name] for name in ("gradients", "activations", "working memory"))
+        counted = live_bytes(self._costs.trace, self._costs.profiles, with_param_grads=True)
+        found = max(counted - predicted, 0.0)
+        return found * self._costs.activation_ratio
+
+    def predictor(self, inner: InnerProblem, choice: CutChoice) -> Predictor:
+        """Return what predicts the answers of given cuts."""
+        return Predictor(inner, choice, self._parts, left_out=self._left_out)
+
+    def problem_of(self, setting: Setting, *, costs: OperationCosts | None = None) -> InnerProblem:
+        """Return the inner problem of a setting; by other costs if they are given."""
+        costs = costs or self._costs
+        if setting.tensor not in self._strategies:
+            self._strategies[setting.tensor] = find_strategies(self._costs.trace, self._model, setting.tensor)
+        return InnerProblem(
+            costs,
+            self._params_of(setting, costs),
+            self._strategies[setting.tensor],
+            self._alike,
+            in_blocks=self._in_blocks,
+            must_cut=self._limits.must_cut,
+        )
+
+    def _params_of(self, setting: Setting, costs: OperationCosts | None = None) -> ParameterCosts:
+        costs = costs or self._costs
+        return ParameterCosts(
+            setting=setting,
+            machine=costs.machine,
+            speed=costs.machine.mesh_speed(setting.shape),
+            precision=costs.precision,
+            optimizer=self._optimizer,
+        )
+
+    def answer(
+        self, setting: Setting, choice: CutChoice, segments: Sequence[RecomputeSegment] = ()
+    ) -> Candidate:
+        """Return what given cuts and given recomputation take under a setting."""
+        inner = self.problem_of(setting)
+        return self.candidate(inner, self.predictor(inner, choice), choice, segments)
+
+    def _free(self, setting: Setting) -> Candidate:
+        """Return the fastest answer of a setting, whatever its memory."""
+        inner = self.problem_of(setting)
+        choice = inner.solve(budget=None, keeps_activations=True, **self.how)
+        return self.candidate(inner, self.predictor(inner, choice), choice, ())
+
+    def _fitting(self, setting: Setting, free: Candidate, budget: float) -> list[Candidate]:
+        """Return answers of less memory: some fit, others say how much is needed."""
+        return _BudgetSearch(self, self.problem_of(setting), free, budget).run()
+
+    def candidate(
+        self,
+        inner: InnerProblem,
+        predictor: Predictor,
+        choice: CutChoice,
+        segments: Sequence[RecomputeSegment],
+    ) -> Candidate:
+        """Return what given segments take."""
+        return Candidate(
+            setting=inner.setting,
+            strategies=inner.strategies,
+            choice=choice,
+            prediction=predictor.predict(segments),
+        )
+
+    @property
+    def how(self) -> Mapping[str, float]:
+        """How long and how well each inner problem is solved."""
+        return {"time_limit": self._limits.time_limit, "gap": self._limits.gap}
+
+
+class _BudgetSearch:
+    """The search for answers of one setting within a budget.
+
+    Args:
+        search: The search over all settings.
+        inner: The problem of the setting.
+        free: The fastest answer, whatever its memory.
+        budget: Bytes of a rank.
+    """
+
+    def __init__(self, search: Search, inner: InnerProblem, free: Candidate, budget: float) -> None:
+        self._search, self._inner, self._free, self._budget = search, inner, free, budget
+        self._tried: dict[tuple[Strategy, ...], list[Candidate]] = {}  # by how all layers are cut
+        self._best = math.inf  # seconds of what fits
+
+    def run(self) -> list[Candidate]:
+        """Return all answers that were tried.
+
+        First come choices of cuts that may well be the best: the fastest, one that fits if all is kept, one
+        that fits if nothing is. Then all there are in the order of their bounds, as many as there is time
+        for: how much better one of the rest could be is the gap of all.
+        """
+        self._try(self._free.choice)
+        if self._inner.strategies.sites:  # else there is nothing to choose
+            room = self._budget
+            for _ in range(_SLACK):
+                try:
+                    kept, *_ = self._try(self._cut_to_fit(room, keeps_activations=True))
+                except BudgetError:
+                    break
+                if kept.prediction.peak_bytes <= self._budget:
+                    break
+                room -= kept.prediction.peak_bytes - self._budget
+            with suppress(BudgetError):
+                self._try(self._cut_to_fit(self._budget, keeps_activations=False))
+        left_out = self._try_all()
+        gap = max(0.0, 1 - left_out / self._best) if left_out < self._best < math.inf else 0.0
+        return [replace(each, choice=replace(each.choice, gap=gap)) for each in chain(*self._tried.values())]
+
+    def _try_all(self) -> float:
+        """Try choices in the order of their bounds; return what none that is left out is faster than."""
+        least, setting = self._free.prediction.step_seconds, self._inner.setting
+        if not self._inner.is_narrow:
+            return least  # no answer is faster than the one without a budget
+        begin, update = self._search.predictor(self._inner, self._free.choice).least_bytes
+        floors = begin / setting.pipeline, update / setting.pipeline
+        found = self._inner.by_bound(self._free.choice, seconds=least, floors=floors, budget=self._budget)
+        for number, (bound, choice) in enumerate(found):
+            # Stages work side by side, so more seconds are more of them in a step by as much.
+            bound = least + (bound - least) / (setting.pipeline if bound > least else 1)
+            if number == self._search.num_tried or bound >= self._best:
+                return bound  # all that follow have a higher one
+            self._try(choice)
+        return math.inf
+
+    def _try(self, choice: CutChoice) -> list[Candidate]:
+        """Return the answers of a choice of cuts: all kept, and, unless that fits, what is recomputed."""
+        if (known := self._tried.get(choice.strategies)) is not None:
+            return known
+        predictor = self._search.predictor(self._inner, choice)
+        found = [self._search.candidate(self._inner, predictor, choice, ())]
+        if found[0].prediction.peak_bytes > self._budget:
+            found += self._recomputed(predictor, choice)
+        inside = [each.prediction for each in found if each.prediction.peak_bytes <= self._budget]
+        self._best = min(self._best, *(each.step_seconds for each in inside), math.inf)
+        self._tried[choice.strategies] = found
+        return found
+
+    def _cut_to_fit(self, room: float, *, keeps_activations: bool) -> CutChoice:
+        """Return the best cuts for some bytes, from which what nobody can choose is taken off.
+
+        Raises:
+            BudgetError: `room` is less than any cuts need.
+        """
+        inner, free = self._inner, self._free
+        own = inner.problem(keeps_activations=keeps_activations).memory_of(inner.options_of(free.choice))
+        fixed = free.prediction.peak_bytes - own
+        if not keeps_activations:
+            fixed -= sum(free.prediction.bytes[name] for name in ("activations", "working memory"))
+        return inner.solve(
+            budget=max(room - fixed, 0.0), keeps_activations=keeps_activations, **self._search.how
+        )
+
+    def _recomputed(self, predictor: Predictor, choice: CutChoice) -> Iterator[Candidate]:
+        """Yield a choice with blocks that are recomputed: all of them, and as few as fit."""
+        if (with_head := predictor.chain_with_head()) is None:
+            return
+        blocks, beside = with_head
+        num_blocks = len(blocks.blocks) - 1
+        everything = tuple(RecomputeSegment(place, place + 1) for place in range(num_blocks))
+        most = self._search.candidate(self._inner, predictor, choice, everything)
+        yield most
+        if self._inner.setting.pipeline > 1:
+            return
+        room = self._budget - beside
+        # What the chain rounds up may be missing, or left over by what it counts twice.
+        for _ in range(_SLACK):
+            if room <= 0:
+                return
+            try:
+                segments = solve_rotor(blocks, int(room))
+            except BudgetError:
+                return  # not even rotor's smallest peak fits: `most` says how much is needed
+            found = self._search.candidate(self._inner, predictor, choice, segments)
+            yield found
+            if found.prediction.peak_bytes <= self._budget:
+                return
+            room -= found.prediction.peak_bytes - self._budget
+
+
+def sorted_seconds(found: Sequence[Candidate]) -> list[float]:
+    """Return the seconds of the best answer of each layout of the ranks, ascending."""
+    best: dict[Setting, float] = {}
+    for each in found:
+        key = replace(each.setting, zero=0, microbatches=1)
+        best[key] = min(best.get(key, math.inf), each.prediction.step_seconds)
+    ordered = sorted(best.values())
+    return [*ordered, math.inf, math.inf]

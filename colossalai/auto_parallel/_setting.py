@@ -1,0 +1,223 @@
+"""A setting of a job: its sizes and its stage of ZeRO; and what parameters cost under it.
+
+Bytes of parameters, gradients and optimizer states follow Rajbhandari et al., "ZeRO" (1910.02054), section 3.
+
+[Note: copies of gradients]
+torch's DDP copies each gradient into a bucket, and the mean back. On two CPU ranks this is 7 % of a step
+(docs/design/launcher_machine.md), which other methods do without: their gradients are parts of buckets.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from colossalai.auto_parallel._costs import MASTERS, OPTIMIZER_STATES, PRECISIONS
+from colossalai.auto_parallel.machine._machine import MachineProfile, optimizer_time, time_of
+from colossalai.auto_parallel.machine._rates import Optimizer
+from colossalai.device import MeshSpeed
+from colossalai.runtime import refuse_pairs
+
+_MASTER_BYTES = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is the same for all of a model.
+
+    Attributes:
+        data: Data-parallel ranks.
+        pipeline: Stages.
+        tensor: Tensor-parallel ranks.
+        zero: Stage of ZeRO, 0 to 3.
+        microbatches: Parts that a rank's batch goes through the pipeline in; 1 without one.
+        expert: Ranks, of the data-parallel ones, that share the experts of a model.
+    """
+
+    data: int = 1
+    pipeline: int = 1
+    tensor: int = 1
+    zero: int = 0
+    microbatches: int = 1
+    expert: int = 1
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.data * self.pipeline * self.tensor
+
+    @property
+    def share(self) -> float:
+        """The part of the batch that a rank computes at a time."""
+        return 1.0 / (self.data * self.microbatches)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """The extents of the mesh, outermost first."""
+        return self.data, self.pipeline, self.tensor
+
+    def __str__(self) -> str:
+        parts = [f"dp {self.data}", f"tp {self.tensor}", f"pp {self.pipeline}", f"ZeRO {self.zero}"]
+        if self.pipeline > 1:
+            parts.append(f"{self.microbatches} microbatches")
+        if self.expert > 1:
+            parts.append(f"ep {self.expert}")
+        return ", ".join(parts)
+
+
+def settings_of(
+    world_size: int,
+    *,
+    batch: int,
+    num_blocks: int,
+    can_pipeline: bool,
+    largest_tensor: int,
+    num_experts: int = 1,
+    has_masters: bool = False,
+) -> Iterator[Setting]:
+    """Yield all settings of a number of ranks that the runtime has.
+
+    Args:
+        world_size: The ranks.
+        batch: Samples in the whole batch.
+        num_blocks: Blocks of the model, of which each stage takes one at least.
+        can_pipeline: Whether the model can be cut into stages.
+        largest_tensor: Most tensor-parallel ranks.
+        num_experts: What expert-parallel ranks must divide; 1: there is nothing for them to share.
+        has_masters: Whether the precision keeps float32 masters, which slices of parameters are already.
+    """
+    num_stages = 3 if has_masters else 4  # of ZeRO, see `colossalai.amp.refuse_misfit`
+    for tensor in _divisors(world_size):
+        for pipeline in _divisors(world_size // tensor):
+            data = world_size // (tensor * pipeline)
+            if tensor > largest_tensor or batch % data:
+                continue
+            if pipeline > 1 and (not can_pipeline or pipeline > num_blocks):
+                continue
+            for zero in range(num_stages) if data > 1 else (0,):
+                for microbatches in _microbatches(batch // data, pipeline):
+                    setting = Setting(
+                        data=data, pipeline=pipeline, tensor=tensor, zero=zero, microbatches=microbatches
+                    )
+                    yield from filter(_is_possible, (setting, *_with_experts(setting, num_experts)))
+
+
+def _with_experts(setting: Setting, num_experts: int) -> Iterator[Setting]:
+    """Yield a setting with its data-parallel ranks sharing experts.
+
+    What experts of a rank's own take is not known beside other cuts, and of the stages of ZeRO that cut
+    gradients.
+    """
+    if setting.shape == (setting.data, 1, 1) and setting.zero <= 1:
+        for expert in _divisors(math.gcd(setting.data, num_experts))[1:]:
+            yield replace(setting, expert=expert)
+
+
+def _microbatches(batch: int, pipeline: int) -> list[int]:
+    if pipeline == 1:
+        return [1]
+    counts = (pipeline << doublings for doublings in range((batch // pipeline).bit_length()))
+    return [count for count in counts if batch % count == 0]
+
+
+def _is_possible(setting: Setting) -> bool:
+    """Whether the runtime combines the methods of a setting."""
+    methods = {
+        "data parallelism": setting.data > 1,
+        "tensor 1d": setting.tensor > 1,
+        "pipeline": setting.pipeline > 1,
+        f"ZeRO {setting.zero}": setting.zero > 0,
+        "experts": setting.expert > 1,
+    }
+    try:
+        refuse_pairs(name for name, is_used in methods.items() if is_used)
+    except ValueError:
+        return False
+    return True
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterCosts:
+    """What the parameters of a rank cost: bytes, and seconds of a step.
+
+    Attributes:
+        setting: The sizes.
+        machine: The machine.
+        speed: What communication along its axes costs.
+        precision: A key of `PRECISIONS`.
+        optimizer: A key of `OPTIMIZER_STATES`.
+    """
+
+    setting: Setting
+    machine: MachineProfile
+    speed: MeshSpeed
+    precision: str
+    optimizer: str
+
+    @property
+    def master_ratio(self) -> float:
+        """Bytes of a float32 master for each byte of its parameter; 0 without masters."""
+        to = PRECISIONS[self.precision]
+        return _MASTER_BYTES / to.itemsize if to is not None and self.precision in MASTERS else 0.0
+
+    @property
+    def of_experts(self) -> "ParameterCosts":
+        """What the parameters of a rank's own experts cost: fewer replicas have them."""
+        setting = self.setting
+        return replace(self, setting=replace(setting, data=setting.data // setting.expert, expert=1))
+
+    def states(self, param_bytes: float, num_params: float) -> dict[str, float]:
+        """Return the bytes of each kind that a rank holds.
+
+        Args:
+            param_bytes: Of its parameters as the model holds them, before ZeRO cuts them.
+            num_params: Their number.
+        """
+        has_masters = self.precision in MASTERS
+        of_each = _MASTER_BYTES * num_params if has_masters else param_bytes
+        cut = {stage: self.setting.data if self.setting.zero >= stage else 1 for stage in (1, 2, 3)}
+        return {
+            "parameters": param_bytes / cut[3],
+            "gradients": param_bytes / cut[2],
+            "master weights": of_each / cut[1] if has_masters else 0.0,
+            "optimizer states": OPTIMIZER_STATES[self.optimizer] * of_each / cut[1],
+        }
+
+    def gradient_seconds(self, param_bytes: float) -> float:
+        """Return what the replicas exchange in a step takes."""
+        if self.setting.data == 1 or not param_bytes:
+            return 0.0
+        if self.setting.zero == 0:
+            copies = 0 if self.setting.pipeline > 1 else 2  # see [Note: copies of gradients]
+            copied = time_of(
+                self.machine, flops=0.0, bytes=2 * param_bytes, kind="elementwise", dtype=torch.float32
+            )
+            return self.speed.cost("all_reduce", param_bytes, "0") + copies * copied
+        gathers = 2 if self.setting.zero == 3 else 1
+        return self.speed.cost("reduce_scatter", param_bytes, "0") + gathers * self.speed.cost(
+            "all_gather", param_bytes, "0"
+        )
+
+    def optimizer_seconds(self, param_bytes: float, num_params: float, num_tensors: int) -> float:
+        """Return what the optimizer's step takes on a rank."""
+        part = self.setting.data if self.setting.zero else 1
+        has_masters = self.precision in MASTERS
+        of_each = _MASTER_BYTES * num_params if has_masters else param_bytes
+        numbers = 3 + 2 * OPTIMIZER_STATES[self.optimizer]  # parameter read and written, gradient, states
+        moved = (numbers * of_each + (param_bytes if has_masters else 0.0)) / part
+        name: Optimizer = "adamw" if OPTIMIZER_STATES[self.optimizer] == 2 else "sgd"
+        return optimizer_time(self.machine, optimizer=name, bytes=moved, num_tensors=num_tensors)
+
+    def seconds_per_byte(self, param_bytes: float, num_params: float) -> float:
+        """Return how many seconds of a step a byte of parameters more or less makes, about."""
+        half = 0.5
+        whole = self.gradient_seconds(param_bytes) + self.optimizer_seconds(param_bytes, num_params, 0)
+        less = self.gradient_seconds(half * param_bytes) + self.optimizer_seconds(
+            half * param_bytes, half * num_params, 0
+        )
+        return max(whole - less, 0.0) / (half * param_bytes) if param_bytes else 0.0

@@ -1,0 +1,417 @@
+"""Elimination of variables: the exact optimum of a choice problem whose graph is narrow.
+
+Nodes leave the graph one after the other. One that leaves tells its neighbours, for each combination of
+their options, what it costs at best: a table over the neighbours, who are joined from then on. Graphs of
+models are narrow (treewidth at most 5 for transformers), so a greedy order keeps these tables small. What
+happens in which order is found out once, and then run for many prices of memory.
+
+The method is bucket elimination, R. Dechter (Artificial Intelligence 113, 1999), in the algebra of minimum
+and sum; the order is greedy, U. Kjaerulff, "Triangulation of Graphs" (R-90-09, Aalborg 1990).
+
+[Note: tables of an elimination]
+The bucket of a node holds its own costs, the edges to neighbours that leave later, and the tables that it was
+told by nodes that left before. Its scope is the node and those neighbours, in the order in which they leave;
+all axes of all tables stand in this order, so the first axis of whatever lies in a bucket is the bucket's own
+node, and the minimum over the first axis is the table that goes on, to the bucket of the second node of the
+scope. Buckets with these as parents are trees. The minimum of everything, given the option of one node
+(`min_marginals`), needs a second pass from the roots: a bucket is told by its parent what everything but its
+own subtree costs, which is the minimum of the parent's sum without what this bucket had told it. The sum is
+taken anew for each child, from partial sums: a difference would lose digits, and has no value at inf - inf.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from colossalai.auto_parallel.solver._choice import (
+    BudgetError,
+    ChoiceProblem,
+    ChoiceSolution,
+    Floats,
+    Options,
+    sum_of,
+)
+
+Shape = tuple[int, ...]
+
+LARGEST_TABLE = 50_000_000
+"""Entries of the largest table over which a minimum is taken; it is in memory one option of its node at a
+time, which for 15 options is 27 MB."""
+
+_AT_ONCE = 1 << 15  # entries below which the whole table of a bucket is cheaper than a loop over options
+
+
+@dataclass(frozen=True, kw_only=True)
+class EliminatedNode:
+    """What happens when a node leaves the graph; see [Note: tables of an elimination].
+
+    Attributes:
+        scope: The node, and its neighbours at that moment in the order in which they leave.
+        shape: The number of options of each node of the scope.
+        edges: The neighbours to which it has edges of the problem, each with the shape that broadcasts the
+            table to `shape`.
+        children: The nodes whose tables are added up, each with such a shape.
+    """
+
+    scope: tuple[int, ...]
+    shape: Shape
+    edges: tuple[tuple[int, Shape], ...]
+    children: tuple[tuple[int, Shape], ...]
+
+    @property
+    def num_entries(self) -> int:
+        """The size of the table before the minimum is taken."""
+        return math.prod(self.shape)
+
+
+class Elimination:
+    """The elimination of the nodes of a problem, to be run for any price of memory.
+
+    An edge of zeros joins nothing, and one to a node with a single option is a cost of the other node:
+    neither is in the graph.
+    """
+
+    def __init__(self, problem: ChoiceProblem) -> None:
+        self.problem = problem
+        self._own = [costs.copy() for costs in problem.cost_arrays]
+        self._tables: dict[tuple[int, int], Floats] = {}
+        for (a, b), table in problem.edge_arrays.items():
+            if problem.num_options[a] == 1:
+                self._own[b] += table[0]
+            elif problem.num_options[b] == 1:
+                self._own[a] += table[:, 0]
+            elif table.any():
+                self._tables[a, b] = table
+        self.buckets = _lowered(tuple(sorted(self._tables)), tuple(problem.num_options))
+        self._edges = {
+            bucket.scope[0]: [self._table_from(bucket.scope[0], *edge) for edge in bucket.edges]
+            for bucket in self.buckets
+        }
+
+    @property
+    def width(self) -> int:
+        """The largest number of neighbours that a node leaves."""
+        return max((len(bucket.scope) - 1 for bucket in self.buckets), default=0)
+
+    @cached_property
+    def largest(self) -> EliminatedNode | None:
+        """The bucket of the largest table; None: there are no nodes."""
+        return max(self.buckets, key=lambda bucket: bucket.num_entries, default=None)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether no table exceeds `LARGEST_TABLE`."""
+        return self.largest is None or self.largest.num_entries <= LARGEST_TABLE
+
+    @property
+    def num_kept(self) -> int:
+        """The entries of all tables that buckets tell their parents."""
+        return sum(bucket.num_entries // bucket.shape[0] for bucket in self.buckets)
+
+    def check_size(self) -> None:
+        """Refuse a graph that is too wide.
+
+        Raises:
+            ValueError: A table would exceed `LARGEST_TABLE`.
+        """
+        if self.largest is None or self.is_small:
+            return
+        names = [self.problem.names[node] for node in self.largest.scope]
+        raise ValueError(
+            f"elimination would need a table of {self.largest.num_entries:,} entries over the options of "
+            f"{', '.join(names)}; at most {LARGEST_TABLE:,} are made: give these nodes fewer options or "
+            "edges, or solve with the ILP"
+        )
+
+    def minimize(self, price: float = 0.0) -> tuple[float, Options]:
+        """Return the least cost + price * memory, and a choice that has it.
+
+        A node that could take several options, given its neighbours', takes the first. Where no choice is
+        allowed the minimum is math.inf.
+        """
+        told: dict[int, Floats] = {}
+        best: dict[int, npt.NDArray[np.unsignedinteger]] = {}
+        total = 0.0
+        for bucket in self.buckets:
+            node = bucket.scope[0]
+            # The axis of the node is gone from `value`; what it took is looked up when its scope has options.
+            value, best[node] = _minimum(self._sum_parts(bucket, told, price), bucket.shape)
+            for child, _ in bucket.children:
+                del told[child]  # nobody asks for it again
+            if len(bucket.scope) == 1:
+                total += float(value)
+            else:
+                told[node] = value
+        options = [0] * len(self._own)
+        for bucket in reversed(self.buckets):  # whoever left later has an option by now
+            node, *others = bucket.scope
+            options[node] = int(best[node][tuple(options[other] for other in others)])
+        return total, tuple(options)
+
+    def cheapest_first(self) -> Iterator[tuple[float, Options]]:
+        """Yield all choices that are allowed with what they cost, the cheapest first.
+
+        Nodes take options in the order opposite to that in which they left. What those that are still
+        without one cost at best is known then: it is what they told. So a heap of choices that are begun
+        yields whole ones in their order (A*), and opens none that is not the begin of one that is next. All
+        tables that buckets tell are kept, as in `min_marginals`.
+        """
+        told: dict[int, Floats] = {}
+        for bucket in self.buckets:
+            told[bucket.scope[0]] = _minimum(self._sum_parts(bucket, told), bucket.shape)[0]
+        order = self.buckets[::-1]
+        least = sum(float(told[bucket.scope[0]]) for bucket in order if len(bucket.scope) == 1)
+        begun: list[tuple[float, Options]] = [(least, ())]  # options in the order of `order`
+        place = {bucket.scope[0]: number for number, bucket in enumerate(order)}
+        while begun:
+            cost, options = heapq.heappop(begun)
+            if math.isinf(cost):
+                return
+            if len(options) == len(order):
+                yield cost, tuple(options[place[node]] for node in range(len(order)))
+                continue
+            bucket = order[len(options)]
+            taken = tuple(options[place[other]] for other in bucket.scope[1:])
+            row = sum_of(_row(part, taken) for part in self._sum_parts(bucket, told))
+            # By what an option costs above the best one, which thus costs exactly what its begin did: were it
+            # more by a rounding, all other begins would come first, and of equal choices there are many.
+            for option, more in enumerate((row - row.min()).tolist()):
+                heapq.heappush(begun, (cost + more, (*options, option)))
+
+    def min_marginals(self, price: float = 0.0) -> list[Floats]:
+        """Return for each option of each node the least cost + price * memory of a choice that has it.
+
+        Whole tables are made, and all tables that buckets tell are kept: 8 bytes for each of `num_kept`.
+        """
+        told: dict[int, Floats] = {}
+        for bucket in self.buckets:
+            told[bucket.scope[0]] = _minimum(self._sum_parts(bucket, told, price), bucket.shape)[0]
+        # For each bucket what everything but its subtree costs, over the scope without the node itself.
+        roots = [bucket.scope[0] for bucket in self.buckets if len(bucket.scope) == 1]
+        outside = dict(zip(roots, _sums_without_each([told[node] for node in roots]), strict=True))
+        found: list[Floats] = [np.empty(0)] * len(self._own)
+        for bucket in reversed(self.buckets):
+            node = bucket.scope[0]
+            own = sum_of([*self._parts(bucket, price), outside.pop(node)[None]])
+            inner = _pick(told, bucket)
+            found[node] = sum_of([own, *inner]).reshape(bucket.shape[0], -1).min(axis=1)
+            for (child, fit), rest in zip(bucket.children, _sums_without_each(inner), strict=True):
+                # An axis that only this child knows is of extent 1 here: no rest depends on it.
+                gone = tuple(axis for axis, extent in enumerate(fit) if extent == 1)
+                outside[child] = (own + rest).min(axis=gone)
+        return found
+
+    def _parts(self, bucket: EliminatedNode, price: float) -> list[Floats]:
+        """Return what a bucket adds up but for its children's tables, each of as many axes as its scope."""
+        node = bucket.scope[0]
+        own = self._own[node] + price * self.problem.memory_arrays[node]
+        return [own.reshape(-1, *[1] * (len(bucket.scope) - 1)), *self._edges[node]]
+
+    def _sum_parts(
+        self, bucket: EliminatedNode, told: Mapping[int, Floats], price: float = 0.0
+    ) -> list[Floats]:
+        """Return all that a bucket adds up."""
+        return [*self._parts(bucket, price), *_pick(told, bucket)]
+
+    def _table_from(self, node: int, other: int, fit: Shape) -> Floats:
+        table = self._tables[node, other] if node < other else self._tables[other, node].T
+        return table.reshape(fit)
+
+
+@lru_cache(maxsize=64)
+def _lowered(edges: tuple[tuple[int, int], ...], counts: tuple[int, ...]) -> tuple[EliminatedNode, ...]:
+    """Return the buckets of the better one of two greedy orders, by the sum of their tables.
+
+    A search asks for one graph with hundreds of costs, on which no order depends.
+
+    Args:
+        edges: The pairs of joined nodes, the lower number first.
+        counts: The number of options of each node.
+    """
+    neighbours = [0] * len(counts)  # as bits: an order is found by unions and counts of neighbours
+    for a, b in edges:
+        neighbours[a] |= 1 << b
+        neighbours[b] |= 1 << a
+    orders = (
+        _greedy_order(neighbours, counts, lambda fill, size: (fill, size)),
+        _greedy_order(neighbours, counts, lambda fill, size: (size, fill)),
+    )
+    cliques = min(orders, key=lambda order: sum(math.prod(counts[n] for n in each) for each in order))
+    position = {clique[0]: number for number, clique in enumerate(cliques)}
+    children: dict[int, list[tuple[int, ...]]] = {}  # the scopes of those that tell a node something
+    buckets: list[EliminatedNode] = []
+    for node, *others in cliques:
+        scope = (node, *sorted(others, key=position.__getitem__))
+
+        def fit_of(inner: Collection[int], scope: tuple[int, ...] = scope) -> Shape:
+            return tuple(counts[each] if each in inner else 1 for each in scope)
+
+        joined = [other for other in scope[1:] if neighbours[node] >> other & 1]
+        inner = children.pop(node, [])
+        buckets.append(
+            EliminatedNode(
+                scope=scope,
+                shape=fit_of(scope),
+                edges=tuple((other, fit_of((node, other))) for other in joined),
+                children=tuple((each[0], fit_of(each[1:])) for each in inner),
+            )
+        )
+        if others:
+            children.setdefault(scope[1], []).append(scope)
+    return tuple(buckets)
+
+
+def _pick(told: Mapping[int, Floats], bucket: EliminatedNode) -> list[Floats]:
+    """Return what the children of a bucket told it, shaped for it."""
+    return [told[child].reshape(fit) for child, fit in bucket.children]
+
+
+def _row(part: Floats, taken: Sequence[int]) -> Floats:
+    """Return the first axis of a table where the others have some indices; an axis of extent 1 has one."""
+    at = [index if extent > 1 else 0 for index, extent in zip(taken, part.shape[1:], strict=True)]
+    row: Floats = np.moveaxis(part, 0, -1)[tuple(at)]
+    return row
+
+
+def _sums_without_each(parts: Sequence[Floats]) -> list[Floats]:
+    """Return for each part the sum of all others."""
+    zero = np.zeros(())
+    before = list(itertools.accumulate(parts, np.add, initial=zero))[:-1]
+    after = list(itertools.accumulate(reversed(parts), np.add, initial=zero))[-2::-1]
+    return [left + right for left, right in zip(before, after, strict=True)]
+
+
+def _minimum(
+    parts: Sequence[Floats], shape: tuple[int, ...]
+) -> tuple[Floats, npt.NDArray[np.unsignedinteger]]:
+    """Return the minimum of a sum over the first axis, and the first index that has it.
+
+    Args:
+        parts: What is added, each broadcastable to `shape`, together of all of it.
+        shape: The shape of the sum.
+    """
+    dtype = np.uint8 if shape[0] <= 256 else np.uint32
+    if math.prod(shape) <= _AT_ONCE:
+        total = sum_of(parts)
+        return total.min(axis=0), total.argmin(axis=0).astype(dtype)
+    parts = sorted(parts, key=lambda part: part.size)  # the small sums first
+    value = np.full(shape[1:], np.inf)
+    index = np.zeros(shape[1:], dtype=dtype)
+    for number in range(shape[0]):
+        each = sum_of(part[number] for part in parts)
+        np.copyto(index, number, where=each < value)
+        np.minimum(value, each, out=value)
+    return value, index
+
+
+def _greedy_order(
+    neighbours: Sequence[int], counts: Sequence[int], rank: Callable[[int, int], tuple[int, int]]
+) -> list[list[int]]:
+    """Let nodes leave a graph, at each step the one of the lowest rank; of several the first.
+
+    Args:
+        neighbours: For each node its neighbours, as bits.
+        counts: The number of options of each node.
+        rank: Of how many pairs of neighbours would be joined newly, and of the size of the table.
+
+    Returns:
+        For each node that leaves: it, and its neighbours at that moment.
+    """
+    joined = list(neighbours)
+
+    def rank_of(node: int) -> tuple[int, int]:
+        around = joined[node]
+        each = _bits(around)
+        missing = sum((around & ~joined[other]).bit_count() - 1 for other in each)
+        return rank(missing // 2, counts[node] * math.prod(counts[other] for other in each))
+
+    ranks = {node: rank_of(node) for node in range(len(joined))}
+    heap = [(each, node) for node, each in ranks.items()]
+    heapq.heapify(heap)
+    order = []
+    while ranks:
+        found, node = heapq.heappop(heap)
+        if ranks.get(node) != found:
+            continue  # its rank has changed, and the new one is in the heap too
+        del ranks[node]
+        around = joined[node]
+        others = _bits(around)
+        order.append([node, *others])
+        changed = around  # whose rank may differ: the neighbours, and below all who know a newly joined pair
+        for other in others:
+            joined[other] &= ~(1 << node)
+        for other in others:
+            for new in _bits(around & ~joined[other] & ~(1 << other)):
+                changed |= joined[other] & joined[new]  # of them two neighbours are joined
+                joined[other] |= 1 << new
+                joined[new] |= 1 << other
+        for other in _bits(changed):
+            if ranks[other] != (now := rank_of(other)):
+                ranks[other] = now
+                heapq.heappush(heap, (now, other))
+    return order
+
+
+def _bits(number: int) -> list[int]:
+    found = []
+    while number:
+        low = number & -number
+        found.append(low.bit_length() - 1)
+        number ^= low
+    return found
+
+
+def solve_by_elimination(problem: ChoiceProblem, *, price: float = 0.0) -> ChoiceSolution:
+    """Return the choice of the least cost + price * memory.
+
+    The bound is for choices without a budget: the cost itself without a price, else 0.
+
+    Args:
+        problem: The problem.
+        price: Seconds per byte.
+
+    Raises:
+        ValueError: `price` is negative or not finite, or a table would exceed `LARGEST_TABLE`.
+        BudgetError: No choice is allowed.
+    """
+    if not 0 <= price < math.inf:
+        raise ValueError(f"price={price}: give a finite number of seconds per byte, 0 or more")
+    elimination = Elimination(problem)
+    elimination.check_size()
+    value, options = elimination.minimize(price)
+    if value == math.inf:
+        raise nothing_allowed(problem)
+    cost = problem.cost_of(options)
+    return ChoiceSolution(
+        options=options,
+        cost=cost,
+        memory=problem.memory_of(options),
+        bound=0.0 if price else cost,
+        method="elimination",
+    )
+
+
+def elimination_width(problem: ChoiceProblem) -> int:
+    """Return how many neighbours a node has at most when it leaves: tables have one axis more."""
+    return Elimination(problem).width
+
+
+def nothing_allowed(problem: ChoiceProblem) -> BudgetError:
+    """Return the error of a problem whose every choice has an infinite cost."""
+    blocked = [
+        name
+        for name, costs, tables in zip(problem.names, problem.cost_arrays, problem.tables_of, strict=True)
+        if not np.stack([np.isfinite(costs), *(np.isfinite(t).any(axis=1) for t in tables.values())])
+        .all(axis=0)
+        .any()
+    ]
+    where = f": node {blocked[0]!r} has no option that any neighbour allows" if blocked else ""
+    return BudgetError(
+        f"no choice is allowed, whatever the budget{where}; allow more options or pairs of options", math.inf
+    )

@@ -1,0 +1,8 @@
+"""The older door to Colossal-Auto: a module that is trained like the model that was given.
+
+For users: `autoparallelize`, `initialize_model`, `initialize_device_mesh`, also as `tensor_shard.initialize`.
+"""
+
+from colossalai.auto_parallel.tensor_shard._initialize import autoparallelize as autoparallelize
+from colossalai.auto_parallel.tensor_shard._initialize import initialize_device_mesh as initialize_device_mesh
+from colossalai.auto_parallel.tensor_shard._initialize import initialize_model as initialize_model

@@ -1,0 +1,1 @@
+"""The operations of a model and what each costs, without memory and without ranks."""

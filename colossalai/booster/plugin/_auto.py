@@ -1,0 +1,51 @@
+"""The plugin that carries out a plan of Colossal-Auto."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from colossalai.amp import FullPrecision, Precision
+from colossalai.booster.plugin._plugin import Plugin
+from colossalai.context import global_context, names_arguments
+from colossalai.runtime import Plan
+
+if TYPE_CHECKING:
+    from colossalai.auto_parallel import AutoPlan
+
+
+class AutoPlugin(Plugin):
+    """Trains a model as a plan of `colossalai.auto_parallel.make_plan` or `colossalai plan` says.
+
+    Args:
+        plan: The plan, or the path of its file.
+
+    Raises:
+        ValueError: `plan` cannot be read, or is no plan.
+    """
+
+    @names_arguments
+    def __init__(self, plan: "AutoPlan | str | Path") -> None:
+        from colossalai.auto_parallel import given_plan  # what makes plans is not needed by other jobs
+
+        self.auto_plan: AutoPlan = given_plan(plan)
+
+    def configure(self) -> None:
+        """See the base class.
+
+        Raises:
+            ConfigException: The plan is for another number of ranks, or the job is laid out otherwise.
+        """
+        self.auto_plan.layout_over(global_context.mesh.world_size)
+        super().configure()
+
+    def plan(self, precision: Precision) -> Plan:
+        """See the base class.
+
+        Raises:
+            ValueError: Booster was given a precision, which the plan says, too.
+        """
+        if not isinstance(precision, FullPrecision):
+            raise ValueError(
+                f"precision is given twice: to Booster, and by the plan ({self.auto_plan.precision!r}), "
+                "whose predictions hold for it: leave mixed_precision out, or make a plan for another one"
+            )
+        return self.auto_plan.runtime_plan()

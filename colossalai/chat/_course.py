@@ -1,0 +1,113 @@
+"""Course of a training run: how long and how a model is trained, and what is written down of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypedDict
+
+from colossalai.chat._records import Record
+from colossalai.context import names_arguments
+from colossalai.trainer import MetricLogger
+
+
+class LearningRateScheduler(Protocol):
+    """A learning rate scheduler of torch."""
+
+    def step(self) -> None:
+        """Go on by a step of the optimizer."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where it is."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from somewhere."""
+
+
+class CourseOptions(TypedDict, total=False):
+    """What every `fit` takes by these names: the attributes of `Course`."""
+
+    steps: int | None
+    epochs: int | None
+    batch_size: int
+    accumulation: int
+    max_norm: float | None
+    lr_scheduler: LearningRateScheduler | None
+    seed: int
+    log: str | Path | None
+    loggers: Sequence[MetricLogger]
+    save: str | Path | None
+    save_every: int | None
+    resume: str | Path | None
+    shows_progress: bool
+    on_step: Callable[[Record], None] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """How long and how a model is trained, and what is written down of it.
+
+    Attributes:
+        steps: Number of steps of the optimizer; None: so many as `epochs` have.
+        epochs: Number of passes over the data; None: so many as `steps` need.
+        batch_size: Rows of a batch of one data-parallel rank.
+        accumulation: Number of batches that make one step; fewer where an epoch ends.
+        max_norm: Gradients of a larger norm, over all parameters, are scaled down to it; None: none are.
+        lr_scheduler: Of the optimizer; it steps after each of its steps.
+        seed: Of the order of the rows.
+        log: A folder for `steps.jsonl`, a line for each step, and `steps.png`; None: nothing is written.
+        loggers: Further places for the records, as `colossalai.trainer.TensorboardLogger(folder)`: rank 0
+            hands them over.
+        save: A folder for training states; None: none is saved.
+        save_every: Number of steps between training states; None: only the last one is saved.
+        resume: A folder of training states to go on from, if it has one.
+        shows_progress: Whether rank 0 shows a bar.
+        on_step: Called on every rank after each step, with its record.
+
+    Raises:
+        ValueError: Neither or both of `steps` and `epochs` are given, or a number is below 1.
+    """
+
+    steps: int | None = None
+    epochs: int | None = None
+    batch_size: int = 4
+    accumulation: int = 1
+    max_norm: float | None = None
+    lr_scheduler: LearningRateScheduler | None = None
+    seed: int = 1024
+    log: str | Path | None = None
+    loggers: Sequence[MetricLogger] = ()
+    save: str | Path | None = None
+    save_every: int | None = None
+    resume: str | Path | None = None
+    shows_progress: bool = False
+    on_step: Callable[[Record], None] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError(f"steps={self.steps} and epochs={self.epochs}: give one of them")
+        for name in ("steps", "epochs", "batch_size", "accumulation", "save_every"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name}={value!r}: give an integer of at least 1")
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"max_norm={self.max_norm}: give a number above 0, or leave it out")
+        if self.save_every is not None and self.save is None:
+            raise ValueError(f"save_every={self.save_every} without a folder: give save=... too")
+
+    def num_steps(self, batches: int, steps_a_window: int) -> int:
+        """Return how many steps there are, if an epoch has so many batches."""
+        if self.steps is not None:
+            return self.steps
+        assert self.epochs is not None
+        return self.epochs * -(-batches // self.accumulation) * steps_a_window
+
+
+def course_of(options: CourseOptions, *, batch_size: int = 4) -> Course:
+    """Return a course from the keywords of a `fit`.
+
+    Raises:
+        TypeError: `options` has a name that no course has.
+        ValueError: A value is out of its range.
+    """
+    given: dict[str, Any] = {"batch_size": batch_size, **options}
+    return names_arguments(Course)(**given)

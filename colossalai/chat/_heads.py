@@ -1,0 +1,94 @@
+"""A value head on a causal language model: reward models and critics.
+
+A reward model is a language model whose vocabulary head is replaced by one linear layer with one output, read
+at the last token of a text (Stiennon et al., 2009.01325, whose initial standard deviation of 1 / sqrt(d + 1)
+is kept). The names of its parameters are those of the `*ForSequenceClassification` of transformers with one
+label, so that a saved one opens there and one of theirs opens here.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+CLASSIFIER = "ForSequenceClassification"
+"""What transformers calls a model with a head of labels, behind the name of its family."""
+
+
+class ValueModel(nn.Module):
+    """A language model that gives a number for each token.
+
+    Args:
+        trunk: The model without a head: it returns hidden states, (batch, length, hidden).
+        trunk_name: The attribute that holds it: `base_model_prefix` of its class.
+        config: That of the model, with one label.
+    """
+
+    main_input_name = "input_ids"  # as transformers' models say it: whoever makes a sample run asks for it
+
+    def __init__(self, trunk: nn.Module, *, trunk_name: str, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.trunk_name = trunk_name
+        setattr(self, trunk_name, trunk)
+        like = next(trunk.parameters())
+        self.score = nn.Linear(config.hidden_size, 1, bias=False, device=like.device, dtype=like.dtype)
+        nn.init.normal_(self.score.weight, std=(config.hidden_size + 1) ** -0.5)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        """Return the value of each token.
+
+        Args:
+            input_ids: (batch, length).
+            attention_mask: (batch, length), 0 where a row is filled up.
+
+        Returns:
+            (batch, length).
+        """
+        trunk = getattr(self, self.trunk_name)
+        hidden = trunk(input_ids=input_ids, attention_mask=attention_mask)[0]  # (batch, length, hidden)
+        values: Tensor = self.score(hidden)
+        return values.squeeze(-1).clone()  # FSDP hooks on the output, which must not be a view
+
+
+def with_value_head(model: nn.Module) -> ValueModel:
+    """Return a reward model or critic that has the layers of a causal language model.
+
+    The layers are those of `model`, not copies: both share their parameters. Give it a copy if it is to go on
+    by itself.
+
+    Args:
+        model: A causal language model of transformers.
+
+    Raises:
+        ValueError: `model` has no `base_model_prefix` or no `hidden_size` in its config, so is none of
+            transformers.
+    """
+    name = getattr(model, "base_model_prefix", "")
+    config: Any = getattr(model, "config", None)
+    if not name or not hasattr(model, name) or not hasattr(config, "hidden_size"):
+        raise ValueError(
+            f"{type(model).__name__} is no causal language model of transformers: a value head is put on "
+            "what its base_model_prefix names, for a hidden_size that its config has"
+        )
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    config.use_cache = False
+    family = type(model).__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+    config.architectures = [family + CLASSIFIER]
+    return ValueModel(getattr(model, name), trunk_name=name, config=config)
+
+
+def last_values(values: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return of each row the value at its last token.
+
+    Args:
+        values: (batch, length).
+        attention_mask: (batch, length), 1 where there is a token; rows are filled up on the right.
+
+    Returns:
+        (batch,).
+    """
+    last = attention_mask.sum(dim=1).clamp(min=1) - 1
+    return torch.gather(values, 1, last.long().unsqueeze(1)).squeeze(1)

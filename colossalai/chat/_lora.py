@@ -1,0 +1,333 @@
+"""Adapters of low rank (LoRA, 2106.09685) of peft: switched off, added into the weights, saved by themselves.
+
+A model with its adapters off is the model that training began with, so the reference of a KL penalty takes
+no memory: every rank computes with the same parameters as before, only without the factors A and B.
+"""
+
+import copy
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.checkpoint_io import on_writer, save_model
+from colossalai.cluster import gather_values
+from colossalai.pipeline import ModelStage
+from colossalai.runtime import ModelWrapper
+from colossalai.tensor import CHECKPOINT_TIED_NAMES, CHUNK_PLACE, set_spec, spec_of
+
+FILE = "adapter_model.safetensors"
+"""What peft calls the file of the tensors of an adapter."""
+
+_FACTORS = ("lora_A", "lora_B")
+_PREFIX = "base_model.model."  # of all names in a model of peft
+
+
+def raw_of(model: nn.Module) -> Any:
+    """Return a model as it was given to `boost`, or this rank's stage of it."""
+    return model.unwrap() if isinstance(model, ModelWrapper) else model
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Return whether a model is one of peft's, boosted or not; the same on all stages of a pipeline."""
+    return bool(getattr(raw_of(model), "peft_config", None))
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Within the block a model computes without its adapters, as it did before they were trained.
+
+    What adapters are trained beside (`modules_to_save`) is off, too. Parameters stay where they are and keep
+    their `requires_grad`, on which the data-parallel methods rely. Every rank enters and leaves the block.
+
+    Args:
+        model: The model, boosted or not; one without adapters is not changed.
+    """
+    parts: list[Any] = [
+        part for part in raw_of(model).modules() if _is_adapter(part) or _is_trained_beside(part)
+    ]
+    before = [part.disable_adapters for part in parts]
+    for part in parts:
+        part._disable_adapters = True  # peft's own switch would stop and start gradients of parameters
+    try:
+        yield
+    finally:
+        for part, was_off in zip(parts, before, strict=True):
+            part._disable_adapters = was_off
+
+
+@torch.no_grad()
+def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield what this rank holds of a model with its adapters added into the weights, one after the other.
+
+    A weight that an adapter changes is made anew, W + scaling B A; any other tensor is the parameter itself.
+    It is cut as the parameter is: under tensor parallelism this rank's slice, with its spec, made without
+    communication; under FSDP a DTensor, which all ranks make together; of a pipeline come the tensors of this
+    rank's stage. All ranks go through it in step. Of what boost returned with Gemini, which has parameters in
+    chunks, each tensor is whole, and to be used before the next one is asked for.
+
+    Args:
+        model: The model, boosted or not; as boost returned it under Gemini.
+
+    Yields:
+        The name in the model without adapters, and the tensor; tied ones under all of their names.
+
+    Raises:
+        ValueError: `model` has adapters of another kind than plain LoRA of linear layers, or one on a weight
+            that two layers share.
+    """
+    raw = raw_of(model)
+    layers = _adapters_of(raw)
+    beside = {name: part.active_adapters[0] for name, part in raw.named_modules() if _is_trained_beside(part)}
+    values = raw.state_dict(keep_vars=True)
+    if reason := _reason_against_merging(layers, values):
+        raise ValueError(reason)
+    for name, value in values.items():
+        plain = _plain_name(name, beside)
+        if plain is None or not isinstance(value, Tensor):
+            continue
+        place, _, kind = name.partition(".base_layer.")
+        layer = layers.get(place)
+        with _gathered(model, [value] if layer is None else [value, *layer.parameters()]):
+            yield plain, value if layer is None else _merged(layer, value, kind)
+
+
+def _gathered(model: nn.Module, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Return a block in which tensors that lie in chunks can be read; every rank enters it."""
+    in_chunks = [each for each in tensors if isinstance(each, nn.Parameter) and CHUNK_PLACE in vars(each)]
+    if not isinstance(model, ModelWrapper) or not in_chunks:
+        return nullcontext()
+    return model.gathered(*in_chunks)
+
+
+def merge(model: nn.Module, *, in_place: bool = False) -> Any:
+    """Return the model without adapters, with what they say added into its weights.
+
+    Args:
+        model: A model of peft, boosted or not, that is whole on this rank: under DDP, ZeRO 1 or 2, or alone.
+            Of any other plan, `save_pretrained(..., merges=True)` writes the same.
+        in_place: Change the model that was given to `get_peft_model`, and return it, instead of a copy.
+
+    Raises:
+        ValueError: `model` has no adapters or ones that cannot be merged, is not whole on this rank, or has
+            been boosted and `in_place` is set.
+    """
+    raw = raw_of(model)
+    if not has_adapters(raw):
+        raise ValueError(f"{type(raw).__name__} has no adapters to merge: give a model of get_peft_model")
+    plain = all(type(param) is nn.Parameter and spec_of(param) is None for param in raw.parameters())
+    if isinstance(raw, ModelStage) or not plain:
+        raise ValueError(
+            "this rank holds the model in parts, which are no model by themselves: write it with "
+            "save_pretrained(..., merges=True), and open that folder"
+        )
+    if in_place and raw is not model:
+        raise ValueError("this model has been boosted, and its plan relies on its layers: leave in_place out")
+    next(merged_tensors(raw))  # tells what cannot be merged, before anything is changed
+    return (raw if in_place else copy.deepcopy(raw)).merge_and_unload().requires_grad_(True)
+
+
+def save_adapters(model: nn.Module, folder: str | Path) -> None:
+    """Write the adapters of a model as peft does; every rank calls it, rank 0 writes.
+
+    `PeftModel.from_pretrained` opens the folder, whatever plan the model was trained under.
+
+    Args:
+        model: The model, boosted or not.
+        folder: Where to; adapters with a name other than "default" go to folders of their names in it.
+
+    Raises:
+        ValueError: `model` has no adapters.
+        OSError: `folder` cannot be written.
+    """
+    raw = raw_of(model)
+    if not has_adapters(raw):
+        raise ValueError(f"{type(raw).__name__} has no adapters: write its weights with save_pretrained")
+    for name, config in raw.peft_config.items():
+        target = Path(folder) if name == "default" else Path(folder, name)
+        on_writer(partial(target.mkdir, parents=True, exist_ok=True))
+        # Only names are chosen here; slices become whole on their way to the file.
+        chosen = TensorsByName(dict(adapter_tensors(raw, name)))
+        save_model(chosen, target / FILE, use_safetensors=True)
+        on_writer(partial(_write_config, raw, config, target))
+
+
+def adapter_tensors(raw: Any, adapter: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of an adapter, as this rank holds them, by the names that peft has in files.
+
+    There the adapter's own name is left out: it is whatever the one who opens it likes.
+
+    Args:
+        raw: The model, or a stage of it.
+        adapter: The adapter.
+
+    Raises:
+        ValueError: `raw` has single tokens that are trained beside the adapters.
+    """
+    config = raw.peft_config[adapter]
+    if getattr(config, "trainable_token_indices", None) is not None:
+        raise ValueError("trainable_token_indices are not written here: save them by peft, on one process")
+    kinds: dict[str, tuple[str, ...]] = {
+        name: part.adapter_layer_names
+        for name, part in raw.named_modules()
+        if _is_adapter(part) or _is_trained_beside(part)
+    }
+    own = re.compile(rf"(?P<place>.+)\.(?P<kind>\w+)\.{re.escape(adapter)}(?P<rest>(\..+)?)")
+    for name, tensor in raw.state_dict(keep_vars=True).items():
+        found = own.fullmatch(name)
+        if found is not None and found["kind"] in kinds.get(found["place"], ()):
+            kind, rest = f".{found['kind']}", found["rest"]
+            if kind == ".lora_magnitude_vector":
+                rest = ""  # of DoRA files have the name of an earlier version
+            yield found["place"] + ("" if kind == ".modules_to_save" else kind) + rest, tensor
+        elif name.endswith({"none": " ", "all": ".bias", "lora_only": ".base_layer.bias"}[config.bias]):
+            yield name, tensor
+
+
+def refuse_unmergeable(raw: nn.Module) -> None:
+    """Refuse adapters that cannot be merged, on all ranks where one has such; every rank calls it.
+
+    Raises:
+        ValueError: `raw` has them, here or on another stage; see `merged_tensors`.
+    """
+    own = _reason_against_merging(_adapters_of(raw), raw.state_dict(keep_vars=True))
+    if reason := next(filter(None, gather_values(own)), ""):
+        raise ValueError(reason)
+
+
+class TensorsByName(nn.Module):
+    """What a checkpoint takes for a model: tensors under given names.
+
+    Args:
+        tensors: The tensors, as this rank holds them.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self._tensors = dict(tensors)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return them."""
+        return dict(self._tensors)
+
+
+def _classes(*names: tuple[str, str]) -> tuple[type, ...]:
+    """Return classes of peft; none where it has not been imported, without which nothing is an adapter."""
+    modules = ((sys.modules.get(module), name) for module, name in names)
+    return tuple(getattr(module, name) for module, name in modules if module is not None)
+
+
+def _adapters_of(raw: nn.Module) -> dict[str, Any]:
+    return {name: part for name, part in raw.named_modules() if _is_adapter(part)}
+
+
+def _is_adapter(module: nn.Module) -> bool:
+    return isinstance(module, _classes(("peft.tuners.tuners_utils", "BaseTunerLayer")))
+
+
+def _is_trained_beside(module: nn.Module) -> bool:
+    """Return whether a module is what peft puts around one that is trained beside the adapters."""
+    return isinstance(module, _classes(("peft.utils.other", "AuxiliaryTrainingWrapper")))
+
+
+def _reason_against_merging(layers: Mapping[str, Any], values: Mapping[str, Any]) -> str:
+    """Return why adapters are not W + scaling B A of weights of their own; empty where they are."""
+    linear: tuple[Any, ...] = _classes(("peft.tuners.lora.layer", "Linear"))
+    times = Counter(id(value) for value in values.values())
+    for name, layer in layers.items():
+        if not isinstance(layer, linear) or layer.lora_variant:
+            return (
+                f"{name} has an adapter of {type(layer).__name__}, and only plain LoRA of linear layers is "
+                "merged here: take peft's merge_and_unload on one process"
+            )
+        weight = values.get(f"{name}.base_layer.weight")
+        if any(layer.lora_bias.values()) and f"{name}.base_layer.bias" not in values:
+            return f"{name} has no bias to which that of its adapter could be added: leave lora_bias out"
+        # Stages that share a weight have it under one name each.
+        if weight is not None and max(times[id(weight)], len(getattr(weight, CHECKPOINT_TIED_NAMES, ()))) > 1:
+            return (
+                f"the weight of {name} is that of another layer, too, which its adapter leaves alone: they "
+                "would be two, so build the model with tie_word_embeddings=False, or adapt other layers"
+            )
+    return ""
+
+
+def _plain_name(name: str, beside: Mapping[str, str]) -> str | None:
+    """Return the name of a tensor in the model without adapters; None where it has no such tensor.
+
+    Args:
+        name: Its name in the model of peft.
+        beside: What is trained beside the adapters, by the beginnings of names, and the adapter's name.
+    """
+    for begin, adapter in beside.items():
+        inner = name.removeprefix(f"{begin}.")
+        if inner != name:
+            inside = inner.removeprefix(f"modules_to_save.{adapter}.")
+            return None if inside == inner else f"{begin}.{inside}".removeprefix(_PREFIX)
+    if any(f".{factor}." in name for factor in _FACTORS):
+        return None
+    return name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+
+
+def _active(layer: Any) -> list[str]:
+    """Return the adapters of a layer that are at work, and not in its weight already."""
+    if layer.disable_adapters:
+        return []
+    return [
+        each for each in layer.active_adapters if each in layer.lora_A and each not in layer.merged_adapters
+    ]
+
+
+def _merged(layer: Any, value: Tensor, kind: str) -> Tensor:
+    """Return the weight or the bias of a layer with what its adapters add to it, in memory of its own."""
+    total = value.detach()
+    for name in _active(layer) if kind == "weight" else filter(layer.lora_bias.get, _active(layer)):
+        a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
+        if kind == "weight":
+            wide = torch.promote_types(b.dtype, torch.float32)
+            delta = _everywhere(b).to(wide) @ _everywhere(a).to(wide) * layer.scaling[name]
+            delta = delta.t() if layer.fan_in_fan_out else delta
+        else:
+            delta = layer.lora_B[name].bias * layer.scaling[name]
+        total = total + _placed_as(delta, total).to(total.dtype)
+    spec = spec_of(value)
+    if spec is not None and spec_of(total) is None:
+        set_spec(total, spec)
+    return total
+
+
+def _everywhere(factor: Tensor) -> Any:
+    """Return a factor that FSDP has cut as a whole one; it is thin. Any other one is itself."""
+    mesh = getattr(factor, "device_mesh", None)
+    if mesh is None:
+        return factor
+    from torch.distributed.tensor import DTensor, Replicate
+
+    assert isinstance(factor, DTensor), "nothing else has a mesh"
+    return factor.redistribute(mesh, [Replicate()] * mesh.ndim)
+
+
+def _placed_as(delta: Any, like: Any) -> Tensor:
+    """Return a change cut as FSDP has cut what it is added to."""
+    mesh = getattr(like, "device_mesh", None)
+    placed: Tensor = delta if mesh is None else delta.redistribute(mesh, like.placements)
+    return placed
+
+
+def _write_config(raw: Any, config: Any, folder: Path) -> None:
+    """Write the config of an adapter, as of one that is used and not trained."""
+    base = raw.get_base_model()
+    written = copy.deepcopy(config)
+    written.inference_mode = True
+    if written.base_model_name_or_path is None:
+        written.base_model_name_or_path = vars(base).get("name_or_path") or None
+    kind = next(each for each in type(base).__mro__ if not each.__name__.startswith("FSDP"))
+    found = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    written.save_pretrained(str(folder), auto_mapping_dict=None if config.task_type else found)

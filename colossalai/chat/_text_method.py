@@ -1,0 +1,249 @@
+"""What methods that learn from texts have in common: fit, evaluate, and batches of texts and comparisons."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import Unpack
+
+from colossalai.booster import Booster
+from colossalai.chat._course import CourseOptions, course_of
+from colossalai.chat._fit import Batch, FitResult, Task, boost, boost_for_looking, look, train
+from colossalai.chat._memory import tell_memory
+from colossalai.chat._records import Record
+from colossalai.chat.data import (
+    ChatData,
+    EncodedData,
+    EncodedPair,
+    EncodedText,
+    PackedText,
+    collate,
+    collate_packed,
+    collate_pairs,
+    encode_all,
+)
+from colossalai.runtime import ModelWrapper
+
+
+class ReferredPair(NamedTuple):
+    """A comparison, and the log-probabilities of its answers under a reference."""
+
+    pair: EncodedPair
+    chosen: float
+    rejected: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferredData:
+    """Comparisons with the log-probabilities of a reference; a dataset for torch's loaders.
+
+    Attributes:
+        rows: The comparisons.
+        is_mean: Whether these are means over tokens, as "ipo" wants them, or sums.
+    """
+
+    rows: tuple[ReferredPair, ...]
+    is_mean: bool
+
+    @property
+    def stage(self) -> str:
+        """What the rows are for."""
+        return "preference"
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> ReferredPair:
+        return self.rows[index]
+
+
+Encoded = EncodedData | ReferredData
+GivenData = ChatData | Encoded
+
+
+class TextMethod(ABC):
+    """Abstract: a method that learns from texts.
+
+    Attributes:
+        max_length: Most tokens of a text; what is longer loses the begin of its prompt, see `encode_all`.
+    """
+
+    max_length: int
+
+    def fit(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        booster: Booster,
+        data: GivenData,
+        tokenizer: Any,
+        **course: Unpack[CourseOptions],
+    ) -> FitResult:
+        """Train a model; every rank calls it.
+
+        Args:
+            model: The model, as it is or boosted together with `optimizer`.
+            optimizer: Its optimizer.
+            booster: The parallel methods.
+            data: Rows of the method's stage, or what `encode_all` made of them.
+            tokenizer: That of the model.
+            course: How long and how, and what is written down: the attributes of `Course`, of which
+                `steps` or `epochs` has to be given.
+
+        Raises:
+            ValueError: `data` is of another stage, or has nothing to learn from; `steps` or another number is
+                out of range; or `model` cannot be built for the methods of `booster`.
+        """
+        made = course_of(course)
+        self._check(model, booster)
+        found = self.encode(data, tokenizer)  # before the model is changed
+        _refuse_what_is_not_read(found, model)
+        wrapped, boosted = boost(booster, model, optimizer)
+        tell_memory({"model": (wrapped, boosted)}, booster=booster, course=made)
+        encoded = self._prepare(wrapped, booster, found, tokenizer, made.batch_size)
+        return train(wrapped, boosted, booster=booster, task=self._task(encoded, tokenizer), course=made)
+
+    def evaluate(
+        self,
+        model: nn.Module,
+        *,
+        booster: Booster,
+        data: GivenData,
+        tokenizer: Any,
+        batch_size: int = 8,
+    ) -> Record:
+        """Return what `fit` measures, as means over all rows, without learning; every rank calls it.
+
+        Args:
+            model: The model, as it is or boosted.
+            booster: The parallel methods.
+            data: Rows, as for `fit`.
+            tokenizer: That of the model.
+            batch_size: Rows of a batch of one data-parallel rank.
+
+        Raises:
+            ValueError: `data` is of another stage or has nothing to learn from, or the model cannot be built
+                for the methods of `booster`.
+        """
+        self._check(model, booster)
+        encoded = self.encode(data, tokenizer)
+        _refuse_what_is_not_read(encoded, model)
+        return look(
+            boost_for_looking(booster, model),
+            booster=booster,
+            task=self._task(encoded, tokenizer),
+            batch_size=batch_size,
+        )
+
+    def encode(self, data: GivenData, tokenizer: Any) -> Encoded:
+        """Return the tokens of rows.
+
+        Raises:
+            ValueError: `data` is of another stage, or has nothing to learn from.
+        """
+        encoded: Encoded
+        encoded = encode_all(data, tokenizer, self.max_length) if isinstance(data, ChatData) else data
+        if encoded.stage != self._stage:
+            raise ValueError(
+                f"{type(self).__name__} learns from rows of stage {self._stage!r}, and these are of "
+                f"{encoded.stage!r}: give other data, or chat_data(..., stage=...) if they are both"
+            )
+        return encoded
+
+    @property
+    @abstractmethod
+    def _stage(self) -> str:
+        """What rows are to be."""
+
+    @abstractmethod
+    def _task(self, encoded: Encoded, tokenizer: Any) -> Task:
+        """Return batches and loss."""
+
+    def _check(self, model: nn.Module, booster: Booster) -> None:  # noqa: B027 - most take any
+        """Refuse what the method does not train, before anything is changed."""
+
+    def _prepare(
+        self, model: ModelWrapper, booster: Booster, encoded: Encoded, tokenizer: Any, batch_size: int
+    ) -> Encoded:
+        """Return rows with what is to be known before the first step."""
+        return encoded
+
+
+def _refuse_what_is_not_read(encoded: Encoded, model: Any) -> None:
+    """Refuse rows with tokens or positions that a model has no embeddings of, which accelerators do not name.
+
+    Raises:
+        ValueError: `encoded` has such a token, or a text that is longer than the window of `model`.
+    """
+    config = getattr(model, "config", None)
+    known, window = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
+    pairs = (row.pair if isinstance(row, ReferredPair) else row for row in encoded.rows)
+    texts = [text for row in pairs for text in (row if isinstance(row, EncodedPair) else (row,))]
+    largest, longest = (max(measure(text.input_ids) for text in texts) for measure in (max, len))
+    if known is not None and largest >= known:
+        raise ValueError(
+            f"the rows have token {largest}, and the model knows {known} tokens: give the tokenizer of the "
+            "model, or resize the model (resize_token_embeddings)"
+        )
+    if window is not None and longest > window:
+        raise ValueError(
+            f"the rows have a text of {longest} tokens, and the model sees {window}: give max_length={window}"
+        )
+
+
+def text_batch(rows: Sequence[EncodedText], *, pad: int) -> Batch:
+    """Return a batch of texts."""
+    return _batch_of(collate(rows, pad_token_id=pad))
+
+
+def packed_batch(rows: Sequence[PackedText], *, pad: int) -> Batch:
+    """Return a batch of sequences of texts, none of which sees another, as `sdpa` attention wants it."""
+    made = collate_packed(rows, pad_token_id=pad)
+    data, labels = _batch_of(made)
+    return data | {"position_ids": made["position_ids"]}, labels
+
+
+def pair_batch(rows: Sequence[EncodedPair | ReferredPair], *, pad: int) -> Batch:
+    """Return a batch of comparisons: chosen and rejected by turns, (2 * pairs, length)."""
+    pairs = [each.pair if isinstance(each, ReferredPair) else each for each in rows]
+    data, labels = _batch_of(collate_pairs(pairs, pad_token_id=pad))
+    labels["attention_mask"] = data["attention_mask"]
+    referred = [each for each in rows if isinstance(each, ReferredPair)]
+    if referred:
+        numbers = [number for each in referred for number in (each.chosen, each.rejected)]
+        labels["reference"] = torch.tensor(numbers, dtype=torch.float64)
+    return data, labels
+
+
+def _batch_of(made: Mapping[str, Tensor]) -> Batch:
+    data = {name: made[name] for name in ("input_ids", "attention_mask")}
+    labels = {name: made[name] for name in ("input_ids", "loss_mask")}
+    return data, labels | {"counts": torch.ones(len(made["input_ids"]), dtype=torch.bool)}
+
+
+def logits_of(output: Any) -> Tensor:
+    """Return the logits, (batch, length, vocabulary), of what a language model returns."""
+    logits: Tensor = output if isinstance(output, Tensor) else output.logits
+    return logits
+
+
+def padding_of(tokenizer: Any) -> int:
+    """Return what rows are filled up with; no layer sees it, so any token will do."""
+    known = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    return next((int(each) for each in known if each is not None), 0)
+
+
+def count_of(values: Tensor) -> Tensor:
+    return torch.tensor(float(len(values)), device=values.device)
+
+
+def check_length(max_length: int) -> None:
+    if type(max_length) is not int or max_length < 2:
+        raise ValueError(
+            f"max_length={max_length!r}: give an integer of at least 2, a token and one that it predicts"
+        )

@@ -1,0 +1,162 @@
+"""Batches of encoded texts: padded tensors, and loaders that give each rank its own part.
+
+Order, position and resumption are those of `colossalai.runtime`'s loader.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from colossalai.chat.data._encode import EncodedData, EncodedPair, EncodedText
+from colossalai.chat.data._pack import PackedText, pack, packed_attention_mask
+from colossalai.runtime import DataParallelLoader, make_dataloader
+
+_PADDING_SEGMENT = -1
+
+
+def collate(
+    encoded_rows: Sequence[EncodedText], *, pad_token_id: int, multiple_of: int = 1
+) -> dict[str, Tensor]:
+    """Return texts as one batch, padded on the right.
+
+    Args:
+        encoded_rows: The texts, at least one.
+        pad_token_id: The token that rows are filled up with; any one does, as the masks leave it out.
+        multiple_of: The length of the batch is a multiple of this.
+
+    Returns:
+        `input_ids` and `attention_mask`, (batch, length) of int64, and `loss_mask`, (batch, length) of bool:
+        True where a token is learned. Losses shift: that at place t is of the logits at t - 1.
+
+    Raises:
+        ValueError: `encoded_rows` is empty, `pad_token_id` is no token, or `multiple_of` is below 1.
+    """
+    length = _padded_length(encoded_rows, pad_token_id, multiple_of)
+    return {
+        "input_ids": _padded([row.input_ids for row in encoded_rows], length, pad_token_id),
+        "attention_mask": _padded([[1] * len(row) for row in encoded_rows], length, 0),
+        "loss_mask": _padded([row.loss_mask for row in encoded_rows], length, 0).bool(),
+    }
+
+
+def collate_pairs(
+    encoded_pairs: Sequence[EncodedPair], *, pad_token_id: int, multiple_of: int = 1
+) -> dict[str, Tensor]:
+    """Return pairs as one batch of twice as many rows: the chosen text of a pair, then the rejected one.
+
+    Chosen texts are rows 0, 2, 4, ..., rejected ones 1, 3, 5, ...: a pair stays together when a batch is
+    divided into microbatches of an even size.
+
+    Args:
+        encoded_pairs: The pairs, at least one.
+        pad_token_id: The token that rows are filled up with.
+        multiple_of: The length of the batch is a multiple of this.
+
+    Returns:
+        The same as `collate`.
+
+    Raises:
+        ValueError: `encoded_pairs` is empty, `pad_token_id` is no token, or `multiple_of` is below 1.
+    """
+    texts = list(chain.from_iterable(encoded_pairs))
+    return collate(texts, pad_token_id=pad_token_id, multiple_of=multiple_of)
+
+
+def collate_packed(
+    packed_rows: Sequence[PackedText],
+    *,
+    pad_token_id: int,
+    multiple_of: int = 1,
+    mask_dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """Return packed texts as one batch, padded on the right.
+
+    Args:
+        packed_rows: The sequences, at least one.
+        pad_token_id: The token that rows are filled up with.
+        multiple_of: The length of the batch is a multiple of this.
+        mask_dtype: The dtype of `packed_attention_mask`: that of the model for `eager` attention.
+
+    Returns:
+        `input_ids` and `position_ids`, (batch, length) of int64; `loss_mask`, (batch, length) of bool;
+        `attention_mask`, (batch, 1, length, length), as of `packed_attention_mask`.
+
+    Raises:
+        ValueError: `packed_rows` is empty, `pad_token_id` is no token, or `multiple_of` is below 1.
+    """
+    length = _padded_length(packed_rows, pad_token_id, multiple_of)
+    segment_ids = _padded([row.segment_ids for row in packed_rows], length, _PADDING_SEGMENT)
+    return {
+        "input_ids": _padded([row.input_ids for row in packed_rows], length, pad_token_id),
+        "attention_mask": packed_attention_mask(segment_ids, dtype=mask_dtype),
+        "position_ids": _padded([row.position_ids for row in packed_rows], length, 0),
+        "loss_mask": _padded([row.loss_mask for row in packed_rows], length, 0).bool(),
+    }
+
+
+def make_chat_dataloader(
+    encoded: EncodedData,
+    *,
+    batch_size: int,
+    pad_token_id: int,
+    multiple_of: int = 1,
+    pack_length: int | None = None,
+    mask_dtype: torch.dtype | None = None,
+    num_replicas: int = 1,
+    replica: int = 0,
+    **options: Any,
+) -> DataParallelLoader:
+    """Return a loader of one replica's part of encoded data.
+
+    Its order depends on `seed` and the epoch alone; `state_dict()` and `load_state_dict()` save and restore
+    the position.
+
+    Args:
+        encoded: The data. Batches of stage "prompts" are padded on the right like the others.
+        batch_size: Rows in a batch of one replica: texts, pairs, or packed sequences.
+        pad_token_id: The token that rows are filled up with.
+        multiple_of: The length of a batch is a multiple of this.
+        pack_length: Pack texts into sequences of so many tokens at most; None: each is a row of its own.
+        mask_dtype: As of `collate_packed`.
+        num_replicas: Number of replicas: the size of the mesh's `dp` axis.
+        replica: Number of this one: its rank on that axis.
+        options: Further arguments of `colossalai.runtime.make_dataloader`: `shuffle`, `seed`, `drop_last`,
+            `device` and others.
+
+    Raises:
+        ValueError: Pairs of `encoded` cannot be packed, a text is longer than `pack_length`, or there are too
+            few rows for `num_replicas`.
+    """
+    rows: Sequence[EncodedText | EncodedPair | PackedText] = encoded.rows
+    join: Callable[..., dict[str, Tensor]] = collate_pairs if encoded.stage == "preference" else collate
+    if pack_length is not None:
+        rows, join = pack(encoded.texts, pack_length), partial(collate_packed, mask_dtype=mask_dtype)
+    return make_dataloader(
+        cast(Dataset[Any], rows),  # torch asks no more of one than its length and its items
+        num_replicas=num_replicas,
+        replica=replica,
+        batch_size=batch_size,
+        collate_fn=partial(join, pad_token_id=pad_token_id, multiple_of=multiple_of),
+        **options,
+    )
+
+
+def _padded_length(rows: Sequence[EncodedText | PackedText], pad_token_id: int, multiple_of: int) -> int:
+    if not rows:
+        raise ValueError("a batch needs at least one row, and there is none")
+    if type(pad_token_id) is not int or pad_token_id < 0:
+        raise ValueError(
+            f"pad_token_id={pad_token_id!r} is no token: where the tokenizer has none, give its eos_token_id"
+        )
+    if multiple_of < 1:
+        raise ValueError(f"multiple_of={multiple_of}: give at least 1")
+    return -(-max(map(len, rows)) // multiple_of) * multiple_of
+
+
+def _padded(rows: Sequence[Sequence[int]], length: int, value: int) -> Tensor:
+    return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows], dtype=torch.int64)

@@ -1,0 +1,327 @@
+"""Tokens of dialogues and the masks of what is learned in them.
+
+A text with an answer ends with the answer's end-of-sequence token, whatever a template writes after it, so
+that a model learns to stop where it will be stopped. What is too long loses tokens of its prompt, never of
+the answer that it is there for.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple, cast
+
+from colossalai.chat.data._chat_data import ChatData
+from colossalai.chat.data._formats import ChatRow, ChatStage, as_chat_row, num_shared
+from colossalai.chat.data._templates import WrittenDialogue
+
+# [Note: Tokens of a text that is asked in parts]
+# The tokens of an answer's prompt must be those that the model is given when it answers: the tokens of that
+# text alone. Tokens of the whole text begin with them, mostly, and are then what the model would go on with.
+# Where a token of the whole text spans the boundary, as " An" does of "Response: " and "An apple", the next
+# piece is encoded by itself and put behind.
+
+
+@dataclass(frozen=True)
+class EncodedText:
+    """Tokens of a prompt and perhaps an answer.
+
+    Attributes:
+        input_ids: The tokens.
+        loss_mask: For each token, whether it is learned.
+        num_cut: How many tokens of the prompt were cut.
+    """
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+    num_cut: int = 0
+
+    def __len__(self) -> int:
+        return len(self.input_ids)
+
+
+class EncodedPair(NamedTuple):
+    """A prompt with a chosen and with a rejected answer; the tokens of the prompt are the same."""
+
+    chosen: EncodedText
+    rejected: EncodedText
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodedData:
+    """The tokens of chat data; a dataset for torch's loaders.
+
+    Attributes:
+        stage: What the rows are for; those of "preference" are pairs.
+        rows: The encoded rows.
+        sources: For each of them the row that it comes from, with the keys that a reward function wants.
+        num_cut: How many tokens were cut from prompts.
+        num_left_out: How many rows were left out, as their answers are too long.
+    """
+
+    stage: ChatStage
+    rows: tuple[EncodedText | EncodedPair, ...]
+    sources: tuple[ChatRow, ...]
+    num_cut: int
+    num_left_out: int
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> EncodedText | EncodedPair:
+        return self.rows[index]
+
+    @property
+    def texts(self) -> tuple[EncodedText, ...]:
+        """The rows of stage "sft" or "prompts"."""
+        if self.stage == "preference":
+            raise ValueError("rows of stage 'preference' are pairs of texts: take .pairs")
+        return cast(tuple[EncodedText, ...], self.rows)
+
+    @property
+    def pairs(self) -> tuple[EncodedPair, ...]:
+        """The rows of stage "preference"."""
+        if self.stage != "preference":
+            raise ValueError(f"rows of stage {self.stage!r} are no pairs: take .texts")
+        return cast(tuple[EncodedPair, ...], self.rows)
+
+
+def encode_sft(row: ChatRow | Mapping[str, Any], tokenizer: Any, max_length: int) -> EncodedText | None:
+    """Return the tokens of a row of stage "sft"; None if its answer is too long.
+
+    The answer is learned; of messages, all of the assistant's turns. A longer text is cut after its first
+    token and its system turn; an earlier answer that loses a part is not learned any more.
+
+    Messages after the assistant's last one are left out: there is nothing to learn in them.
+
+    Args:
+        row: A row of `chat_data`, or a mapping of one of its formats.
+        tokenizer: A tokenizer of transformers.
+        max_length: Most tokens of prompt and answer.
+
+    Raises:
+        ChatTemplateError: `tokenizer` does not write these messages so that the answers can be found.
+        ValueError: `row` is for another stage or has no token to learn, `tokenizer` has no end-of-sequence
+            token, or `max_length` is below 1.
+    """
+    return _encode_sft(as_chat_row(row, "sft"), _TextEncoder(tokenizer), _checked(max_length))
+
+
+def encode_preference(
+    row: ChatRow | Mapping[str, Any], tokenizer: Any, max_length: int
+) -> EncodedPair | None:
+    """Return the tokens of a row of stage "preference"; None if one of its answers is too long.
+
+    The prompt is cut for the longer answer, in both texts alike.
+
+    Args:
+        row: A row of `chat_data`, or a mapping of one of its formats.
+        tokenizer: A tokenizer of transformers.
+        max_length: Most tokens of prompt and answer.
+
+    Raises:
+        ChatTemplateError: `tokenizer` does not write these messages so that the answers can be found.
+        ValueError: `row` is for another stage or has no token to learn, `tokenizer` has no end-of-sequence
+            token, or `max_length` is below 1.
+    """
+    return _encode_preference(as_chat_row(row, "preference"), _TextEncoder(tokenizer), _checked(max_length))
+
+
+def encode_prompt(row: ChatRow | Mapping[str, Any], tokenizer: Any, max_length: int) -> list[int] | None:
+    """Return the tokens that a model has to answer; None if the system turn alone is too long.
+
+    Args:
+        row: A row of `chat_data` of stage "prompts", or a mapping of one of its formats.
+        tokenizer: A tokenizer of transformers.
+        max_length: Most tokens of the prompt.
+
+    Raises:
+        ChatTemplateError: `tokenizer` does not write these messages, or not with a generation prompt.
+        ValueError: `row` is for another stage or has no tokens, or `max_length` is below 1.
+    """
+    encoded = _encode_prompt(as_chat_row(row, "prompts"), _TextEncoder(tokenizer), _checked(max_length))
+    return None if encoded is None else encoded.input_ids
+
+
+def encode_all(data: ChatData, tokenizer: Any, max_length: int) -> EncodedData:
+    """Return the tokens of all rows that are not too long.
+
+    Args:
+        data: The rows.
+        tokenizer: A tokenizer of transformers.
+        max_length: Most tokens of prompt and answer; of the prompt, for stage "prompts".
+
+    Raises:
+        ChatTemplateError: `tokenizer` does not write the messages of a row.
+        ValueError: `data` has a row without a token to learn, or only rows that are too long; `tokenizer` has
+            no end-of-sequence token, or `max_length` is below 1.
+    """
+    encoder, encode = _TextEncoder(tokenizer), _ENCODERS[data.stage]
+    _checked(max_length)
+    found = [(encode(row, encoder, max_length), row) for row in data]
+    kept = [(encoded, row) for encoded, row in found if encoded is not None]
+    if not kept:
+        raise ValueError(
+            f"max_length={max_length}: all {len(data)} rows have longer answers; give a larger max_length"
+        )
+    rows, sources = zip(*kept, strict=True)
+    num_cut = sum(_prompt_of(encoded).num_cut for encoded in rows)
+    return EncodedData(
+        stage=data.stage,
+        rows=rows,
+        sources=sources,
+        num_cut=num_cut,
+        num_left_out=len(data) - len(rows),
+    )
+
+
+def _prompt_of(encoded: EncodedText | EncodedPair) -> EncodedText:
+    return encoded.chosen if isinstance(encoded, EncodedPair) else encoded
+
+
+def _checked(max_length: int) -> int:
+    if max_length < 1:
+        raise ValueError(f"max_length={max_length} tokens: give at least 1")
+    return max_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class _UncutText:
+    """Tokens before any are cut.
+
+    Attributes:
+        input_ids: The tokens.
+        loss_mask: For each token, whether it is learned.
+        num_head: How many tokens at the beginning always stay.
+        first_answer: Where the first answer begins.
+        last_answer: Where the last one begins.
+    """
+
+    input_ids: list[int]
+    loss_mask: list[bool]
+    num_head: int
+    first_answer: int
+    last_answer: int
+
+    def cut(self, num_cut: int, keep_from: int) -> EncodedText | None:
+        """Leave out tokens after the head, none from a place on; None if too few would be left."""
+        begin, end = self.num_head, self.num_head + num_cut
+        if num_cut > 0 and (end > keep_from or len(self.input_ids) - num_cut < 2):
+            return None
+        mask = list(self.loss_mask)
+        if num_cut > 0 and mask[end - 1]:  # the rest of an answer that has lost its beginning
+            for place in takewhile(mask.__getitem__, range(end, keep_from)):
+                mask[place] = False
+        return EncodedText(self.input_ids[:begin] + self.input_ids[end:], mask[:begin] + mask[end:], num_cut)
+
+
+class _TextEncoder:
+    """Tokens of written dialogues, with what a tokenizer puts at the beginning and the end."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        first = tokenizer("")["input_ids"][:1]  # what the tokenizer puts before each text by itself
+        self._first: list[int] = first if first == [tokenizer.bos_token_id] else []
+
+    def prompt(self, row: ChatRow) -> _UncutText:
+        """Return the tokens that a model has to answer."""
+        return self._tokens_of(row.dialogue.write_prompt(self._tokenizer, row.place))
+
+    def answered(self, row: ChatRow, answer: int) -> _UncutText:
+        """Return the tokens of a prompt and an answer, of which some are learned."""
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(
+                "the tokenizer has no end-of-sequence token, so a model cannot learn where an answer ends; "
+                "set tokenizer.eos_token"
+            )
+        written = row.dialogue.write(answer, self._tokenizer, row.place)
+        found = self._tokens_of(written)
+        ids = self._ended(found.input_ids, found.last_answer)
+        mask = found.loss_mask[: len(ids)] + [True] * (len(ids) - len(found.loss_mask))
+        if not any(mask[1:]):  # the first token is not predicted from anything
+            raise ValueError(f"{row.place}: there is no token to learn: prompt and answer are empty")
+        return _UncutText(
+            input_ids=ids,
+            loss_mask=mask,
+            num_head=found.num_head,
+            first_answer=found.first_answer,
+            last_answer=found.last_answer,
+        )
+
+    def _tokens_of(self, written: WrittenDialogue) -> _UncutText:
+        # See [Note: Tokens of a text that is asked in parts]
+        text = ""
+        ids: list[int] = []
+        mask: list[bool] = []
+        begins = []
+        for piece in written.pieces:
+            if piece.is_learned:
+                begins.append(len(ids))
+            text += piece.text
+            whole = self._encode(text, written)
+            ids = whole if whole[: len(ids)] == ids else ids + self._bare(piece.text)
+            mask += [piece.is_learned] * (len(ids) - len(mask))
+        begins = begins or [len(ids)]
+        return _UncutText(
+            input_ids=ids,
+            loss_mask=mask,
+            num_head=min(self._num_head(ids, written), begins[0]),
+            first_answer=begins[0],
+            last_answer=begins[-1],
+        )
+
+    def _num_head(self, ids: list[int], written: WrittenDialogue) -> int:
+        """Count the tokens of the head: those that the head's own tokens begin with, too."""
+        head = self._encode(written.head, written)
+        has_bos = ids[:1] == [self._tokenizer.bos_token_id]  # a template may write it, as a tokenizer does
+        return max(num_shared(head, ids), int(has_bos))
+
+    def _encode(self, text: str, written: WrittenDialogue) -> list[int]:
+        bare = self._bare(text)
+        if written.has_special_tokens or (self._first and bare[:1] == self._first):
+            return bare
+        return self._first + bare
+
+    def _bare(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
+
+    def _ended(self, ids: list[int], begin: int) -> list[int]:
+        """Return tokens with the end-of-sequence token at their end.
+
+        Some templates end an answer with it and a line break; others end turns with another token, or none.
+        """
+        eos: int = self._tokenizer.eos_token_id
+        if eos not in ids[begin:]:
+            return [*ids, eos]
+        end = len(ids) - ids[::-1].index(eos)
+        is_over = not self._tokenizer.decode(ids[end:]).strip()
+        return ids[:end] if is_over else [*ids, eos]
+
+
+def _encode_sft(row: ChatRow, encoder: _TextEncoder, max_length: int) -> EncodedText | None:
+    found = encoder.answered(row, 0)
+    return found.cut(max(len(found.input_ids) - max_length, 0), found.last_answer)
+
+
+def _encode_preference(row: ChatRow, encoder: _TextEncoder, max_length: int) -> EncodedPair | None:
+    found = encoder.answered(row, 0), encoder.answered(row, 1)
+    num_cut = max(0, *(len(each.input_ids) - max_length for each in found))
+    chosen, rejected = (each.cut(num_cut, each.first_answer) for each in found)
+    return None if chosen is None or rejected is None else EncodedPair(chosen, rejected)
+
+
+def _encode_prompt(row: ChatRow, encoder: _TextEncoder, max_length: int) -> EncodedText | None:
+    found = encoder.prompt(row)
+    if not found.input_ids:
+        raise ValueError(f"{row.place}: the prompt has no tokens; a model cannot answer it")
+    # One token after the head stays, so that something is asked.
+    return found.cut(max(len(found.input_ids) - max_length, 0), len(found.input_ids) - 1)
+
+
+_Encode = Callable[[ChatRow, _TextEncoder, int], EncodedText | EncodedPair | None]
+
+_ENCODERS: Mapping[ChatStage, _Encode] = {
+    "sft": _encode_sft,
+    "preference": _encode_preference,
+    "prompts": _encode_prompt,
+}

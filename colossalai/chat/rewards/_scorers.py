@@ -1,0 +1,379 @@
+"""Rewards of answers: functions, models, sums of them, and what all ranks do when one fails on one of them.
+
+A reward is a value: what users write. At work in a run it is a `Scorer`, which holds what has to be ended:
+processes, models on a device.
+"""
+
+import math
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from colossalai.chat._heads import ValueModel, last_values
+from colossalai.chat.data import ChatRow, EncodedText, collate, encode_sft
+from colossalai.chat.rewards._timed_calls import ProcessCalls, RewardCallError, ThreadCalls, TimedCalls
+from colossalai.cluster import gather_values
+
+RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
+"""Of the prompt, an answer to it, and the row that the prompt is from: how good the answer is."""
+
+
+class RewardError(RuntimeError):
+    """A reward has failed, on whatever rank; raised on all of them, before the step."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedReward:
+    """A reward function whose calls have a time limit each, and run several at a time.
+
+    A function that pickles is called in processes of their own, which are started with the first answers and
+    end with the training: one that hangs is killed. They import the function's module, so a script needs
+    `if __name__ == "__main__":`. A function that does not pickle, as a lambda, is called in threads, which
+    share one interpreter and cannot be ended: one that hangs stays until the program ends.
+
+    Attributes:
+        function: Of the prompt, an answer, and the row, which is a plain dict here.
+        seconds: How long a call may take. One that takes longer is a `RewardError` on all ranks.
+        workers: How many calls each rank makes at a time.
+
+    Raises:
+        ValueError: `seconds` is not above 0, `workers` is below 1, or `function` is no function.
+    """
+
+    function: RewardFunction
+    seconds: float
+    workers: int = 1
+
+    def __post_init__(self) -> None:
+        if not callable(self.function) or isinstance(self.function, nn.Module):
+            raise ValueError(
+                f"TimedReward of {type(self.function).__name__}: give a function (prompt, answer, row)"
+            )
+        if not 0 < self.seconds < math.inf:
+            raise ValueError(f"seconds={self.seconds}: give a number above 0, the time limit of a call")
+        if type(self.workers) is not int or self.workers < 1:
+            raise ValueError(f"workers={self.workers!r}: give an integer of at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelReward:
+    """A reward model with another tokenizer than the policy's.
+
+    Rows and answers are written with the model's own template and encoded with its own tokenizer. An answer
+    ends with its end-of-sequence token, unless it was cut off.
+
+    Attributes:
+        model: A model of `with_value_head` or `load_reward_model`.
+        tokenizer: Its tokenizer.
+        max_length: Most tokens of prompt and answer, of which the prompt's begin is cut; None: as many as the
+            model sees.
+
+    Raises:
+        ValueError: `model` has no value head, or `tokenizer` has tokens that it does not know, or no
+            end-of-sequence token.
+    """
+
+    model: ValueModel
+    tokenizer: Any
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, ValueModel):
+            raise ValueError(
+                f"ModelReward of {type(self.model).__name__}: give a model of with_value_head or "
+                "load_reward_model"
+            )
+        known, used = self.model.config.vocab_size, len(self.tokenizer)
+        if used > known:
+            raise ValueError(
+                f"the tokenizer has {used} tokens and the reward model knows {known}: give the tokenizer "
+                "that it was trained with"
+            )
+        if self.tokenizer.eos_token_id is None:
+            raise ValueError("the tokenizer of the reward model has no end-of-sequence token: set eos_token")
+        window = getattr(self.model.config, "max_position_embeddings", None)
+        if self.max_length is not None and not 1 < self.max_length <= (window or math.inf):
+            raise ValueError(
+                f"max_length={self.max_length}: give at least 2 tokens, and at most the {window} that the "
+                "reward model sees"
+            )
+
+    @property
+    def length(self) -> int:
+        """Most tokens of a text."""
+        window: int = getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
+        return window if self.max_length is None else self.max_length
+
+
+RewardPart = RewardFunction | ValueModel | ModelReward | TimedReward
+
+
+@dataclass(frozen=True)
+class RewardSum:
+    """A sum of rewards with weights. Records have the mean of each as `reward/NAME`, before its weight.
+
+    Attributes:
+        parts: Weight and reward, by names.
+
+    Raises:
+        ValueError: `parts` is empty, or has a weight that is no finite number, or a sum.
+    """
+
+    parts: Mapping[str, tuple[float, RewardPart]]
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("RewardSum of nothing: give at least one {name: (weight, reward)}")
+        for name, (weight, reward) in self.parts.items():
+            if not isinstance(weight, int | float) or not math.isfinite(weight):
+                raise ValueError(f"the weight of reward {name!r} is {weight!r}: give a finite number")
+            if isinstance(reward, RewardSum):
+                raise ValueError(f"reward {name!r} is a sum itself: write its parts into this one")
+
+
+Reward = RewardPart | RewardSum
+"""A function, a reward model of the policy's tokens, or one of the values of this file."""
+
+
+def parts_of(reward: Reward) -> dict[str, RewardPart]:
+    """Return what a reward is made of, by names for errors."""
+    if not isinstance(reward, RewardSum):
+        return {"reward": reward}
+    return {f"reward {name!r}": part for name, (_, part) in reward.parts.items()}
+
+
+def reward_records(reward: Reward) -> tuple[str, ...]:
+    """Return under which names the parts of a sum are written down."""
+    return tuple(f"reward/{name}" for name in reward.parts) if isinstance(reward, RewardSum) else ()
+
+
+class AnswerText(NamedTuple):
+    """An answer as a reward sees it.
+
+    Attributes:
+        prompt: The text of the prompt.
+        answer: The text of the answer.
+        row: What the prompt is from.
+        prompt_ids: The policy's tokens of the prompt.
+        answer_ids: Those of the answer.
+        is_cut: Whether the answer ended since it was as long as may be.
+    """
+
+    prompt: str
+    answer: str
+    row: ChatRow
+    prompt_ids: Sequence[int]
+    answer_ids: Sequence[int]
+    is_cut: bool
+
+
+class Scores(NamedTuple):
+    """Rewards of some answers.
+
+    Attributes:
+        total: Of each.
+        parts: The same of the parts of a sum, by the names of their records.
+    """
+
+    total: list[float]
+    parts: Mapping[str, list[float]]
+
+
+class Scorer(ABC):
+    """Abstract: a reward at work."""
+
+    @abstractmethod
+    def scores(self, answers: Sequence[AnswerText]) -> list[float]:
+        """Return the reward of each answer."""
+
+    def parts(self, answers: Sequence[AnswerText]) -> Scores:
+        """Return the reward of each answer, and what it is made of."""
+        return Scores(self.scores(answers), {})
+
+    def close(self) -> None:  # noqa: B027 - most hold nothing
+        """End what it has begun."""
+
+
+def scorer_of(reward: Reward, *, device: torch.device, rows_at_once: int, pad: int) -> Scorer:
+    """Return a reward at work.
+
+    Args:
+        reward: What users have given.
+        device: Where models compute.
+        rows_at_once: Most answers that a model reads at once.
+        pad: What rows of the policy's tokens are filled up with.
+    """
+    if isinstance(reward, RewardSum):
+        made = {
+            name: scorer_of(part, device=device, rows_at_once=rows_at_once, pad=pad)
+            for name, (_, part) in reward.parts.items()
+        }
+        return _SumScorer(reward, made)
+    if isinstance(reward, ValueModel):
+        return _ModelScorer(reward, _policy_text, device=device, rows_at_once=rows_at_once, pad=pad)
+    if isinstance(reward, ModelReward):
+        own = reward.tokenizer.pad_token_id
+        return _ModelScorer(
+            reward.model,
+            lambda answer: _own_text(reward, answer),
+            device=device,
+            rows_at_once=rows_at_once,
+            pad=reward.tokenizer.eos_token_id if own is None else own,
+        )
+    if isinstance(reward, TimedReward):
+        return _TimedScorer(reward)
+    return _FunctionScorer(reward)
+
+
+class _FunctionScorer(Scorer):
+    def __init__(self, function: RewardFunction) -> None:
+        self._function = function
+
+    def scores(self, answers: Sequence[AnswerText]) -> list[float]:
+        return [float(self._function(each.prompt, each.answer, each.row)) for each in answers]
+
+
+class _ModelScorer(Scorer):
+    """A reward model at work.
+
+    Args:
+        model: It.
+        encode: Makes its tokens of an answer.
+        device: Where it computes.
+        rows_at_once: Most answers that it reads at once.
+        pad: What rows are filled up with.
+    """
+
+    def __init__(
+        self,
+        model: ValueModel,
+        encode: Callable[[AnswerText], list[int]],
+        *,
+        device: torch.device,
+        rows_at_once: int,
+        pad: int,
+    ) -> None:
+        self._model, self._encode = model.to(device).eval(), encode
+        self._device, self._size, self._pad = device, rows_at_once, pad
+
+    @torch.no_grad()
+    def scores(self, answers: Sequence[AnswerText]) -> list[float]:
+        found: list[float] = []
+        for start in range(0, len(answers), self._size):
+            ids = [self._encode(each) for each in answers[start : start + self._size]]
+            texts = [EncodedText(each, [False] * len(each)) for each in ids]
+            made = collate(texts, pad_token_id=self._pad)
+            data = {name: made[name].to(self._device) for name in ("input_ids", "attention_mask")}
+            found += last_values(self._model(**data), data["attention_mask"]).tolist()
+        return found
+
+
+def _policy_text(answer: AnswerText) -> list[int]:
+    return [*answer.prompt_ids, *answer.answer_ids]
+
+
+def _own_text(reward: ModelReward, answer: AnswerText) -> list[int]:
+    """Return what a reward model reads, in its own tokens."""
+    row = replace(answer.row, stage="sft", dialogue=answer.row.dialogue.with_answer(answer.answer))
+    encoded = encode_sft(row, reward.tokenizer, reward.length)
+    if encoded is None:
+        raise ValueError(
+            f"{row.place}: the reward model reads {reward.length} tokens, and an answer has more: give fewer "
+            "max_tokens"
+        )
+    return encoded.input_ids[:-1] if answer.is_cut else encoded.input_ids
+
+
+class _TimedScorer(Scorer):
+    def __init__(self, reward: TimedReward) -> None:
+        self._calls: TimedCalls
+        limits: dict[str, Any] = {"seconds": reward.seconds, "workers": reward.workers}
+        try:
+            self._calls = ProcessCalls(pickle.dumps(reward.function), **limits)
+        except (pickle.PicklingError, AttributeError, TypeError):  # as documented of `TimedReward`
+            self._calls = ThreadCalls(reward.function, **limits)
+
+    def scores(self, answers: Sequence[AnswerText]) -> list[float]:
+        return self._calls.rewards([(each.prompt, each.answer, dict(each.row)) for each in answers])
+
+    def close(self) -> None:
+        self._calls.close()
+
+
+class _SumScorer(Scorer):
+    def __init__(self, reward: RewardSum, scorers: Mapping[str, Scorer]) -> None:
+        self._weights = {name: weight for name, (weight, _) in reward.parts.items()}
+        self._scorers = scorers
+
+    def scores(self, answers: Sequence[AnswerText]) -> list[float]:
+        return self.parts(answers).total
+
+    def parts(self, answers: Sequence[AnswerText]) -> Scores:
+        found = {name: each.scores(answers) for name, each in self._scorers.items()}
+        total = [
+            sum(self._weights[name] * values[place] for name, values in found.items())
+            for place in range(len(answers))
+        ]
+        return Scores(total, {f"reward/{name}": values for name, values in found.items()})
+
+    def close(self) -> None:
+        for each in self._scorers.values():
+            each.close()
+
+
+class AgreedScores(NamedTuple):
+    """Rewards of this rank's answers, none of which has failed on any rank.
+
+    Attributes:
+        scores: They.
+        mean: Of the answers of all ranks that count; 0 if there are none.
+    """
+
+    scores: Scores
+    mean: float
+
+
+def agreed_rewards(score: Callable[[], Scores], *, counts: Sequence[bool], rank: int) -> AgreedScores:
+    """Return the rewards of this rank's answers, or raise on all ranks; every rank calls it.
+
+    Args:
+        score: Returns them.
+        counts: Which of the answers count.
+        rank: This rank.
+
+    Raises:
+        RewardError: `score` has raised, or returned what is no finite number, on some rank.
+    """
+    found = Scores([], {})
+    problem: str | None = None
+    cause: BaseException | None = None
+    try:
+        found = score()
+    except RewardCallError as error:
+        problem, cause = str(error), error
+    except Exception as error:  # whatever a user's function raises: the other ranks wait to hear of it
+        problem, cause = f"{type(error).__name__}: {error}", error
+    for name, values in (*found.parts.items(), ("", found.total)):
+        wrong = [value for value in values if not math.isfinite(value)]
+        if wrong:
+            of = f" of {name.removeprefix('reward/')!r}" if name else ""
+            problem = (
+                f"{len(wrong)} of {len(values)} rewards{of} are no finite numbers, the first is {wrong[0]}"
+            )
+            break
+    kept = [value for value, is_counted in zip(found.total, counts, strict=False) if is_counted]
+    own = [problem, 0.0 if problem else math.fsum(kept), len(kept)]
+    told = cast(list[tuple[str | None, float, int]], gather_values(own))  # before any rank begins the step
+    failed = [number for number, (each, _, _) in enumerate(told) if each is not None]
+    if failed:
+        where = ", ".join(map(str, failed))
+        raise RewardError(
+            f"the reward failed on rank {where}, and no step was made: {told[failed[0]][0]}"
+        ) from cause
+    count = sum(number for _, _, number in told)
+    return AgreedScores(found, math.fsum(each for _, each, _ in told) / max(count, 1))

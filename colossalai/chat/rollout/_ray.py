@@ -1,0 +1,188 @@
+"""Rollouts in a process of Ray, on the machine that Ray chooses: weights travel there, answers come back.
+
+Each rank has an actor of its own. A sync hands it one whole tensor after the other; two of them are under way
+at most. Ray has to be running: `ray start --head` on one machine, `ray start --address ...` on the others.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.chat.rollout._sampler import LocalSampler, Rollout, Sampler
+from colossalai.chat.rollout._weights import EngineWeights, WeightStream, names_of_tensors
+from colossalai.cluster import gather_values
+from colossalai.inference import SamplingParams
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class RolloutActor:
+    """What runs in Ray's process: a model, filled tensor by tensor, and its sampler.
+
+    Args:
+        config: Of transformers.
+        dtype: The name of the dtype of the parameters.
+        tokenizer: That of the model.
+        options: By the names of the engine's options.
+    """
+
+    def __init__(self, config: Any, dtype: str, tokenizer: Any, options: Mapping[str, Any]) -> None:
+        from transformers import AutoModelForCausalLM
+
+        device = torch.device("cpu")
+        if torch.accelerator.is_available():  # Ray shows an actor those that it was given
+            device = torch.device(torch.accelerator.current_accelerator() or "cpu")
+        with device:
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        self._model = model.requires_grad_(False).eval()
+        self._named = dict(self._model.state_dict(keep_vars=True))
+        self._sampler = LocalSampler(self._model, tokenizer, **options)
+
+    def load(self, name: str, bits: Any, dtype: str) -> None:
+        """Take over the values of a tensor, as an array of integers of its width."""
+        values = torch.from_numpy(bits.copy()).view(getattr(torch, dtype))
+        with torch.no_grad():
+            self._named[name].copy_(values.view(self._named[name].shape))
+
+    def names(self) -> list[list[str]]:
+        """Return the names of the model's tensors, those of one tensor together."""
+        return names_of_tensors(self._named)
+
+    def weights_changed(self) -> None:
+        """Forget what was computed with earlier weights."""
+        self._sampler.weights_changed()
+
+    def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Rollout]]:
+        """Return answers."""
+        return self._sampler.generate(prompts, params)
+
+
+class RaySampler(Sampler):
+    """A sampler in an actor of Ray.
+
+    Args:
+        config: Of the model, as transformers has it.
+        dtype: Of its parameters.
+        tokenizer: That of the model.
+        resources: Of the actor, by the names of Ray's options, as `{"num_gpus": 1}`.
+        options: By the names of the engine's options.
+
+    Raises:
+        ValueError: Ray is not installed, or not running.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        dtype: torch.dtype,
+        tokenizer: Any,
+        *,
+        resources: Mapping[str, Any],
+        **options: Any,
+    ) -> None:
+        self._ray = _running_ray()
+        made = self._ray.remote(RolloutActor).options(**resources)
+        self._actor = made.remote(config, _name_of(dtype), tokenizer, options)
+        self.names: list[list[str]] = self._answer(self._actor.names.remote())
+
+    def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Hand values over, by the names of the model's tensors; all are taken, also after an error.
+
+        Raises:
+            RuntimeError: The actor has ended.
+        """
+        under_way: list[Any] = []
+        problem: Exception | None = None
+        for name, tensor in tensors:  # to the end: other ranks send parts of them
+            if problem is not None:
+                continue
+            try:
+                host = tensor.detach().cpu().contiguous().reshape(-1)
+                bits = host.view(_BITS[host.itemsize]).numpy()
+                under_way.append(self._actor.load.remote(name, bits, _name_of(host.dtype)))
+                if len(under_way) > 1:
+                    self._answer(under_way.pop(0))
+            except Exception as error:
+                problem = error
+        if problem is not None:
+            raise problem
+        for each in under_way:
+            self._answer(each)
+
+    def weights_changed(self) -> None:
+        """See the base class."""
+        self._answer(self._actor.weights_changed.remote())
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
+    ) -> list[list[Rollout]]:
+        """See the base class."""
+        asked = self._actor.generate.remote([list(each) for each in prompts], list(params))
+        found: list[list[Rollout]] = self._answer(asked)
+        return found
+
+    def close(self) -> None:
+        """End the actor."""
+        self._ray.kill(self._actor)
+
+    def _answer(self, reference: Any) -> Any:
+        try:
+            return self._ray.get(reference)
+        except self._ray.exceptions.RayActorError as error:
+            raise RuntimeError(f"the engine in Ray's process has ended: {error}") from error
+        except self._ray.exceptions.RayTaskError as error:
+            raise error.as_instanceof_cause() from None
+
+
+class RayWeights(EngineWeights):
+    """The values of a model in an actor of Ray.
+
+    Args:
+        source: What this rank has of the model in training.
+        sampler: The actor's.
+    """
+
+    def __init__(self, source: nn.Module, sampler: RaySampler) -> None:
+        self._values, self._sampler = WeightStream(source), sampler
+        self.refresh()
+
+    def refresh(self) -> None:
+        """See the base class.
+
+        Raises:
+            RuntimeError: The actor of some rank has ended.
+        """
+        problem: str | None = None
+        try:
+            self._sampler.load(self._values.of(self._sampler.names))
+        except RuntimeError as error:
+            problem = str(error)
+        told = gather_values(problem)
+        failed = [rank for rank, each in enumerate(told) if each is not None]
+        if failed:
+            raise RuntimeError(f"weights did not reach the engine of rank {failed[0]}: {told[failed[0]]}")
+
+
+def _running_ray() -> Any:
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError(
+            'placement="ray" needs Ray: pip install "colossalai[ray]", or leave placement out'
+        ) from error
+    if not ray.is_initialized():
+        try:
+            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR)
+        except ConnectionError as error:
+            raise ValueError(
+                'placement="ray", and Ray is not running: start it with `ray start --head`, or call '
+                "ray.init(...) on every rank before"
+            ) from error
+    return ray
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

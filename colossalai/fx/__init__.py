@@ -1,0 +1,6 @@
+"""Traces of models by their documented names; what runs is the user's own model."""
+
+from colossalai.fx._traced import ColoTracer as ColoTracer
+from colossalai.fx._traced import TracedModule as TracedModule
+from colossalai.fx._traced import metainfo_trace as metainfo_trace
+from colossalai.fx._traced import symbolic_trace as symbolic_trace

@@ -1,0 +1,264 @@
+"""Traced module: the user's own model, and a graph that says what it computes and what of it is recomputed.
+
+The documented names stand on the trace of `colossalai.auto_parallel`. No code is generated from it: the trace
+is for costs, and what runs and trains is the model that was given. Its graph is a frozen value; assigning one
+in which blocks are recomputed lets these blocks of the model be recomputed.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map
+
+from colossalai.auto_parallel.checkpoint import TracedGraph, graph_of, profiled
+from colossalai.runtime import RecomputeHandle, removable_recompute
+
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+
+
+class TracedModule(nn.Module):
+    """A model with its graph: what `symbolic_trace` and `metainfo_trace` return.
+
+    It computes, trains and is saved as the model: `state_dict`, `named_parameters`, `named_buffers` and
+    attributes (`gm.config`) have the model's own names. What is done to one of the two is done to both.
+
+    Args:
+        model: The model, which is held, not copied.
+        graph: Of the model.
+        arguments: Those of the forward that the graph is of, by name; no tensor in them has memory.
+    """
+
+    def __init__(self, model: nn.Module, graph: TracedGraph, arguments: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.training = model.training
+        self.module = model
+        self.traced_arguments = dict(arguments)
+        self._graph = graph
+        self._recomputation = RecomputeHandle()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in self.__dict__.get("_modules", {}):
+                raise
+            return getattr(self.module, name)
+
+    @property
+    def graph(self) -> TracedGraph:
+        """What the model computes, what that takes, and which of its blocks are recomputed."""
+        return self._graph
+
+    @graph.setter
+    def graph(self, graph: TracedGraph) -> None:
+        """Recompute what a graph says, and nothing that an earlier one said.
+
+        Raises:
+            ValueError: `graph` is of another trace: of another model, or of a batch of another shape.
+        """
+        if not isinstance(graph, TracedGraph):
+            raise ValueError(
+                f"graph is a {type(graph).__name__}: assign what solve() of a solver of "
+                "colossalai.auto_parallel.checkpoint returns"
+            )
+        if graph.digest != self._graph.digest:
+            raise ValueError(
+                f"this graph is of another trace of {graph.model} ({graph.digest[:12]}) than that of the "
+                f"model, a {self._graph.model} ({self._graph.digest[:12]}): solve gm.graph of this module, "
+                "traced with arguments of these shapes and in this mode"
+            )
+        self._take(graph)
+
+    def retrace(self, graph: TracedGraph, arguments: Mapping[str, Any]) -> None:
+        """Take a graph of other arguments.
+
+        Args:
+            graph: Of the same model.
+            arguments: Those that it is of.
+        """
+        self._take(graph)
+        self.traced_arguments = dict(arguments)
+
+    def _take(self, graph: TracedGraph) -> None:
+        self._recomputation.remove()
+        if graph.segments:
+            self._recomputation = removable_recompute(self.module, graph.named_segments)
+        self._graph = graph
+
+    def unwrap(self) -> nn.Module:
+        """Return the model that was given."""
+        model: nn.Module = self.module
+        return model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model."""
+        return self.module(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the model, under its own names."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state of the model."""
+        return self.module.load_state_dict(state_dict, strict, assign)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters under the names of the model."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Return the buffers under the names of the model."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+
+class ColoTracer:
+    """Traces models; see `symbolic_trace`, which gives a module with the graph."""
+
+    def trace(
+        self,
+        root: nn.Module,
+        concrete_args: Mapping[str, Any] | None = None,
+        meta_args: Mapping[str, Any] | None = None,
+    ) -> TracedGraph:
+        """Return the graph of one forward of a model, in the mode that it is in.
+
+        Args:
+            root: The model; it may be on the meta device.
+            concrete_args: Arguments of its forward by name that are taken as they are, such as flags.
+            meta_args: Further ones, of which tensors stand for their shapes; they may be on the meta device.
+
+        Raises:
+            ValueError: An argument is missing, unknown or given twice, or the forward cannot be traced.
+        """
+        return graph_of(_untraced(root), _merged(concrete_args, meta_args))
+
+
+def symbolic_trace(
+    root: nn.Module,
+    concrete_args: Mapping[str, Any] | None = None,
+    meta_args: Mapping[str, Any] | None = None,
+) -> TracedModule:
+    """Return a model with the graph of one of its forwards.
+
+    Args:
+        root: The model, in the mode that it is to be trained in.
+        concrete_args: Arguments of its forward by name that are taken as they are, such as flags.
+        meta_args: Further ones, of which tensors stand for their shapes; they may be on the meta device. With
+            labels among them a loss that the model returns is in the graph.
+
+    Raises:
+        ValueError: An argument is missing, unknown or given twice, or the forward cannot be traced.
+    """
+    arguments = _merged(concrete_args, meta_args)
+    return TracedModule(_untraced(root), graph_of(root, arguments), arguments)
+
+
+def metainfo_trace(
+    gm: TracedModule, *args: Any, profile: str | Path | None = None, **kwargs: Any
+) -> TracedModule:
+    """Put into the graph of a module what its operations take, in bytes and seconds; return the module.
+
+    Nothing is recomputed any more.
+
+    Args:
+        gm: What `symbolic_trace` returned.
+        args: Arguments of the forward; tensors may be on the meta device. Where they differ in shape from
+            what was traced, the model is traced again with these.
+        profile: What the machine takes for operations: the path of a profile or the name of a shipped one;
+            default: that of two CPU cores. Bytes are the same with any.
+        kwargs: Further arguments of the forward.
+
+    Raises:
+        ValueError: `gm` is not traced, or the forward does not take the arguments.
+    """
+    if not isinstance(gm, TracedModule):
+        raise ValueError(
+            f"{type(gm).__name__} is not traced: call metainfo_trace(symbolic_trace(model, meta_args=...))"
+        )
+    model = gm.unwrap()
+    gm.graph = replace(gm.graph, segments=())  # a trace is of the model as it is
+    arguments = {**gm.traced_arguments, **_bound(model, args, kwargs)}
+    graph = gm.graph if _are_same(arguments, gm.traced_arguments) else graph_of(model, arguments)
+    gm.retrace(profiled(graph, model, profile), arguments)
+    return gm
+
+
+def _untraced(root: nn.Module) -> nn.Module:
+    if isinstance(root, TracedModule):
+        raise ValueError(
+            f"this {root.graph.model} is traced already: give its arguments of other shapes to "
+            "metainfo_trace, or trace gm.unwrap() again once nothing of it is recomputed"
+        )
+    return root
+
+
+def _merged(concrete_args: Mapping[str, Any] | None, meta_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    first, second = dict(concrete_args or {}), dict(meta_args or {})
+    if twice := sorted(first.keys() & second.keys()):
+        raise ValueError(f"{twice[0]!r} is in concrete_args and in meta_args: give it once")
+    return _without_memory({**first, **second})
+
+
+def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of a forward by their names.
+
+    Raises:
+        ValueError: The forward does not take them, or takes them without names.
+    """
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError as error:
+        raise ValueError(f"the forward of {type(model).__name__} cannot be called so: {error}") from error
+    found: dict[str, Any] = {}
+    for name, value in bound.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            raise ValueError(
+                f"the forward of {type(model).__name__} takes *{name}: a trace needs arguments with names"
+            )
+        found.update(value if kind is inspect.Parameter.VAR_KEYWORD else {name: value})
+    return _without_memory(found)
+
+
+def _without_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments with tensors of the same shapes, strides and types on the meta device."""
+
+    def shape_of(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+        return made.requires_grad_(leaf.requires_grad)
+
+    found: dict[str, Any] = tree_map(shape_of, dict(arguments))
+    return found
+
+
+def _are_same(arguments: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
+    """Whether a trace with some arguments is one with others, too."""
+    leaves, structure = tree_flatten(dict(sorted(arguments.items())))
+    other_leaves, other_structure = tree_flatten(dict(sorted(others.items())))
+    return structure == other_structure and all(map(_is_same, leaves, other_leaves))
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return _description(value) == _description(other)
+    if value is other:
+        return True
+    return type(value) is type(other) and isinstance(value, _PLAIN) and bool(value == other)
+
+
+def _description(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad

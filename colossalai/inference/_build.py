@@ -1,0 +1,306 @@
+"""Building an engine: a model from a folder or from memory, cut over ranks, checked, its cache beside it."""
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from colossalai.context import Mesh
+from colossalai.inference._admission import EngineLimits
+from colossalai.inference._engine import InferenceEngine
+from colossalai.inference._executor import LocalExecutor
+from colossalai.inference._load import (
+    EngineOptions,
+    ModelSource,
+    check_tensor_ranks,
+    load_model,
+    load_tokenizer,
+)
+from colossalai.inference._ranks import RanksExecutor, StepLink, receive_sample, send_sample, work
+from colossalai.inference.adapters import check_adapters, load_adapters
+from colossalai.inference.loading import (
+    ServedWeights,
+)
+from colossalai.inference.models import ModelClass, resolve_model
+from colossalai.inference.paging import Runner, check_model
+from colossalai.inference.products import (
+    AdaptedForward,
+    QuantizedLinear,
+    make_faster,
+    product_parts,
+    without_rounded_rows,
+)
+from colossalai.inference.scheduling import BlockPool, Scheduler
+from colossalai.inference.speculation import DraftModel, NgramDrafts, SpeculationWay, Speculator
+from colossalai.pipeline import cut_model
+
+
+def build_engine(
+    model: nn.Module, tokenizer: Any, options: EngineOptions, *, link: StepLink | None = None
+) -> InferenceEngine:
+    """Return an engine for a model, on rank 0 of its ranks; the others call `serve_rank` with theirs.
+
+    Args:
+        model: A causal language model of transformers, or this rank's part of one.
+        tokenizer: Its tokenizer; None where only tokens are exchanged.
+        options: How it is set up.
+        link: To the other ranks; None for none.
+
+    Raises:
+        ValueError: `model` cannot be served, or `options` leave no room for one request.
+    """
+    limits = EngineLimits(
+        max_length=longest_of(model.config, options.max_length),
+        vocab_size=_vocab_size(model),
+        eos_token_ids=_eos_tokens(model, tokenizer),
+        max_queue=options.max_queue,
+        adapters=tuple(options.adapters),
+    )
+    _check_vocabulary(options, limits.vocab_size, tokenizer)
+    draft = _draft_runner(options)
+    runner, weights, num_blocks = _make_runner(
+        model, options, link, bytes_beside=0 if draft is None else draft.bytes_per_block
+    )
+    executor = LocalExecutor(runner, weights) if link is None else RanksExecutor(runner, link, weights)
+    scheduler = Scheduler(
+        BlockPool(num_blocks, options.block_size, keeps_prefixes=options.has_prefix_cache),
+        max_running=options.max_running,
+        max_tokens=options.max_tokens_per_step,
+        num_microbatches=executor.depth,
+    )
+    speculator = _speculator(options, draft, num_blocks)
+    return InferenceEngine(executor, scheduler, limits, tokenizer=tokenizer, speculator=speculator)
+
+
+def engine_of_ranks(
+    model: ModelSource, options: EngineOptions, *, mesh: Mesh | None, tokenizer: Any = None
+) -> InferenceEngine | None:
+    """Return an engine on rank 0 for a model that all ranks load their parts of.
+
+    On another rank run its steps instead, until that engine is closed, and return None.
+
+    Args:
+        model: What is to be served.
+        options: How.
+        mesh: The ranks, as (pp, tp); None for this process alone.
+        tokenizer: The tokenizer, on rank 0.
+    """
+    part = load_model(model, options, mesh)
+    if not isinstance(model, nn.Module):
+        options = replace(options, is_owned=True)
+    link = None if mesh is None else StepLink(mesh, next(part.parameters()).device)
+    if link is None or (link.is_first and link.tensor.rank == 0):
+        return build_engine(part, tokenizer, options, link=link)
+    serve_rank(part, options, link=link)
+    return None
+
+
+def serve_rank(model: nn.Module, options: EngineOptions, *, link: StepLink) -> None:
+    """Run the steps of an engine on a rank that is not the first, until that one ends; see `build_engine`."""
+    _check_vocabulary(options, _vocab_size(model), None)
+    _draft_model(options)  # files are read by all ranks together; it runs on the first one only
+    runner, weights, _ = _make_runner(model, options, link)
+    work(runner, link, weights)
+
+
+def check_ranks(
+    model: ModelClass,
+    options: EngineOptions,
+    *,
+    tokenizer: str | os.PathLike[str] | None = None,
+    tp: int,
+    pp: int,
+) -> None:
+    """Refuse what ranks would refuse, as far as it is known before there are any; nothing gets memory.
+
+    Args:
+        model: What is to be served.
+        options: How.
+        tokenizer: Folder of the tokenizer; None for that of the model.
+        tp: Ranks that share each layer.
+        pp: Stages that share the layers.
+
+    Raises:
+        ValueError: `model` is nothing that can be served, `tokenizer` none, `options` go beyond the window of
+            the model, have adapters that do not fit or name a small model with other tokens, or `tp` or `pp`
+            ranks cannot share it.
+    """
+    resolved = resolve_model(model)
+    loaded = load_tokenizer(model, tokenizer)
+    _check_vocabulary(options, resolved.config.vocab_size, loaded)
+    longest_of(resolved.config, options.max_length)
+    whole = resolved.build()
+    check_adapters(whole, options.adapters)
+    if tp > 1:
+        check_tensor_ranks(whole, tp)
+    if pp > 1:
+        cut_model(whole, pp, [0], balance="parameters")
+
+
+def _check_vocabulary(options: EngineOptions, vocab_size: int, tokenizer: Any) -> None:
+    """Refuse a small model that makes drafts in other tokens than those of the model that is served."""
+    way = _way_with_model(options)
+    if way is None:
+        return
+    resolved = resolve_model(way.maker)
+    if resolved.config.vocab_size != vocab_size:
+        raise ValueError(
+            f"speculate={options.speculate!r}: {resolved.name} has {resolved.config.vocab_size} tokens, and "
+            f"the model that is served {vocab_size}; drafts come from a model with the same tokens"
+        )
+    own = None if tokenizer is None else load_tokenizer(way.maker, None)
+    if own is not None and own.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"speculate={options.speculate!r}: the tokenizer of {resolved.name} has other tokens than that "
+            "of the model that is served; drafts come from a model with the same ones"
+        )
+
+
+def _way_with_model(options: EngineOptions) -> SpeculationWay | None:
+    way = None if options.speculate is None else SpeculationWay.of(options.speculate)
+    return None if way is None or way.maker == "ngram" else way
+
+
+def _draft_model(options: EngineOptions) -> nn.Module | None:
+    """Return the small model that makes drafts, whole; None where there is none; collective."""
+    way = _way_with_model(options)
+    return None if way is None else load_model(way.maker, replace(options, checkpoint=None, quantize=None))
+
+
+def _draft_runner(options: EngineOptions) -> Runner | None:
+    """Return the small model, checked, without a cache; None where there is none."""
+    model = _draft_model(options)
+    if model is None:
+        return None
+    # Its rounding changes drafts, not texts.
+    settings = replace(options, quantize=None, max_length=None, is_batch_invariant=False, is_owned=True)
+    return _checked_runner(model, settings, None)[0]
+
+
+def _speculator(options: EngineOptions, draft: Runner | None, num_blocks: int) -> Speculator | None:
+    if options.speculate is None:
+        return None
+    way = SpeculationWay.of(options.speculate)
+    if draft is None:
+        return Speculator(NgramDrafts(way.longest_match), num_tokens=way.num_tokens)
+    draft.allocate(num_blocks)
+    model = DraftModel(
+        draft,
+        num_blocks=num_blocks,
+        max_length=longest_of(draft.model.config, None),
+        max_tokens=options.max_tokens_per_step,
+    )
+    return Speculator(model, num_tokens=way.num_tokens)
+
+
+def _make_runner(
+    model: nn.Module, options: EngineOptions, link: StepLink | None, *, bytes_beside: int = 0
+) -> tuple[Runner, ServedWeights, int]:
+    """Return this rank's runner, checked, with its cache; its values; the number of blocks of all ranks.
+
+    Args:
+        model: The model, or this rank's part of it.
+        options: How it is set up.
+        link: To the other ranks.
+        bytes_beside: What is kept for a block by somebody else.
+    """
+    runner, weights = _checked_runner(model, options, link)
+    bytes_per_block = runner.bytes_per_block + bytes_beside
+    num_blocks = _num_blocks(runner, bytes_per_block, options)
+    if link is not None:
+        num_blocks = link.least(num_blocks)
+    if num_blocks < 1:
+        raise ValueError(
+            f"kv_memory={options.kv_memory} does not hold one block of {options.block_size} tokens, "
+            f"{bytes_per_block / 2**20:.1f} MiB here: give it more"
+        )
+    runner.allocate(num_blocks)
+    return runner, weights, num_blocks
+
+
+def _checked_runner(
+    model: nn.Module, options: EngineOptions, link: StepLink | None
+) -> tuple[Runner, ServedWeights]:
+    """Return this rank's runner, without a cache, whose model has shown that it can be served; its values."""
+    device = next(model.parameters()).device
+    runner = Runner(
+        model, block_size=options.block_size, device=device, is_batch_invariant=options.is_batch_invariant
+    )
+    was_training = model.training
+    model.eval()
+    received = None if link is None else receive_sample(link)
+    output = runner.find_shapes(received)
+    if link is not None:
+        send_sample(link, output)
+    if options.quantize is not None and not any(
+        isinstance(part, QuantizedLinear) for part in model.modules()
+    ):
+        raise ValueError(f"quantize={options.quantize!r}; the model is not quantized: load_model does that")
+    max_length = longest_of(model.config, options.max_length)
+    with without_rounded_rows(model):
+        check_model(runner, _vocab_size(model), max_length, received)
+    deltas = load_adapters(runner, options.adapters, received)
+    weights = ServedWeights(model, device, is_owned=options.is_owned)
+    if options.is_owned:
+        weights.note_replaced(make_faster(runner, _vocab_size(model), received, deltas))
+    for layer, delta in deltas.items():
+        is_replaced = not any(True for _ in (*layer.parameters(), *layer.buffers()))
+        parts = None if is_replaced else product_parts(layer)
+        if parts is not None:
+            runner.pages.replace_in_calls(layer, AdaptedForward(layer, parts, delta))
+    model.train(was_training)
+    if options.kv_dtype == "int8":  # what was checked are the parts, which small errors tell from others
+        runner.keep_bytes()
+    return runner, weights
+
+
+def _vocab_size(model: nn.Module) -> int:
+    config: Any = model.config
+    return int(config.vocab_size)
+
+
+def longest_of(config: Any, wanted: int | None) -> int:
+    """Return the most tokens of a prompt and its answer.
+
+    Args:
+        config: Of the model.
+        wanted: What is asked for; None for the window of the model.
+
+    Raises:
+        ValueError: `wanted` is more than the window.
+    """
+    named = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "seq_length"))
+    window: int = next((length for length in named if length), 2048)
+    if wanted is not None and wanted > window:
+        raise ValueError(f"max_length={wanted}; the window of the model is {window} tokens")
+    return wanted or window
+
+
+def _eos_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
+    """Return the tokens that end an answer: those of the generation config, else of the config."""
+    found: set[int] = set()
+    for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
+        named = getattr(holder, "eos_token_id", None)
+        if named is not None and not found:
+            found.update(named if isinstance(named, list | tuple) else [named])
+    return frozenset(found)
+
+
+def _num_blocks(runner: Runner, bytes_per_block: int, options: EngineOptions) -> int:
+    per_request = -(-longest_of(runner.model.config, options.max_length) // options.block_size)
+    memory = options.kv_memory
+    if memory <= 1:
+        memory *= _free_memory(runner.device)
+    fitting = int(memory // bytes_per_block)
+    # More than every answer at full length could use is of no use but to prefixes.
+    return min(fitting, 2 * options.max_running * per_request)
+
+
+def _free_memory(device: torch.device) -> int:
+    if device.type == "cpu":
+        return int(psutil.virtual_memory().available)
+    free, _ = torch.accelerator.get_memory_info(device)
+    return int(free)

@@ -1,0 +1,291 @@
+"""Large language models as one object: prompts in, answers out."""
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import count
+from typing import Any, Self
+
+from rich.progress import track
+
+from colossalai.inference._build import engine_of_ranks
+from colossalai.inference._engine import InferenceEngine
+from colossalai.inference._load import EngineOptions, ModelSource, load_tokenizer
+from colossalai.inference._remote import RemoteEngine
+from colossalai.inference._request import (
+    Completion,
+    Delta,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+    Usage,
+)
+from colossalai.inference.loading import WeightSource
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A language model that answers prompts, many at a time.
+
+    Args:
+        model: A folder of `save_pretrained`; a name or function of `colossalai.inference.models`; or a
+            causal language model in memory, of transformers or a `GPT` of this package, which goes on
+            belonging to its owner: it may be trained, or run `generate`, between two calls.
+        tokenizer: That of the model, or its folder; None for the one in the model's folder. Without any,
+            prompts are tokens.
+        tp_size: Number of ranks that share each layer; they are processes of their own.
+        pp_size: Number of stages that share the layers; so are these.
+        options: Further settings, by the names of `EngineOptions`; with `adapters={"sql": "path/to/folder"}`
+            adapters of peft's, which prompts can ask for by name.
+
+    Raises:
+        ValueError: `model` is nothing that can be served, or adapters do not fit it; the message says why.
+    """
+
+    def __init__(
+        self,
+        model: ModelSource,
+        *,
+        tokenizer: Any = None,
+        tp_size: int = 1,
+        pp_size: int = 1,
+        **options: Any,
+    ) -> None:
+        settings = EngineOptions(**options)
+        if tokenizer is None or isinstance(tokenizer, str | os.PathLike):
+            tokenizer = load_tokenizer(model, tokenizer)
+        self.tokenizer = tokenizer
+        self.engine = _start_engine(model, tokenizer, settings, tp_size=tp_size, pp_size=pp_size)
+        self._names = count()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        adapter: str | Sequence[str | None] | None = None,
+        shows_progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Answer prompts.
+
+        Args:
+            prompts: Texts, or lists of tokens; one of them or several.
+            params: How they are answered: one for all, or one for each.
+            adapter: The name of the adapter that answers, None for the model itself: one for all, or one for
+                each.
+            shows_progress: Whether to show a bar of the prompts that are answered.
+
+        Returns:
+            The answers, in the order of the prompts.
+
+        Raises:
+            ValueError: A prompt can never be answered (`RequestRefused`), or `params` or `adapter` are not as
+                many as the prompts. Nothing has been computed then.
+            RequestFailed: The model computes a NaN for one of `prompts`.
+        """
+        given: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
+        each = _for_each(params, len(given))
+        adapters = _adapters_for_each(adapter, len(given))
+        collectors = []
+        for prompt, wanted, name in zip(given, each, adapters, strict=True):
+            request = Request(
+                request_id=f"generate-{next(self._names)}",
+                prompt_token_ids=self._tokens_of(prompt),
+                params=wanted,
+                adapter=name,
+                is_streamed=False,
+            )
+            self.engine.check(request)
+            collectors.append(Collector(request, prompt if isinstance(prompt, str) else None))
+        try:
+            for collector in collectors:
+                self.engine.submit(collector.request, collector.hear)
+            finished: Iterable[Collector] = self._finished(collectors)
+            if shows_progress:  # rich before 15 writes a line where a bar is only disabled
+                finished = track(finished, "answers", len(collectors))
+            for _ in finished:
+                pass
+        finally:
+            for collector in collectors:
+                self.engine.abort(collector.request.request_id)
+        return [collector.output() for collector in collectors]
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Replace all values of the model, and go on without a restart.
+
+        What was given as a model in memory is changed itself, and needs no call: a step of an optimizer is
+        noticed. Adapters stay as they are, and what is quantized is quantized anew.
+
+        Args:
+            source: A file or folder of a checkpoint, as for the option `checkpoint`; a model of the same
+                class in memory, such as one that is being trained; or tensors by name, which are kept until
+                the last is there. Ranks of their own are given what is in memory through a file in the
+                folder of temporary files.
+
+        Raises:
+            ValueError: `source` has other names or shapes than the model: all of them are said, and nothing
+                has changed.
+            OSError: `source` cannot be read; nothing has changed.
+            RequestFailed: `source` could not be read to its end: no prompt is answered before an update
+                succeeds.
+        """
+        self.engine.update_weights(source)
+
+    def weights_changed(self) -> None:
+        """Hear that the model in memory was changed where nothing could notice it, as through `param.data`.
+
+        Nothing that was computed before is used for prompts that come from now on.
+
+        Raises:
+            ValueError: `model` was no model in memory: it is changed by `update_weights` only.
+        """
+        if isinstance(self.engine, RemoteEngine):
+            raise ValueError("the model is in processes of its own: change it by update_weights")
+        self.engine.weights_changed()
+
+    def close(self) -> None:
+        """End the ranks of the model; without any, nothing happens."""
+        if isinstance(self.engine, RemoteEngine):
+            self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _finished(self, collectors: Sequence["Collector"]) -> Iterator["Collector"]:
+        """Run steps; yield each collector when its request is over."""
+        waiting = list(collectors)
+        while waiting:
+            for collector in [collector for collector in waiting if collector.is_over]:
+                waiting.remove(collector)
+                yield collector
+            if waiting:
+                assert self.engine.step(), "requests are under way, and there is nothing to do"
+
+    def _tokens_of(self, prompt: Prompt) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(int(token) for token in prompt)
+        if self.tokenizer is None:
+            raise ValueError("the model has no tokenizer: pass tokens as prompts, or LLM(..., tokenizer=...)")
+        return tuple(self.tokenizer(prompt)["input_ids"])
+
+
+class Collector:
+    """Puts together what the listener of a request hears.
+
+    Args:
+        request: The request.
+        prompt: Its prompt as text, if it was one.
+    """
+
+    def __init__(self, request: Request, prompt: str | None = None) -> None:
+        self.request = request
+        self._prompt = prompt
+        self._deltas: dict[int, list[Delta]] = {index: [] for index in range(request.params.n)}
+        self._error: BaseException | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every answer has ended, or the request has failed."""
+        ended = all(deltas and deltas[-1].finish_reason for deltas in self._deltas.values())
+        return ended or self._error is not None
+
+    def hear(self, heard: Delta | BaseException) -> None:
+        """Take what a step adds, or the error that ended the request."""
+        if not isinstance(heard, Delta):
+            self._error = heard
+        elif heard.is_restart:
+            self._deltas = {index: [] for index in self._deltas}
+        else:
+            self._deltas[heard.index].append(heard)
+
+    def output(self) -> RequestOutput:
+        """Return the answers.
+
+        Raises:
+            BaseException: The request has failed: the error of the engine.
+        """
+        if self._error is not None:
+            raise self._error
+        outputs = tuple(_completion(index, deltas) for index, deltas in self._deltas.items())
+        first = self._deltas[0]
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self.request.prompt_token_ids,
+            outputs=outputs,
+            usage=Usage(
+                prompt_tokens=len(self.request.prompt_token_ids),
+                completion_tokens=sum(len(each.token_ids) for each in outputs),
+                cached_tokens=max(delta.cached_tokens for delta in first),
+            ),
+            prompt_logprobs=next(
+                (delta.prompt_logprobs for delta in first if delta.prompt_logprobs is not None), None
+            ),
+        )
+
+
+def _completion(index: int, deltas: Sequence[Delta]) -> Completion:
+    last = deltas[-1]
+    assert last.finish_reason is not None, "the answer has ended"
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    if any(delta.logprobs is not None for delta in deltas):
+        logprobs = tuple(found for delta in deltas for found in delta.logprobs or ())
+    return Completion(
+        index=index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=logprobs,
+    )
+
+
+def _start_engine(
+    model: ModelSource, tokenizer: Any, settings: EngineOptions, *, tp_size: int, pp_size: int
+) -> InferenceEngine | RemoteEngine:
+    if tp_size * pp_size == 1:
+        engine = engine_of_ranks(model, settings, mesh=None, tokenizer=tokenizer)
+        assert engine is not None, "this process is the only rank"
+        return engine
+    if not isinstance(model, str | os.PathLike):
+        raise ValueError(
+            f"tp_size={tp_size} and pp_size={pp_size} start ranks of their own, which load the model: give "
+            f"its folder or its name, not a {type(model).__name__} of this process"
+        )
+    told = {
+        "model": os.path.abspath(model) if os.path.exists(model) else str(model),
+        "tp": tp_size,
+        "pp": pp_size,
+    }
+    where = getattr(tokenizer, "name_or_path", None) or None
+    return RemoteEngine(
+        {**told, "tokenizer": where, "options": asdict(settings)}, num_ranks=tp_size * pp_size
+    )
+
+
+def _is_prompt(prompts: object) -> bool:
+    is_tokens = isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
+    return isinstance(prompts, str) or is_tokens
+
+
+def _for_each(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> Sequence[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise ValueError(f"{len(params)} SamplingParams for {num_prompts} prompts: give one, or one for each")
+    return params
+
+
+def _adapters_for_each(adapter: str | Sequence[str | None] | None, num_prompts: int) -> Sequence[str | None]:
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * num_prompts
+    if len(adapter) != num_prompts:
+        raise ValueError(f"{len(adapter)} adapters for {num_prompts} prompts: give one, or one for each")
+    return adapter

@@ -1,0 +1,227 @@
+"""What an engine serves, and how: its options, a model loaded and cut over ranks, a tokenizer."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossalai.context import Mesh, get_current_device
+from colossalai.inference.adapters import check_adapters
+from colossalai.inference.loading import load_quantized, load_saved, load_values, quantize_model, saved_way
+from colossalai.inference.models import ModelClass, ResolvedModel, resolve_model
+from colossalai.inference.paging import as_served
+from colossalai.inference.products import QuantizationWay, QuantizedLinear
+from colossalai.inference.speculation import SpeculationWay
+from colossalai.pipeline import cut_model
+from colossalai.shardformer import check_shards, shard_experts, shard_model
+
+ModelSource = ModelClass | nn.Module
+"""What may be served: a folder, a name or function of `colossalai.inference.models`, a model in memory."""
+
+
+_DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How an engine is set up.
+
+    Attributes:
+        dtype: Of the model and its cache: a name of torch, or "auto" for that of its files.
+        checkpoint: Where the values are, if not in the model's own folder: a file or folder of ours, of
+            Hugging Face, or metaseq's `restored.pt`.
+        block_size: Tokens of a block of the cache.
+        kv_memory: Memory of the cache on each rank: a fraction of what is free when the model is there, or
+            bytes where it is more than 1.
+        max_length: Most tokens of a prompt and its answer; None for the model's window.
+        max_running: Most answers that are made at a time.
+        max_tokens_per_step: Most tokens that a step computes.
+        max_queue: Most requests that wait; None for any number.
+        has_prefix_cache: Whether prompts share the blocks of a common beginning.
+        is_batch_invariant: Whether a token's logits are bit for bit the same in any company, at the cost of
+            speed.
+        quantize: How weights of products are stored: "int8" (activations are rounded, too), "int8-weights",
+            "int4" or "int4:group"; None for as they are.
+        kv_dtype: "int8" for a cache of keys and values in 8 bits, on CPU; "auto" for the dtype of the model.
+        speculate: Who guesses tokens, so that a step makes several: "ngram:K" or "ngram:K:N" (K tokens that
+            followed the last up to N ones before), or "FOLDER:K" (a small model with the same tokens); None
+            for nobody. Texts are the same.
+        is_owned: Whether the model serves only from now on, so that its parts may be replaced by faster ones.
+        adapters: Folders of peft's by the names that requests ask for the adapters by.
+
+    Raises:
+        ValueError: A field is out of its range.
+    """
+
+    dtype: str = "auto"
+    checkpoint: str | None = None
+    block_size: int = 16
+    kv_memory: float = 0.5
+    max_length: int | None = None
+    max_running: int = 64
+    max_tokens_per_step: int = 512
+    max_queue: int | None = None
+    has_prefix_cache: bool = True
+    is_batch_invariant: bool = False
+    quantize: str | None = None
+    kv_dtype: str = "auto"
+    speculate: str | None = None
+    is_owned: bool = False
+    adapters: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in (
+            "block_size",
+            "kv_memory",
+            "max_running",
+            "max_tokens_per_step",
+            "max_length",
+            "max_queue",
+        ):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value!r}; it must be more than 0")
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype={self.dtype!r}; it must be one of {', '.join(map(repr, _DTYPES))}")
+        if self.kv_dtype not in ("auto", "int8"):
+            raise ValueError(f"kv_dtype={self.kv_dtype!r}; it must be 'auto' or 'int8'")
+        if self.quantize is not None:
+            QuantizationWay.of(self.quantize)
+        if self.speculate is not None:
+            SpeculationWay.of(self.speculate)
+        folders = {name: os.path.abspath(folder) for name, folder in self.adapters.items()}
+        object.__setattr__(self, "adapters", folders)
+
+
+def load_model(model: ModelSource, options: EngineOptions, mesh: Mesh | None = None) -> nn.Module:
+    """Return a model in evaluation mode, or this rank's part of one; collective over the ranks.
+
+    It is on the device of the rank, in a process without ranks on the current accelerator if there is one.
+
+    Args:
+        model: What is to be served. One in memory is returned as it is.
+        options: Of these `dtype`, `checkpoint` and `quantize`; that `adapters` fit is checked here, where the
+            whole model is known, and they are loaded when an engine is built of it.
+        mesh: The ranks, as (pp, tp); None for this process alone.
+
+    Raises:
+        ValueError: `model` is no causal language model, has no values, or values or adapters that do not fit;
+            or it is in memory and is to have another dtype, or is to be cut.
+    """
+    if isinstance(model, nn.Module):
+        found = next(model.parameters()).dtype
+        if options.dtype not in ("auto", str(found).removeprefix("torch.")):
+            raise ValueError(f"dtype={options.dtype!r}; the model in memory has {found}: cast it first")
+        if options.checkpoint is not None:
+            raise ValueError("checkpoint is for models that are not in memory: this one has its values")
+        if mesh is None:
+            check_adapters(model, options.adapters)
+        return _quantized_in_memory(as_served(model), options)
+    resolved = resolve_model(model)
+    checkpoint = options.checkpoint or resolved.folder
+    if checkpoint is None:
+        raise ValueError(f"{resolved.name} has no values of its own: name the file or folder as checkpoint")
+    dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
+    part = resolved.build(dtype=dtype)
+    check_adapters(part, options.adapters)
+    if mesh is not None:
+        part = cut_for_ranks(part, mesh)
+    way = way_of(resolved, options)
+    if way is None:
+        load_values(part, checkpoint)
+    elif saved_way(resolved.config) is not None:
+        load_saved(part, checkpoint, way)
+    else:
+        load_quantized(part, checkpoint, way)
+    return part.to(get_current_device()).eval()
+
+
+def way_of(resolved: ResolvedModel, options: EngineOptions) -> QuantizationWay | None:
+    """Return how the weights of a model are stored; None for as they are.
+
+    Raises:
+        ValueError: `resolved` was saved in another way than `options` asks for.
+    """
+    saved, wanted = saved_way(resolved.config), options.quantize
+    way = saved if wanted is None else QuantizationWay.of(wanted)
+    if saved is not None and way != saved:
+        raise ValueError(f"quantize={wanted!r}; {resolved.name} was saved as {saved.name}: leave it out")
+    return way
+
+
+def _quantized_in_memory(model: nn.Module, options: EngineOptions) -> nn.Module:
+    if options.quantize is None or any(isinstance(part, QuantizedLinear) for part in model.modules()):
+        return model
+    if not options.is_owned:
+        raise ValueError(
+            f"quantize={options.quantize!r} would change the model in memory, which goes on belonging to its "
+            "owner: give it away with is_owned=True, or serve a folder of it"
+        )
+    return quantize_model(model, QuantizationWay.of(options.quantize))
+
+
+def load_tokenizer(model: ModelSource, tokenizer: str | os.PathLike[str] | None) -> Any:
+    """Return the tokenizer of a model, None where there is none.
+
+    Args:
+        model: What is to be served.
+        tokenizer: Its folder; None for that of the model.
+
+    Raises:
+        ValueError: `tokenizer` is no folder, or one without a tokenizer.
+    """
+    is_given = tokenizer is not None
+    folder = tokenizer if is_given else None if isinstance(model, nn.Module) else resolve_model(model).folder
+    if folder is None:
+        return None
+    from transformers import AutoTokenizer
+
+    if not os.path.isdir(folder):
+        raise ValueError(f"{os.fspath(folder)!r} is no folder, and so not one of a tokenizer")
+    has_one = any(name.startswith(("tokenizer", "vocab", "merges")) for name in os.listdir(folder))
+    if not has_one and not is_given:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{os.fspath(folder)!r} has no tokenizer that can be read: {error}") from error
+
+
+def cut_for_ranks(model: nn.Module, mesh: Mesh) -> nn.Module:
+    """Return this rank's part of a model, whose layers are cut over the axis `tp`, its blocks over `pp`.
+
+    Args:
+        model: The model, the same on all ranks; a lazily built one stays lazy. It is changed.
+        mesh: The ranks, as (pp, tp).
+
+    Raises:
+        ValueError: `model` has layers that cannot be cut over so many ranks, or fewer blocks than stages.
+    """
+    stages = mesh.axis("pp")
+    if stages.size > 1:
+        model = cut_model(model, stages.size, [stages.rank], balance="parameters")
+    if mesh.axis_size("tp") > 1:
+        check_tensor_ranks(model, mesh.axis_size("tp"))
+        shard_model(model, mesh)
+        shard_experts(model, mesh)
+    return model
+
+
+def check_tensor_ranks(model: nn.Module, num_ranks: int) -> None:
+    """Refuse a model without layers that can be cut.
+
+    Args:
+        model: The model.
+        num_ranks: Ranks that are to share each layer.
+
+    Raises:
+        ValueError: `model` has layers of classes without rules only.
+    """
+    if not check_shards(model, num_ranks):
+        raise ValueError(
+            f"{type(model).__name__} has no layers that {num_ranks} tensor ranks could share: there are no "
+            "rules for its classes (register_rule of colossalai.shardformer), and it has no tp_plan"
+        )

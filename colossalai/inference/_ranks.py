@@ -1,0 +1,339 @@
+"""Steps on several ranks: a step goes through the stages of a pipeline, its tokens come back to rank 0.
+
+Ranks lie as (pp, tp). Rank 0 has the engine. The ranks of a stage run the same step at the same time, each
+with its part of the layers; a step reaches the next stage together with the activations that it needs there,
+rank by rank, so that nobody waits for a stage which is busy with an earlier step.
+
+| who | receives from | sends to |
+| --- | --- | --- |
+| rank 0 | the last stage's first rank: what was drawn | its tensor ranks: the step; the next stage |
+| tensor ranks of the first stage | rank 0: the step | the next stage |
+| ranks of another stage | the same place of the stage before: step and activations | the next stage |
+| first rank of the last stage | (as above) | rank 0: what was drawn |
+
+An idle engine sends an empty step from time to time: no rank waits longer than that for another one that
+is alive.
+
+New weights are told like a step, when none is under way: so all ranks change between the same two steps. Each
+reads its own part of the checkpoint, and all of them succeed or none has changed anything.
+"""
+
+import ast
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from colossalai.communication import all_reduce, broadcast, start_messages
+from colossalai.context import Axis, Mesh
+from colossalai.inference._executor import Executor, StepOrder, StepResult, finish_step
+from colossalai.inference.loading import ServedWeights, WeightSource
+from colossalai.inference.paging import Runner, StepArrays, pack_arrays, unpack_arrays
+from colossalai.inference.sampling import Drawn, Draws
+
+# Bytes of the first message of two, the length of the whole included: most steps fit in.
+_FIRST_BYTES = 1 << 14
+_LENGTH_BYTES = 8
+_STOP = b"stop"
+_IDLE = b"idle"
+_WEIGHTS = b"weights "  # a path follows; a step begins otherwise
+
+
+class StepLink:
+    """What this rank sends to and receives from others.
+
+    Args:
+        mesh: The ranks, as (pp, tp).
+        device: Where messages are.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+        self.stages: Axis = mesh.axis("pp")
+        self.tensor: Axis = mesh.axis("tp")
+        self.device = device
+        self._under_way: deque[tuple[Callable[[], None], Sequence[Tensor]]] = deque()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is of the first stage."""
+        return self.stages.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this rank is of the last stage."""
+        return self.stages.rank == self.stages.size - 1
+
+    def share(self, message: bytes | None) -> bytes:
+        """Hand a message from the first tensor rank of this stage to the others; collective over them.
+
+        Args:
+            message: The message on the first one, None on the others.
+        """
+        if self.tensor.size == 1:
+            assert message is not None, "there is no other rank that has it"
+            return message
+        source = self.tensor.ranks[0]
+        first, rest = self._as_tensors(message) if message is not None else (self._empty(_FIRST_BYTES), None)
+        first = broadcast(first, source, self.tensor)
+        length = _length_of(first)
+        if length > _FIRST_BYTES - _LENGTH_BYTES:
+            missing = length - (_FIRST_BYTES - _LENGTH_BYTES)
+            rest = broadcast(self._empty(missing) if rest is None else rest, source, self.tensor)
+        return _joined(first, rest, length)
+
+    def send(self, message: bytes, tensors: Sequence[Tensor], *, stage: int) -> None:
+        """Begin to send a message, and tensors whose shapes it says, to the same place of another stage."""
+        first, rest = self._as_tensors(message)
+        for part in (first, rest, *tensors):
+            if part is not None and part.numel():
+                sent = part.contiguous()
+                wait = start_messages(self.stages, sends={stage: sent}, receives={})
+                self._under_way.append((wait, (sent,)))
+        # What is on its way must not be freed; older messages have arrived when newer ones are answered.
+        while len(self._under_way) > 4 * (2 + len(tensors)):
+            self._under_way.popleft()[0]()
+
+    def receive(self, *, stage: int) -> bytes:
+        """Return the next message from the same place of another stage; waits for it."""
+        first = self.receive_tensor((_FIRST_BYTES,), torch.uint8, stage=stage)
+        length, rest = _length_of(first), None
+        if length > _FIRST_BYTES - _LENGTH_BYTES:
+            missing = length - (_FIRST_BYTES - _LENGTH_BYTES)
+            rest = self.receive_tensor((missing,), torch.uint8, stage=stage)
+        return _joined(first, rest, length)
+
+    def receive_tensor(self, shape: Sequence[int], dtype: torch.dtype, *, stage: int) -> Tensor:
+        """Return the next tensor from the same place of another stage; waits for it."""
+        place = torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        if place.numel():
+            start_messages(self.stages, sends={}, receives={stage: place})()
+        return place
+
+    def least(self, number: int) -> int:
+        """Return the least number of all ranks; collective over them."""
+        mesh = self.stages.mesh
+        found = torch.tensor([number], dtype=torch.int64, device=self.device)
+        return int(all_reduce(found, mesh.axis(("pp", "tp")), op=ReduceOp.MIN).item())
+
+    def wait(self) -> None:
+        """Wait until all that was sent has arrived."""
+        while self._under_way:
+            self._under_way.popleft()[0]()
+
+    def _as_tensors(self, message: bytes) -> tuple[Tensor, Tensor | None]:
+        whole = len(message).to_bytes(_LENGTH_BYTES, "little") + message
+        padded = whole + bytes(max(0, _FIRST_BYTES - len(whole)))
+        every = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(self.device)
+        return every[:_FIRST_BYTES], every[_FIRST_BYTES:] if len(padded) > _FIRST_BYTES else None
+
+    def _empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+
+def _length_of(first: Tensor) -> int:
+    return int.from_bytes(first[:_LENGTH_BYTES].cpu().numpy().tobytes(), "little")
+
+
+def _joined(first: Tensor, rest: Tensor | None, length: int) -> bytes:
+    message = first[_LENGTH_BYTES : _LENGTH_BYTES + length].cpu().numpy().tobytes()
+    return message if rest is None else message + rest.cpu().numpy().tobytes()
+
+
+class RanksExecutor(Executor):
+    """Rank 0 of an engine on several ranks.
+
+    Args:
+        runner: The stage of this rank.
+        link: To the others, which run `work`.
+        weights: The values of this stage.
+    """
+
+    def __init__(self, runner: Runner, link: StepLink, weights: ServedWeights) -> None:
+        self.runner = runner
+        self._weights = weights
+        self._link = link
+        self._results: deque[StepResult] = deque()
+        self._is_closed = False
+
+    @property
+    def depth(self) -> int:
+        """As many steps as there are stages."""
+        return self._link.stages.size
+
+    def submit(self, order: StepOrder) -> None:
+        """Run a step on the first stage, and hand it on."""
+        message = self._link.share(_order_as_bytes(order))
+        output = self.runner.run(order.arrays)
+        if self._link.is_last:
+            self._results.append(finish_step(output, order))
+        else:
+            _hand_on(self._link, message, output)
+
+    def collect(self) -> StepResult:
+        """Return the result of the oldest step."""
+        if self._link.is_last:
+            return self._results.popleft()
+        return _result_of(self._link.receive(stage=self._link.stages.size - 1))
+
+    def discard(self) -> None:
+        """Forget results of this rank; what other ranks still send is not received any more."""
+        self._results.clear()
+
+    def weights_stamp(self) -> int:
+        """Return that of this rank's part: values are changed on all ranks at the same time."""
+        return self.runner.weights_stamp()
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether values are partly new, on whatever rank."""
+        return self._weights.is_torn
+
+    def update_weights(self, source: WeightSource) -> None:
+        """Let all ranks replace their values.
+
+        Raises:
+            ValueError: `source` is no path, which is what ranks can be told, or it does not fit.
+            OSError: `source` cannot be read.
+        """
+        if not isinstance(source, str | os.PathLike):
+            raise ValueError(
+                f"several ranks read new weights from a file or folder, not from a {type(source).__name__} "
+                "in the memory of one: save it, and give its path"
+            )
+        self._tell(_WEIGHTS + os.fsencode(os.path.abspath(source)))
+        self._weights.load(source)
+
+    def keep_alive(self) -> None:
+        """Let the others know that this rank is there; no step is under way."""
+        self._tell(_IDLE)
+
+    def close(self) -> None:
+        """Let the others end."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._tell(_STOP)
+            self._link.wait()
+
+    def _tell(self, message: bytes) -> None:
+        self._link.share(message)
+        if not self._link.is_last:
+            self._link.send(message, (), stage=1)
+            self._link.wait()
+
+
+def work(runner: Runner, link: StepLink, weights: ServedWeights) -> None:
+    """Run steps on a rank that is not the first, until rank 0 ends.
+
+    Args:
+        runner: The stage of this rank.
+        link: To the others.
+        weights: The values of this stage.
+    """
+    before, after = link.stages.rank - 1, link.stages.rank + 1
+    while True:
+        message = link.share(None) if link.is_first else link.receive(stage=before)
+        if message in (_STOP, _IDLE) or message.startswith(_WEIGHTS):
+            if not link.is_last:
+                link.send(message, (), stage=after)
+                link.wait()
+            if message == _STOP:
+                return
+            if message != _IDLE:
+                with suppress(ValueError, OSError):  # which all ranks raise, and rank 0 says it
+                    weights.load(os.fsdecode(message.removeprefix(_WEIGHTS)))
+            continue
+        received = None if link.is_first else _received(link, message)
+        order = _order_of(message)
+        output = runner.run(order.arrays, received)
+        if not link.is_last:
+            _hand_on(link, message, output)
+        elif link.tensor.rank == 0:
+            # Tokens are drawn on one rank only: ranks that drew for themselves might round otherwise.
+            result = finish_step(output, order)
+            link.send(_result_as_bytes(result), (), stage=0)
+
+
+def receive_sample(link: StepLink) -> Any:
+    """Return what the stage before sends to this one for a few tokens; None on the first stage."""
+    if link.is_first:
+        return None
+    return _received(link, link.receive(stage=link.stages.rank - 1))
+
+
+def send_sample(link: StepLink, output: Any) -> None:
+    """Send what this stage returns for a few tokens to the next one, if there is one."""
+    if not link.is_last:
+        _hand_on(link, pack_arrays({}), output)
+        link.wait()
+
+
+def _hand_on(link: StepLink, message: bytes, output: Any) -> None:
+    """Send a step and what the next stage needs for it."""
+    tensors, kind = _flat(output)
+    head = [(str(each.dtype).removeprefix("torch."), list(each.shape)) for each in tensors]
+    link.send(
+        pack_arrays({**unpack_arrays(message), "activations": _text(repr((kind, head)))}),
+        tensors,
+        stage=link.stages.rank + 1,
+    )
+
+
+def _received(link: StepLink, message: bytes) -> Any:
+    kind, head = ast.literal_eval(unpack_arrays(message)["activations"].tobytes().decode())
+    tensors = [
+        link.receive_tensor(shape, getattr(torch, name), stage=link.stages.rank - 1) for name, shape in head
+    ]
+    if kind == "tensor":
+        return tensors[0]
+    return tuple(tensors) if kind == "tuple" else dict(zip(kind, tensors, strict=True))
+
+
+def _flat(output: Any) -> tuple[list[Tensor], Any]:
+    """Return the tensors that a stage returns, and how they belong together."""
+    if isinstance(output, Tensor):
+        return [output], "tensor"
+    if isinstance(output, dict):
+        return list(output.values()), list(output)
+    return list(output), "tuple"
+
+
+def _text(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), dtype=np.uint8)
+
+
+def _order_as_bytes(order: StepOrder) -> bytes:
+    named = {f"step.{name}": array for name, array in order.arrays.arrays().items()}
+    named |= {f"draw.{name}": array for name, array in order.draws.arrays().items()}
+    others = ("draw_rows", "scored_rows", "scored_ids", "scored_top")
+    return pack_arrays(named | {name: getattr(order, name) for name in others})
+
+
+def _order_of(message: bytes) -> StepOrder:
+    arrays = unpack_arrays(message)
+    return StepOrder(
+        StepArrays(**_below("step.", arrays)),
+        Draws.from_arrays(_below("draw.", arrays)),
+        *(arrays[name] for name in ("draw_rows", "scored_rows", "scored_ids", "scored_top")),
+    )
+
+
+def _result_as_bytes(result: StepResult) -> bytes:
+    named = {f"drawn.{name}": array for name, array in result.drawn.arrays().items()}
+    return pack_arrays(named | {f"scored.{name}": array for name, array in result.scored.arrays().items()})
+
+
+def _result_of(message: bytes) -> StepResult:
+    arrays = unpack_arrays(message)
+    return StepResult(
+        Drawn.from_arrays(_below("drawn.", arrays)), Drawn.from_arrays(_below("scored.", arrays))
+    )
+
+
+def _below(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}

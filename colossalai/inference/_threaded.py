@@ -1,0 +1,218 @@
+"""InferenceEngine in a thread: requests come from any thread, and leave the engine's one step at a time."""
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from colossalai.inference._engine import InferenceEngine
+from colossalai.inference._request import Delta, EngineStopped, QueueFull, Request, RequestFailed
+from colossalai.inference._service import EngineStats, Listener, ModelInfo
+from colossalai.inference.loading import WeightSource
+from colossalai.logging import get_dist_logger
+
+# How long an idle engine sleeps before it looks after its ranks again; whoever submits wakes it.
+_IDLE_S = 5.0
+FINISH_LIMIT_S = 300.0
+"""Seconds that an update of weights waits for running requests by default; new ones queue meanwhile."""
+
+
+@dataclass(frozen=True)
+class _Update:
+    """New weights that somebody waits for."""
+
+    source: WeightSource
+    in_flight: str
+    give_up_at: float
+    done: "Future[None]" = field(default_factory=Future)
+
+
+class ThreadedEngine:
+    """An engine as a `Service`.
+
+    The thread that calls `run` is the engine's; all other methods may be called from any thread.
+
+    Args:
+        engine: The engine.
+        info: What it serves.
+        finish_limit_s: Seconds that requests have to end before an update of weights that waits for them.
+    """
+
+    def __init__(
+        self, engine: InferenceEngine, info: ModelInfo, *, finish_limit_s: float = FINISH_LIMIT_S
+    ) -> None:
+        self._engine = engine
+        self._info = info
+        self._finish_limit_s = finish_limit_s
+        self._updates: deque[_Update] = deque()
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._num_waiting = 0  # requests that were taken and have no delta yet
+        self._stopped: str | None = None
+        self._error: BaseException | None = None
+        self._on_end: list[Callable[[], None]] = []
+        self._stats = engine.stats()
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is served."""
+        return self._info
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model; None where only tokens are exchanged."""
+        return self._engine.tokenizer
+
+    @property
+    def error(self) -> BaseException | None:
+        """What a step has failed with; None while none has."""
+        return self._error
+
+    def on_end(self, call: Callable[[], None]) -> None:
+        """Let something be called when the engine has ended, in its thread; at once if it has."""
+        with self._lock:
+            if self._stopped is None:
+                self._on_end.append(call)
+                return
+        call()
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that can never be answered.
+
+        Raises:
+            RequestRefused: `request` is such a one.
+        """
+        self._engine.check(request)
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Queue a request; see `Service.submit`.
+
+        Raises:
+            RequestRefused: `request` can never be answered.
+            QueueFull: The queue has no room.
+            EngineStopped: The engine has ended.
+        """
+        self._engine.check(request)
+        limit = self._engine.limits.max_queue
+        with self._lock:
+            if self._stopped is not None:
+                raise EngineStopped(self._stopped)
+            if limit is not None and self._num_waiting >= limit:
+                raise QueueFull(f"{self._num_waiting} requests wait, as many as may; try again later")
+            self._num_waiting += 1
+            self._inbox.put(lambda: self._begin(request, listener))
+
+    def abort(self, request_id: str) -> None:
+        """End a request; nothing happens if it has ended."""
+        self._inbox.put(lambda: self._engine.abort(request_id))
+
+    def stats(self) -> EngineStats:
+        """Return the state of the engine at its last step."""
+        return self._stats
+
+    def update_weights(self, path: WeightSource, *, in_flight: str) -> None:
+        """Take new values from a checkpoint; see `Service.update_weights`.
+
+        Args:
+            path: The checkpoint; or new values in memory, as for `InferenceEngine.update_weights`.
+            in_flight: "finish" or "restart".
+        """
+        update = _Update(path, in_flight, time.monotonic() + self._finish_limit_s)
+        with self._lock:
+            if self._stopped is not None:
+                raise EngineStopped(self._stopped)
+            self._inbox.put(lambda: self._updates.append(update))
+        update.done.result()
+
+    def stop(self, reason: str = "the engine has ended") -> None:
+        """Let `run` return; requests that are under way fail with the reason."""
+        with self._lock:
+            self._stopped = self._stopped or reason
+        self._inbox.put(lambda: None)
+
+    def run(self) -> None:
+        """Run steps until `stop` is called or one fails, which all requests under way hear; see `error`."""
+        try:
+            while self._stopped is None:
+                if self._engine.has_work:
+                    self._take_messages(wait_s=0)
+                    self._engine.step()
+                elif not self._take_messages(wait_s=_IDLE_S):
+                    self._engine.executor.keep_alive()
+                if self._updates:
+                    self._update(self._updates[0])
+                self._stats = self._engine.stats()
+            self._engine.executor.close()
+        except Exception as error:
+            self._error = error
+            get_dist_logger("colossalai.inference").error(f"the engine has failed: {error}")
+        self._end()
+
+    def _update(self, update: _Update) -> None:
+        """Do an update of weights if its time has come."""
+        if update.in_flight == "finish":
+            self._engine.hold()
+            if self._engine.has_begun and time.monotonic() < update.give_up_at:
+                return
+        try:
+            if update.in_flight == "finish" and self._engine.has_begun:
+                self._engine.release()
+                raise TimeoutError(
+                    f"{len(self._engine.scheduler.running)} requests still run after "
+                    f"{self._finish_limit_s:g} s, and nothing has changed; in_flight='restart' waits for none"
+                )
+            self._engine.update_weights(update.source, in_flight=update.in_flight)
+        except (ValueError, OSError, RequestFailed) as error:
+            self._updates.popleft().done.set_exception(error)
+        else:
+            self._stats = self._engine.stats()  # before somebody asks who has waited for it
+            self._updates.popleft().done.set_result(None)
+
+    def _take_messages(self, *, wait_s: float) -> bool:
+        """Do what other threads have asked for; return whether there was anything."""
+        num_taken = 0
+        while True:
+            waits = wait_s > 0 and not num_taken
+            try:
+                message = self._inbox.get(block=waits, timeout=wait_s if waits else None)
+            except queue.Empty:
+                return num_taken > 0
+            message()
+            num_taken += 1
+
+    def _begin(self, request: Request, listener: Listener) -> None:
+        has_begun = False
+
+        def hear(heard: Delta | BaseException) -> None:
+            nonlocal has_begun
+            if not has_begun:
+                has_begun = True
+                self._leave_queue()
+            listener(heard)
+
+        try:
+            self._engine.submit(request, hear)
+        except Exception as error:  # it was checked; what is left is a name that is taken
+            self._leave_queue()
+            listener(error)
+
+    def _leave_queue(self) -> None:
+        with self._lock:
+            self._num_waiting -= 1
+
+    def _end(self) -> None:
+        """Tell everybody whose request is under way, or has not begun."""
+        with self._lock:
+            self._stopped = self._stopped or f"the engine has failed: {self._error}"
+            calls, self._on_end = self._on_end, []
+        self._take_messages(wait_s=0)
+        self._engine.fail(self._error or EngineStopped(self._stopped))
+        for update in self._updates:
+            update.done.set_exception(EngineStopped(self._stopped))
+        self._stats = self._engine.stats()
+        for call in calls:
+            call()

@@ -1,0 +1,251 @@
+"""Loading of adapters: peft's tensors compared with the layers of a model, and this rank's slices of them.
+
+peft's names are `base_model.model.`, the name of the layer in the model, and `.lora_A.weight` or
+`.lora_B.weight`. All that does not fit is said at once, for all adapters.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.checkpoint_io import StoredTensor, fill, open_model
+from colossalai.inference.adapters._config import AdapterConfig
+from colossalai.inference.paging import Runner
+from colossalai.inference.products import LinearDelta, ProductParts, QuantizedLinear, product_parts
+from colossalai.pipeline import ModelStage
+from colossalai.tensor import PaddedSpec, ShardingSpec, set_spec, spec_of
+
+_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+_PREFIX = "base_model.model."
+# With an adapted head peft saves the head itself, too, which the adapter has not changed.
+_ENDS = {".lora_A.weight": "A", ".lora_B.weight": "B", ".base_layer.weight": "base"}
+_SAME_BASE = 0.01  # of the largest value: it may have been saved in another dtype
+# What other tensors of such a file belong to.
+_REASONS = {
+    ".lora_magnitude_vector": "DoRA",
+    ".lora_embedding_": "LoRA of an embedding",
+    ".lora_B.bias": "lora_bias",
+    ".lora_A.bias": "lora_bias",
+}
+
+
+@dataclass(frozen=True)
+class AdapterFile:
+    """An adapter that has been opened: its values are still in the file.
+
+    Attributes:
+        name: The name that requests ask for it by.
+        config: What its config says.
+        pairs: By the name of the layer "A" and "B", and sometimes "base", the layer's own weight.
+        others: Names of further tensors.
+    """
+
+    name: str
+    config: AdapterConfig
+    pairs: Mapping[str, Mapping[str, StoredTensor]] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+    @classmethod
+    def open(cls, name: str, folder: str | Path) -> "AdapterFile":
+        """Open a folder of peft's; collective.
+
+        Raises:
+            ValueError: `folder` has no adapter, one that cannot be read without running code, or one that
+                asks for what is not served.
+        """
+        if not name:
+            raise ValueError(f"an adapter without a name, of {str(folder)!r}: requests ask for it by one")
+        found = [path for file in _FILES if (path := Path(folder) / file).is_file()]
+        config = AdapterConfig.read(Path(folder))
+        if not found:
+            raise ValueError(f"{str(folder)!r} has none of {', '.join(_FILES)}")
+        pairs: dict[str, dict[str, StoredTensor]] = {}
+        others = []
+        for key, tensor in open_model(found[0]).tensors.items():
+            end = next((end for end in _ENDS if key.endswith(end)), None)
+            if end is None or not key.startswith(_PREFIX):
+                others.append(key)
+            else:
+                layer = key.removeprefix(_PREFIX).removesuffix(end)
+                pairs.setdefault(layer, {})[_ENDS[end]] = tensor
+        return cls(name, config, pairs, tuple(others))
+
+    def misfits(self, layers: Mapping[str, nn.Module]) -> Iterator[str]:
+        """Yield what does not fit a model, in words.
+
+        Args:
+            layers: The modules of the whole model by name.
+        """
+        for key in self.others:
+            reason = next((reason for part, reason in _REASONS.items() if part in key), None)
+            yield f"{key}: {f'{reason} is not served' if reason else 'it is none of LoRA for a linear layer'}"
+        for layer, pair in self.pairs.items():
+            missing = [f"lora_{side}" for side in "AB" if side not in pair]
+            if missing:
+                yield f"{layer}: it has no {missing[0]}.weight"
+            elif layer not in layers:
+                yield f"{layer}: the model has no such layer"
+            elif self.config.adapts(layer) is False:
+                yield f"{layer}: the config does not name it, and peft would leave it out"
+            else:
+                yield from self._wrong_shapes(layer, product_parts(layers[layer]))
+        for layer in layers:
+            if layer not in self.pairs and self.config.adapts(layer):
+                yield f"{layer}: the config names it, and it has no tensors"
+
+    def _wrong_shapes(self, layer: str, parts: ProductParts | None) -> Iterator[str]:
+        if parts is None:
+            yield f"{layer}: only linear layers are adapted"
+            return
+        rank = self.config.rank_of(layer)
+        size, out = _in_features(parts), parts.out_features
+        wanted = {"A": (rank, size), "B": (out, rank), "base": (out, size)}
+        for side, tensor in self.pairs[layer].items():
+            found, shape = tuple(tensor.shape), wanted[side]
+            if found != shape:
+                key = next(end for end, each in _ENDS.items() if each == side)
+                yield f"{layer}{key}: {found}, and the model and rank {rank} take {shape}"
+
+
+def check_adapters(model: nn.Module, folders: Mapping[str, str]) -> None:
+    """Refuse adapters that do not fit a model; collective where ranks load it.
+
+    Args:
+        model: The whole model; it may be without memory.
+        folders: Folders of peft's by the names of the adapters.
+
+    Raises:
+        ValueError: `folders` have adapters that ask for what is not served, or names and shapes that are not
+            the model's; all of it is said at once.
+    """
+    layers = dict(model.named_modules(remove_duplicate=False))
+    problems = []
+    for name, folder in folders.items():
+        try:
+            opened = AdapterFile.open(name, folder)
+            problems += [f"adapter {name!r}: {each}" for each in opened.misfits(layers)]
+        except (OSError, ValueError) as error:
+            problems.append(f"adapter {name!r}: {error}")
+    if problems:
+        raise ValueError("\n".join(problems))
+
+
+def load_adapters(
+    runner: Runner, folders: Mapping[str, str], received: Any = None
+) -> dict[nn.Module, LinearDelta]:
+    """Return what adapters add to the linear layers of a model, or of this rank's part of it.
+
+    Ranks that share layers call it together.
+
+    Args:
+        runner: The model, or a stage of it; its shapes are known, its parts are what they were.
+        folders: Folders of peft's by the names of the adapters; the first one has number 1.
+        received: For a later stage, something of the kind that it is given.
+
+    Returns:
+        The deltas by the layers that they belong to.
+
+    Raises:
+        ValueError: `folders` have adapters that do not fit, or layers that are not called once for each
+            token, so that nobody knows whose rows are whose.
+    """
+    if not folders:
+        return {}
+    layers = dict(runner.model.named_modules(remove_duplicate=False))
+    found: dict[nn.Module, dict[int, tuple[Tensor, Tensor]]] = {}
+    names: dict[nn.Module, str] = {}
+    is_stage = isinstance(runner.model, ModelStage)
+    for number, (name, folder) in enumerate(folders.items(), 1):
+        opened = AdapterFile.open(name, folder)
+        for path, pair in opened.pairs.items():
+            layer = layers.get(path)
+            parts = None if layer is None else product_parts(layer)
+            if is_stage and (layer is None or not any(True for _ in layer.parameters())) and parts is None:
+                continue  # another stage has it, and here nothing or a stand-in is in its place
+            if layer is None or parts is None:
+                raise ValueError(f"adapter {name!r}: {path}: {type(layer).__name__} cannot be adapted")
+            names[layer] = path
+            if "base" in pair and not _is_same(layer, pair["base"]):
+                raise ValueError(f"adapter {name!r}: {path}.base_layer.weight: the model has other values")
+            found.setdefault(layer, {})[number] = _read(layer, parts, pair, opened.config.scale_of(path))
+    rows = runner.find_rows(list(found), received)
+    unknown = [path for layer, path in names.items() if rows.get(layer) not in ({"tokens"}, {"logits"})]
+    if unknown:
+        raise ValueError(
+            f"{type(runner.model).__name__} does not call these layers for each token of a step, so they "
+            f"cannot be adapted: {', '.join(unknown)}"
+        )
+    return {
+        layer: LinearDelta(
+            pairs, of_logits=rows[layer] == {"logits"}, is_batch_invariant=runner.is_batch_invariant
+        )
+        for layer, pairs in found.items()
+    }
+
+
+def _in_features(parts: ProductParts) -> int:
+    weight = parts.weight
+    return int(weight.shape[1]) if isinstance(weight, Tensor) else weight.in_features
+
+
+def _is_same(layer: Any, base: StoredTensor) -> bool:
+    """Return whether a layer has the values that were saved for it; one in codes is believed."""
+    if isinstance(layer, QuantizedLinear):
+        return True
+    weight: Tensor = layer.weight
+    values = torch.zeros(weight.shape, dtype=torch.float32)
+    spec = spec_of(weight)
+    if spec is not None:
+        set_spec(values, spec)
+    fill([(values, base)])
+    found = weight.detach().to("cpu", torch.float32)
+    return bool((values - found).abs().max() <= _SAME_BASE * found.abs().max())
+
+
+def _read(
+    layer: Any, parts: ProductParts, pair: Mapping[str, StoredTensor], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return this rank's slices of A and scale * B, in the dtype of the layer."""
+    rank = pair["A"].shape[0]
+    device = layer.codes.device if isinstance(layer, QuantizedLinear) else layer.weight.device
+    made = []
+    cuts = _cuts(layer, rank) or (None, None)
+    shapes = ((rank, _in_features(parts)), (parts.out_features, rank))
+    for side, shape, cut, factor in zip("AB", shapes, cuts, (1.0, scale), strict=True):
+        exact = torch.float64 if pair[side].dtype == torch.float64 else torch.float32
+        values = torch.zeros(shape, dtype=exact)
+        if cut is not None:
+            set_spec(values, cut)
+        fill([(values, pair[side])])
+        made.append((values * factor).to(device, parts.dtype))
+    return made[0], made[1]
+
+
+def _cuts(layer: Any, rank: int) -> tuple[ShardingSpec, ShardingSpec] | None:
+    """Return how A and B are cut where a layer is: as its inputs, and as its outputs."""
+    is_quantized = isinstance(layer, QuantizedLinear)
+    spec = spec_of(layer.codes if is_quantized else layer.weight)
+    if spec is None:
+        return None
+    if is_quantized and layer.way.bits == 4:  # texts of such layers differ from one process's
+        raise ValueError("adapters of layers in 4 bits are served by one tensor rank: leave tp or int4 out")
+    is_out_first = is_quantized or bool(getattr(layer, "out_first", type(layer).__name__ != "Conv1D"))
+    outputs, inputs = (0, 1) if is_out_first else (1, 0)
+
+    def cut(dim: int, *, is_first: bool) -> ShardingSpec:
+        def shape(sizes: tuple[int, ...]) -> tuple[int, int]:
+            size = sizes[dim]
+            return (size, rank) if is_first else (rank, size)
+
+        dims = (spec.dims[dim], ()) if is_first else ((), spec.dims[dim])
+        parts = spec.parts_of_dims[dim]
+        said = (parts, 1) if is_first else (1, parts)
+        if isinstance(spec, PaddedSpec):
+            return PaddedSpec(shape(spec.shape), dims, spec.mesh, parts=said, unpadded=shape(spec.unpadded))
+        return ShardingSpec(shape(spec.shape), dims, spec.mesh, parts=said)
+
+    return cut(inputs, is_first=False), cut(outputs, is_first=True)

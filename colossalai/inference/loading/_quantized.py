@@ -1,0 +1,370 @@
+"""Quantized models: made layer by layer while a checkpoint is read, saved, and loaded as they were saved.
+
+A linear layer of a lazily built model gets no memory: its weight is read, becomes codes, and is gone before
+the next one is read. What ranks hold of codes and scales is said by specs like those of the weight, so that
+they are saved and loaded under any cut.
+"""
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.checkpoint_io import (
+    LoadReport,
+    ModelLoadPlan,
+    StoredTensor,
+    atomic_file,
+    fill,
+    on_writer,
+    save_model,
+    set_tied_names,
+)
+from colossalai.inference.loading._metaseq import fill_from, load_values
+from colossalai.inference.loading._skeleton import twin_of, without_memory
+from colossalai.inference.products import (
+    ProductParts,
+    QuantizationWay,
+    QuantizedLinear,
+    QuantizedWeight,
+    product_parts,
+    quantize,
+)
+from colossalai.lazy import materialize
+from colossalai.logging import get_dist_logger
+from colossalai.tensor import PaddedSpec, ShardingSpec, set_spec, spec_of
+
+_IN_CONFIG = "quantization"
+
+
+def saved_way(config: Any) -> QuantizationWay | None:
+    """Return how the model of a config was quantized before it was saved; None if it was not."""
+    saved = getattr(config, _IN_CONFIG, None)
+    return None if saved is None else QuantizationWay.of(saved["way"])
+
+
+def load_quantized(model: nn.Module, checkpoint: str | Path, way: QuantizationWay) -> LoadReport:
+    """Fill a lazily built model from a checkpoint, its linear layers in codes; collective.
+
+    Beside the result there is memory for one weight at a time.
+
+    Args:
+        model: A model of transformers or a stage of one, lazily built; it may be cut over ranks.
+        checkpoint: As for `load_values`; its values are not quantized.
+        way: How.
+
+    Returns:
+        What did not fit: nothing, or an error would have been raised.
+
+    Raises:
+        ValueError: `checkpoint` does not fit, or no layer of `model` can be stored in this `way`.
+        OSError: `checkpoint` cannot be read.
+    """
+
+    def apply(plan: ModelLoadPlan) -> None:
+        stored = {id(tensor): found for tensor, found in plan.copies}
+        kept: list[str] = []
+        for layer in _layers(model, way, kept):
+            layer.replace(_quantized(layer, stored))
+        _say_kept(kept, way)
+        materialize(model)
+        rest = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        fill([(tensor, found) for tensor, found in plan.copies if id(tensor) in rest])
+        if plan.computed:
+            model.load_state_dict(plan.computed, strict=False)
+
+    return fill_from(model, checkpoint, apply=apply)
+
+
+def quantize_stored(part: nn.Module, way: QuantizationWay, stored: Mapping[int, StoredTensor]) -> None:
+    """Let the linear layers within a part of a model be in codes of stored values, one after the other.
+
+    Args:
+        part: What holds the layers, which may be without memory; those that cannot be quantized stay.
+        way: How.
+        stored: The values by the ids of the layers' tensors.
+    """
+    for layer in _quantizable(part, way, []):
+        layer.replace(_quantized(layer, stored))
+
+
+def load_saved(model: nn.Module, checkpoint: str | Path, way: QuantizationWay) -> LoadReport:
+    """Fill a lazily built model from a folder of `save_quantized`; collective.
+
+    Args:
+        model: As for `load_quantized`.
+        checkpoint: The folder.
+        way: How it was quantized.
+
+    Raises:
+        ValueError: `checkpoint` does not fit.
+        OSError: `checkpoint` cannot be read.
+    """
+    put_codes(model, way)
+    return load_values(model, checkpoint)
+
+
+def put_codes(model: nn.Module, way: QuantizationWay) -> None:
+    """Put layers in codes, without values, in the place of the linear layers of a model; it is changed.
+
+    Args:
+        model: A model without values, which may be cut over ranks.
+        way: How the weights are stored.
+
+    Raises:
+        ValueError: No layer of `model` can be stored in this `way`.
+    """
+    kept: list[str] = []
+    for layer in _layers(model, way, kept):
+        layer.replace(_empty(layer))
+
+
+@torch.no_grad()
+def quantize_model(model: nn.Module, way: QuantizationWay) -> nn.Module:
+    """Quantize the linear layers of a model in memory, one after the other; it is changed.
+
+    Args:
+        model: The model, whole.
+        way: How.
+
+    Raises:
+        ValueError: No layer of `model` can be stored in this `way`, or it is cut over ranks.
+    """
+    kept: list[str] = []
+    for layer in _layers(model, way, kept):
+        if layer.spec is not None:
+            raise ValueError("the model is cut over ranks: it is quantized when it is loaded from a folder")
+        assert isinstance(layer.parts.weight, Tensor), "only these are listed"
+        bias = layer.parts.bias
+        found = quantize(layer.parts.weight, way)
+        layer.replace(_linear(layer, found, None if bias is None else bias.detach().clone()))
+    _say_kept(kept, way)
+    return model
+
+
+def save_quantized(model: nn.Module, folder: str | Path, *, source: str | Path | None = None) -> None:
+    """Save a quantized model, so that it is loaded without being quantized again; collective.
+
+    The codes, scales and zero points of a layer `name` are stored as `name.codes`, `name.scales` and
+    `name.zeros` in safetensors, and the way is the entry `quantization` of config.json.
+
+    Args:
+        model: What `load_model` returned with `quantize`, before an engine was built of it.
+        folder: Where to.
+        source: The folder that it was loaded from, whose tokenizer and generation config are copied.
+
+    Raises:
+        ValueError: `model` is not quantized.
+        OSError: `folder` cannot be written.
+    """
+    ways = {layer.way.name for layer in model.modules() if isinstance(layer, QuantizedLinear)}
+    if len(ways) != 1:
+        raise ValueError(
+            f"{type(model).__name__} is not quantized: load it with quantize='int8' or another way, and save "
+            "it before an engine is built of it"
+        )
+    target = Path(folder)
+    save_model(model, target, shard=True, use_safetensors=True)
+    on_writer(partial(_finish_folder, target, ways.pop(), None if source is None else Path(source)))
+
+
+def _finish_folder(target: Path, way: str, source: Path | None) -> None:
+    """Say in its config how the weights are quantized, and add what is no weights of the model's folder."""
+    said = json.loads((target / "config.json").read_text(encoding="utf-8"))
+    with atomic_file(target / "config.json") as draft:
+        draft.write_text(json.dumps(said | {_IN_CONFIG: {"way": way}}, indent=2), encoding="utf-8")
+    for path in [] if source is None else sorted(source.iterdir()):
+        is_weights = path.suffix in (".safetensors", ".bin", ".pt") or path.name.endswith(".index.json")
+        if path.is_file() and not is_weights and path.name != "config.json":
+            shutil.copy(path, target / path.name)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer that is to be quantized: where it is, its parts, how its weight is cut."""
+
+    parent: nn.Module
+    name: str
+    layer: Any
+    parts: ProductParts
+    way: QuantizationWay
+    spec: ShardingSpec | None
+    is_out_first: bool
+    names: tuple[str, ...]  # of the weight: several where it is tied
+
+    def replace(self, layer: nn.Module) -> None:
+        """Put another layer in its place."""
+        setattr(self.parent, self.name, layer)
+
+    def spec_of(self, columns: int) -> ShardingSpec | None:
+        """Return how codes or scales of the weight are cut: (out, columns), or (out,) for 0 columns."""
+        spec = self.spec
+        if spec is None:
+            return None
+        order = (0, 1) if self.is_out_first else (1, 0)
+        kept = order[: 2 if columns else 1]
+        dims = tuple(spec.dims[dim] for dim in kept)
+        parts = tuple(spec.parts_of_dims[dim] for dim in kept)
+        shape = (spec.shape[order[0]], columns)[: len(kept)]
+        if isinstance(spec, PaddedSpec):
+            unpadded = (spec.unpadded[order[0]], columns)[: len(kept)]
+            return PaddedSpec(shape, dims, spec.mesh, parts=parts, unpadded=unpadded)
+        return ShardingSpec(shape, dims, spec.mesh, parts=parts)
+
+    @property
+    def whole_inputs(self) -> int:
+        """Inputs of the layer on all ranks together."""
+        dim = 1 if self.is_out_first else 0
+        size: int = self.spec.shape[dim] if self.spec is not None else self.layer.weight.shape[dim]
+        return size
+
+    @property
+    def is_cut_by_inputs(self) -> bool:
+        """Whether ranks have different inputs of it."""
+        return self.spec is not None and bool(self.spec.dims[1 if self.is_out_first else 0])
+
+    def columns(self) -> dict[str, tuple[int, torch.dtype]]:
+        """Return the columns that its tensors in codes have as a whole, 0 for no second dimension."""
+        way, inputs = self.way, self.whole_inputs
+        if way.bits == 8:
+            return {"codes": (inputs, torch.int8), "scales": (0, torch.float32)}
+        groups = inputs // way.group
+        pairs = dict.fromkeys(("scales", "zeros"), (groups, torch.bfloat16))
+        return {"codes": (inputs // way.per_byte, torch.uint8)} | pairs
+
+
+def _layers(model: nn.Module, way: QuantizationWay, kept: list[str]) -> Iterator[_Layer]:
+    """Yield the linear layers that can be quantized, of which there must be one; see `_quantizable`."""
+    found = _quantizable(model, way, kept)
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no linear layer that can be stored as {way.name}"
+            + (f": none has inputs that {way.group} divides on each rank" if way.group else "")
+        )
+    yield from found
+
+
+def _quantizable(model: nn.Module, way: QuantizationWay, kept: list[str]) -> list[_Layer]:
+    """Return the linear layers that can be quantized; note the names of the others in `kept`."""
+    found = []
+    names: dict[int, list[str]] = {}
+    for path, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(path)
+    inner = [
+        (f"{path}.{name}".lstrip("."), parent, name, layer)
+        for path, parent in model.named_modules()
+        for name, layer in parent.named_children()
+    ]
+    for path, parent, name, layer in inner:
+        parts = product_parts(layer)
+        if parts is None or isinstance(parts.weight, QuantizedWeight):
+            continue
+        weight: Any = layer.weight
+        is_out_first = bool(getattr(layer, "out_first", type(layer).__name__ != "Conv1D"))
+        each = _Layer(
+            parent, name, layer, parts, way, spec_of(weight), is_out_first, tuple(names[id(weight)])
+        )
+        if _fits(each):
+            found.append(each)
+        else:
+            kept.append(path)
+    return found
+
+
+def _fits(layer: _Layer) -> bool:
+    if not layer.way.fits(layer.whole_inputs):
+        return False
+    try:
+        for columns, _ in layer.columns().values():
+            layer.spec_of(columns)
+    except ValueError:  # the cut goes through a group
+        return False
+    return True
+
+
+def _say_kept(kept: list[str], way: QuantizationWay) -> None:
+    if kept:
+        get_dist_logger().log_once(
+            f"{len(kept)} linear layers are not stored as {way.name}, because its groups do not divide their "
+            f"inputs: {', '.join(kept[:3])}",
+            ranks=[0],
+        )
+
+
+def _quantized(layer: _Layer, stored: Mapping[int, StoredTensor]) -> QuantizedLinear:
+    """Return a layer in codes of the values that a checkpoint has for it."""
+    weight, bias = layer.layer.weight, layer.layer.bias
+    spec = layer.spec
+    # Scales are those of the whole, so a rank that has some of its inputs reads all of them.
+    is_whole = spec is None or layer.is_cut_by_inputs
+    shape = weight.shape if spec is None or not is_whole else spec.whole_shape
+    values = torch.zeros(shape, dtype=weight.dtype)
+    if spec is not None and not is_whole:
+        set_spec(values, spec)
+    fill([(values, stored[id(weight)])])
+    found = quantize(values if layer.is_out_first else values.t(), layer.way)
+    if spec is not None and is_whole:
+        zeros = None if found.zeros is None else _cut(layer, "zeros", found.zeros)
+        codes, scales = _cut(layer, "codes", found.codes), _cut(layer, "scales", found.scales)
+        found = QuantizedWeight(layer.way, codes, scales, zeros)
+    return _linear(layer, found, None if bias is None else _read(bias, stored[id(bias)]))
+
+
+def _cut(layer: _Layer, name: str, whole: Tensor) -> Tensor:
+    spec = layer.spec_of(layer.columns()[name][0])
+    assert spec is not None, "the layer is cut"
+    return spec.slice_of(whole)
+
+
+def _read(like: Tensor, stored: StoredTensor) -> Tensor:
+    """Return what this rank has of a stored tensor, cut as a lazy one is."""
+    values = torch.zeros(like.shape, dtype=like.dtype)
+    spec = spec_of(like)
+    if spec is not None:
+        set_spec(values, spec)
+    fill([(values, stored)])
+    return values
+
+
+def _empty(layer: _Layer) -> QuantizedLinear:
+    """Return a layer in codes without values."""
+    made = {}
+    for name, (columns, dtype) in layer.columns().items():
+        out, inputs = layer.parts.weight.shape if isinstance(layer.parts.weight, Tensor) else (0, 0)
+        shape = (out, columns * inputs // layer.whole_inputs) if columns else (out,)
+        made[name] = torch.zeros(shape, dtype=dtype)
+    weight = QuantizedWeight(layer.way, made["codes"], made["scales"], made.get("zeros"))
+    bias = layer.layer.bias
+    if bias is None:
+        return _linear(layer, weight, None)
+    values = torch.zeros(bias.shape, dtype=bias.dtype)
+    spec = spec_of(bias)
+    if spec is not None:
+        set_spec(values, spec)
+    return _linear(layer, weight, values)
+
+
+def _linear(layer: _Layer, weight: QuantizedWeight, bias: Tensor | None) -> QuantizedLinear:
+    for name, (columns, _) in layer.columns().items():
+        spec = layer.spec_of(columns)
+        if spec is not None:
+            set_spec(getattr(weight, name), spec)
+    parts = layer.parts
+    source = twin_of(layer.layer, without_memory)
+    if len(layer.names) > 1:  # the other place is no parameter of the quantized model, or another one
+        set_tied_names(source.get_parameter("weight"), layer.names)
+    return QuantizedLinear(
+        weight,
+        bias,
+        dtype=parts.dtype,
+        summed_over=parts.summed_over,
+        gathered_over=parts.gathered_over,
+        num_outputs=parts.num_outputs,
+        source=source,
+    )

@@ -1,0 +1,478 @@
+"""Faster parts for a model that is only served: packed products, whole blocks with few operations.
+
+Parts are known by their structure, not by the names of their classes, and none is taken at its word: each
+replacement is compared with the part that it replaces, on random input in a paged call, and what differs
+stays as it was. Parameters that a replacement has taken in are gone from the model.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from colossalai.communication import all_reduce_in_place, gather_forward_split_backward
+from colossalai.inference.paging import AttentionOptions, Runner, ShapeProbe, current_call, random_like
+from colossalai.inference.products._delta import NO_DELTAS, AdaptedPair, Deltas, LinearDelta
+from colossalai.inference.products._products import Activation, GatedPair, Product
+from colossalai.inference.products._quantized_linear import QuantizedLinear, merge_parts, product_parts
+from colossalai.inference.products._quantized_weight import QuantizedWeight
+from colossalai.logging import get_dist_logger
+
+_CHECKED_TOKENS = 6
+_CHECKED_ERROR = {torch.float64: 1e-10, torch.float32: 1e-4}
+_CHECKED_ERROR_OF_HALVES = 0.03
+_ACTIVATIONS: dict[str, Activation] = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+}
+_ANGLES_BY_POSITION = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+class PackedLinear(nn.Module):
+    """A linear layer over a packed weight, or the part of one that this rank has.
+
+    Args:
+        linear: What it does the work of.
+        delta: What adapters add to it; None for nothing.
+
+    Raises:
+        ValueError: `linear` is no linear layer.
+    """
+
+    def __init__(self, linear: nn.Module, delta: LinearDelta | None = None) -> None:
+        super().__init__()
+        self.delta = delta
+        self.load(linear)
+
+    def load(self, linear: nn.Module) -> None:
+        """Take over the values of a linear layer of the same shape, in packed form.
+
+        Raises:
+            ValueError: `linear` is no linear layer.
+        """
+        parts = product_parts(linear)
+        if parts is None:
+            raise ValueError(f"{type(linear).__name__} is no linear layer")
+        self.summed_over, self.gathered_over = parts.summed_over, parts.gathered_over
+        self.num_outputs = parts.num_outputs
+        is_summed = parts.summed_over is not None
+        self.bias_after_sum = parts.bias.detach() if is_summed and parts.bias is not None else None
+        self.product = parts.product(has_bias=not is_summed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the product with all features; (..., in) to (..., out)."""
+        rows = x.reshape(-1, x.shape[-1])
+        made = self.product(rows)
+        if self.delta is not None:
+            self.delta.add(made, rows)
+        made = self.complete(made).unflatten(0, x.shape[:-1])  # there may be no token at all
+        if self.gathered_over is not None:
+            made = gather_forward_split_backward(made, self.gathered_over, -1)[..., : self.num_outputs]
+        return made
+
+    def complete(self, made: Tensor) -> Tensor:
+        """Sum this rank's product with those of the others."""
+        if self.summed_over is not None:
+            made = all_reduce_in_place(made.contiguous(), self.summed_over)
+        return made if self.bias_after_sum is None else made.add_(self.bias_after_sum)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """Return residual + product; both (tokens, features)."""
+        # One rank adds the residual before the sum, so that it is in it once.
+        has_residual = self.summed_over is None or self.summed_over.rank == 0
+        made = self.product(x, add=residual) if has_residual else self.product(x)
+        if self.delta is not None:
+            self.delta.add(made, x)
+        return self.complete(made) if self.summed_over is not None else made
+
+
+class FastNorm(nn.Module):
+    """Root mean square norm (1910.07467), in five operations of which three read the input.
+
+    On a CPU torch's own `rms_norm` is made of a dozen, which write the input's size over and over.
+
+    Args:
+        weight: (features,).
+        epsilon: Is added to the mean of the squares.
+    """
+
+    def __init__(self, weight: Tensor, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        precise = torch.promote_types(weight.dtype, torch.float32)
+        self.epsilon = nn.Buffer(torch.tensor(epsilon, dtype=precise, device=weight.device), persistent=False)
+
+    def load(self, norm: Any) -> None:
+        """Take over the values of a norm of the same shape."""
+        self.weight.copy_(norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the norm of the last dimension, computed in float32 or better."""
+        length = torch.linalg.vector_norm(x, 2, -1, True, dtype=self.epsilon.dtype)
+        inverse = torch.addcmul(self.epsilon, length, length, value=1 / x.shape[-1]).rsqrt_()
+        return x.mul(inverse).mul_(self.weight).to(x.dtype)
+
+
+class FastBlock(nn.Module):
+    """A block of norm, attention with rotary positions, norm and gated feed-forward, as Llama has it.
+
+    Args:
+        block: A block of transformers with these parts.
+        asked: What each attention of the model asks for.
+        deltas: What adapters add to its linear layers.
+
+    Raises:
+        ValueError: `block` has other parts.
+    """
+
+    def __init__(
+        self, block: Any, asked: Mapping[nn.Module, AttentionOptions], deltas: Deltas = NO_DELTAS
+    ) -> None:
+        super().__init__()
+        _expect(block, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+        attention, mlp = block.self_attn, block.mlp
+        _expect(attention, {"q_proj", "k_proj", "v_proj", "o_proj"}, {"q_norm", "k_norm"})
+        _expect(mlp, {"gate_proj", "up_proj", "down_proj"}, {"act_fn"})
+        self.attention_norm = _norm(block.input_layernorm)
+        self.feed_forward_norm = _norm(block.post_attention_layernorm)
+        self.head_size = int(attention.head_dim)
+        self.qkv, self.num_query_heads, self.num_heads = _merged(attention, self.head_size)
+        self.query_norm = _norm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self.key_norm = _norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.qkv_deltas = [deltas.get(layer) for layer in _projections(attention)]
+        self.output = PackedLinear(attention.o_proj, deltas.get(attention.o_proj))
+        self.gated: GatedPair | AdaptedPair = _gated(mlp)
+        if mlp.gate_proj in deltas or mlp.up_proj in deltas:
+            self.gated = AdaptedPair(self.gated, deltas.get(mlp.gate_proj), deltas.get(mlp.up_proj))
+        self.down = PackedLinear(mlp.down_proj, deltas.get(mlp.down_proj))
+        # Not a sub-module: it has no parameters any more, and is the key of its cache.
+        object.__setattr__(self, "_attention", attention)
+        if attention not in asked:
+            raise ValueError(f"{type(attention).__name__} does not go through the attention interface")
+        self.options = asked[attention]
+
+    def load(self, block: Any) -> None:
+        """Take over the values of a block of the same shapes; what adapters add stays."""
+        attention, mlp = block.self_attn, block.mlp
+        self.attention_norm.load(block.input_layernorm)
+        self.feed_forward_norm.load(block.post_attention_layernorm)
+        self.qkv, *_ = _merged(attention, self.head_size)
+        if self.query_norm is not None and self.key_norm is not None:
+            self.query_norm.load(attention.q_norm)
+            self.key_norm.load(attention.k_norm)
+        self.output.load(attention.o_proj)
+        if isinstance(self.gated, AdaptedPair):
+            self.gated.pair = _gated(mlp)
+        else:
+            self.gated = _gated(mlp)
+        self.down.load(mlp.down_proj)
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
+    ) -> Tensor:
+        """Return the hidden states behind the block; (1, tokens, hidden)."""
+        return self.run(hidden_states[0], turns_of(*position_embeddings)).unsqueeze(0)
+
+    def run(self, x: Tensor, turns: "Turns") -> Tensor:
+        """Return the hidden states behind the block; x is (tokens, hidden)."""
+        call = current_call()
+        assert call is not None, "a model with faster parts runs in paged calls only"
+        normed = self.attention_norm(x)
+        fused = self.qkv(normed)
+        if any(delta is not None and delta.is_due for delta in self.qkv_deltas):
+            self._adapt(fused, normed)
+        num_tokens = x.shape[0]
+        fused = fused.view(num_tokens, -1, self.head_size)
+        turned, value = fused.split_with_sizes((self.num_query_heads + self.num_heads, self.num_heads), 1)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = turned.split((self.num_query_heads, self.num_heads), 1)
+            turned = torch.cat((self.query_norm(query), self.key_norm(key)), 1)
+        turned = _rotate(turned, turns)
+        query, key = turned.split_with_sizes((self.num_query_heads, self.num_heads), 1)
+        context = call.attend(self.__dict__["_attention"], query, key, value, self.options)
+        x = self.output.add_to(x, context.reshape(num_tokens, -1))
+        inner = self.gated(self.feed_forward_norm(x))
+        return self.down.add_to(x, inner)
+
+    def _adapt(self, fused: Tensor, normed: Tensor) -> None:
+        """Add to queries, keys and values, in place, what adapters add to each."""
+        heads = (self.num_query_heads, self.num_heads, self.num_heads)
+        parts = fused.split([count * self.head_size for count in heads], -1)
+        for delta, part in zip(self.qkv_deltas, parts, strict=True):
+            if delta is not None:
+                delta.add(part, normed)
+
+
+Turns = tuple[Tensor, Tensor]
+"""Cosines of the angles of each token, and sines, the first half negative; (tokens, 1, size)."""
+
+
+def turns_of(cos: Tensor, sin: Tensor) -> Turns:
+    """Return what `_rotate` takes.
+
+    Args:
+        cos: (1, tokens, size), both halves the same.
+        sin: The same.
+    """
+    first, second = sin[0].chunk(2, -1)
+    return cos[0].unsqueeze(1), torch.cat((first.neg(), second), -1).unsqueeze(1)
+
+
+def _rotate(x: Tensor, turns: Turns) -> Tensor:
+    """Turn pairs of features by the angle of a token's position (2104.09864).
+
+    Args:
+        x: (tokens, heads, size); feature i makes a pair with feature i + size / 2.
+        turns: The angles.
+    """
+    cos, sin = turns
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class FastLogits(NamedTuple):
+    """What a model returns; (1, rows, vocabulary)."""
+
+    logits: Tensor
+
+
+class FastModel(nn.Module):
+    """A causal language model of `FastBlock`s only, without what its own forward does around them.
+
+    What is left out would be paid in every step: masks that nobody reads, checks, wrapped outputs.
+
+    Args:
+        model: The model.
+
+    Raises:
+        ValueError: `model` has other parts, or angles that depend on more than a token's position.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        _expect(model, {"model", "lm_head"})
+        inner = model.model
+        _expect(inner, {"embed_tokens", "layers", "norm", "rotary_emb"})
+        blocks = [getattr(layer, "faster", None) for layer in inner.layers]
+        if not all(isinstance(block, FastBlock) for block in blocks):
+            raise ValueError(f"{type(model).__name__} has blocks that are served as they are")
+        rotary = inner.rotary_emb
+        if rotary.rope_type not in _ANGLES_BY_POSITION:
+            raise ValueError(f"the angles of {type(rotary).__name__} depend on the length of a sequence")
+        self.embedding, self.norm, self.head = inner.embed_tokens, inner.norm, model.lm_head
+        self.blocks = nn.ModuleList(block for block in blocks if block is not None)
+        self.frequencies = nn.Buffer(rotary.inv_freq.float())
+        self.scaling = float(rotary.attention_scaling)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor, **others: Any
+    ) -> FastLogits:
+        """Return logits; see the model's own forward."""
+        x = self.embedding(input_ids)[0]
+        angles = position_ids[0].unsqueeze(1).float() * self.frequencies
+        cos, sin = angles.cos() * self.scaling, angles.sin() * self.scaling
+        turns = (
+            torch.cat((cos, cos), 1)[:, None].to(x.dtype),
+            torch.cat((-sin, sin), 1)[:, None].to(x.dtype),
+        )
+        for block in self.blocks:
+            x = block.run(x, turns)  # type: ignore[operator]
+        return FastLogits(self.head(self.norm(x.index_select(0, logits_to_keep)).unsqueeze(0)))
+
+
+FasterPart = PackedLinear | FastNorm | FastBlock
+"""What may replace a part of a model; `load` takes over new values of that part."""
+
+
+@torch.inference_mode()
+def make_faster(
+    runner: Runner, vocab_size: int, received: Any = None, deltas: Deltas = NO_DELTAS
+) -> dict[str, FasterPart | FastModel]:
+    """Replace parts of a model by equal, faster ones.
+
+    Ranks that share layers call it together.
+
+    Args:
+        runner: The model, or a stage of it, with known shapes and without caches; it is served only from now
+            on.
+        vocab_size: Number of its tokens.
+        received: For a later stage, something of the kind that it is given.
+        deltas: What adapters add to linear layers; a part that replaces such a layer adds it.
+
+    Returns:
+        What has replaced parts, by their names; the whole model's is "".
+    """
+    calls = _record_calls(runner, vocab_size, received)
+    replaced: dict[str, FasterPart | FastModel] = {}
+    within: set[nn.Module] = set()  # parts of those that were replaced
+    unequal: list[str] = []
+
+    def improve(name: str, part: nn.Module, fast: FasterPart | FastModel | None) -> None:
+        if fast is None:
+            return
+        if _agrees(runner, part, fast, calls[part]):
+            replaced[name] = fast
+            _take_over(part, fast)
+        else:
+            unequal.append(f"{name or 'the whole'} ({type(part).__name__})")
+
+    for name, part in list(runner.model.named_modules()):
+        if part in calls and part not in within:
+            held = set(part.modules())
+            improve(name, part, _faster_part(part, runner.asked, deltas))
+            if name in replaced:
+                within |= held
+    improve("", runner.model, _faster_model(runner.model))
+    if unequal:
+        get_dist_logger().log_once(
+            f"{len(unequal)} parts of {type(runner.model).__name__} are served as they are: faster ones gave "
+            f"other results, as for {', '.join(unequal[:3])}",
+            ranks=[0],
+        )
+    return replaced
+
+
+def _faster_part(
+    part: nn.Module, asked: Mapping[nn.Module, AttentionOptions], deltas: Deltas
+) -> FasterPart | None:
+    """Return a faster part that may do the work of another one; None where none is known."""
+    block, linear = (
+        partial(FastBlock, asked=asked, deltas=deltas),
+        partial(PackedLinear, delta=deltas.get(part)),
+    )
+    for kind in (block, linear, _norm):
+        try:
+            return kind(part)
+        except (AttributeError, ValueError):
+            continue  # it has another structure: the parts in it have their turn
+    return None
+
+
+def _faster_model(model: nn.Module) -> FastModel | None:
+    """Return what may do the work of a model whose parts have been replaced; None where none is known."""
+    try:
+        return FastModel(model)
+    except (AttributeError, ValueError):
+        return None
+
+
+_Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _record_calls(runner: Runner, vocab_size: int, received: Any) -> dict[nn.Module, _Call]:
+    """Return what each part of a model is called with, random numbers in the place of its first tensor."""
+    calls: dict[nn.Module, _Call] = {}
+    generator = torch.Generator(runner.device).manual_seed(0)
+
+    def randomized(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return torch.randn(value.shape, generator=generator, dtype=value.dtype, device=value.device)
+        return value
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = {name: randomized(kwargs[name]) for name in ("hidden_states",) if name in kwargs}
+        calls.setdefault(module, (tuple(map(randomized, args[:1])) + args[1:], kwargs | named))
+
+    handles = [part.register_forward_pre_hook(note, with_kwargs=True) for part in runner.model.modules()]
+    tokens = np.random.default_rng(0).integers(0, vocab_size, _CHECKED_TOKENS)
+    positions = np.arange(_CHECKED_TOKENS)
+    try:
+        with runner.pages.paged(ShapeProbe()):
+            runner.forward(tokens, positions, positions, random_like(received, _CHECKED_TOKENS))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls
+
+
+def _agrees(runner: Runner, part: nn.Module, fast: nn.Module, call: _Call) -> bool:
+    """Return whether two parts do the same in a paged call."""
+    args, kwargs = call
+    runner.allocate(-(-_CHECKED_TOKENS // runner.block_size))
+    found = []
+    for each in (part, fast):
+        with runner.paged_call(np.zeros(1, np.int64), np.array([_CHECKED_TOKENS])):
+            # The forward alone: hooks of a pipeline's stage would end it here.
+            output = each.forward(*args, **kwargs)
+        found.append(next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)).double())
+    runner.allocate(0)
+    expected, made = found
+    bound = _CHECKED_ERROR.get(next(iter(runner.shapes.values())).dtype, _CHECKED_ERROR_OF_HALVES)
+    ways = {layer.way for layer in part.modules() if isinstance(layer, QuantizedLinear)}
+    if any(way.rounds_rows or way.bits == 4 for way in ways):
+        # The part computes with the same codes: they differ where a row's value lies between two, or, in 4
+        # bits, as bfloat16 does.
+        bound = max(bound, _CHECKED_ERROR_OF_HALVES)
+    return expected.shape == made.shape and bool(
+        (made - expected).abs().max() <= bound * expected.abs().max()
+    )
+
+
+def _take_over(part: nn.Module, fast: nn.Module) -> None:
+    """Let a part do its work by a faster one, which is all that it holds from now on.
+
+    The module itself stays: a stack of blocks, hooks and the model's own code go on finding it. An attention
+    that stays as the key of its cache is emptied, too, or its weights would lie in memory twice.
+    """
+    kept = set(fast.modules())
+    for emptied in [each for each in part.modules() if each not in kept]:
+        for held in (emptied._parameters, emptied._buffers, emptied._modules):
+            held.clear()
+    part.add_module("faster", fast)
+    part.forward = fast.forward
+
+
+def _merged(attention: Any, head_size: int) -> tuple[Product, int, int]:
+    """Return one product for query, key and value, and the heads of queries and of keys on this rank."""
+    parts = [product_parts(layer) for layer in _projections(attention)]
+    merged = merge_parts(parts)
+    query, key = (part.out_features // head_size for part in parts[:2] if part is not None)
+    return merged.product(), query, key
+
+
+def _projections(attention: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
+    return attention.q_proj, attention.k_proj, attention.v_proj
+
+
+def _gated(mlp: Any) -> GatedPair:
+    """Return the products of a gated feed-forward up to its last one."""
+    parts = [product_parts(layer) for layer in (mlp.gate_proj, mlp.up_proj)]
+    activation = _activation(mlp.act_fn)
+    if any(part is not None and isinstance(part.weight, QuantizedWeight) for part in parts):
+        # Rows are rounded once, and the operator has a price by the call: one product is faster than two.
+        return GatedPair((merge_parts(parts).product(),), activation)
+    return GatedPair((PackedLinear(mlp.gate_proj).product, PackedLinear(mlp.up_proj).product), activation)
+
+
+def _expect(module: nn.Module, needed: set[str], possible: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+    children = {name for name, _ in module.named_children()}
+    params = {name for name, _ in module.named_parameters(recurse=False)}
+    if not needed <= children <= needed | possible or params:
+        raise ValueError(f"{type(module).__name__} has the parts {sorted(children | params)}")
+
+
+def _norm(norm: Any) -> FastNorm:
+    """Return the fast form of a root mean square norm.
+
+    Raises:
+        AttributeError: `norm` is none.
+    """
+    if not type(norm).__name__.endswith("RMSNorm"):
+        raise AttributeError(f"{type(norm).__name__} is no root mean square norm")
+    epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    if list(dict(norm.named_parameters())) != ["weight"]:
+        raise AttributeError(f"{type(norm).__name__} has more than a weight")
+    return FastNorm(norm.weight, float(epsilon))
+
+
+def _activation(function: nn.Module) -> Activation:
+    name = type(function).__name__
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"the activation {name} is not known")
+    return _ACTIVATIONS[name]

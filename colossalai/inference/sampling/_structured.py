@@ -1,0 +1,131 @@
+"""Structured output: which tokens may come next in an answer that has to be in a language, by llguidance.
+
+A JSON schema or a regular expression becomes a grammar, and a matcher follows an answer through it.
+"""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from colossalai.inference._request import RequestRefused, Structure
+
+_SPACES = r"[ \t\r\n]{0,64}"
+"""White space between the parts of a JSON text. Without a bound a small model can go on with it for ever."""
+
+
+class StructureMatcher:
+    """How far an answer has come in its language."""
+
+    def __init__(self, matcher: Any, end_token_ids: frozenset[int]) -> None:
+        """Follow an answer; `StructureCompiler.compile` makes these."""
+        self._matcher = matcher
+        self._end_token_ids = end_token_ids
+        self._num_ends = 0  # end tokens behind the text, which the grammar is not told
+
+    def mask(self) -> np.ndarray:
+        """Return which tokens may come next: one bit for each, lowest bit first, in int32 words.
+
+        End tokens are among them where the text may end, and nothing else once nothing may follow.
+        """
+        return np.frombuffer(self._matcher.compute_bitmask(), np.int32)
+
+    def accept(self, token_id: int) -> bool:
+        """Take the next token; return False, and stay as it was, where the language does not allow it."""
+        if token_id in self._end_token_ids:
+            is_allowed = bool(self._matcher.is_accepting())
+            self._num_ends += is_allowed
+            return is_allowed
+        if self._num_ends or self._matcher.validate_tokens([token_id]) == 0:
+            return False
+        taken = self._matcher.consume_token(token_id)
+        assert taken, self._matcher.get_error()
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens that were accepted."""
+        num_ends = min(num_tokens, self._num_ends)
+        self._num_ends -= num_ends
+        if num_tokens > num_ends:
+            done = self._matcher.rollback(num_tokens - num_ends)
+            assert done, self._matcher.get_error()
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the text is whole and nothing may follow it but an end token."""
+        return bool(self._num_ends or self._matcher.is_stopped())
+
+
+class StructureCompiler:
+    """Makes matchers for one tokenizer, and keeps the grammars that were asked for last; for any thread."""
+
+    def __init__(self, tokenizer: Any, *, end_token_ids: Sequence[int], num_kept: int = 64) -> None:
+        """Prepare; the library is loaded, and the vocabulary read, with the first structure.
+
+        Args:
+            tokenizer: A fast tokenizer of transformers.
+            end_token_ids: Tokens that end an answer; they are allowed where the language may end.
+            num_kept: How many grammars are kept.
+        """
+        self._tokenizer = tokenizer
+        self._end_token_ids = frozenset(end_token_ids)
+        self._num_kept = num_kept
+        self._vocabulary: Any = None
+        self._kept: OrderedDict[Structure, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def compile(self, structure: Structure) -> StructureMatcher:
+        """Return a matcher at the beginning of an answer.
+
+        Raises:
+            RequestRefused: llguidance is missing; `tokenizer` is not a fast one, or has no end token;
+                `structure` is no schema or expression, or one that llguidance cannot hold an answer to.
+        """
+        with self._lock:
+            if structure in self._kept:
+                self._kept.move_to_end(structure)
+            else:
+                self._kept[structure] = self._compiled(structure)
+                if len(self._kept) > self._num_kept:
+                    self._kept.popitem(last=False)
+            return StructureMatcher(self._kept[structure].deep_copy(), self._end_token_ids)
+
+    def _compiled(self, structure: Structure) -> Any:
+        try:
+            import llguidance  # an optional library
+            from llguidance import hf
+        except ImportError as error:
+            raise RequestRefused(
+                "structured output needs the library llguidance: pip install colossalai[structured]"
+            ) from error
+        if self._vocabulary is None:
+            if not self._end_token_ids:
+                raise RequestRefused(
+                    "structured output needs a token that ends an answer; the model has none"
+                )
+            try:
+                ends = sorted(self._end_token_ids)
+                self._vocabulary = hf.from_tokenizer(self._tokenizer, eos_token=ends)
+            except ValueError as error:
+                raise RequestRefused(f"structured output with this tokenizer: {error}") from error
+        try:
+            if structure.kind == "json":
+                grammar = llguidance.LLMatcher.grammar_from_json_schema(
+                    structure.source, defaults={"whitespace_pattern": _SPACES}
+                )
+            else:
+                grammar = llguidance.LLMatcher.grammar_from_regex(structure.source)
+        except ValueError as error:
+            raise _refused(structure, str(error)) from error
+        matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
+        if matcher.is_error():
+            raise _refused(structure, matcher.get_error())
+        return matcher
+
+
+def _refused(structure: Structure, reason: str) -> RequestRefused:
+    what = {"json": "JSON schema", "regex": "regular expression"}[structure.kind]
+    source = structure.source if len(structure.source) <= 80 else structure.source[:77] + "..."
+    return RequestRefused(f"the {what} {source!r} cannot be followed: {' '.join(reason.split())[:300]}")

@@ -1,0 +1,9 @@
+"""Which tokens of which requests a step computes, and in which blocks their keys and values lie."""
+
+from colossalai.inference.scheduling._blocks import BlockPool as BlockPool
+from colossalai.inference.scheduling._blocks import root_key as root_key
+from colossalai.inference.scheduling._pace import PromptPace as PromptPace
+from colossalai.inference.scheduling._scheduler import BatchStep as BatchStep
+from colossalai.inference.scheduling._scheduler import RunningSequence as RunningSequence
+from colossalai.inference.scheduling._scheduler import Scheduler as Scheduler
+from colossalai.inference.scheduling._scheduler import SequenceChunk as SequenceChunk

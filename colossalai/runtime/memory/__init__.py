@@ -1,0 +1,30 @@
+"""Memory of a rank by formula: what training takes, and all the models of RLHF; and what is free."""
+
+from colossalai.runtime.memory._available import device_bytes as device_bytes
+from colossalai.runtime.memory._available import free_bytes as free_bytes
+from colossalai.runtime.memory._counts import ParamNumbers as ParamNumbers
+from colossalai.runtime.memory._counts import RlhfNumbers as RlhfNumbers
+from colossalai.runtime.memory._counts import cached_per_token as cached_per_token
+from colossalai.runtime.memory._counts import numbers_of_module as numbers_of_module
+from colossalai.runtime.memory._counts import rlhf_numbers as rlhf_numbers
+from colossalai.runtime.memory._formulas import STORAGE as STORAGE
+from colossalai.runtime.memory._formulas import SYMBOLS as SYMBOLS
+from colossalai.runtime.memory._formulas import BlockExtents as BlockExtents
+from colossalai.runtime.memory._formulas import Row as Row
+from colossalai.runtime.memory._formulas import Storage as Storage
+from colossalai.runtime.memory._formulas import block_bytes as block_bytes
+from colossalai.runtime.memory._formulas import block_rows as block_rows
+from colossalai.runtime.memory._formulas import cast_row as cast_row
+from colossalai.runtime.memory._formulas import embedding_row as embedding_row
+from colossalai.runtime.memory._formulas import float32_grads_row as float32_grads_row
+from colossalai.runtime.memory._formulas import output_row as output_row
+from colossalai.runtime.memory._formulas import state_bytes as state_bytes
+from colossalai.runtime.memory._formulas import state_rows as state_rows
+from colossalai.runtime.memory._rlhf import Held as Held
+from colossalai.runtime.memory._rlhf import MemoryPlan as MemoryPlan
+from colossalai.runtime.memory._rlhf import RlhfMemory as RlhfMemory
+from colossalai.runtime.memory._rlhf import RlhfSetup as RlhfSetup
+from colossalai.runtime.memory._rlhf import held_in_training as held_in_training
+from colossalai.runtime.memory._rlhf import plans_of as plans_of
+from colossalai.runtime.memory._rlhf import rlhf_memory as rlhf_memory
+from colossalai.runtime.memory._rlhf import rollout_bytes as rollout_bytes

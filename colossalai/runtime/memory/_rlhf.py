@@ -1,0 +1,215 @@
+"""Bytes that a rank holds in RLHF: actor, critic, reference, reward model, and what draws the answers.
+
+With P parameters of a rank, of which ZeRO cuts the parts of a stage over N ranks, and bytes w, g, m, s of a
+parameter, its gradient, its float32 master and its optimizer states:
+
+    actor, critic     (w + g + m + s) P, cut by stage as in "ZeRO" (1910.02054); with adapters (LoRA) P are
+                      theirs, and w F more are those of the F parameters that they stand beside
+    reference         w F, cut as the actor; none where it is the actor with its adapters off
+    reward            w F, whole on each rank
+    rollouts          keys and values, 2 layers heads size e (s + 64) b for b answers of s tokens at a time;
+                      and w F for the engine's own copy where a rank does not hold the actor as it is
+
+On a device whose states lie in host memory (`offload`) are left: of ZeRO 1 and 2 parameters and gradients; of
+Gemini the two chunks that are used at a time.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from colossalai.runtime.memory._counts import ParamNumbers, RlhfNumbers
+from colossalai.runtime.memory._formulas import (
+    Row,
+    Storage,
+    cache_row,
+    float32_grads_row,
+    frozen_row,
+    gathered_row,
+    state_rows,
+)
+
+ON_HOST = ("master weights", "optimizer states")
+"""What ZeRO 1 and 2 keep in host memory with `cpu_offload`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """How ranks share models.
+
+    Attributes:
+        name: What it is called in a table.
+        plugin: What a user writes for it, without a precision.
+        dp: Data-parallel ranks.
+        tp: Ranks that share each layer.
+        zero: Stage of ZeRO; 3 is Gemini.
+        offload: Whether states lie in host memory, under Gemini parameters and gradients, too.
+    """
+
+    name: str
+    plugin: str
+    dp: int
+    tp: int = 1
+    zero: Literal[0, 1, 2, 3] = 0
+    offload: bool = False
+
+    def written(self, precision: str) -> str:
+        """Return what a user writes for it; plugins of ZeRO have a precision of their own."""
+        has_own = self.plugin.startswith(("LowLevelZero", "Gemini"))
+        return self.plugin.replace(")", f", precision={precision!r})") if has_own else self.plugin
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """What a rank holds.
+
+    Attributes:
+        device: On its device, by kinds.
+        host: In host memory.
+    """
+
+    device: tuple[Row, ...] = ()
+    host: tuple[Row, ...] = field(default=())
+
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return sum(row.num_bytes for row in self.device)
+
+    @property
+    def host_bytes(self) -> int:
+        """In host memory."""
+        return sum(row.num_bytes for row in self.host)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlhfMemory:
+    """What a rank holds of all models under a plan.
+
+    Attributes:
+        plan: The plan.
+        models: By the names "actor", "critic", "reference", "reward" and "rollouts".
+    """
+
+    plan: MemoryPlan
+    models: Mapping[str, Held]
+
+    @property
+    def num_bytes(self) -> int:
+        """On the device."""
+        return sum(held.num_bytes for held in self.models.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """In host memory."""
+        return sum(held.host_bytes for held in self.models.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlhfSetup:
+    """What is trained, and on what.
+
+    Attributes:
+        storage: What the precision keeps.
+        models: Those that there are, of "actor", "critic", "reference", "reward" and "rollouts".
+        answers: Answers that a rank draws at a time.
+        tokens: Of a prompt and its answer.
+        has_adapters: Whether adapters alone are trained: the reference is the actor without them then.
+    """
+
+    storage: Storage
+    models: tuple[str, ...] = ("actor", "critic", "reference", "reward", "rollouts")
+    answers: int = 8
+    tokens: int = 576
+    has_adapters: bool = False
+
+
+def plans_of(num_ranks: int) -> Iterator[MemoryPlan]:
+    """Yield the plans that so many ranks may follow, the one that sends least first."""
+    zero, gemini = "LowLevelZeroPlugin(stage={})", "GeminiPlugin(placement_policy={!r})"
+    on_host = zero.format("2, cpu_offload=True")
+    yield MemoryPlan(name="DDP", plugin="TorchDDPPlugin()", dp=num_ranks)
+    if num_ranks > 1:
+        yield MemoryPlan(name="ZeRO-1", plugin=zero.format(1), dp=num_ranks, zero=1)
+        yield MemoryPlan(name="ZeRO-2", plugin=zero.format(2), dp=num_ranks, zero=2)
+        yield MemoryPlan(name="Gemini", plugin=gemini.format("auto"), dp=num_ranks, zero=3)
+    for tp in sorted({2, num_ranks} if num_ranks > 1 else ()):
+        plugin = f"HybridParallelPlugin(tp_size={tp}"
+        dp = num_ranks // tp
+        yield MemoryPlan(name=f"tp {tp}", plugin=plugin + ")", dp=dp, tp=tp)
+        if dp > 1:
+            plugin += ", zero_stage=1)"
+            yield MemoryPlan(name=f"tp {tp}, ZeRO-1", plugin=plugin, dp=dp, tp=tp, zero=1)
+    yield MemoryPlan(name="ZeRO-2, host", plugin=on_host, dp=num_ranks, zero=2, offload=True)
+    yield MemoryPlan(name="Gemini, host", plugin=gemini.format("cpu"), dp=num_ranks, zero=3, offload=True)
+
+
+def rlhf_memory(numbers: RlhfNumbers, setup: RlhfSetup, plan: MemoryPlan) -> RlhfMemory:
+    """Return what a rank holds of the models of RLHF.
+
+    Args:
+        numbers: Of a rank's parameters, for the `tp` of `plan`, and with adapters or without.
+        setup: What is trained.
+        plan: How ranks share it.
+    """
+    found = {
+        "actor": held_in_training(numbers.policy, setup.storage, plan),
+        "critic": held_in_training(numbers.value, setup.storage, plan),
+        "reference": _held_frozen(numbers.policy.as_frozen(), setup.storage, plan),
+        "reward": Held(device=(_whole_row(numbers.whole_value, setup.storage),)),
+        "rollouts": _held_by_rollouts(numbers, setup, plan),
+    }
+    if setup.has_adapters:
+        found["reference"] = Held()
+    return RlhfMemory(plan=plan, models={name: found[name] for name in setup.models})
+
+
+def held_in_training(numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) -> Held:
+    """Return what a rank holds of a model that is trained."""
+    rows = state_rows(numbers.trained, storage, dp=plan.dp, zero=plan.zero)
+    if storage.master and plan.zero == 0:
+        rows.insert(2, float32_grads_row(numbers.trained, is_copied=plan.dp > 1))
+    if numbers.frozen:
+        rows.insert(0, frozen_row(numbers.frozen, storage, dp=plan.dp, zero=plan.zero))
+    return _placed(rows, numbers, storage, plan)
+
+
+def rollout_bytes(per_token: int, *, itemsize: int, answers: int, tokens: int) -> int:
+    """Return the bytes of the cache of an engine.
+
+    Args:
+        per_token: Elements of keys and values of a token.
+        itemsize: Bytes of one.
+        answers: Answers at a time.
+        tokens: Most tokens of a prompt and its answer.
+    """
+    return cache_row(per_token, itemsize=itemsize, answers=answers, tokens=tokens).num_bytes
+
+
+def _held_frozen(numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) -> Held:
+    return _placed([frozen_row(numbers.frozen, storage, dp=plan.dp, zero=plan.zero)], numbers, storage, plan)
+
+
+def _placed(rows: list[Row], numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) -> Held:
+    """Return where rows lie."""
+    chunks = (gathered_row(numbers.in_two_chunks, storage),) if plan.zero == 3 and _moves(plan) else ()
+    if not plan.offload:
+        return Held(device=(*rows, *chunks))
+    stays = [row for row in rows if plan.zero < 3 and row.name not in ON_HOST]
+    return Held(device=(*stays, *chunks), host=tuple(row for row in rows if row not in stays))
+
+
+def _moves(plan: MemoryPlan) -> bool:
+    """Return whether chunks come from elsewhere: those of one rank are its own memory."""
+    return plan.dp > 1 or plan.offload
+
+
+def _whole_row(num_params: int, storage: Storage) -> Row:
+    return frozen_row(num_params, storage, dp=1, zero=0)
+
+
+def _held_by_rollouts(numbers: RlhfNumbers, setup: RlhfSetup, plan: MemoryPlan) -> Held:
+    itemsize = setup.storage.weight
+    cache = cache_row(numbers.cached_per_token, itemsize=itemsize, answers=setup.answers, tokens=setup.tokens)
+    shares = plan.zero < 3 and plan.tp == 1 and not setup.has_adapters
+    return Held(device=(cache,) if shares else (cache, _whole_row(numbers.whole_policy, setup.storage)))

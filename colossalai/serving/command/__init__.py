@@ -1,0 +1,7 @@
+"""What `colossalai serve` does: options and a config to a plan, ranks, an engine with its answers kept."""
+
+from colossalai.serving.command._answer_cache import AnswerCache as AnswerCache
+from colossalai.serving.command._profanity import ProfanityFilter as ProfanityFilter
+from colossalai.serving.command._profanity import ProfanityWords as ProfanityWords
+from colossalai.serving.command._serve import ServeOptions as ServeOptions
+from colossalai.serving.command._serve import serve as serve

@@ -1,0 +1,293 @@
+"""Profanity filter: answers with words of a list are replaced, before a client has seen one.
+
+It stands before an engine as another `Service`, so that it holds for all routes, whole answers and streams.
+
+[Note: words that are still coming]
+A word may come in pieces, so what could be the beginning of one is held back until it is decided. Texts are
+compared letter by letter after NFKD and case folding, with white space as one space and without invisible
+characters. A letter is known only with the marks behind it, so the last one waits where it could go on. In a
+script with spaces a word is a whole one ("ass" is not in "class"), which the next letter decides; in Chinese,
+Japanese, Korean, Thai and the like it is wherever it stands.
+"""
+
+import json
+import threading
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Self
+
+from colossalai.inference import (
+    Delta,
+    EngineStats,
+    Listener,
+    Request,
+    RequestRefused,
+    Service,
+    ServiceInFront,
+)
+
+REPLACEMENT = "The question or its answer has words that are not said here; please put it in other words."
+"""What is said instead."""
+
+_UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "BOPOMOFO", "THAI", "LAO", "KHMER", "MYANMAR")
+_JAMO_INSIDE = range(0x1160, 0x1200)  # vowels and ends of decomposed Korean syllables
+
+
+@dataclass
+class _Node:
+    """A place in the tree of words, letter by letter."""
+
+    following: "dict[str, _Node]" = field(default_factory=dict)
+    is_end: bool = False
+
+
+class ProfanityWords:
+    """Words and phrases that are looked for.
+
+    Args:
+        words: The words; those that are empty are not counted.
+
+    Raises:
+        ValueError: `words` has no word.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.root = _Node()
+        for word in words:
+            node = self.root
+            for letter in " ".join(_folded(word).split()):
+                node = node.following.setdefault(letter, _Node())
+            node.is_end = node is not self.root
+        if not self.root.following:
+            raise ValueError("there is no word: give at least one")
+
+    @classmethod
+    def of_file(cls, path: str) -> Self:
+        """Read a file with a word or phrase on each line, or with a JSON list of them.
+
+        Raises:
+            ValueError: `path` cannot be read, or has no word.
+        """
+        place = f"the profanity file {path}"
+        try:
+            text = Path(path).read_text(encoding="utf-8-sig")
+            words = json.loads(text) if text.lstrip().startswith("[") else text.split("\n")
+        except OSError as error:
+            raise ValueError(f"{place}: {error.strerror}") from error
+        except ValueError as error:
+            raise ValueError(
+                f"{place}: write a word or phrase on each line, in UTF-8, or a JSON list of them ({error})"
+            ) from error
+        if not all(isinstance(word, str) for word in words):
+            raise ValueError(f"{place}: the JSON list has something that is no text")
+        try:
+            return cls(words)
+        except ValueError as error:
+            raise ValueError(f"{place} is empty: write a word or phrase on each line") from error
+
+    def are_in(self, text: str) -> bool:
+        """Return whether a text has one of them."""
+        scan = ProfanityScan(self)
+        scan.push(text)
+        scan.end()
+        return scan.has_found
+
+
+# See [Note: words that are still coming].
+class ProfanityScan:
+    """Looks for words in a text that comes in pieces.
+
+    Args:
+        words: The words.
+    """
+
+    def __init__(self, words: ProfanityWords) -> None:
+        self.has_found = False
+        self._root = words.root
+        self._text = ""  # what is still needed of what has come
+        self._origin = 0  # where in all of the text it begins
+        self._said = 0  # up to there it was returned
+        self._next = 0  # from there on letters have not been looked at
+        self._before = ""  # the letter before that place
+        self._begun: list[tuple[_Node, int]] = []  # places in the tree, with where the word has begun
+        self._whole: list[int] = []  # beginnings of words that end just before `_next`
+
+    def push(self, piece: str) -> str:
+        """Take the next piece of the text, and return what can be said of it; "" once a word was found."""
+        self._text += piece
+        end = self._origin + len(self._text)
+        for place in range(self._next + 1, end):
+            if not _is_mark(self._text[place - self._origin]):
+                self._look(place)
+        if end > self._next and self._could_go_on():
+            end = self._next
+        return self._take(min([end, *self._whole, *(start for _, start in self._begun)]))
+
+    def end(self) -> str:
+        """Take the end of the text, and return what was held back; "" if a word was found."""
+        end = self._origin + len(self._text)
+        self._look(end)
+        self.has_found = self.has_found or bool(self._whole)
+        return self._take(end)
+
+    def _take(self, end: int) -> str:
+        if self.has_found:
+            return ""
+        said = self._text[self._said - self._origin : end - self._origin]
+        self._said = end
+        begin = min(end, self._next)  # the last letter may be said before it is looked at, with its marks
+        self._text, self._origin = self._text[begin - self._origin :], begin
+        return said
+
+    def _look(self, end: int) -> None:
+        """Look at a letter, which ends at a place."""
+        start, self._next = self._next, max(end, self._next)
+        for letter in _folded(self._text[start - self._origin : end - self._origin]):
+            if letter == self._before == " ":
+                continue
+            if any(not self._is_inside(letter) for _ in self._whole):
+                self.has_found = True
+            reached = [(found, begin) for node, begin in self._begun if (found := node.following.get(letter))]
+            if (found := self._root.following.get(letter)) and not self._is_inside(letter):
+                reached.append((found, start))
+            self._begun, self._before = reached, letter
+            self._whole = [begin for node, begin in reached if node.is_end]
+
+    def _is_inside(self, letter: str) -> bool:
+        """Whether a letter goes on with the word that the one before belongs to."""
+        return _continues(letter) or (_is_spaced(self._before) and _is_spaced(letter))
+
+    def _could_go_on(self) -> bool:
+        """Whether the last letter, with marks that it may get, belongs to a word of the list."""
+        first = _folded(self._text[self._next - self._origin])[:1]
+        if not first or self._whole or any(first in node.following for node, _ in self._begun):
+            return True
+        return first in self._root.following and not self._is_inside(first)
+
+
+def _folded(text: str) -> str:
+    folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
+    return "".join(
+        " " if letter.isspace() else letter for letter in folded if unicodedata.category(letter) != "Cf"
+    )
+
+
+def _is_mark(letter: str) -> bool:
+    """Whether a letter is put on the one before."""
+    return unicodedata.combining(unicodedata.normalize("NFKD", letter)[0]) != 0
+
+
+def _continues(letter: str) -> bool:
+    return unicodedata.category(letter)[0] == "M" or ord(letter) in _JAMO_INSIDE
+
+
+def _is_spaced(letter: str) -> bool:
+    """Whether a letter is of a word in a script that has spaces between words."""
+    return letter.isalnum() and not unicodedata.name(letter, "").startswith(_UNSPACED)
+
+
+class ProfanityFilter(ServiceInFront):
+    """An engine that does not say some words.
+
+    A request whose prompt has one is answered without the engine. An answer that comes to one ends there,
+    with "content_filter".
+
+    Args:
+        service: The engine.
+        words: The words.
+
+    Raises:
+        ValueError: `service` has no tokenizer.
+    """
+
+    def __init__(self, service: Service, words: ProfanityWords) -> None:
+        if service.tokenizer is None:
+            raise ValueError(
+                "a profanity file is for texts, and the model has no tokenizer: leave the file out"
+            )
+        super().__init__(service)
+        self._words = words
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Hand a request on, or answer it at once if its prompt has a word of the list.
+
+        Raises:
+            RequestRefused: `request` can never be answered, or asks for log-probabilities, which name tokens.
+            QueueFull: The queue has no room.
+            EngineStopped: The engine has ended.
+        """
+        params = request.params
+        if params.logprobs is not None or params.prompt_logprobs is not None:
+            raise RequestRefused(
+                "logprobs name the words that this server does not say (--profanity-file); leave them out"
+            )
+        if not self._words.are_in(self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)):
+            self._service.submit(request, _Guard(self._service, self._words, request, listener).hear)
+            return
+        for index in range(params.n):
+            listener(
+                Delta(
+                    request_id=request.request_id,
+                    index=index,
+                    text=REPLACEMENT,
+                    finish_reason="content_filter",
+                )
+            )
+
+    def stats(self) -> EngineStats:
+        """Return the state of the engine."""
+        return self._service.stats()
+
+    def update_weights(self, path: str, *, in_flight: str) -> None:
+        """Take new values; see `Service.update_weights`."""
+        self._service.update_weights(path, in_flight=in_flight)
+
+
+class _Guard:
+    """Hears a request for its listener, and hands on what may be said.
+
+    Args:
+        service: The engine.
+        words: What may not be said.
+        request: The request.
+        listener: Who hears of it.
+    """
+
+    def __init__(self, service: Service, words: ProfanityWords, request: Request, listener: Listener) -> None:
+        self._service, self._words, self._request, self._listener = service, words, request, listener
+        self._begin()
+
+    def _begin(self) -> None:
+        self._scans = [ProfanityScan(self._words) for _ in range(self._request.params.n)]
+        self._has_said = [False] * len(self._scans)
+        self._num_open = len(self._scans)
+
+    def hear(self, heard: Delta | BaseException) -> None:
+        """Hand on what the engine says, but for words of the list and what follows them."""
+        if isinstance(heard, BaseException):
+            self._listener(heard)
+            return
+        if heard.is_restart:
+            self._begin()
+            self._listener(heard)
+            return
+        scan = self._scans[heard.index]
+        if scan.has_found:
+            return
+        text = scan.push(heard.text)
+        if heard.finish_reason is not None:
+            text += scan.end()
+        if scan.has_found:
+            gap = "\n\n" if self._has_said[heard.index] else ""  # in a stream, from what was said before
+            heard = replace(heard, text=gap + REPLACEMENT, finish_reason="content_filter", stop_reason=None)
+            text = heard.text
+        self._has_said[heard.index] |= bool(text)
+        self._num_open -= heard.finish_reason is not None
+        self._listener(replace(heard, text=text))
+        if scan.has_found and not self._num_open:
+            # The engine may hold a lock in this thread, which is its own.
+            threading.Thread(
+                target=self._service.abort, args=(self._request.request_id,), daemon=True
+            ).start()

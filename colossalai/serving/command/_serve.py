@@ -1,0 +1,293 @@
+"""Serving a model: on each rank its part of it, on rank 0 the engine and the HTTP server.
+
+What `colossalai serve` says becomes one frozen value, which the ranks get as JSON in an argument. With one
+rank everything runs in this process; more are started by the launcher, as those of `colossalai run`.
+"""
+
+import json
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+from colossalai.context import Mesh, global_context, launch_from_torch
+from colossalai.inference import (
+    EngineOptions,
+    ModelInfo,
+    Service,
+    ServingConfig,
+    ThreadedEngine,
+    check_ranks,
+    engine_of_ranks,
+    load_tokenizer,
+)
+from colossalai.launcher import RunOptions
+from colossalai.launcher import run as run_ranks
+from colossalai.logging import get_dist_logger
+from colossalai.serving._options import ServerOptions, is_loopback
+from colossalai.serving._server import Server, check_port, reserved_port
+from colossalai.serving.command._answer_cache import AnswerCache
+from colossalai.serving.command._profanity import ProfanityFilter, ProfanityWords
+
+KEY_VARIABLE = "COLOSSALAI_API_KEY"
+_STEP_TOKENS = EngineOptions().max_tokens_per_step
+_END_S = 30.0  # beyond the drain: for aborted requests, connections and ranks to end
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """What is served, on which ranks, and how it is reached.
+
+    Attributes:
+        model: A folder of `save_pretrained`, or a name of `colossalai.inference.models`; None where `config`
+            says it.
+        config: A file as `ServingConfig` reads it; what is given here goes before it.
+        name: The name that requests ask for the model by; None for that of the folder.
+        tokenizer: Folder of the tokenizer; None for that of the model.
+        tp: Ranks that share each layer; None for what `config` says, or one.
+        pp: Stages that share the layers; None likewise.
+        max_restarts: Times that ranks are started again when one has died.
+        api_key_file: A file with the key that clients have to send; None for the variable
+            COLOSSALAI_API_KEY, or for none.
+        profanity_file: A file with words and phrases, one on a line; an answer to a request that has one, or
+            that has one itself, is replaced.
+        engine: Fields of `EngineOptions`.
+        server: Fields of `ServerOptions`, but for the key.
+    """
+
+    model: str | None = None
+    config: str | None = None
+    name: str | None = None
+    tokenizer: str | None = None
+    tp: int | None = None
+    pp: int | None = None
+    max_restarts: int = 0
+    api_key_file: str | None = None
+    profanity_file: str | None = None
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    server: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Return the value that `to_json` wrote."""
+        return cls(**json.loads(text))
+
+    def to_json(self) -> str:
+        """Return it as text; the key is not in it."""
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """What a rank does: the options, with what a config file says under them."""
+
+    model: Any
+    name: str
+    tokenizer: str | None
+    tp: int
+    pp: int
+    backend: str
+    engine: EngineOptions
+    server: Mapping[str, Any]
+    api_key: str | None
+    profanity: ProfanityWords | None
+    config: ServingConfig | None
+
+    def server_options(self) -> ServerOptions:
+        return ServerOptions(**self.server, api_key=self.api_key)
+
+
+def serve(options: ServeOptions) -> int:
+    """Serve a model until the process is asked to end.
+
+    Args:
+        options: What and how.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        ValueError: `options` or their files say something that is not allowed; nothing has been started.
+    """
+    plan = _plan(options)
+    server = plan.server_options()  # refuses before anything is loaded or started
+    check_port(server)
+    num_ranks = plan.tp * plan.pp
+    if num_ranks == 1 and not options.max_restarts:
+        serve_rank(options)
+        return 0
+    if plan.config is None or plan.config.engine_server is None:
+        check_ranks(plan.model, plan.engine, tokenizer=plan.tokenizer, tp=plan.tp, pp=plan.pp)
+    if server.port == 0:  # ranks that are started again take the same one
+        with reserved_port(server.host) as port:
+            return _run_on_ranks(replace(options, server={**options.server, "port": port}), plan)
+    return _run_on_ranks(options, plan)
+
+
+def _run_on_ranks(options: ServeOptions, plan: "_Plan") -> int:
+    server = plan.server_options()
+    meeting = ("127.0.0.1", 0) if plan.config is None else (plan.config.host, plan.config.port)
+    return run_ranks(
+        RunOptions(
+            target="colossalai.serving.command",
+            is_module=True,
+            args=(options.to_json(),),
+            num_procs=plan.tp * plan.pp,
+            max_restarts=options.max_restarts or None,
+            drain_s=server.drain_s + _END_S,
+            master_addr=None if is_loopback(meeting[0]) else meeting[0],
+            master_port=meeting[1],
+            env=(KEY_VARIABLE,) if KEY_VARIABLE in os.environ else (),
+        )
+    )
+
+
+def serve_rank(options: ServeOptions) -> None:
+    """Serve on this rank: on the first until the process is asked to end, on another until that one ends.
+
+    Raises:
+        ValueError: The model cannot be served as `options` say.
+        RuntimeError: The engine has failed.
+    """
+    plan = _plan(options)
+    if plan.config is not None:
+        _set_log_level(plan.config.log_level)
+    mesh: Mesh | None = None
+    if plan.tp * plan.pp > 1:
+        parallel = {"pipeline": {"size": plan.pp}, "tensor": {"size": plan.tp, "mode": "1d"}}
+        launch_from_torch({"parallel": parallel}, backend=plan.backend, verbose=False)
+        mesh = global_context.mesh
+    if plan.config is not None and plan.config.engine_server is not None:
+        _serve_http(plan, plan.config.engine_server(plan.config))
+        return
+    is_first = mesh is None or mesh.rank == 0
+    began = time.monotonic()
+    tokenizer = load_tokenizer(plan.model, plan.tokenizer) if is_first else None
+    engine = engine_of_ranks(plan.model, plan.engine, mesh=mesh, tokenizer=tokenizer)
+    if engine is None:
+        return
+    info = ModelInfo(
+        name=plan.name,
+        max_length=engine.limits.max_length,
+        vocab_size=engine.limits.vocab_size,
+        created=int(time.time()),
+        adapters=engine.limits.adapters,
+        facts={"tp": plan.tp, "pp": plan.pp, "blocks": engine.scheduler.pool.num_blocks},
+    )
+    logger = get_dist_logger("colossalai.serving")
+    pool = engine.scheduler.pool
+    room = pool.num_blocks * pool.block_size
+    logger.info(
+        f"{plan.name} is loaded in {time.monotonic() - began:.1f} s: {pool.num_blocks} blocks of "
+        f"{pool.block_size} tokens, {room / info.max_length:.1f} requests of {info.max_length} tokens fit"
+    )
+    service = ThreadedEngine(engine, info)
+    thread = threading.Thread(target=service.run, name="colossalai-engine", daemon=True)
+    thread.start()
+    try:
+        _serve_http(plan, service)
+    finally:
+        service.stop("the server has ended")
+        thread.join()
+    if service.error is not None:
+        raise RuntimeError(f"the engine has failed: {service.error}") from service.error
+
+
+def _serve_http(plan: _Plan, service: Service) -> None:
+    config, front = plan.config, service
+    if config is not None and config.cache_size:
+        front = AnswerCache(
+            service,
+            num_requests=config.cache_size,
+            most_answers=config.cache_list_size,
+            fixed=config.fixed_cache_keys,
+        )
+    if plan.profanity is not None:  # also before kept answers, which are what the model said
+        front = ProfanityFilter(front, plan.profanity)
+    server = Server(front, plan.server_options())
+    if isinstance(service, ThreadedEngine):
+        # An engine that has failed has told its clients; the process ends, and somebody may start it again.
+        service.on_end(server.ask_to_stop)
+    server.serve()
+
+
+def _set_log_level(level: str) -> None:
+    for name in ("colossalai", "colossalai.serving", "colossalai.inference"):
+        get_dist_logger(name).set_level("debug" if level == "trace" else level)
+
+
+def _plan(options: ServeOptions) -> _Plan:
+    """Return what the options and their config file say together.
+
+    Raises:
+        ValueError: `options` contradict their config, lack a model, or name files that cannot be read.
+    """
+    config = None if options.config is None else ServingConfig.from_file(options.config)
+    if config is None and options.model is None:
+        raise ValueError("say what to serve: a folder of save_pretrained, or --config with a model_class")
+    model: Any = options.model if options.model is not None else config and config.model_class
+    engine, server = dict(options.engine), dict(options.server)
+    tokenizer, tp, pp, backend = options.tokenizer, options.tp or 1, options.pp or 1, "auto"
+    if config is not None:
+        resolved = config.resolve()
+        said_engine: dict[str, Any] = {
+            "checkpoint": None if config.checkpoint is None else str(config.checkpoint),
+            "dtype": str(config.dtype_of(resolved)).removeprefix("torch."),
+            "max_running": config.executor_max_batch_size,
+            "max_tokens_per_step": max(_STEP_TOKENS, config.executor_max_batch_size),
+            "max_queue": config.executor_max_queue_size or None,
+        }
+        said_server: dict[str, Any] = {
+            "host": config.server_host,
+            "port": config.server_port,
+            "allow_cors": config.allow_cors,
+            "keep_alive_s": math.ceil(config.timeout_keep_alive),
+        }
+        engine, server = said_engine | engine, said_server | server
+        tp, pp = options.tp or config.tp_init_size, options.pp or config.pp_init_size
+        tokenizer = tokenizer or (None if config.tokenizer_path is None else str(config.tokenizer_path))
+        backend = config.backend
+    is_path = isinstance(model, str | Path)
+    name = Path(os.path.abspath(model)).name if is_path else getattr(model, "__name__", "model")
+    name = options.name or name
+    settings = EngineOptions(**engine)
+    if settings.adapters and config is not None and config.engine_server is not None:
+        raise ValueError(
+            "the config has an engine_server of its own, which takes no adapters: leave --lora out"
+        )
+    if name in settings.adapters:
+        raise ValueError(f"the adapter {name!r} has the name of the model: give one of them another (--name)")
+    return _Plan(
+        model=model,
+        name=name,
+        tokenizer=tokenizer,
+        tp=tp,
+        pp=pp,
+        backend=backend,
+        engine=settings,
+        server=server,
+        api_key=_api_key(options.api_key_file),
+        profanity=None if options.profanity_file is None else ProfanityWords.of_file(options.profanity_file),
+        config=config,
+    )
+
+
+def _api_key(file: str | None) -> str | None:
+    """Return the key of a file, else of the environment; None for none.
+
+    Raises:
+        ValueError: `file` cannot be read, or is empty.
+    """
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    try:
+        key = Path(file).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ValueError(f"--api-key-file {file}: {error.strerror}") from error
+    if not key:
+        raise ValueError(f"--api-key-file {file} is empty: write the key into it")
+    return key

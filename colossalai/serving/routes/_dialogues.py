@@ -1,0 +1,162 @@
+"""The documented routes of the chat server: POST /generate, and /generate/stream with server-sent events.
+
+A dialogue is a list of instructions with their responses; the prompt is what the model was trained on, by
+its tokenizer's chat template or in Alpaca's. Of one that is too long the oldest turns are left out.
+"""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import Response
+
+from colossalai.inference import ALPACA_STOP, Request, SamplingParams
+from colossalai.serving._errors import ApiError, bad_value
+from colossalai.serving._streams import Front, Heard, Reply
+from colossalai.serving._visit import Visit
+from colossalai.serving.routes._answers import Answers
+from colossalai.serving.routes._openai import GENERATING_ERRORS, EventStream, requests_of, responses
+from colossalai.serving.routes._schemas import StrictBody
+
+_MOST_NEW_TOKENS = 512  # where it is not asked for
+_DATA = {"type": "string", "description": "A JSON string: the next piece of the answer, or an empty one."}
+_NAME = {"enum": ["generate", "end", "error"], "description": "After an error, data is its JSON object."}
+_EVENT = {"type": "object", "properties": {"event": _NAME, "data": _DATA}, "required": ["event", "data"]}
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/event-stream": {"itemSchema": _EVENT}}, "description": "The answer in pieces."}
+}
+
+
+class DialogueTurn(StrictBody):
+    """An instruction and the response to it."""
+
+    instruction: str = Field(min_length=1)
+    response: str = Field("", description="Of the last turn it is empty: that is what is asked for.")
+
+
+class DialogueBody(StrictBody):
+    """A dialogue whose last instruction is to be answered."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "history": [{"instruction": "Name the longest river.", "response": ""}],
+                    "max_new_tokens": 64,
+                    "temperature": 0.7,
+                }
+            ]
+        }
+    )
+
+    history: Annotated[list[DialogueTurn], Field(fail_fast=True)] = Field(
+        min_length=1, description="Oldest first; the oldest are left out where the window is too small."
+    )
+    max_new_tokens: int | None = Field(
+        None,
+        ge=1,
+        description=f"Most tokens of the answer; {_MOST_NEW_TOKENS} or half of the window if left out.",
+    )
+    top_k: int | None = Field(None, description="Draw from so many of the most likely tokens.")
+    top_p: float | None = Field(None, description="Draw from the most likely tokens of this probability.")
+    temperature: float | None = Field(None, description="0 takes the most likely token; 1 if left out.")
+    repetition_penalty: float | None = Field(None, description="Makes tokens that are there less likely.")
+
+
+class DialogueAnswer(BaseModel):
+    """The response to the last instruction."""
+
+    response: str
+
+
+def add_dialogue_routes(router: APIRouter, front: Front) -> None:
+    """Add POST /generate and /generate/stream.
+
+    Args:
+        router: Where to add them.
+        front: The engine behind them.
+    """
+
+    @router.post("/generate", responses=responses(*GENERATING_ERRORS, 429))
+    async def generate(body: DialogueBody, http: HttpRequest) -> DialogueAnswer:
+        """Answer the last instruction of a dialogue."""
+        visit = Visit.of(http)
+        request = await _request_of(front, body, visit)
+        answers = Answers([request.prompt_token_ids], 1, visit)
+        reply = await front.ask([request], visit)
+        while (heard := await reply.next()) is not None:
+            _add(answers, heard)
+        return DialogueAnswer(response=answers.choices[0].text)
+
+    @router.post(
+        "/generate/stream",
+        response_class=Response,
+        responses={**_STREAM, **responses(*GENERATING_ERRORS, 429)},
+    )
+    async def generate_stream(body: DialogueBody, http: HttpRequest) -> Response:
+        """Answer the last instruction of a dialogue, in pieces: events `generate`, and then `end`."""
+        visit = Visit.of(http)
+        request = await _request_of(front, body, visit)
+        answers = Answers([request.prompt_token_ids], 1, visit)
+        reply = await front.ask([request], visit)
+        first = await reply.next()  # so that an error before the first piece has a status
+        return EventStream(_events(visit, reply, first, answers))
+
+
+async def _request_of(front: Front, body: DialogueBody, visit: Visit) -> Request:
+    """Return what the engine is asked.
+
+    Raises:
+        ApiError: `body` asks for what cannot be answered.
+    """
+    visit.model = front.info.name
+    if body.history[-1].response:
+        place = f"history[{len(body.history) - 1}].response"
+        why = "the last one must be empty, as it is what is asked for; add a turn with the next instruction"
+        raise ApiError(400, f"{place}: {why}", param=place)
+    if front.options.log_prompts:
+        visit.prompts = [turn.model_dump() for turn in body.history]
+    num_new = body.max_new_tokens or max(min(_MOST_NEW_TOKENS, front.info.max_length // 2), 1)
+    names = ("top_k", "top_p", "temperature", "repetition_penalty")
+    given = {name: value for name in names if (value := getattr(body, name)) is not None}
+    try:
+        params = SamplingParams(
+            max_tokens=num_new, stop=() if front.prompts.has_chat_template else (ALPACA_STOP,), **given
+        )
+    except ValueError as error:
+        raise bad_value(error) from error
+    prompt = await front.prompts.from_dialogue(
+        [(turn.instruction, turn.response) for turn in body.history], num_new
+    )
+    return requests_of(front, visit, [prompt], [params])[0]
+
+
+def _add(answers: Answers, heard: list[Heard]) -> str:
+    """Note what the engine says, and return what is new of the text."""
+    for index, delta in heard:
+        answers.add(index, delta)
+    return "".join(delta.text for _, delta in heard)
+
+
+async def _events(
+    visit: Visit, reply: Reply, heard: list[Heard] | None, answers: Answers
+) -> AsyncIterator[bytes]:
+    """Yield a stream's events; an error of the engine is one of them, and then the last."""
+    try:
+        while heard is not None:
+            if text := _add(answers, heard):
+                yield _event("generate", json.dumps(text).encode())
+            heard = await reply.next()
+    except ApiError as error:
+        visit.outcome, visit.error = "failed", error.message
+        yield _event("error", error.body)
+        return
+    yield _event("end", b'""')
+
+
+def _event(name: Literal["generate", "end", "error"], data: bytes) -> bytes:
+    """Return a server-sent event; browsers do not see one without data."""
+    return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

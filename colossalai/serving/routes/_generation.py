@@ -1,0 +1,119 @@
+"""The documented route of the OPT service, POST /generation, and the loading of new weights."""
+
+from functools import partial
+from typing import Annotated, Literal
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from pydantic import BaseModel, ConfigDict, Field
+
+from colossalai.inference import EngineStopped, RequestFailed, SamplingParams
+from colossalai.serving._errors import ApiError, bad_value, failure, refusal
+from colossalai.serving._streams import Front
+from colossalai.serving._visit import Visit
+from colossalai.serving.routes._answers import Answers
+from colossalai.serving.routes._openai import GENERATING_ERRORS, requests_of, responses
+from colossalai.serving.routes._schemas import StrictBody
+
+
+class GenerationBody(StrictBody):
+    """A prompt to continue."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"prompt": "The longest river", "max_tokens": 64, "top_p": 0.9}]}
+    )
+
+    prompt: str = Field(min_length=1)
+    max_tokens: Annotated[int, Field(ge=1, le=256)] = 64
+    top_k: int | None = Field(None, description="Draw from so many of the most likely tokens.")
+    top_p: float | None = Field(None, description="Draw from the most likely tokens of this probability.")
+    temperature: float | None = Field(None, description="0 takes the most likely token; 1 if left out.")
+
+
+class GenerationAnswer(BaseModel):
+    """The continuation, without the prompt."""
+
+    text: str
+
+
+class LoadWeightsBody(StrictBody):
+    """New values for the model that is served."""
+
+    path: str = Field(min_length=1, description="A checkpoint, where the server finds it.")
+    in_flight: Literal["finish", "restart"] = Field(
+        "finish", description="Whether running requests end before, or begin again after it."
+    )
+
+
+class LoadWeightsAnswer(BaseModel):
+    """What was loaded; it is in force."""
+
+    path: str
+    model: str
+
+
+def add_generation_route(router: APIRouter, front: Front) -> None:
+    """Add POST /generation.
+
+    Args:
+        router: Where to add it.
+        front: The engine behind it.
+    """
+
+    @router.post("/generation", responses=responses(*GENERATING_ERRORS, 406))
+    async def generation(body: GenerationBody, http: HttpRequest) -> GenerationAnswer:
+        """Continue a prompt."""
+        visit = Visit.of(http)
+        visit.model = front.info.name
+        if front.options.log_prompts:
+            visit.prompts = [body.prompt]
+        prompt = (await front.prompts.from_texts([body.prompt]))[0]
+        given = {"top_k": body.top_k, "top_p": body.top_p, "temperature": body.temperature}
+        try:
+            params = SamplingParams(
+                max_tokens=min(body.max_tokens, front.info.max_length - len(prompt)),
+                **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+            )
+        except ValueError as error:
+            raise bad_value(error) from error
+        answers = Answers([prompt], 1, visit)
+        reply = await front.ask(requests_of(front, visit, [prompt], [params]), visit, full_status=406)
+        while (heard := await reply.next()) is not None:
+            for index, delta in heard:
+                answers.add(index, delta)
+        return GenerationAnswer(text=answers.choices[0].text)
+
+
+def add_weights_route(router: APIRouter, front: Front) -> None:
+    """Add POST /v1/load_weights.
+
+    Args:
+        router: Where to add it.
+        front: The engine behind it.
+    """
+
+    @router.post("/v1/load_weights", responses=responses(400, 409, 413, 503))
+    async def load_weights(body: LoadWeightsBody) -> LoadWeightsAnswer:
+        """Take new values from a checkpoint, without a restart; the answer comes when they are in force."""
+        if front.is_updating:
+            raise ApiError(409, "weights are being loaded already; wait for the end of that", code="busy")
+        front.is_updating = True
+        # It goes on if the client leaves, so the thread says when it is over.
+        try:
+            await front.run_slow(partial(_update, front, body))
+        except EngineStopped as error:
+            raise refusal(error) from error
+        except TimeoutError as error:
+            raise ApiError(409, str(error), code="busy", param="in_flight") from error
+        except (ValueError, OSError) as error:
+            raise ApiError(400, str(error), param="path") from error
+        except RequestFailed as error:
+            raise failure(error) from error
+        return LoadWeightsAnswer(path=body.path, model=front.info.name)
+
+
+def _update(front: Front, body: LoadWeightsBody) -> None:
+    try:
+        front.service.update_weights(body.path, in_flight=body.in_flight)
+    finally:
+        front.is_updating = False

@@ -1,0 +1,328 @@
+"""OpenAI's routes: completions, chat completions, and the list of models; and what their answers share."""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from fastapi import Request as HttpRequest
+from pydantic import BaseModel, Field
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from colossalai.inference import Request, SamplingParams
+from colossalai.serving._errors import ApiError, ErrorBody
+from colossalai.serving._prompts import Tokens
+from colossalai.serving._streams import Front, Heard, Reply
+from colossalai.serving._visit import Visit
+from colossalai.serving.routes._answers import (
+    Answers,
+    ChatAnswer,
+    ChatForm,
+    CompletionAnswer,
+    CompletionForm,
+    Form,
+    Heading,
+    event,
+)
+from colossalai.serving.routes._schemas import ChatBody, CompletionBody, GeneratingBody, sampling_params
+
+_DATA = {"type": "string", "description": "A chunk or an error as JSON; at the end of a whole stream [DONE]."}
+_EVENT = {"type": "object", "properties": {"data": _DATA}, "required": ["data"]}
+_SSE = {"text/event-stream": {"itemSchema": _EVENT}}
+_DEFAULT_COMPLETION_TOKENS = 16
+_MOST_PROMPTS = 1024
+
+
+class ModelCard(BaseModel):
+    """A name that requests can ask for; of an adapter with the model that it belongs to."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["colossalai"] = "colossalai"
+    max_length: int = Field(description="Most tokens of a prompt and its answer.")
+    has_chat_template: bool = Field(description="Whether /v1/chat/completions can write a chat for it.")
+    parent: str | None = Field(default=None, description="The model that an adapter belongs to.")
+
+
+class ModelList(BaseModel):
+    """All names that requests can ask for."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class EventStream(Response):
+    """Server-sent events, each sent as soon as it is there.
+
+    Args:
+        events: The events.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[bytes]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events; the gate cancels this where the client leaves."""
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        await send(start)
+        async for each in self._events:
+            await send({"type": "http.response.body", "body": each, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """Return the errors of a route for its description: those given, and those that every route has."""
+    return {status: {"model": ErrorBody} for status in sorted({401, 500, *statuses})}
+
+
+GENERATING_ERRORS = (400, 404, 413, 503)
+"""What every route that generates may answer, beside what every route does and that its queue is full."""
+
+
+def add_openai_routes(router: APIRouter, front: Front) -> None:
+    """Add /v1/completions, /v1/chat/completions and /v1/models.
+
+    Args:
+        router: Where to add them.
+        front: The engine behind them.
+    """
+    errors = responses(*GENERATING_ERRORS, 429)
+
+    def answer(model: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+        return {200: {"model": model, "content": _SSE, "description": "The answers."}, **errors}
+
+    @router.post("/v1/completions", response_class=JSONResponse, responses=answer(CompletionAnswer))
+    async def completions(body: CompletionBody, http: HttpRequest) -> Response:
+        """Continue one or more prompts."""
+        return await _complete(front, body, Visit.of(http))
+
+    @router.post("/v1/chat/completions", response_class=JSONResponse, responses=answer(ChatAnswer))
+    async def chat_completions(body: ChatBody, http: HttpRequest) -> Response:
+        """Make the next message of a chat, in the model's own template."""
+        return await _chat(front, body, Visit.of(http))
+
+    @router.get("/v1/models", responses=responses())
+    async def models() -> ModelList:
+        """List the names that requests can ask for: the model and its adapters."""
+        return ModelList(data=_cards(front))
+
+    @router.get("/v1/models/{model:path}", responses=responses(404))
+    async def model(model: str) -> ModelCard:
+        """Describe one of them."""
+        find_model(front, model)
+        return next(card for card in _cards(front) if card.id == model)
+
+
+def find_model(front: Front, name: str | None) -> str | None:
+    """Return the adapter that a name asks for, None for the model itself.
+
+    Args:
+        front: What is served.
+        name: The field `model` of a request; None for the model itself.
+
+    Raises:
+        ApiError: `name` is neither the model nor an adapter; a 404 with the names that are.
+    """
+    info = front.info
+    if name is None or name == info.name:
+        return None
+    if name not in info.adapters:
+        known = ", ".join(map(repr, (info.name, *info.adapters)))
+        raise ApiError(
+            404, f"there is no model {name!a}; known ones are {known}", param="model", code="model_not_found"
+        )
+    return name
+
+
+def requests_of(
+    front: Front,
+    visit: Visit,
+    prompts: Sequence[Tokens],
+    params: Sequence[SamplingParams],
+    *,
+    adapter: str | None = None,
+    priority: int = 0,
+) -> list[Request]:
+    """Return a request for each prompt of a call."""
+    return [
+        Request(
+            request_id=visit.request_id if len(prompts) == 1 else f"{visit.request_id}-{index}",
+            prompt_token_ids=prompt,
+            params=each,
+            priority=priority,
+            timeout_s=front.options.request_timeout_s,
+            adapter=adapter,
+        )
+        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True))
+    ]
+
+
+async def _complete(front: Front, body: CompletionBody, visit: Visit) -> Response:
+    body.check()
+    adapter = find_model(front, body.model)
+    visit.model = adapter or front.info.name
+    max_tokens = body.asked_tokens
+    if max_tokens == 0 and not body.echo:
+        text = "max_tokens=0; it must be at least 1, unless echo=true asks for the prompt alone"
+        raise ApiError(400, text, param="max_tokens")
+    texts, prompts = await _prompts_of(front, body)
+    if front.options.log_prompts:
+        visit.prompts = list(texts or prompts)
+    if max_tokens is None:
+        max_tokens = _DEFAULT_COMPLETION_TOKENS
+    echo_logprobs = body.logprobs if body.logprobs is not None or max_tokens else 0
+    params = [
+        sampling_params(
+            body,
+            max_tokens=max_tokens,
+            room=front.info.max_length - len(prompt),
+            vocab_size=front.info.vocab_size,
+            logprobs=body.logprobs,
+            prompt_logprobs=echo_logprobs if body.echo else None,
+        )
+        for prompt in prompts
+    ]
+    form = CompletionForm(
+        _heading(body, visit),
+        front.prompts,
+        echoes=_echoes(front, texts, prompts) if body.echo else None,
+        has_logprobs=body.logprobs is not None,
+        num_top=body.logprobs or 0,
+    )
+    requests = requests_of(front, visit, prompts, params, adapter=adapter, priority=body.priority or 0)
+    return await _answer(front, body, visit, requests, form)
+
+
+async def _chat(front: Front, body: ChatBody, visit: Visit) -> Response:
+    body.check()
+    adapter = find_model(front, body.model)
+    visit.model = adapter or front.info.name
+    max_tokens = body.asked_tokens
+    if max_tokens == 0:
+        raise ApiError(400, "max_tokens=0; it must be at least 1", param="max_tokens")
+    messages = [message.for_template for message in body.messages]
+    if front.options.log_prompts:
+        visit.prompts = list(messages)
+    prompt = await front.prompts.from_chat(messages)
+    params = sampling_params(
+        body,
+        max_tokens=max_tokens,
+        room=front.info.max_length - len(prompt),
+        vocab_size=front.info.vocab_size,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+    form = ChatForm(_heading(body, visit), front.prompts, has_logprobs=bool(body.logprobs))
+    requests = requests_of(front, visit, [prompt], [params], adapter=adapter, priority=body.priority or 0)
+    return await _answer(front, body, visit, requests, form)
+
+
+async def _prompts_of(front: Front, body: CompletionBody) -> tuple[list[str] | None, list[Tokens]]:
+    """Return the prompts as texts, where they came so, and as tokens."""
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt], await front.prompts.from_texts([prompt])
+    if not prompt:
+        raise ApiError(400, "prompt: it is empty; it must have at least one text or token", param="prompt")
+    if len(prompt) > _MOST_PROMPTS and not isinstance(prompt[0], int):
+        text = f"prompt: it is a list of {len(prompt)} prompts; a call takes at most {_MOST_PROMPTS}"
+        raise ApiError(400, text, param="prompt")
+    texts = [each for each in prompt if isinstance(each, str)]
+    if texts:
+        return texts, await front.prompts.from_texts(texts)
+    lists = [each for each in prompt if isinstance(each, list)]
+    tokens = lists or [[each for each in prompt if isinstance(each, int)]]
+    return None, [front.prompts.fit(each, "prompt") for each in tokens]
+
+
+def _echoes(front: Front, texts: list[str] | None, prompts: list[Tokens]) -> list[tuple[str, Tokens]]:
+    texts = [front.prompts.text_of(prompt) for prompt in prompts] if texts is None else texts
+    return list(zip(texts, prompts, strict=True))
+
+
+def _heading(body: GeneratingBody, visit: Visit) -> Heading:
+    shows_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+    assert visit.model is not None
+    return Heading(visit.request_id, visit.model, shows_usage)
+
+
+async def _answer(
+    front: Front, body: GeneratingBody, visit: Visit, requests: Sequence[Request], form: Form
+) -> Response:
+    """Ask the engine, and return its answers, whole or as a stream."""
+    answers = Answers([request.prompt_token_ids for request in requests], requests[0].params.n, visit)
+    reply = await front.ask(requests, visit)
+    heard = (
+        await reply.next()
+    )  # a stream begins with its first token, so that an error before it has a status
+    if body.stream:
+        holds = requests[0].params.prompt_logprobs is not None
+        return EventStream(_events(visit, reply, heard, answers, form, _Holder(holds)))
+    while heard is not None:
+        for prompt, delta in heard:
+            answers.add(prompt, delta)
+        heard = await reply.next()
+    return JSONResponse(form.whole(answers))
+
+
+class _Holder:
+    """Keeps what is said of other answers to a prompt until answer 0 has brought the prompt's own part.
+
+    Args:
+        holds: Whether there is such a part; nothing is kept otherwise.
+    """
+
+    def __init__(self, holds: bool) -> None:
+        self._holds = holds
+        self._kept: dict[int, list[Heard]] = {}
+        self._known: set[int] = set()
+
+    def pass_on(self, heard: Sequence[Heard]) -> list[Heard]:
+        """Return what can be sent now, in the order in which it came for each answer."""
+        if not self._holds:
+            return list(heard)
+        ready: list[Heard] = []
+        for prompt, delta in heard:
+            if delta.index == 0 and prompt not in self._known:
+                self._known.add(prompt)
+                ready += [(prompt, delta), *self._kept.pop(prompt, [])]
+            elif prompt in self._known:
+                ready.append((prompt, delta))
+            else:
+                self._kept.setdefault(prompt, []).append((prompt, delta))
+        return ready
+
+
+async def _events(
+    visit: Visit, reply: Reply, heard: list[Heard] | None, answers: Answers, form: Form, holder: _Holder
+) -> AsyncIterator[bytes]:
+    """Yield a stream's events; an error of the engine is one of them, and then the last."""
+    try:
+        while heard is not None:
+            events = []
+            for prompt, delta in holder.pass_on(heard):
+                choice = answers.add(prompt, delta)
+                events += [event(chunk) for chunk in form.chunks(choice, delta, answers)]
+            if events:
+                yield b"".join(events)
+            heard = await reply.next()
+    except ApiError as error:
+        visit.outcome, visit.error = "failed", error.message
+        yield b"data: " + error.body + b"\n\n"
+        return
+    yield b"".join(event(chunk) for chunk in form.last(answers)) + b"data: [DONE]\n\n"
+
+
+def _cards(front: Front) -> list[ModelCard]:
+    info = front.info
+    model = ModelCard(
+        id=info.name,
+        created=info.created,
+        max_length=info.max_length,
+        has_chat_template=front.prompts.has_chat_template,
+    )
+    return [model, *(model.model_copy(update={"id": name, "parent": info.name}) for name in info.adapters)]

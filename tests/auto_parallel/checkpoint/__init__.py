@@ -1,0 +1,1 @@
+"""Tests of colossalai.auto_parallel.checkpoint."""

@@ -1,0 +1,1 @@
+"""The profile of a machine, and what operations cost by it."""

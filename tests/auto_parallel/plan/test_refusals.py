@@ -1,0 +1,140 @@
+"""What does not fit is refused by name: arguments, shapes, sizes, budgets, plans for something else."""
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import colossalai
+from colossalai.auto_parallel import AutoPlan, make_plan
+from colossalai.auto_parallel.solver._choice import BudgetError
+from colossalai.booster import Booster
+from colossalai.booster.plugin import AutoPlugin
+from colossalai.core import global_context as gpc
+from tests.auto_parallel.plan.models import arguments_of, gpt, resnet, slow_machine
+from tests.ranks import run_ranks
+
+HOW = {"profile": slow_machine(), "optimizer": "momentum"}
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.fc(x)
+        return hidden[hidden.sum(-1) > 0]
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.picks = Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.picks(x).square()
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("build", "given", "said"),
+    [
+        (gpt, {}, "meta_args has no tensor with a batch: give the arguments of the forward by name"),
+        (gpt, [torch.zeros(8, 6)], "meta_args is a list: give a dict of the arguments of the forward"),
+        (gpt, {"input_ids": torch.zeros(0, 6)}, "meta_args have a batch of 0 samples"),
+        (gpt, {"input_ids": 3}, "meta_args has no tensor with a batch"),
+        (gpt, {"input_ids": torch.tensor(3)}, "meta_args has no tensor with a batch"),
+        (gpt, {"ids": torch.zeros(8, 6)}, "names 'ids', which the forward of GPT does not have: use 'input_"),
+        (gpt, {"input_ids": torch.zeros(8, 6), "labels": torch.zeros(4, 6)}, "'input_ids': 8, 'labels': 4"),
+        (
+            Outer,
+            {"x": torch.zeros(4, 4)},
+            r"aten\.index\.Tensor in module 'picks' of Outer depends on the values of tensors",
+        ),
+    ],
+)
+def test_arguments(build: Callable[[], nn.Module], given: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_plan(build(), given, world_size=2, **HOW)
+
+
+@pytest.mark.unit
+def test_a_number_of_ranks_that_nothing_can_be_shared_by() -> None:
+    """No divisor of 67 but itself: more than divide the batch, and more than share a layer."""
+    with pytest.raises(ValueError, match=r"a batch of 8 cannot be shared by 67 ranks, .* fewer ranks"):
+        make_plan(gpt(), arguments_of(gpt, 8), world_size=67, **HOW)
+
+
+@pytest.mark.unit
+def test_a_budget_below_one_layer_is_refused_with_the_least_that_works() -> None:
+    model, given = gpt(), arguments_of(gpt, 1)
+    layer = sum(param.nbytes for param in model.blocks[0].mlp.expansion.parameters())
+    with pytest.raises(BudgetError, match="no plan for 1 ranks fits into") as refused:
+        make_plan(model, given, world_size=1, memory_budget=layer - 1, **HOW)
+    least = refused.value.least_bytes
+    assert f"smallest budget that was found to work is {least:,}" in str(refused.value)
+    plan = make_plan(model, given, world_size=1, memory_budget=least, **HOW)
+    assert plan.peak_bytes <= least
+    with pytest.raises(BudgetError):
+        make_plan(model, given, world_size=1, memory_budget=least - 1, **HOW)
+
+
+def changed(plan: AutoPlan, **parts: Any) -> AutoPlan:
+    """Return a plan with some parts of its text changed, as in a file that somebody wrote in."""
+    return AutoPlan.from_json(json.dumps({**json.loads(plan.to_json()), **parts}))
+
+
+@pytest.mark.unit
+def test_a_text_with_a_wrong_part_is_refused() -> None:
+    plan = make_plan(gpt(), arguments_of(gpt, 1), world_size=2, **HOW)
+    for parts, said in (
+        ({"rules": {"blocks.0.mlp": {"colums": ["expansion"]}}}, "no 'colums'; did you mean 'columns'"),
+        ({"setting": {"date": 2}}, "'date'"),
+        ({"setting": {"data": 0}}, "data of the setting is 0; give a number from 1 on"),
+        ({"setting": {"zero": 4}}, "zero of the setting is 4; give a number from 0 on"),
+        ({"precision": "fp7"}, "the precision is 'fp7'; there are fp32, bf16"),
+        ({"optimizer": "lion"}, "the optimizer is 'lion'; there are adamw"),
+        ({"modules": {"head": ["wide", 0.0, 0.0, {}]}}, "the cut of head is 'wide'; there are whole, output"),
+        ({"modules": {"hat": ["whole", 0.0, 0.0, {}]}}, "names 'hat', and GPT has no such module"),
+        (
+            {"rules": {"blocks.0.mpl": {"columns": ["expansion"]}}},
+            "names 'blocks.0.mpl', and GPT has no such",
+        ),
+        ({"version": 99}, "version 99, and this is version 1: make it again"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            changed(plan, **parts)
+
+
+def refused(plan: AutoPlan, model: nn.Module) -> str:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError) as found:  # noqa: PT011 - the sentence is compared by the test
+        Booster(plugin=AutoPlugin(plan)).boost(model, optimizer)
+    return str(found.value)
+
+
+def refusals_of_rank() -> Mapping[str, str]:
+    colossalai.launch_from_torch({}, verbose=False)
+    plan = make_plan(gpt(), arguments_of(gpt, 1), world_size=2, **HOW)
+    assert plan.setting.tensor == 2
+    mlp = {"columns": ["expansion"], "rows": ["projection"]}
+    found = {
+        "world size": refused(make_plan(gpt(), arguments_of(gpt, 8), world_size=4, **HOW), gpt()),
+        "model": refused(plan, resnet()),
+        "layer": refused(changed(plan, rules={"blocks.0.mlp": {**mlp, "rows": ["proj"]}}), gpt()),
+    }
+    gpc.destroy()
+    return found
+
+
+@pytest.mark.dist
+def test_plans_for_something_else() -> None:
+    found, other = run_ranks(refusals_of_rank, 2)
+    assert found == other
+    assert "the plan is for 4 ranks (dp 4, tp 1, pp 1, ZeRO 1), and the job has 2" in found["world size"]
+    assert "blocks." in found["model"]
+    assert "proj" in found["layer"]

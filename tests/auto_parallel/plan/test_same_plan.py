@@ -1,0 +1,57 @@
+"""A plan is the same, to the last character, in every process and on every rank."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+import colossalai
+from colossalai.auto_parallel import make_plan
+from colossalai.core import global_context as gpc
+from tests.auto_parallel.plan.models import arguments_of, gpt, slow_machine
+from tests.ranks import run_ranks
+
+# What is predicted decides, not what is counted on ranks, which one process does not do.
+HOW = {"profile": slow_machine(), "optimizer": "momentum", "verify": False}
+
+
+def texts_of_plans() -> list[str]:
+    """Return plans for 2 ranks, of cuts, of cuts and recomputation, and one for 4 ranks."""
+    free = make_plan(gpt(), arguments_of(gpt, 7), world_size=2, **HOW)
+    tight = make_plan(gpt(), arguments_of(gpt, 7), world_size=2, memory_budget=0.9 * free.peak_bytes, **HOW)
+    assert tight.rules
+    assert tight.segments
+    larger = make_plan(gpt(), arguments_of(gpt, 2), world_size=4, **HOW)
+    return [plan.to_json() for plan in (free, tight, larger)]
+
+
+@pytest.mark.long
+@pytest.mark.unit
+def test_a_process_that_hashes_otherwise_has_the_same_plan() -> None:
+    """Whatever the order of sets: of names, of operations."""
+    own = os.environ.get("PYTHONHASHSEED")
+    found = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import texts_of_plans; print(texts_of_plans())"],
+        env={**os.environ, "PYTHONHASHSEED": "2" if own == "1" else "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout == f"{texts_of_plans()}\n"
+
+
+def texts_of_rank() -> tuple[list[str], str]:
+    colossalai.launch_from_torch({}, verbose=False)
+    texts = texts_of_plans()
+    with pytest.raises(ValueError, match="smallest budget that was found to work is") as refused:
+        make_plan(gpt(), arguments_of(gpt, 1), memory_budget=1000, **HOW)
+    gpc.destroy()
+    return texts, str(refused.value)
+
+
+@pytest.mark.dist
+def test_all_ranks_have_the_plan_of_one_process() -> None:
+    one, other = run_ranks(texts_of_rank, 2)
+    assert one == other
+    assert one[0] == texts_of_plans()

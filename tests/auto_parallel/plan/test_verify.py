@@ -1,0 +1,263 @@
+"""A plan is run for a step on the real ranks, and made again if more bytes are counted than it may take."""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+import colossalai
+from colossalai.auto_parallel import AutoPlan, _verify, make_plan
+from colossalai.auto_parallel._prediction import Prediction, Predictor
+from colossalai.auto_parallel._verify import counted_peak
+from colossalai.context import get_current_mode, get_states
+from colossalai.core import global_context as gpc
+from tests.auto_parallel.plan.models import arguments_of, gpt, slow_machine
+from tests.ranks import run_ranks
+
+BATCH = 32
+HOW: dict[str, Any] = {"profile": slow_machine(), "optimizer": "adamw"}
+
+
+def meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def in_job(test: Callable[..., Any], *args: Any) -> Any:
+    """Return what a test returns within a job of this rank."""
+    colossalai.launch_from_torch({}, verbose=False)
+    try:
+        return test(*args)
+    finally:
+        gpc.destroy()
+
+
+def free_plan() -> AutoPlan:
+    return make_plan(meta(gpt), arguments_of(gpt, BATCH), **HOW)
+
+
+def verified_within(share: float) -> tuple[float, AutoPlan, float]:
+    """Return a budget, a plan within it, and its counted peak as it is counted once more."""
+    budget = share * free_plan().peak_bytes
+    plan = make_plan(meta(gpt), arguments_of(gpt, BATCH), memory_budget=budget, **HOW)
+    return budget, plan, counted_peak(plan, meta(gpt), arguments_of(gpt, BATCH))
+
+
+@pytest.mark.dist
+def test_the_counted_peak_is_within_the_budget() -> None:
+    found = run_ranks(in_job, 2, verified_within, 0.8)
+    assert found[0] == found[1]
+    budget, plan, again = found[0]
+    assert plan.counted_bytes is not None
+    assert plan.counted_bytes <= budget
+    assert plan.counted_bytes == pytest.approx(again, rel=0.01)
+    assert AutoPlan.from_json(plan.to_json()) == plan
+    assert "Run for a step, it took" in plan.explain()
+
+
+def counted_with_values_and_without() -> list[float]:
+    plan = free_plan()
+    return [counted_peak(plan, build(), arguments_of(gpt, BATCH)) for build in (gpt, partial(meta, gpt))]
+
+
+@pytest.mark.dist
+def test_the_users_own_model_does_not_count() -> None:
+    with_values, without = run_ranks(in_job, 2, counted_with_values_and_without)[0]
+    assert with_values == pytest.approx(without, rel=1e-3)
+
+
+def predict_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predict a half of the bytes."""
+    original = Predictor.predict
+
+    def predict(self: Predictor, *args: Any) -> Prediction:
+        found = original(self, *args)
+        return replace(found, bytes={name: 0.5 * size for name, size in found.bytes.items()})
+
+    monkeypatch.setattr(Predictor, "predict", predict)
+
+
+def note_counts(monkeypatch: pytest.MonkeyPatch, seen: list[float], plans: list[AutoPlan]) -> None:
+    """Note what is counted, and of which plans."""
+    original = _verify.counted_peak
+
+    def count(plan: AutoPlan, *args: Any) -> float:
+        seen.append(original(plan, *args))
+        plans.append(plan)
+        return seen[-1]
+
+    monkeypatch.setattr(_verify, "counted_peak", count)
+
+
+def verified_with_half() -> tuple[float, AutoPlan, list[float], list[AutoPlan], AutoPlan]:
+    budget = 0.9 * counted_peak(free_plan(), meta(gpt), arguments_of(gpt, BATCH))
+    seen: list[float] = []
+    plans: list[AutoPlan] = []
+    how = {"memory_budget": budget, **HOW}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        predict_half(monkeypatch)
+        note_counts(monkeypatch, seen, plans)
+        plan = make_plan(meta(gpt), arguments_of(gpt, BATCH), **how)
+    honest = make_plan(meta(gpt), arguments_of(gpt, BATCH), verify=False, **how)
+    return budget, plan, seen, plans, honest
+
+
+@pytest.mark.dist
+def test_a_prediction_of_half_is_found_and_the_plan_made_again() -> None:
+    found = run_ranks(in_job, 2, verified_with_half)
+    assert found[0] == found[1]
+    budget, plan, seen, plans, honest = found[0]
+    assert len(seen) >= 2, "the first plan was taken as it was"
+    assert seen[0] > budget
+    assert seen[-1] <= budget
+    assert plan.counted_bytes == seen[-1]
+    scale = math.prod(peak / each.peak_bytes for peak, each in zip(seen[:-1], plans, strict=False))
+    assert scale > 1.2
+    assert honest.setting == plan.setting
+    halved = 0.5 * honest.bytes["parameters"]
+    assert plan.bytes["parameters"] == pytest.approx(scale * halved)  # sizes are scaled by what was seen
+
+
+def never_verified() -> tuple[str, list[float]]:
+    """Return the refusal if each run counts more than the budget, and what was counted."""
+    budget = 1.2 * free_plan().peak_bytes
+    seen: list[float] = []
+
+    def count(*_: Any) -> float:
+        seen.append(1.01 * budget + len(seen))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(_verify, "counted_peak", count)
+        with pytest.raises(ValueError, match="no plan was found that keeps") as refused:
+            make_plan(meta(gpt), arguments_of(gpt, BATCH), memory_budget=budget, **HOW)
+    return str(refused.value), seen
+
+
+@pytest.mark.dist
+def test_after_three_more_plans_it_is_an_error_with_the_smallest_budget_that_works() -> None:
+    found = run_ranks(in_job, 2, never_verified)
+    assert found[0] == found[1]
+    message, seen = found[0]
+    assert len(seen) == 4
+    assert f"smallest budget that works is {math.ceil(min(seen)):,}" in message
+
+
+def left_as_it_was() -> list[str]:
+    """Return what of the model and of the random states a verification changes."""
+    torch.manual_seed(3)
+    model = gpt()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    draws = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state(), get_current_mode()
+    modes = {mode: state["cpu"].clone() for mode, state in get_states().items()}
+    versions = [param._version for param in model.parameters()]
+    plan = make_plan(model, arguments_of(gpt, BATCH), verify=True, **HOW)
+    changed = [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+    changed += ["a version"] * ([param._version for param in model.parameters()] != versions)
+    changed += ["gradients"] * any(param.grad is not None for param in model.parameters())
+    changed += ["hooks"] * any(param._backward_hooks for param in model.parameters())
+    changed += ["Python"] * (random.getstate() != draws[0])
+    changed += ["numpy"] * (np.random.get_state()[1].tolist() != draws[1])
+    changed += ["torch"] * (not torch.equal(torch.get_rng_state(), draws[2]))
+    changed += ["mode"] * (get_current_mode() != draws[3])
+    changed += [
+        f"{mode}" for mode, state in get_states().items() if not torch.equal(state["cpu"], modes[mode])
+    ]
+    assert plan.memory_budget is None
+    assert plan.counted_bytes is not None
+    assert plan.counted_bytes > 0
+    return changed
+
+
+@pytest.mark.dist
+def test_model_and_random_states_are_left_as_they_were() -> None:
+    assert run_ranks(in_job, 2, left_as_it_was) == [[], []]
+
+
+class Fails(nn.Module):
+    """A GPT whose forward fails on one rank."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.model, self.rank = gpt(), rank
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        is_traced = isinstance(input_ids, FakeTensor)
+        if not is_traced and torch.distributed.get_rank() == self.rank:
+            raise RuntimeError(f"rank {self.rank} is broken")
+        return self.model(input_ids)
+
+
+def refused_on_one_rank(rank: int, batch: int) -> str:
+    with pytest.raises(ValueError, match="pass verify=False") as refused:
+        make_plan(Fails(rank), arguments_of(gpt, batch), verify=True, **HOW)
+    return str(refused.value)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("rank", "batch"), [(1, BATCH), (0, 1)], ids=["data", "tensor"])
+def test_the_error_of_one_rank_is_raised_on_all(rank: int, batch: int) -> None:
+    one, other = run_ranks(in_job, 2, refused_on_one_rank, rank, batch)
+    assert one == other
+    assert f"RuntimeError: rank {rank} is broken" in one
+
+
+class Indices(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = gpt()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.model(input_ids).argmax(-1)
+
+
+def refused_without_floats() -> str:
+    with pytest.raises(ValueError, match=r"returns no floating tensor.*pass verify=False") as refused:
+        make_plan(Indices(), arguments_of(gpt, BATCH), verify=True, **HOW)
+    return str(refused.value)
+
+
+@pytest.mark.dist
+def test_a_model_without_floating_outputs_is_refused_on_all_ranks() -> None:
+    one, other = run_ranks(in_job, 2, refused_without_floats)
+    assert one == other
+
+
+@pytest.mark.unit
+def test_outputs_that_depend_on_no_parameter_make_no_loss() -> None:
+    with pytest.raises(ValueError, match="no floating output depends on a trainable parameter"):
+        _verify._loss_of({"scores": torch.ones(2, 3), "found": torch.ones(2, dtype=torch.long)})
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("share", [None, 0.9])
+def test_outside_of_a_job_nothing_is_run(share: float | None) -> None:
+    how = {**HOW, "world_size": 2}
+    free = make_plan(gpt(), arguments_of(gpt, BATCH), **how)
+    assert free.counted_bytes is None
+    with pytest.raises(ValueError, match="verify=True runs the plan on its 2 ranks, and this is no job"):
+        make_plan(gpt(), arguments_of(gpt, BATCH), verify=True, **how)
+    if share is not None:
+        budget = share * free.peak_bytes
+        plan = make_plan(gpt(), arguments_of(gpt, BATCH), memory_budget=budget, **how)
+        assert plan.counted_bytes is None
+
+
+def two_of_four() -> None:
+    with pytest.raises(ValueError, match="verify=True runs the plan on its 4 ranks, and the job has 2"):
+        make_plan(gpt(), arguments_of(gpt, BATCH), world_size=4, verify=True, **HOW)
+    plan = make_plan(gpt(), arguments_of(gpt, BATCH), world_size=4, **HOW)
+    assert plan.counted_bytes is None
+
+
+@pytest.mark.dist
+def test_a_job_of_other_ranks_is_refused() -> None:
+    run_ranks(in_job, 2, two_of_four)

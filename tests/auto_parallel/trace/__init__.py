@@ -1,0 +1,1 @@
+"""The trace of a model and the profile of its operations."""

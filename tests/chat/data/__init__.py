@@ -1,0 +1,1 @@
+"""The data of chat training: formats, tokens, packing, batches, made-up rows."""

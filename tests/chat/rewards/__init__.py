@@ -1,0 +1,1 @@
+"""Rewards: what scores answers, what is written down of them, and what goes wrong."""

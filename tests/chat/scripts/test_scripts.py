@@ -1,0 +1,181 @@
+"""The documented scripts, with the documented options, on tiny models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from colossalai.chat.data import make_toy_data
+from tests.chat.tiny import causal, tokenizer
+from tests.examples.scripts import run_script
+from tests.ranks import RanksError, run_ranks
+
+pytestmark = pytest.mark.dist
+
+FOLDER = "../applications/Chat/examples"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with a base model, and rows for each stage."""
+    causal().float().save_pretrained(tmp_path / "base")
+    tokenizer().save_pretrained(tmp_path / "base")
+    (tmp_path / "data.json").write_text(json.dumps(make_toy_data("sums", 48, 0)))
+    pairs = make_toy_data("sums", 40, 0, stage="preference")
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in pairs))
+    return tmp_path
+
+
+def run(folder: Path, script: str, out: str, *options: str, num_ranks: int = 2, base: str = "base") -> None:
+    data = "data.json" if script == "train_sft" else "pairs.jsonl"
+    given = {"pretrain": folder / base, "dataset": folder / data, "save_path": folder / out}
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    run_ranks(
+        run_script,
+        num_ranks,
+        f"{FOLDER}/{script}.py",
+        *words,
+        *("--max_len", "64", "--lr", "3e-3", "--log_interval", "2", *options),
+        timeout=120.0,
+    )
+
+
+def losses_of(folder: Path, out: str) -> list[float]:
+    lines = (folder / out / "log" / "steps.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_all_stages_one_after_the_other(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    llama = ("--model", "llama")
+    sft = (*llama, "--max_epochs", "1", "--max_datasets_size", "32", "--accumulation_steps", "2")
+    run(folder, "train_sft", "coati", *sft, "--need_optim_ckpt", "True")
+    assert len(losses_of(folder, "coati")) == 2  # 32 rows, 2 ranks, batches of 4, 2 of them a step
+    AutoModelForCausalLM.from_pretrained(folder / "coati")
+    assert list((folder / "coati" / "optimizer").iterdir())
+    run(
+        folder,
+        "train_reward_model",
+        "rm",
+        *(*llama, "--strategy", "ddp", "--loss_fn", "log_exp", "--test", "True", "--max_epochs", "2"),
+        base="coati",
+    )
+    assert len(losses_of(folder, "rm")) == 8
+    AutoModelForSequenceClassification.from_pretrained(folder / "rm")
+    tensor = "HybridParallelPlugin(tp_size=2)"
+    run(folder, "train_dpo", "dpo", "--model", "auto", "--plugin", tensor, "--max_epochs", "1", base="coati")
+    assert len(losses_of(folder, "dpo")) == 10
+    prompts = make_toy_data("sums", 16, 1, stage="prompts")
+    (folder / "prompts.json").write_text(json.dumps(prompts))
+    ppo = {
+        "pretrain": "coati",
+        "rm_path": "rm",
+        "prompt_dataset": "prompts.json",
+        "pretrain_dataset": "data.json",
+        "save_path": "ppo",
+    }
+    words = [word for name, value in ppo.items() for word in (f"--{name}", str(folder / value))]
+    sizes = ("--num_episodes", "1", "--max_timesteps", "4", "--update_timesteps", "2", "--max_epochs", "2")
+    answers = ("--experience_batch_size", "4", "--train_batch_size", "4", "--max_new_tokens", "8")
+    common = ("--model", "llama", "--max_len", "32", "--log_interval", "2")
+    run_ranks(run_script, 2, f"{FOLDER}/train_prompts.py", *words, *sizes, *answers, *common, timeout=120.0)
+    assert len(losses_of(folder, "ppo")) == 8  # 2 updates of 2 passes in 2 parts
+    AutoModelForCausalLM.from_pretrained(folder / "ppo")
+    (folder / "rewards.py").write_text("def digits(prompt, answer, row):\n    return len(answer) / 8\n")
+    grpo = {
+        "pretrain": "coati",
+        "dataset": "prompts.json",
+        "save_path": "grpo",
+        "reward": "rewards.py:digits",
+    }
+    words = [word for name, value in grpo.items() for word in (f"--{name}", str(folder / value))]
+    few = ("--group_size", "4", "--batch_size", "4", "--max_new_tokens", "8")
+    few = (*few, "--kl_coef", "0.05", "--max_kl", "10")
+    run_ranks(
+        run_script, 2, f"{FOLDER}/train_grpo.py", *words, *few, *("--async", "1"), *common, timeout=120.0
+    )
+    assert len(losses_of(folder, "grpo")) == 2
+    printed = capfd.readouterr().out
+    assert f"the model is in {folder}/dpo, its curves in {folder}/dpo/log" in printed
+    assert "step 2: loss " in printed
+
+
+@pytest.mark.long
+def test_strategies_give_the_same_losses(folder: Path) -> None:
+    found = {}
+    for strategy in ("ddp", "colossalai_zero2", "colossalai_zero2_cpu", "colossalai_gemini"):
+        run(folder, "train_sft", strategy, "--model", "llama", "--strategy", strategy, "--max_epochs", "1")
+        found[strategy] = losses_of(folder, strategy)
+    for strategy, losses in found.items():
+        assert losses == pytest.approx(found["ddp"], rel=1e-4), strategy
+    one = ("--model", "llama", "--strategy", "naive", "--batch_size", "8", "--max_epochs", "1")
+    run(folder, "train_sft", "naive", *one, "--grad_checkpoint", num_ranks=1)
+    assert losses_of(folder, "naive") == pytest.approx(found["ddp"], rel=1e-4)
+    run(folder, "train_sft", "packed", *one, "--pack", num_ranks=1)
+    assert len(losses_of(folder, "packed")) < len(found["ddp"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ("--strategy", "ddp"),
+        ("--strategy", "colossalai_zero2"),
+        ("--strategy", "colossalai_gemini"),
+        ("--plugin", "TorchFSDPPlugin()"),
+        ("--plugin", "HybridParallelPlugin(tp_size=2)"),
+        ("--plugin", "HybridParallelPlugin(pp_size=2, num_microbatches=2)"),
+    ],
+)
+def test_adapters_are_saved_as_peft_has_them(folder: Path, plan: tuple[str, str]) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    options = ("--model", "llama", *plan, "--lora_rank", "4", "--max_epochs", "1")
+    run(folder, "train_sft", "adapters", *options)
+    opened: Any = AutoPeftModelForCausalLM.from_pretrained(folder / "adapters")
+    changed = [each for name, each in opened.named_parameters() if "lora_B" in name]
+    assert changed
+    assert all(bool(each.any()) for each in changed)
+
+
+@pytest.mark.long
+def test_adapters_in_all_stages(folder: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForSequenceClassification
+
+    lora = ("--model", "llama", "--lora_rank", "4", "--max_epochs", "1")
+    run(folder, "train_reward_model", "rm", *lora, "--plugin", "HybridParallelPlugin(tp_size=2)")
+    AutoModelForSequenceClassification.from_pretrained(folder / "rm")
+    (folder / "prompts.json").write_text(json.dumps(make_toy_data("sums", 8, 1, stage="prompts")))
+    (folder / "rewards.py").write_text("def digits(prompt, answer, row):\n    return len(answer) / 8\n")
+    common = ("--max_len", "32", "--max_new_tokens", "8", "--kl_coef", "0.1", *lora)
+    for script, given in (
+        ("train_prompts", {"prompt_dataset": "prompts.json", "rm_path": "rm"}),
+        ("train_grpo", {"dataset": "prompts.json", "reward": "rewards.py:digits"}),
+    ):
+        named = {**given, "pretrain": "base", "save_path": script}
+        words = [word for name, value in named.items() for word in (f"--{name}", str(folder / value))]
+        few = ("--group_size", "4") if script == "train_grpo" else ("--num_episodes", "1")
+        run_ranks(run_script, 2, f"{FOLDER}/{script}.py", *words, *few, *common, timeout=120.0)
+        AutoPeftModelForCausalLM.from_pretrained(folder / script)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ((), r"--model bloom, and .*base has a model of llama: give --model llama or auto"),
+        (("--model", "auto", "--strategy", "naive"), "naive is one process"),
+        (("--model", "auto", "--plugin", "Nothing()"), r"write it as HybridParallelPlugin\(tp_size=2\)"),
+        (("--model", "auto", "--plugin", "print('x')"), "it is no call with named arguments"),
+        (("--model", "auto", "--plugin", "TorchFSDPPlugin()", "--grad_checkpoint"), "give recompute=True"),
+        (("--model", "auto", "--save_interval", "5"), "--save_interval without --resume"),
+    ],
+)
+def test_mistakes_are_told(folder: Path, options: tuple[str, ...], words: str) -> None:
+    with pytest.raises(RanksError, match=words):
+        run(folder, "train_sft", "out", *options)
+    assert not (folder / "out").exists()

@@ -1,0 +1,243 @@
+"""GRPO: answers of the engine are those of the trainer, on any number of ranks, and rewards rise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import colossalai
+from colossalai.booster import Booster
+from colossalai.chat import GRPO, SFT, RewardError, chat_data
+from colossalai.chat.data import make_toy_data, make_toy_tokenizer
+from colossalai.core import global_context as gpc
+from colossalai.inference import SamplingParams
+from tests.chat.tiny import PLUGINS, causal, tokenizer
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+SAMPLING = SamplingParams(max_tokens=6)
+
+
+def prompts(count: int = 5) -> Any:
+    return chat_data(make_toy_data("sums", count, 0, stage="prompts"), "prompts")
+
+
+def digits(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
+    """Reward digits, and the right ones more."""
+    return sum(each.isdigit() for each in answer) / 6 + (row["answer"] in answer)
+
+
+def train(plan: str, family: str, options: dict[str, Any]) -> list[dict[str, float]]:
+    """Train four steps; two passes over prompts that no number of ranks divides."""
+    colossalai.launch_from_torch({}, verbose=False)
+    model = causal(family)
+    booster = Booster(plugin=PLUGINS[plan]())
+    given: dict[str, Any] = {"reference": causal(family)} if options.get("kl_coef") else {}
+    result = GRPO(reward=digits, group_size=4, max_length=32, **options).fit(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9),
+        booster=booster,
+        data=prompts(),
+        tokenizer=tokenizer(),
+        sampling=SAMPLING,
+        epochs=2,
+        batch_size=4 // booster.mesh.axis_size("dp"),
+        rows_at_once=3,
+        **given,
+    )
+    gpc.destroy()
+    return [
+        {key: value for key, value in each.items() if not key.startswith(("seconds", "tokens_per_second"))}
+        for each in result.records
+    ]
+
+
+def train_all(cells: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
+    return [train(*cell) for cell in cells]
+
+
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"normalize": "batch", "epsilon_high": 0.28, "kl_coef": 0.05},
+    {"normalize": "constant", "scale": "none", "iterations": 2},
+    {"level": "sequence", "epsilon": 3e-4, "iterations": 2},
+]
+
+
+def check(cells: list[tuple[str, str, dict[str, Any]]], num_ranks: int) -> None:
+    expected = run_ranks(train_all, 1, [("ddp", family, way) for _, family, way in cells], timeout=120.0)[0]
+    for found in run_ranks(train_all, num_ranks, cells, timeout=120.0):
+        for cell, mine, theirs in zip(cells, found, expected, strict=True):
+            assert len(mine) == 4 * cell[2].get("iterations", 1)
+            for own, other in zip(mine, theirs, strict=True):
+                assert own.keys() == other.keys()
+                for key, value in own.items():
+                    close = {"rel_tol": 1e-10, "abs_tol": 1e-6 if key.startswith("logprob_gap") else 1e-10}
+                    assert math.isclose(value, other[key], **close), (
+                        f"{cell}: {key} is {value}, not {other[key]}"
+                    )
+                # Engine and trainer are one model, after each of its steps.
+                assert own.get("logprob_gap_largest", 0.0) < 1e-5
+
+
+def test_on_two_ranks() -> None:
+    check([("ddp", "llama", WAYS[0]), ("zero 2", "gpt2", WAYS[1]), ("tp 2", "gpt2", WAYS[0])], 2)
+    check([("pp 2", "gpt2", WAYS[2])], 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_further_ways(family: str) -> None:
+    check([(plan, family, way) for plan in ("ddp", "zero 1", "zero 2") for way in WAYS], 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["fsdp", "gemini", "tp 2", "pp 2", "tp 2, zero 1"])
+def test_models_in_parts(plan: str) -> None:
+    check([(plan, family, way) for family in ("gpt2", "llama") for way in WAYS], 4 if "," in plan else 2)
+
+
+def fail_on_rank_1(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
+    if gpc.get_global_rank() == 1:
+        raise KeyError("no key")
+    return 1.0
+
+
+def not_a_number(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
+    return float("nan")
+
+
+def fail(reward: Any) -> str:
+    colossalai.launch_from_torch({}, verbose=False)
+    model = causal()
+    before = [each.clone() for each in model.parameters()]
+    with pytest.raises(RewardError) as caught:
+        GRPO(reward=reward, group_size=2).fit(
+            model,
+            torch.optim.SGD(model.parameters(), lr=1.0),
+            booster=Booster(),
+            data=prompts(),
+            tokenizer=tokenizer(),
+            sampling=SAMPLING,
+            steps=1,
+            batch_size=1,
+        )
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    gpc.destroy()
+    return str(caught.value)
+
+
+def test_a_reward_that_fails_on_one_rank_is_heard_of_on_all() -> None:
+    for text in run_ranks(fail, 2, fail_on_rank_1):
+        assert text == "the reward failed on rank 1, and no step was made: KeyError: 'no key'"
+    for text in run_ranks(fail, 2, not_a_number):
+        assert "failed on rank 0, 1" in text
+        assert "rewards are no finite numbers, the first is nan" in text
+
+
+def mistakes() -> None:
+    colossalai.launch_from_torch({}, verbose=False)
+    model = causal()
+    plain: dict[str, Any] = {"booster": Booster(), "tokenizer": tokenizer(), "data": prompts(), "steps": 1}
+    for options, method, words in (
+        ({}, GRPO(reward=digits, kl_coef=0.1), "kl_coef=0.1 and reference=NoneType"),
+        ({"reference": causal()}, GRPO(reward=digits), "kl_coef=0.0 and reference=Llama"),
+        ({"sampling": SamplingParams(temperature=0)}, GRPO(reward=digits), "give a temperature above 0"),
+        ({"data": chat_data(make_toy_data("sums", 3, 0))}, GRPO(reward=digits), "learns from prompts"),
+        ({}, GRPO(reward=digits, max_length=4000), "do not fit into the 2048 tokens that the model sees"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            method.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), **{**plain, **options})
+    for options, words in (
+        ({"group_size": 1}, "group_size is 1"),
+        ({"iterations": 0}, "iterations=0"),
+        ({"normalize": "other"}, "normalize is 'other'"),
+        ({"level": "other"}, "level is 'other'"),
+        ({"scale": "batch"}, "scale is 'batch'"),
+        ({"kl_coef": -1.0}, "kl_coef is -1.0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            GRPO(reward=digits, **options)
+    gpc.destroy()
+
+
+def test_mistakes() -> None:
+    run_ranks(mistakes, 1)
+
+
+def resume(plan: str, folder: str) -> Any:
+    """Train four steps at once; and two, then all four from the training state of the second."""
+    results = []
+    for name, times in (("whole", (4,)), ("parts", (2, 4))):
+        for steps in times:
+            colossalai.launch_from_torch({}, verbose=False)
+            model = causal()
+            result = GRPO(reward=digits, group_size=3, iterations=2).fit(
+                model,
+                torch.optim.AdamW(model.parameters(), lr=0.01),
+                booster=Booster(plugin=PLUGINS[plan]()),
+                data=prompts(),
+                tokenizer=tokenizer(),
+                sampling=SAMPLING,
+                steps=steps,
+                batch_size=1,
+                save=f"{folder}/{name}",
+                resume=f"{folder}/{name}",
+            )
+            gpc.destroy()
+        results.append(result.records)
+    return results
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["zero 1", *(pytest.param(plan, marks=pytest.mark.long) for plan in ("fsdp", "gemini", "tp 2", "pp 2"))],
+)
+def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(plan: str, tmp_path: Path) -> None:
+    for whole, parts in run_ranks(resume, 2, plan, str(tmp_path)):
+        assert [each["step"] for each in parts] == [3, 4]
+        for own, other in zip(parts, whole[2:], strict=True):
+            for key, value in own.items():
+                assert key.startswith(("seconds", "tokens_per_second")) or value == other[key], key
+
+
+def improve() -> tuple[float, float]:
+    """Learn to sort a little from texts, then more from rewards; return the first and last rewards."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    colossalai.launch_from_torch({}, verbose=False)
+    torch.manual_seed(0)
+    made, booster = make_toy_tokenizer(), Booster()
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=len(made), bos_token_id=1, eos_token_id=2, **shape))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    given: dict[str, Any] = {"booster": booster, "tokenizer": made}
+    texts = chat_data(make_toy_data("sort", 400, 0))
+    SFT(max_length=32).fit(model, optimizer, data=texts, epochs=8, batch_size=4, **given)
+    for group in optimizer.param_groups:
+        group["lr"] = 5e-4
+    result = GRPO(reward=lambda prompt, answer, row: float(answer == row["answer"]), group_size=8).fit(
+        model,
+        optimizer,
+        data=chat_data(make_toy_data("sort", 400, 1, stage="prompts"), "prompts"),
+        sampling=SamplingParams(max_tokens=12),
+        steps=60,
+        batch_size=4,
+        **given,
+    )
+    rewards = [each["reward"] for each in result.records]
+    gpc.destroy()
+    return sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
+
+
+def test_rewards_rise() -> None:
+    first, last = run_ranks(improve, 2, timeout=180.0)[0]
+    assert 0.2 < first < 0.8
+    assert last > first + 0.1

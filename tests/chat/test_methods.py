@@ -1,0 +1,204 @@
+"""SFT, reward models and DPO train under every plan as they do in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import colossalai
+from colossalai.booster import Booster
+from colossalai.chat import DPO, SFT, RewardModeling
+from colossalai.core import global_context as gpc
+from tests.chat.tiny import METHODS, PLUGINS, causal, model_for, rows_for, tokenizer
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+NUM_ROWS, BATCH = 13, 4  # the last batch is ragged, and no number of ranks divides the rows
+MAX_NORM = 0.5  # some steps have more, some less
+TOLERANCE = 1e-10  # in float64
+
+
+def train(name: str, plan: str, family: str) -> dict[str, Any]:
+    """Train over two passes, two batches a step; return records, and what is measured before and after."""
+    colossalai.launch_from_torch({}, verbose=False)
+    method, data = METHODS[name], rows_for(name, NUM_ROWS)
+    model: Any = model_for(name, family)
+    booster = Booster(plugin=PLUGINS[plan]())
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    held_out: Any = rows_for(name, 7, split="test")
+    size = BATCH // booster.mesh.axis_size("dp")
+    options = {"booster": booster, "tokenizer": tokenizer()}
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    if isinstance(method, DPO):
+        held_out = method.with_reference(held_out, model, batch_size=size, **options)
+    before = method.evaluate(model, data=held_out, batch_size=size, **options)
+    result = method.fit(
+        model, optimizer, data=data, epochs=2, batch_size=size, accumulation=2, max_norm=MAX_NORM, **options
+    )
+    after = method.evaluate(model, data=held_out, batch_size=size, **options)
+    gpc.destroy()
+    records = [{key: value for key, value in each.items() if key != "seconds"} for each in result.records]
+    return {"records": records, "before": before, "after": after}
+
+
+def train_all(cells: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
+    return [train(*cell) for cell in cells]
+
+
+def check(cells: list[tuple[str, str, str]], num_ranks: int) -> None:
+    """Compare all ranks with one process."""
+    alone = {(name, family): None for name, _, family in cells}
+    expected = dict(
+        zip(alone, run_ranks(train_all, 1, [(name, "ddp", family) for name, family in alone])[0], strict=True)
+    )
+    for found in run_ranks(train_all, num_ranks, cells, timeout=120.0):
+        for (name, plan, family), each in zip(cells, found, strict=True):
+            wanted = expected[name, family]
+            assert len(each["records"]) == 4
+            mine = [*each["records"], each["before"], each["after"]]
+            theirs = [*wanted["records"], wanted["before"], wanted["after"]]
+            for place, (own, other) in enumerate(zip(mine, theirs, strict=True)):
+                assert own.keys() == other.keys()
+                for key, value in own.items():
+                    # The reference itself has margins of zero, up to the rounding of products of other sizes.
+                    if key == "accuracy" and name in ("dpo", "ipo") and place in (0, 4):
+                        continue
+                    assert math.isclose(value, other[key], rel_tol=TOLERANCE, abs_tol=TOLERANCE), (
+                        f"{name} of {family} under {plan}: {key} is {value}, not {other[key]}"
+                    )
+            assert each["records"][-1]["loss"] < 0.99 * each["records"][0]["loss"]
+
+
+def test_on_two_ranks() -> None:
+    cells = [("sft", plan, "llama") for plan in PLUGINS if plan != "tp 2, zero 1"]
+    cells += [("reward", "zero 2", "llama"), ("reward", "pp 2", "gpt2"), ("reward", "tp 2", "opt")]
+    check([*cells, ("dpo", "fsdp", "llama"), ("dpo", "pp 2", "opt"), ("ipo", "tp 2", "gpt2")], 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["reward", "dpo", "ipo"])
+def test_further_plans_on_two_ranks(name: str) -> None:
+    check([(name, plan, "llama") for plan in PLUGINS if plan != "tp 2, zero 1"], 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_on_four_ranks(family: str) -> None:
+    plans = ("ddp", "pp 2", "tp 2, zero 1")
+    check([(name, plan, family) for name in METHODS for plan in plans], 4)
+
+
+def resume(folder: str) -> tuple[Any, Any]:
+    """Train four steps at once; and two, then all four from the training state of the second."""
+    results = []
+    for name, times in (("whole", (4,)), ("parts", (2, 4))):
+        for steps in times:
+            colossalai.launch_from_torch({}, verbose=False)
+            booster, model = Booster(plugin=PLUGINS["zero 2"]()), causal()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            where = f"{folder}/{name}"
+            result = METHODS["dpo"].fit(
+                model,
+                optimizer,
+                booster=booster,
+                data=rows_for("dpo", NUM_ROWS),
+                tokenizer=tokenizer(),
+                steps=steps,
+                batch_size=2,
+                lr_scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9),
+                save=f"{where}/states",
+                resume=f"{where}/states",
+                save_every=1,
+                log=f"{where}/log",
+            )
+            gpc.destroy()
+        results.append(result.records)
+    return tuple(results)
+
+
+def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(tmp_path: Path) -> None:
+    whole, parts = run_ranks(resume, 2, str(tmp_path))[0]
+    drop = [[{**each, "seconds": 0.0} for each in records] for records in (whole[2:], parts)]
+    assert drop[0] == drop[1]
+    lines = {
+        name: [json.loads(line) for line in (tmp_path / name / "log/steps.jsonl").read_text().splitlines()]
+        for name in ("whole", "parts")
+    }
+    assert [each["loss"] for each in lines["whole"]] == [each["loss"] for each in lines["parts"]]
+    assert [each["step"] for each in lines["parts"]] == [1, 2, 3, 4]
+    assert (tmp_path / "parts/log/steps.png").stat().st_size > 1000
+
+
+def mistakes() -> None:
+    colossalai.launch_from_torch({}, verbose=False)
+    model = causal()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain: Any = {"booster": Booster(), "tokenizer": tokenizer(), "data": rows_for("sft", 4)}
+    before = [each.clone() for each in model.parameters()]
+    for options, method, words in (
+        ({}, SFT(), "steps=None and epochs=None: give one of them"),
+        ({"steps": 1, "epochs": 1}, SFT(), "give one of them"),
+        ({"steps": 1, "max_norm": 0.0}, SFT(), "max_norm=0.0: give a number above 0"),
+        ({"steps": 0}, SFT(), "steps=0: give an integer of at least 1"),
+        ({"steps": 1, "save_every": 2}, SFT(), "without a folder"),
+        ({"steps": 1}, RewardModeling(), "LlamaForCausalLM has no value head, .*: give what with_value_head"),
+        ({"steps": 1}, DPO(), "learns from rows of stage 'preference'"),
+        ({"steps": 1, "data": rows_for("dpo", 4)}, SFT(), "learns from rows of stage 'sft'"),
+        ({"steps": 1, "booster": Booster(gradient_accumulation=2)}, SFT(), "pass accumulation=... to fit"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            method.fit(model, optimizer, **{**plain, **options})
+    small = causal()
+    small.config.vocab_size = 8
+    for call in (SFT().fit, SFT().evaluate):
+        more: dict[str, Any] = {"optimizer": optimizer, "steps": 1} if call.__name__ == "fit" else {}
+        with pytest.raises(ValueError, match=r"have token \d+, and the model knows 8 tokens"):
+            call(model=small, **plain, **more)
+        short = causal()
+        short.config.max_position_embeddings = 5
+        with pytest.raises(ValueError, match=r"text of \d+ tokens, and the model sees 5: give max_length=5"):
+            call(model=short, **plain, **more)
+    with pytest.raises(TypeError, match=r"has no argument 'step': did you mean 'steps'\?"):
+        SFT().fit(model, optimizer, **{**plain, "step": 1})
+    with pytest.raises(ValueError, match=r"call with_reference\(data, model"):
+        DPO().evaluate(model, **{**plain, "data": rows_for("dpo", 4)})
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    for make, words in (
+        (lambda: SFT(max_length=1), "max_length=1"),
+        (lambda: DPO(beta=0.0), "beta is 0.0"),
+        (lambda: DPO(kind="other"), "kind is 'other'"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=words):
+            make()
+    gpc.destroy()
+
+
+def test_mistakes() -> None:
+    run_ranks(mistakes, 1)
+
+
+def torn_pairs() -> None:
+    colossalai.launch_from_torch({}, verbose=False)
+    model = model_for("reward")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="pairs are not torn apart"):
+        METHODS["reward"].fit(
+            model,
+            optimizer,
+            booster=Booster(plugin=PLUGINS["pp 2"]()),
+            data=rows_for("reward", 4),
+            tokenizer=tokenizer(),
+            steps=1,
+            batch_size=3,
+        )
+    gpc.destroy()
+
+
+def test_pairs_are_not_torn_by_microbatches() -> None:
+    run_ranks(torn_pairs, 2)

@@ -1,0 +1,260 @@
+"""PPO: policy and critic train on any number of ranks as in one process, and rewards rise."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import colossalai
+from colossalai.booster import Booster
+from colossalai.chat import PPO, SFT, chat_data, with_value_head
+from colossalai.chat.data import make_toy_data, make_toy_tokenizer
+from colossalai.core import global_context as gpc
+from colossalai.inference import SamplingParams
+from tests.chat.test_grpo import SAMPLING, digits, prompts
+from tests.chat.tiny import PLUGINS, causal, tokenizer
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+
+def value_model(family: str = "llama", seed: int = 1) -> Any:
+    model = causal(family)
+    torch.manual_seed(seed)
+    return with_value_head(model)
+
+
+def train(plan: str, family: str, options: dict[str, Any], more: dict[str, Any]) -> list[dict[str, float]]:
+    """Train for two passes over prompts that no number of ranks divides."""
+    colossalai.launch_from_torch({}, verbose=False)
+    options = dict(options)
+    model, critic = causal(family), value_model(family)
+    booster = Booster(plugin=PLUGINS[plan]())
+    reward = value_model(family, seed=2) if options.pop("has_reward_model", False) else digits
+    texts = chat_data(make_toy_data("sums", 7, 0)) if options.get("ptx_coef") else None
+    result = PPO(reward=reward, max_length=32, **options).fit(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
+        critic=critic,
+        critic_optimizer=torch.optim.SGD(critic.parameters(), lr=0.05),
+        reference=causal(family) if options.get("kl_coef", 0.1) else None,
+        pretrain=texts,
+        booster=booster,
+        data=prompts(),
+        tokenizer=tokenizer(),
+        sampling=SAMPLING,
+        batch_size=4 // booster.mesh.axis_size("dp"),
+        ptx_batch_size=2 // booster.mesh.axis_size("dp"),
+        rows_at_once=2,
+        **(more or {"epochs": 2}),
+    )
+    gpc.destroy()
+    return [
+        {key: value for key, value in each.items() if not key.startswith(("seconds", "tokens_per_second"))}
+        for each in result.records
+    ]
+
+
+def train_all(cells: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
+    return [train(*cell, {}) for cell in cells]
+
+
+WAYS: list[dict[str, Any]] = [
+    {"iterations": 2},
+    {"iterations": 1, "kl_coef": 0.0, "has_reward_model": True},
+    {"iterations": 2, "minibatches": 2, "ptx_coef": 0.9, "gamma": 0.99, "value_clip": math.inf},
+]
+
+
+def check(cells: list[tuple[str, str, dict[str, Any]]], num_ranks: int) -> None:
+    expected = run_ranks(train_all, 1, [("ddp", family, way) for _, family, way in cells], timeout=120.0)[0]
+    for found in run_ranks(train_all, num_ranks, cells, timeout=120.0):
+        for cell, mine, theirs in zip(cells, found, expected, strict=True):
+            assert len(mine) == 4 * cell[2]["iterations"] * cell[2].get("minibatches", 1)
+            for own, other in zip(mine, theirs, strict=True):
+                assert own.keys() == other.keys()
+                for key, value in own.items():
+                    close = {"rel_tol": 1e-9, "abs_tol": 1e-6 if key.startswith("logprob_gap") else 1e-9}
+                    assert math.isclose(value, other[key], **close), (
+                        f"{cell}: {key} is {value}, not {other[key]}"
+                    )
+                assert own.get("logprob_gap_largest", 0.0) < 1e-5
+
+
+def test_on_two_ranks() -> None:
+    check(
+        [
+            (*cell, way)
+            for cell, way in zip([("ddp", "llama"), ("tp 2", "gpt2"), ("pp 2", "gpt2")], WAYS, strict=True)
+        ],
+        2,
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_further_ways(family: str) -> None:
+    check([(plan, family, way) for plan in ("ddp", "zero 1", "zero 2") for way in WAYS], 2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["fsdp", "gemini", "tp 2", "pp 2", "tp 2, zero 1"])
+def test_models_in_parts(plan: str) -> None:
+    check([(plan, family, way) for family in ("gpt2", "llama") for way in WAYS], 4 if "," in plan else 2)
+
+
+def resume(folder: str) -> Any:
+    """Train four steps at once; and two, then all four from the training state of the second."""
+    results = []
+    for name, times in (("whole", (4,)), ("parts", (2, 4))):
+        for steps in times:
+            more = {"save": f"{folder}/{name}", "resume": f"{folder}/{name}", "steps": steps}
+            found = train("zero 1", "llama", {"iterations": 2}, more)
+        results.append(found)
+    return results
+
+
+def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(tmp_path: Path) -> None:
+    for whole, parts in run_ranks(resume, 2, str(tmp_path)):
+        assert [each["step"] for each in parts] == [3, 4]
+        assert parts == whole[2:]
+
+
+def resume_without_critic(folder: str) -> str:
+    train("ddp", "llama", {}, {"save": folder, "resume": folder, "steps": 1})
+    shutil.rmtree(f"{folder}/critic")
+    with pytest.raises(FileNotFoundError, match="no such training state") as caught:
+        train("ddp", "llama", {}, {"resume": folder, "steps": 2})
+    gpc.destroy()
+    return str(caught.value)
+
+
+def test_a_state_without_its_critic_is_refused(tmp_path: Path) -> None:
+    assert "critic/step-00000001" in run_ranks(resume_without_critic, 1, str(tmp_path))[0]
+
+
+def mistakes() -> None:
+    colossalai.launch_from_torch({}, verbose=False)
+    plain: dict[str, Any] = {"booster": Booster(), "tokenizer": tokenizer(), "data": prompts(), "steps": 1}
+    sft = chat_data(make_toy_data("sums", 3, 0))
+    model, wide = causal(), causal()
+    before = [each.clone() for each in model.parameters()]
+    wide.config.vocab_size += 1
+    for options, method, words in (
+        ({}, PPO(reward=digits), "kl_coef=0.1 and reference=NoneType"),
+        ({"pretrain": sft}, PPO(reward=digits, kl_coef=0.0), r"ptx_coef=0.0 and pretrain=ChatData"),
+        ({"data": sft}, PPO(reward=digits, kl_coef=0.0), "PPO learns from prompts"),
+        ({"pretrain": prompts()}, PPO(reward=digits, kl_coef=0.0, ptx_coef=0.5), "rows of stage 'prompts'"),
+        ({}, PPO(reward=with_value_head(wide), kl_coef=0.0), "has a vocabulary of"),
+        ({"rows_at_once": 0}, PPO(reward=digits, kl_coef=0.0), "rows_at_once=0"),
+        ({"ptx_batch_size": 0}, PPO(reward=digits, kl_coef=0.0), "ptx_batch_size=0"),
+        ({"critic": with_value_head(model)}, PPO(reward=digits, kl_coef=0.0), "the critic shares parameters"),
+        ({"reference": model}, PPO(reward=digits), "the reference shares parameters with the model"),
+        ({}, PPO(reward=with_value_head(model), kl_coef=0.0), "the reward shares parameters with the model"),
+    ):
+        critic = value_model()
+        given = {
+            "critic": critic,
+            "critic_optimizer": torch.optim.SGD(critic.parameters(), lr=0.1),
+            **plain,
+            **options,
+        }
+        with pytest.raises(ValueError, match=words):
+            method.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), **given)
+    # Nothing has been boosted: the same model could be given again and again.
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    for options, words in (
+        ({"clip": 0.0}, "clip is 0.0"),
+        ({"iterations": 0}, "iterations=0"),
+        ({"kl_coef": -1.0}, "kl_coef is -1.0"),
+        ({"ptx_coef": -1.0}, "ptx_coef is -1.0"),
+        ({"gamma": 2.0}, "gamma"),
+        ({"value_clip": -1.0}, "clip"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            PPO(reward=digits, **options)
+    gpc.destroy()
+
+
+def test_mistakes() -> None:
+    run_ranks(mistakes, 1)
+
+
+def improve() -> tuple[float, float]:
+    """Learn to sort a little from texts, then more from rewards; return the first and last rewards."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    colossalai.launch_from_torch({}, verbose=False)
+    torch.manual_seed(0)
+    made, booster = make_toy_tokenizer(), Booster()
+    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=len(made), bos_token_id=1, eos_token_id=2, **shape)
+    model: Any = LlamaForCausalLM(config)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    given: dict[str, Any] = {"booster": booster, "tokenizer": made}
+    texts = chat_data(make_toy_data("sort", 400, 0))
+    SFT(max_length=32).fit(model, optimizer, data=texts, epochs=8, batch_size=4, **given)
+    copies = [LlamaForCausalLM(config) for _ in range(2)]
+    for each in copies:
+        each.load_state_dict(model.state_dict())
+    critic = with_value_head(copies[0])
+    for group in optimizer.param_groups:
+        group["lr"] = 3e-4
+    exact: Any = lambda prompt, answer, row: float(answer == row["answer"])  # noqa: E731
+    result = PPO(reward=exact, kl_coef=0.01, iterations=2).fit(
+        model,
+        optimizer,
+        critic=critic,
+        critic_optimizer=torch.optim.AdamW(critic.parameters(), lr=1e-3),
+        reference=copies[1],
+        data=chat_data(make_toy_data("sort", 400, 1, stage="prompts"), "prompts"),
+        sampling=SamplingParams(max_tokens=12),
+        steps=120,
+        batch_size=32,
+        **given,
+    )
+    rewards = [each["reward"] for each in result.records if "reward" in each]
+    gpc.destroy()
+    return sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
+
+
+@pytest.mark.long
+def test_rewards_rise() -> None:
+    first, last = run_ranks(improve, 2, timeout=180.0)[0]
+    assert 0.2 < first < 0.85
+    assert last > first + 0.1
+
+
+def with_dropout() -> list[dict[str, float]]:
+    """Train a step of a model that leaves features out in training."""
+    colossalai.launch_from_torch({}, verbose=False)
+    model, critic = causal("gpt2"), value_model("gpt2")
+    for part in (*model.modules(), *critic.modules()):
+        if isinstance(part, torch.nn.Dropout):
+            part.p = 0.3
+    result = PPO(reward=digits, max_length=32, iterations=1, kl_coef=0.0).fit(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        critic=critic,
+        critic_optimizer=torch.optim.SGD(critic.parameters(), lr=0.1),
+        booster=Booster(),
+        data=prompts(),
+        tokenizer=tokenizer(),
+        sampling=SAMPLING,
+        steps=1,
+        batch_size=4,
+    )
+    gpc.destroy()
+    return list(result.records)
+
+
+def test_what_answers_are_compared_with_leaves_nothing_out() -> None:
+    ((record,),) = run_ranks(with_dropout, 1)
+    assert record["logprob_gap_largest"] < 1e-5
+    assert record["kl"] > 1e-6  # of the step, which leaves features out

@@ -1,0 +1,193 @@
+"""Rollouts: what the engine draws has the log-probabilities of the model in training, after each sync."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import colossalai
+from colossalai.booster import Booster
+from colossalai.chat import RolloutEngine
+from colossalai.chat._fit import step_of
+from colossalai.checkpoint_io import load_model
+from colossalai.communication import ledger
+from colossalai.core import global_context as gpc
+from colossalai.inference import SamplingParams
+from tests.chat.tiny import PLUGINS, causal, tokenizer
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.dist
+
+WHOLE = ("ddp", "zero 1", "zero 2")
+PARTS = ("fsdp", "gemini", "tp 2", "pp 2", "tp 2, zero 1")
+
+
+def squares(output: Any, labels: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return a loss that moves all parameters."""
+    logits = output if isinstance(output, Tensor) else output.logits
+    return logits.square().sum(), torch.tensor(float(logits.numel()))
+
+
+def model_of(family: str, rank: int) -> Any:
+    """Return a model, with adapters of a rank if that is not 0."""
+    if rank == 0:
+        return causal(family)
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    model = get_peft_model(causal(family), config)
+    model.add_adapter("idle", LoraConfig(r=2, init_lora_weights=False, target_modules="all-linear"))
+    return model.double()
+
+
+def rollouts_of(plan: str, family: str, rank: int, folder: str) -> Any:
+    """Return log-probabilities of answers, and those that the model gives their tokens, after each step."""
+    colossalai.launch_from_torch({}, verbose=False)
+    raw, twin = model_of(family, rank), model_of(family, rank).eval()
+    booster = Booster(plugin=PLUGINS[plan]())
+    trained = [param for param in raw.parameters() if param.requires_grad]
+    model, optimizer, *_ = booster.boost(raw, torch.optim.AdamW(trained, lr=0.01))
+    engine = RolloutEngine(model, tokenizer(), max_length=60)
+    ids = tokenizer()("3+4=" * 12).input_ids  # some blocks of the cache, which the next step must not find
+    batch = {"input_ids": torch.tensor([ids, ids])}, {"counts": torch.ones(2)}
+    found = []
+    for step in range(4):
+        (group,) = engine.generate([ids], [SamplingParams(n=3, seed=5, max_tokens=6)])
+        booster.save_model(model, f"{folder}/{step}")
+        load_model(twin, f"{folder}/{step}")
+        for each in group:
+            whole = torch.tensor([[*ids, *each.token_ids]])
+            with torch.no_grad():
+                logp = twin(whole).logits.log_softmax(2)[0, len(ids) - 1 : -1]
+            found.append((each.logprobs, logp.gather(1, whole[0, len(ids) :, None])[:, 0].tolist()))
+        if step == 2 and plan in WHOLE and not rank:
+            for param in raw.parameters():
+                param.data.mul_(1.1)  # which no version tells
+        else:
+            step_of([batch], model, optimizer, booster=booster, criterion=squares)
+        engine.sync()
+        assert engine.version == step + 1
+    gpc.destroy()
+    return found
+
+
+def check(plan: str, family: str, rank: int, folder: Path) -> None:
+    num_ranks = 4 if plan == "tp 2, zero 1" else 2
+    for found in run_ranks(rollouts_of, num_ranks, plan, family, rank, str(folder), timeout=120.0):
+        assert len({each for each, _ in found}) > 3
+        for engine, trainer in found:
+            assert engine == pytest.approx(trainer, abs=1e-5)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero 2", "fsdp", "tp 2", "pp 2"])
+def test_log_probabilities_are_those_of_what_was_drawn(plan: str, tmp_path: Path) -> None:
+    check(plan, "llama", 0, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", WHOLE + PARTS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
+def test_further_families(plan: str, family: str, tmp_path: Path) -> None:
+    check(plan, family, 0, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("plan", "family"),
+    [
+        ("zero 2", "gpt2"),
+        pytest.param("tp 2", "llama", marks=pytest.mark.long),
+        pytest.param("pp 2", "llama", marks=pytest.mark.long),
+        pytest.param("ddp", "opt", marks=pytest.mark.long),
+    ],
+)
+def test_an_engine_answers_with_adapters(plan: str, family: str, tmp_path: Path) -> None:
+    check(plan, family, 3, tmp_path)
+
+
+def syncs(plan: str) -> tuple[dict[str, float], int, int]:
+    """Return the bytes that a sync sends along each axis, those of the model, and of tensors in slices."""
+    colossalai.launch_from_torch({}, verbose=False)
+    raw = causal()
+    whole = dict(causal().named_parameters())
+    model, *_ = Booster(plugin=PLUGINS[plan]()).boost(raw, torch.optim.SGD(raw.parameters(), lr=1.0))
+    engine = RolloutEngine(model, tokenizer(), max_length=60)
+    with ledger() as book:
+        engine.sync()
+    sent = {axis: book.num_bytes(axis=axis) for axis in {each.axis for each in book.entries}}
+    sliced = [
+        whole[name].nbytes
+        for name, param in model.unwrap().named_parameters()
+        if name in whole and param.shape != whole[name].shape
+    ]
+    gpc.destroy()
+    return sent, sum(param.nbytes for param in whole.values()), sum(sliced)
+
+
+def test_a_sync_moves_each_byte_once() -> None:
+    for plan, num_ranks in (("tp 2, zero 1", 4), ("pp 2", 2), ("fsdp", 2)):
+        for sent, total, sliced in run_ranks(syncs, num_ranks, plan, timeout=120.0):
+            assert 0 < sliced < total or "tp" not in plan
+            # Each rank lacks half of what is cut, and replicas do not tell each other what both have.
+            assert sum(sent.values()) == {"tp": sliced, "pp": total, "fs": total}[plan[:2]] / 2
+            assert not any("dp" in axis for axis in sent) or plan == "fsdp"
+
+
+def refuses() -> None:
+    colossalai.launch_from_torch({}, verbose=False)
+    from peft import LoraConfig, get_peft_model
+
+    for options, words in (
+        ({"lora_bias": True}, "lora_B.default.bias"),
+        ({"use_dora": True}, "lora_magnitude_vector"),
+        ({"modules_to_save": ["lm_head"]}, "lm_head.modules_to_save.default.weight"),
+    ):
+        model = get_peft_model(causal(), LoraConfig(target_modules=["q_proj"], **options))
+        with pytest.raises(ValueError, match=f"cannot answer with this model: it has .*{words}"):
+            RolloutEngine(model, tokenizer(), max_length=60)
+    model = get_peft_model(causal(), LoraConfig(target_modules=["q_proj"]))
+    model.add_adapter("other", LoraConfig(target_modules=["q_proj"]))
+    model.base_model.set_adapter(["default", "other"])
+    with pytest.raises(ValueError, match="has 2 adapters at work"):
+        RolloutEngine(model, tokenizer(), max_length=60)
+    tied = get_peft_model(causal("gpt2"), LoraConfig(target_modules=["lm_head"]))
+    with pytest.raises(ValueError, match=r"transformer\.wte\.weight and lm_head\.weight are one weight"):
+        RolloutEngine(tied, tokenizer(), max_length=60)
+    whole, state = causal(), torch.get_rng_state()
+    RolloutEngine(whole, tokenizer(), max_length=60, has_copy=True)
+    assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match="placement is 'there'"):
+        RolloutEngine(causal(), tokenizer(), max_length=60, placement="there")
+    with pytest.raises(ValueError, match="give placement='ray', too"):
+        RolloutEngine(causal(), tokenizer(), max_length=60, resources={"num_gpus": 1})
+    gpc.destroy()
+
+
+def test_adapters_that_an_engine_would_leave_out_are_refused() -> None:
+    run_ranks(refuses, 1)
+
+
+def refuses_on_one_stage() -> str:
+    colossalai.launch_from_torch({}, verbose=False)
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(target_modules=["q_proj"], layers_to_transform=[0])  # of the first stage
+    raw = get_peft_model(causal(), config)
+    raw.add_adapter("other", config)
+    raw.base_model.set_adapter(["default", "other"])
+    trained = [param for param in raw.parameters() if param.requires_grad]
+    model, *_ = Booster(plugin=PLUGINS["pp 2"]()).boost(raw, torch.optim.SGD(trained, lr=1.0))
+    with pytest.raises(ValueError, match="has 2 adapters at work") as caught:
+        RolloutEngine(model, tokenizer(), max_length=60)
+    gpc.destroy()
+    return str(caught.value)
+
+
+def test_what_one_stage_has_is_refused_on_all() -> None:
+    first, second = run_ranks(refuses_on_one_stage, 2)
+    assert first == second

@@ -1,0 +1,101 @@
+"""Adapters over HTTP: `colossalai serve --lora` on two ranks, the list of models, and usage errors."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from colossalai.cli import main
+from colossalai.inference import LLM, SamplingParams
+from tests.inference.adapters.made import save_adapter
+from tests.serving.served_folder import save_tiny, serve_folder
+
+pytest.importorskip("peft")
+pytest.importorskip("fastapi")
+pytestmark = pytest.mark.unit
+CONFIGS: dict[str, dict[str, Any]] = {
+    "sql": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]},
+    "a/chat": {"r": 2, "lora_alpha": 8, "use_rslora": True, "target_modules": ["gate_proj", "o_proj"]},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoModelForCausalLM
+
+    folder: Path = tmp_path_factory.mktemp("served")
+    save_tiny(folder / "tiny")
+    for seed, (name, config) in enumerate(CONFIGS.items()):
+        model = AutoModelForCausalLM.from_pretrained(folder / "tiny")
+        save_adapter(folder / name, model, seed, **config)
+    return folder
+
+
+@pytest.mark.long
+def test_requests_choose_an_adapter_by_model(folder: Path, tmp_path: Path) -> None:
+    llm = LLM(folder / "tiny", adapters={name: folder / name for name in CONFIGS}, kv_memory=2**22)
+    params = SamplingParams(max_tokens=24, temperature=0)
+    expected = {name: llm.generate("the quick", params, adapter=name)[0].text for name in (None, *CONFIGS)}
+    assert len(set(expected.values())) == 3
+    config = tmp_path / "config.py"
+    config.write_text(f"model_class = {str(folder / 'tiny')!r}\ncache_size = 50\ncache_list_size = 1\n")
+    words = [word for name in CONFIGS for word in ("--lora", f"{name}={folder / name}")]
+    served = serve_folder(
+        tmp_path,
+        "--config",
+        str(config),
+        "--name",
+        "tiny",
+        "--tp",
+        "2",
+        "--port",
+        "0",
+        "--kv-memory",
+        "32MiB",
+        *words,
+    )
+    try:
+        served.wait_until_ready()
+        cards = served.get("/v1/models").json()["data"]
+        assert [(card["id"], card["parent"]) for card in cards] == [
+            ("tiny", None),
+            ("sql", "tiny"),
+            ("a/chat", "tiny"),
+        ]
+        for _ in range(2):  # the second time from the kept answers
+            for name, text in expected.items():
+                assert served.text(**({} if name is None else {"model": name})) == text
+        unknown = served.post("/v1/completions", prompt="the quick", model="poet")
+        assert unknown.status_code == 404
+        assert "known ones are 'tiny', 'sql', 'a/chat'" in unknown.json()["error"]["message"]
+        metrics = served.get("/metrics").text
+        assert 'model="sql"' in metrics
+        hits = [
+            line for line in metrics.splitlines() if line.startswith("colossalai_answer_cache_hits_total")
+        ]
+        assert sum(float(line.rpartition(" ")[2]) for line in hits) == 3
+    finally:
+        assert served.end() == 0
+
+
+def usage_error(*words: str) -> str:
+    found = CliRunner().invoke(main, ["serve", *words])
+    assert found.exit_code == 2
+    return found.output
+
+
+def test_usage(folder: Path, tmp_path: Path) -> None:
+    base, sql = str(folder / "tiny"), f"sql={folder / 'sql'}"
+    assert "'sql' is no NAME=DIR" in usage_error(base, "--lora", "sql")
+    assert "two adapters have the name 'sql'" in usage_error(base, "--lora", sql, "--lora", sql)
+    assert "the adapter 'sql' has the name of the model" in usage_error(base, "--name", "sql", "--lora", sql)
+    config = json.loads((folder / "sql/adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    for ranks in ((), ("--tp", "2")):
+        found = usage_error(
+            base, "--lora", f"sql={tmp_path}", "--lora", "chat=/nowhere", *ranks, "--port", "0"
+        )
+        assert "use_dora=True" in found
+        assert "adapter 'chat'" in found
