@@ -16,6 +16,8 @@ TORCH_INDEX ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
+# What fails is run again, alone, and told apart from what fails by chance (tests/harness/rerun.py).
+PYTEST := $(BIN)/python -m tests.harness.rerun
 # Two tests at a time, each with ranks of its own: one waits while the other computes.
 WORKERS := --numprocesses 2 --dist worksteal
 TORCH_PIN := $(shell grep '^torch==' requirements-dev.txt)
@@ -24,9 +26,10 @@ TRAIN_ARGS = $(if $(DATA),--data "$(DATA)") $(if $(filter-out 0,$(FRESH)),--fres
 help:
 	@echo "make train   train a small GPT on text with NPROC=2 processes; run again to resume."
 	@echo "             FRESH=1 starts over, DATA=PATH takes your .txt/.jsonl files, ARGS= goes to the script"
-	@echo "make test    check, then every feature and every rule once"
-	@echo "make test-all  the same, and the next three; what CI runs"
+	@echo "make test    check, then every feature and every rule once; with make cluster, what CI runs"
+	@echo "make test-all  the same, and long, gloo, matrix and cluster, before a piece of work is called done"
 	@echo "make long    further cells of matrices: pairs of methods, precisions, compiled models"
+	@echo "make gloo    jobs whose numbers matter over gloo, in place of shared memory"
 	@echo "make soak    properties with as many examples as are promised: 10,000 schedules, 5,000 requests"
 	@echo "make matrix  every checkpoint layout saved and loaded in every other"
 	@echo "make cluster jobs on several hosts, made of network namespaces; as root"
@@ -64,29 +67,29 @@ check: setup
 
 test: check
 	@$(BIN)/python -m compileall -q colossalai tests
-	$(BIN)/python -m pytest $(WORKERS) -m "not cluster and not long" --ignore=tests/checkpoint_io/test_matrix.py \
+	$(PYTEST) $(WORKERS) -m "not cluster and not long" --ignore=tests/checkpoint_io/test_matrix.py \
 		--ignore=tests/layers --ignore=tests/surface
 
 long: setup
-	$(BIN)/python -m pytest $(WORKERS) -m long --ignore=tests/checkpoint_io/test_matrix.py
+	$(PYTEST) $(WORKERS) -m long --ignore=tests/checkpoint_io/test_matrix.py
 
 test-all: test long gloo matrix cluster
 
 # Jobs of tests talk through shared memory; here those whose numbers matter talk over gloo.
 gloo: setup
-	TESTS_BACKEND=gloo $(BIN)/python -m pytest $(WORKERS) -m "dist and not cluster and not long" tests/parity \
+	TESTS_BACKEND=gloo $(PYTEST) $(WORKERS) -m "dist and not cluster and not long" tests/parity \
 		tests/zero/test_*.py tests/zero/gemini/test_doors.py tests/communication/test_*.py tests/pipeline/execution tests/nn/layer
 
 soak: setup
-	SOAK=1 $(BIN)/python -m pytest $(WORKERS) -m long tests/inference/scheduling tests/inference/paging \
+	SOAK=1 $(PYTEST) --silence=14400 $(WORKERS) -o faulthandler_timeout=10800 -m long tests/inference/scheduling tests/inference/paging \
 		tests/serving tests/examples/test_benchmarks.py
 	$(BIN)/python benchmarks/soak.py
 
 matrix: setup
-	FULL_MATRIX=1 $(BIN)/python -m pytest tests/checkpoint_io/test_matrix.py tests/checkpoint_io/test_experts.py
+	FULL_MATRIX=1 $(PYTEST) tests/checkpoint_io/test_matrix.py tests/checkpoint_io/test_experts.py
 
 cluster: setup
-	$(BIN)/python -m pytest -m cluster -rs
+	$(PYTEST) -m cluster -rs
 
 format: setup
 	$(BIN)/ruff format .

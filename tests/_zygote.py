@@ -18,7 +18,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -30,6 +29,9 @@ from typing import NoReturn
 
 import numpy
 import torch
+
+from tests.harness.ports import reserved_port
+from tests.harness.progress import Progress
 
 HEAVY_MODULES = (
     "psutil",
@@ -71,6 +73,7 @@ PACKAGE_MODULES = (
 
 GRACE_S = 1.0  # how long the others may still report after the first failure
 STACK_DUMP_S = 0.7  # how long a hanging rank has for writing its stacks
+NUM_PORT_TRIES = 3  # other programs than tests can take a port between the probe and its use
 POLL_S = 0.02
 PR_SET_PDEATHSIG = 1
 
@@ -81,7 +84,8 @@ class Job:
 
     call: bytes  # the pickled (fn, args); by reference, so that only the rank imports the test's module
     world_size: int
-    timeout: float
+    timeout: float  # seconds after which ranks that have not returned are a failure, whatever they do
+    idle_s: float  # seconds without progress after which they are one
     env: dict[str, str]
     cwd: str
     sys_path: list[str]
@@ -94,13 +98,13 @@ class Outcome(enum.Enum):
     OK = "returned"
     ERROR = "raised"
     DIED = "died"
-    HUNG = "timed out"
+    HUNG = "hung"
     STOPPED = "was stopped because another rank had failed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """How one rank ended: `payload` is the pickled result, the traceback, or the reason of death."""
+    """How one rank ended: `payload` is the pickled result, the traceback, or why it died or hung."""
 
     rank: int
     outcome: Outcome
@@ -122,7 +126,9 @@ class _Rank:
 @dataclass
 class _Watch:
     ranks: list[_Rank]
+    job: Job
     deadline: float
+    progress: Progress
     num_ended: int = 0
     first_failure: float | None = field(default=None)
 
@@ -135,6 +141,15 @@ class _Watch:
         self.num_ended += 1
         if outcome is not Outcome.OK and self.first_failure is None:
             self.first_failure = time.monotonic()
+
+    def hang(self) -> str | None:
+        """Return how the running ranks hang, None while they make progress."""
+        outputs = (output_path(self.job.output_dir, rank.rank) for rank in self.ranks)
+        if self.progress.has_ended([rank.pid for rank in self.running], outputs):
+            return f"no progress for {self.job.idle_s:g} s"
+        if time.monotonic() > self.deadline:
+            return f"not returned after {self.job.timeout:g} s"
+        return None
 
     @property
     def is_over(self) -> bool:
@@ -168,10 +183,20 @@ def serve(control_fd: int, *modules: str) -> None:
             job = pickle.loads(control.recv_bytes())
         except (EOFError, ConnectionResetError):
             return
-        reports = _run(job, control)
-        if reports is None:
-            return
+        for _ in range(NUM_PORT_TRIES):
+            with reserved_port() as port:
+                reports = _run(job, control, port)
+            if reports is None:
+                return
+            if not any(_port_was_taken(report, port) for report in reports):
+                break
         control.send_bytes(pickle.dumps(reports))
+
+
+def _port_was_taken(report: Report, port: int) -> bool:
+    """Return whether a rank failed because another program listens on the job's port."""
+    is_in_use = b"EADDRINUSE" in report.payload or b" is held by " in report.payload
+    return report.outcome is Outcome.ERROR and is_in_use and b"%d" % port in report.payload
 
 
 def _import_all(names: Iterable[str]) -> None:
@@ -183,23 +208,22 @@ def _import_all(names: Iterable[str]) -> None:
             traceback.print_exc()
 
 
-def _run(job: Job, control: Connection) -> list[Report] | None:
+def _run(job: Job, control: Connection, port: int) -> list[Report] | None:
     """Run one job to its end; None if the test process went away in the meantime."""
-    port = _free_port()
     ranks: list[_Rank] = []
     try:
         for rank in range(job.world_size):
             ranks.append(_fork_rank(job, rank, port, inherited=[control, *(r.connection for r in ranks)]))
-        watch = _Watch(ranks, deadline=time.monotonic() + job.timeout)
+        watch = _Watch(ranks, job, time.monotonic() + job.timeout, Progress(job.idle_s))
         while not watch.is_over:
             ready = wait([control, *(rank.connection for rank in watch.running)], timeout=POLL_S)
             if control in ready:  # nothing is sent during a job: this is the end of the test process
                 return None
             _collect(watch)
-            if time.monotonic() > watch.deadline:
+            if (hang := watch.hang()) is not None:
                 _dump_stacks(watch.running)
                 for rank in watch.running:
-                    watch.end(rank, Outcome.HUNG)
+                    watch.end(rank, Outcome.HUNG, hang.encode())
         for rank in watch.running:
             watch.end(rank, Outcome.STOPPED)
     finally:
@@ -299,7 +323,9 @@ def _prepare(job: Job, rank: int, port: int, inherited: list[Connection], zygote
         os._exit(1)
     for connection in inherited:
         connection.close()
-    fd = os.open(output_path(job.output_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    fd = os.open(
+        output_path(job.output_dir, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_TRUNC, 0o600
+    )
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
@@ -324,16 +350,3 @@ def _rank_env(job: Job, rank: int, port: int) -> dict[str, str]:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
-
-
-def _free_port() -> int:
-    """Return a free port below the range that the kernel hands out: no outgoing connection takes it first."""
-    source = random.SystemRandom()
-    while True:
-        port = source.randrange(20000, 32000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port

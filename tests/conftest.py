@@ -16,10 +16,14 @@ from tqdm import tqdm
 
 from tests._zygote import EXAMPLE_MODULES, TRANSFORMERS_MODULES
 from tests.forced import force_choices
+from tests.harness.ports import reserved_port
+from tests.harness.properties import load_profile
 from tests.ranks import start_zygote, stop_zygote
 from tests.tiers import mark_combinations
 
-THREAD_END_S = 2.0  # a thread that was told to end has this long for it
+THREAD_END_S = (
+    30.0  # for a thread that was told to end, on a busy machine: a wait for the thread, not a pause
+)
 # Threads that a library starts once and keeps.
 KEPT_THREADS = ("TMonitor", "tqdm_monitor", "execnet", "pydevd")
 # Variables that pytest, torch and scikit-learn set when they are first used.
@@ -30,6 +34,9 @@ CHANGING_VARIABLES = {
     "KMP_DUPLICATE_LIB_OK",
     "KMP_INIT_AT_FORK",
 }
+
+
+load_profile()  # as early as that: decorators of tests read it when they are imported
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -76,6 +83,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def pytest_sessionfinish() -> None:
     stop_zygote()
+
+
+@pytest.fixture
+def job_port() -> Iterator[int]:
+    """Reserve a port for what a test starts by a number that is known before."""
+    with reserved_port() as port:
+        yield port
 
 
 @pytest.fixture(autouse=True)

@@ -12,15 +12,18 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
-from tests._zygote import GRACE_S, STACK_DUMP_S, Job, Outcome, Report, output_path
+from tests._zygote import Job, Outcome, Report, output_path
+from tests.harness.progress import IDLE_S, SAMPLE_S, Progress
 
 ROOT = Path(__file__).resolve().parent.parent
-START_S = 120.0  # for importing torch on a busy machine
+LONGEST_S = 900.0  # for a job that makes progress: some hangs look like it
+MARGIN_S = 60.0  # the zygote tells of a hang; without an answer for so much longer, it hangs itself
 OUTPUT_LIMIT = 20_000  # characters of a rank's output that an error shows
 
 
@@ -29,7 +32,7 @@ class RanksError(AssertionError):
 
 
 class RanksTimeoutError(RanksError):
-    """A rank did not return in time; the message holds the Python stacks of those that hung."""
+    """A rank hung; the message holds the Python stacks of those that did."""
 
 
 class Zygote:
@@ -62,11 +65,18 @@ class Zygote:
         return not self.connection.closed and self.process.poll() is None
 
     def ask(self, job: Job) -> list[Report]:
-        """Have a job done."""
+        """Have a job done.
+
+        Raises:
+            RanksError: The zygote died, or neither it nor a rank makes progress.
+        """
+        progress, end = Progress(job.idle_s + MARGIN_S), time.monotonic() + job.timeout + LONGEST_S
         try:
             self.connection.send_bytes(pickle.dumps(job))
-            if not self.connection.poll(job.timeout + START_S + STACK_DUMP_S + 3 * GRACE_S):
-                raise RanksError(f"the zygote does not answer\n{self.log()}")
+            while not self.connection.poll(SAMPLE_S):
+                # Ranks can poll without an end, so there is a limit of time as well; imports are part of it.
+                if progress.has_ended([self.process.pid]) or time.monotonic() > end:
+                    raise RanksError(f"the zygote does not answer\n{self.log()}")
             return pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionResetError, BrokenPipeError):
             raise RanksError(f"the zygote died\n{self.log()}") from None
@@ -112,7 +122,9 @@ def stop_zygote() -> None:
         _zygotes.pop().close()
 
 
-def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = LONGEST_S, idle_s: float = IDLE_S
+) -> list[Any]:
     """Run `fn(*args)` on `world_size` fresh ranks of this machine and return what they return, by rank.
 
     Each rank has RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR and a free MASTER_PORT in its
@@ -123,14 +135,16 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         fn: a function of a module (it is pickled by reference).
         world_size: number of ranks.
         *args: picklable arguments, the same for every rank.
-        timeout: seconds after which a rank that has not returned is a failure.
+        timeout: seconds after which a rank that has not returned is a failure, whatever it does.
+        idle_s: seconds after which ranks are a failure that neither compute, nor wait for a processor, nor
+            write, see tests/harness/progress.py.
 
     Returns:
         The (picklable) results, by rank.
 
     Raises:
         RanksError: a rank raised or died. The others have a second for their own errors, then they are ended.
-        RanksTimeoutError: a rank did not return in time.
+        RanksTimeoutError: the ranks that have not returned hang.
     """
     __tracebackhide__ = True
     zygote = start_zygote()
@@ -139,6 +153,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
             call=pickle.dumps((fn, args)),
             world_size=world_size,
             timeout=timeout,
+            idle_s=idle_s,
             env=dict(os.environ),
             cwd=os.getcwd(),
             sys_path=list(sys.path),
@@ -155,7 +170,7 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
         return [pickle.loads(report.payload) for report in reports]
     hung = any(report.outcome is Outcome.HUNG for report in reports)
     error = RanksTimeoutError if hung else RanksError
-    raise error(_story(fn, reports, outputs, timeout))
+    raise error(_story(fn, reports, outputs))
 
 
 def _output(output_dir: str, rank: int) -> str:
@@ -163,15 +178,12 @@ def _output(output_dir: str, rank: int) -> str:
     return path.read_text(errors="replace")[-OUTPUT_LIMIT:] if path.exists() else ""
 
 
-def _story(fn: Callable[..., Any], reports: list[Report], outputs: list[str], timeout: float) -> str:
+def _story(fn: Callable[..., Any], reports: list[Report], outputs: list[str]) -> str:
     """Tell how the ranks ended: the first failing one first, those that returned last."""
     lines = [f"{fn.__module__}.{fn.__qualname__} on {len(reports)} ranks"]
     for report in sorted(reports, key=_by_blame):
-        text = report.payload.decode() if report.outcome in (Outcome.ERROR, Outcome.DIED) else ""
-        after = f" after {timeout:g} s" if report.outcome is Outcome.HUNG else ""
-        lines.append(
-            f"rank {report.rank}: {report.outcome.value}{after}{': ' if text else ''}{text.rstrip()}"
-        )
+        text = "" if report.outcome is Outcome.OK else report.payload.decode().rstrip()
+        lines.append(f"rank {report.rank}: {report.outcome.value}{': ' if text else ''}{text}")
         if outputs[report.rank]:
             lines.append(f"rank {report.rank} wrote:\n{outputs[report.rank].rstrip()}")
     return "\n".join(lines)

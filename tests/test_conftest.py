@@ -33,8 +33,10 @@ def test_children_of_a_suite_in_the_background_heed_signals() -> None:
 
 LEAKS = """
 import os, threading, time
-import pytest, torch, torch.distributed as dist
+import pytest, tests.conftest, torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+tests.conftest.THREAD_END_S = 5.0
 
 def test_leaks_variable():
     os.environ["LEAKED"] = "1"
@@ -49,7 +51,7 @@ def test_group_is_cleaned_up():
     assert not dist.is_initialized()
 
 def test_leaks_thread():
-    threading.Thread(target=time.sleep, args=(6,), name="leaked", daemon=True).start()
+    threading.Thread(target=threading.Event().wait, name="leaked", daemon=True).start()
 
 def test_short_thread():
     threading.Thread(target=time.sleep, args=(0.2,)).start()

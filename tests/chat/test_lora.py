@@ -113,7 +113,7 @@ def check(cells: list[tuple[str, str, str]], num_ranks: int, folder: Path) -> No
             strict=True,
         )
     )
-    for found in run_ranks(train_all, num_ranks, cells, str(folder), timeout=180.0):
+    for found in run_ranks(train_all, num_ranks, cells, str(folder)):
         for (name, plan, family), each in zip(cells, found, strict=True):
             wanted, what = wanted_of[name, family], f"{name} of {family} under {plan}"
             assert len(each["records"]) == 4
@@ -276,9 +276,9 @@ def learn_from_answers(plan: str, kind: str) -> list[dict[str, float]]:
 
 
 def check_answers(kind: str, plan: str, num_ranks: int) -> None:
-    expected = run_ranks(learn_from_answers, 1, "ddp", f"{kind} twin", timeout=120.0)[0]
+    expected = run_ranks(learn_from_answers, 1, "ddp", f"{kind} twin")[0]
     assert any(each["kl_to_reference"] > 1e-3 for each in expected)
-    for found in run_ranks(learn_from_answers, num_ranks, plan, f"{kind} off", timeout=120.0):
+    for found in run_ranks(learn_from_answers, num_ranks, plan, f"{kind} off"):
         for own, other in zip(found, expected, strict=True):
             assert own == pytest.approx(other, rel=TOLERANCE, abs=TOLERANCE), (kind, plan)
 

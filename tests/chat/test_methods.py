@@ -57,7 +57,7 @@ def check(cells: list[tuple[str, str, str]], num_ranks: int) -> None:
     expected = dict(
         zip(alone, run_ranks(train_all, 1, [(name, "ddp", family) for name, family in alone])[0], strict=True)
     )
-    for found in run_ranks(train_all, num_ranks, cells, timeout=120.0):
+    for found in run_ranks(train_all, num_ranks, cells):
         for (name, plan, family), each in zip(cells, found, strict=True):
             wanted = expected[name, family]
             assert len(each["records"]) == 4

@@ -72,8 +72,8 @@ WAYS: list[dict[str, Any]] = [
 
 
 def check(cells: list[tuple[str, str, dict[str, Any]]], num_ranks: int) -> None:
-    expected = run_ranks(train_all, 1, [("ddp", family, way) for _, family, way in cells], timeout=120.0)[0]
-    for found in run_ranks(train_all, num_ranks, cells, timeout=120.0):
+    expected = run_ranks(train_all, 1, [("ddp", family, way) for _, family, way in cells])[0]
+    for found in run_ranks(train_all, num_ranks, cells):
         for cell, mine, theirs in zip(cells, found, expected, strict=True):
             assert len(mine) == 4 * cell[2]["iterations"] * cell[2].get("minibatches", 1)
             for own, other in zip(mine, theirs, strict=True):
@@ -226,7 +226,7 @@ def improve() -> tuple[float, float]:
 
 @pytest.mark.long
 def test_rewards_rise() -> None:
-    first, last = run_ranks(improve, 2, timeout=180.0)[0]
+    first, last = run_ranks(improve, 2)[0]
     assert 0.2 < first < 0.85
     assert last > first + 0.1
 

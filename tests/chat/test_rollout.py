@@ -79,7 +79,7 @@ def rollouts_of(plan: str, family: str, rank: int, folder: str) -> Any:
 
 def check(plan: str, family: str, rank: int, folder: Path) -> None:
     num_ranks = 4 if plan == "tp 2, zero 1" else 2
-    for found in run_ranks(rollouts_of, num_ranks, plan, family, rank, str(folder), timeout=120.0):
+    for found in run_ranks(rollouts_of, num_ranks, plan, family, rank, str(folder)):
         assert len({each for each, _ in found}) > 3
         for engine, trainer in found:
             assert engine == pytest.approx(trainer, abs=1e-5)
@@ -131,7 +131,7 @@ def syncs(plan: str) -> tuple[dict[str, float], int, int]:
 
 def test_a_sync_moves_each_byte_once() -> None:
     for plan, num_ranks in (("tp 2, zero 1", 4), ("pp 2", 2), ("fsdp", 2)):
-        for sent, total, sliced in run_ranks(syncs, num_ranks, plan, timeout=120.0):
+        for sent, total, sliced in run_ranks(syncs, num_ranks, plan):
             assert 0 < sliced < total or "tp" not in plan
             # Each rank lacks half of what is cut, and replicas do not tell each other what both have.
             assert sum(sent.values()) == {"tp": sliced, "pp": total, "fs": total}[plan[:2]] / 2

@@ -9,7 +9,6 @@ import os
 import random
 import select
 import signal
-import socket
 import tempfile
 import time
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from colossalai.checkpoint_io import (
     load_training_state,
     save_training_state,
 )
+from tests.harness.ports import reserved_port
 
 NUM_RANKS = 2
 MOST_SAVES = 3  # before the one in which the kill falls
@@ -111,8 +111,8 @@ class Keeper:
         is_async, num_saves = self._source.random() < 0.5, self._source.randint(0, MOST_SAVES)
         counters = Counters()
         counters[_DONE] = self._last
-        with tempfile.TemporaryFile("w+") as log:
-            pids = self._start(is_async, counters, log.fileno())
+        with tempfile.TemporaryFile("w+") as log, reserved_port() as port:
+            pids = self._start(port, is_async, counters, log.fileno())
             try:
                 self._wait_for(self._last + num_saves, counters)
                 time.sleep(self._source.uniform(0, 1.5 * self._seconds))
@@ -134,10 +134,10 @@ class Keeper:
         left = [entry for entry in self._folder.iterdir() if entry.name.startswith(".")]
         return Kill(victims, is_async, done, begun, self._last, len(left))
 
-    def _start(self, is_async: bool, counters: Counters, log: int) -> list[int]:
+    def _start(self, port: int, is_async: bool, counters: Counters, log: int) -> list[int]:
         """Fork the ranks, and return their process ids when the first is about to save."""
         reader, writer = os.pipe()
-        port, first = _free_port(), self._last + 1
+        first = self._last + 1
         pids = [
             _fork(rank, port, self._folder, first, is_async, counters, writer, log)
             for rank in range(NUM_RANKS)
@@ -209,15 +209,3 @@ def _save_for_ever(
         )
         counters[_DONE] = step - 1 if is_async else step
         step += 1
-
-
-def _free_port() -> int:
-    source = random.SystemRandom()
-    while True:
-        port = source.randrange(20000, 32000)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("", port))
-            except OSError:
-                continue
-            return port

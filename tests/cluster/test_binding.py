@@ -37,7 +37,7 @@ def _crossings(shares: list[list[Core]]) -> tuple[int, int]:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(machines(), st.data())
 def test_every_core_is_dealt_out_once_and_evenly(cores: list[Core], data: st.DataObject):
     num_ranks = data.draw(st.integers(1, len(cores)))
@@ -48,7 +48,7 @@ def test_every_core_is_dealt_out_once_and_evenly(cores: list[Core], data: st.Dat
     assert 1 <= min(sizes) <= max(sizes) <= min(sizes) + 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(machines(), st.data())
 def test_packages_and_nodes_are_kept_together_where_it_can_be(cores: list[Core], data: st.DataObject):
     num_ranks = data.draw(st.integers(1, min(len(cores), 7)))

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from colossalai.context import ConfigException, ParallelContext, ParallelMode
+from tests.harness.properties import PROFILE
 from tests.ranks import run_ranks
 from tests.tiers import further
 
 pytestmark = pytest.mark.mesh
 
 NUM_EXAMPLES = [200, further(2_000)]
-TIMEOUT = 120.0  # for all of them; a quarter of that is usual
 EXAMPLE_TIMEOUT = 5.0  # for one of them; a hundredth of a second is usual
 
 MODES = ["1d", "2d", "2.5d", "3d", "sequence"]
@@ -176,13 +176,11 @@ def _fuzz(num_examples: int) -> Counter[str]:
     outcomes: Counter[str] = Counter()
 
     @hypothesis.settings(
+        PROFILE,
         max_examples=num_examples,
-        deadline=None,  # it would be looked at only when an example has come to its end
         phases=[
             hypothesis.Phase.generate
         ],  # the examples are small, and shrinking one that hangs takes minutes
-        database=None,
-        derandomize=True,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(jobs())
@@ -198,6 +196,6 @@ def _fuzz(num_examples: int) -> Counter[str]:
 
 @pytest.mark.parametrize("num_examples", NUM_EXAMPLES)
 def test_a_config_launches_or_is_refused(num_examples: int) -> None:
-    [outcomes] = run_ranks(_fuzz, 1, num_examples, timeout=TIMEOUT)
+    [outcomes] = run_ranks(_fuzz, 1, num_examples)
     assert outcomes.total() >= num_examples
     assert min(outcomes["launched"], outcomes["refused"]) > num_examples // 4, outcomes

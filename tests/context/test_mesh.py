@@ -257,12 +257,12 @@ def made_again_and_again(num_times):
 def test_a_group_does_not_meet_what_an_earlier_one_has_left() -> None:
     """Addresses and names of memory lie in the store, where those of a group that is gone stay."""
     expected = [2.0 * number + 1 for number in range(30)]
-    assert run_ranks(made_again_and_again, 2, 30, timeout=60) == [expected, expected]
+    assert run_ranks(made_again_and_again, 2, 30) == [expected, expected]
 
 
 @pytest.mark.dist
 def test_groups_meet_whatever_else_their_members_have_made() -> None:
-    assert run_ranks(uneven_groups, 4, timeout=30) == [[3, 1, 6], [1, 3, 6], [3, 5, 5, 6], [3, 5, 5, 6]]
+    assert run_ranks(uneven_groups, 4) == [[3, 1, 6], [1, 3, 6], [3, 5, 5, 6], [3, 5, 5, 6]]
 
 
 def test_all_groups_are_what_their_ranks_find():

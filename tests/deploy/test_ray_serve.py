@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.serving.served_folder import free_port, save_tiny
+from tests.serving.served_folder import save_tiny
 
 pytestmark = [
     pytest.mark.unit,
@@ -98,11 +98,11 @@ def status(port, path, key=None):
     return found
 
 
-def test_a_replica_that_is_killed_loses_nothing_that_had_not_begun(tmp_path):
+def test_a_replica_that_is_killed_loses_nothing_that_had_not_begun(tmp_path, job_port):
     folder = save_tiny(tmp_path / "tiny")
     key_file = tmp_path / "key.txt"
     key_file.write_text(KEY)
-    port = int(free_port())
+    port = job_port
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "disabled"}
     log = (tmp_path / "log.txt").open("w")
     process = subprocess.Popen(

@@ -89,7 +89,7 @@ def profiled(folder: str) -> dict[str, Any]:
 
 
 def test_a_profile_is_the_same_on_all_ranks(tmp_path: Path) -> None:
-    found = run_ranks(profiled, 4, str(tmp_path), timeout=120.0)
+    found = run_ranks(profiled, 4, str(tmp_path))
     assert all(each == found[0] for each in found)
     content = json.loads(found[0]["text"])
     kinds = [each["extents_and_strides"] for each in content["groups"]]

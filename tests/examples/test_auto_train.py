@@ -28,9 +28,7 @@ def test_losses_are_those_of_one_process(
     losses = []
     model = options[: options.index("--mesh")] if "--mesh" in options else options[:2]
     for ranks, own in ((num_ranks, options), (1, model)):
-        run_ranks(
-            run_script, ranks, "auto_parallel/train.py", *own, "--steps", "2", "--batch", "4", timeout=180.0
-        )
+        run_ranks(run_script, ranks, "auto_parallel/train.py", *own, "--steps", "2", "--batch", "4")
         captured = capfd.readouterr()
         losses.append([float(each) for each in re.findall(r"loss ([\d.]+),", captured.out + captured.err)])
     assert len(losses[0]) == len(losses[1]) > 0

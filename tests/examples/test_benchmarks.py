@@ -142,7 +142,7 @@ def run(name: str, folder: str, more: tuple[str, ...] = ()) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("name", [in_soak(name) if name in SLOW else name for name in SMALLEST])
 def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
-    run_ranks(run, 1 if name in ALONE else FOUR.get(name, 2), name, str(tmp_path), timeout=120.0)
+    run_ranks(run, 1 if name in ALONE else FOUR.get(name, 2), name, str(tmp_path))
     assert json.loads((tmp_path / "figures.json").read_text())["rows"]
 
 
@@ -150,7 +150,7 @@ def test_a_benchmark_runs(name: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("part", [in_soak(part) for part in CHAT_PARTS])
 def test_a_part_of_the_chat_benchmark_runs(part: str, tmp_path: Path) -> None:
-    run_ranks(run, 1, "chat", str(tmp_path), ("--part", part), timeout=120.0)
+    run_ranks(run, 1, "chat", str(tmp_path), ("--part", part))
     assert json.loads((tmp_path / "figures.json").read_text())["rows"]
 
 

@@ -21,7 +21,7 @@ model = example_module("images/model.py")
     "script", after_the_first(f"train_{door}.py" for door in ("engine", "trainer", "booster"))
 )
 def test_the_promised_accuracy_is_reached(script: str, capfd: pytest.CaptureFixture[str]) -> None:
-    run_ranks(run_script, 2, f"images/{script}", timeout=120.0)
+    run_ranks(run_script, 2, f"images/{script}")
     captured = capfd.readouterr()
     accuracies = re.findall(r"test accuracy ([\d.]+)%|test: .*Accuracy ([\d.]+)", captured.out + captured.err)
     percent, share = accuracies[-1]
@@ -33,7 +33,7 @@ def test_the_promised_accuracy_is_reached(script: str, capfd: pytest.CaptureFixt
 def test_the_booster_example_runs_sharded_in_bfloat16() -> None:
     options = ("--plugin=torch_fsdp", "--precision=bf16", "--epochs=1")
     with pytest.raises(RanksError, match=r"test accuracy .* is not above 95%"):  # after one epoch
-        run_ranks(run_script, 2, "images/train_booster.py", *options, timeout=120.0)
+        run_ranks(run_script, 2, "images/train_booster.py", *options)
 
 
 @pytest.mark.unit

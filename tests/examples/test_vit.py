@@ -16,7 +16,7 @@ def test_the_promised_accuracy_is_reached(
     config: str, num_ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = EXAMPLES / "vit" / "configs" / f"{config}.py"
-    run_ranks(run_script, num_ranks, "vit/train.py", f"--config={path}", timeout=180.0)
+    run_ranks(run_script, num_ranks, "vit/train.py", f"--config={path}")
     captured = capfd.readouterr()
     *_, accuracy = re.findall(r"test: .*Accuracy ([\d.]+)", captured.out + captured.err)
     assert float(accuracy) > 0.95

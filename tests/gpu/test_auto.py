@@ -61,7 +61,7 @@ def planned_and_run(share: float | None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("share", [None, 0.7])
 def test_a_step_takes_the_bytes_of_its_plan(share: float | None) -> None:
-    (found,) = run_ranks(planned_and_run, 1, share, timeout=240.0)
+    (found,) = run_ranks(planned_and_run, 1, share)
     print(found)
     assert found["allocated"] == pytest.approx(found["predicted"], rel=0.25)
     if share is not None:

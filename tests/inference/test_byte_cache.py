@@ -26,7 +26,7 @@ def caches(
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     counts=st.lists(st.integers(1, 14), min_size=1, max_size=4),
     sizes=st.tuples(st.integers(1, 9), st.integers(1, 9)),

@@ -97,7 +97,7 @@ def test_each_product_is_that_of_the_weight_its_codes_stand_for(
         assert (made.double() - wanted).abs().max() <= bound * wanted.abs().max()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     rows=st.integers(1, 70),
     sizes=st.tuples(st.integers(1, 80) | st.sampled_from([32, 64, 96]), st.integers(1, 80)),

@@ -89,7 +89,7 @@ def test_cut_and_whole_have_the_same_codes_and_are_saved_alike(
         if key.endswith((".codes", ".scales", ".zeros"))
     }
     for folder, quantize, target in ((str(tmp_path / "plain"), name, saved), (saved, None, None)):
-        for found in run_ranks(wholes, 2, folder, 2, quantize, target, timeout=120):
+        for found in run_ranks(wholes, 2, folder, 2, quantize, target):
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[key], expected[key]) for key in expected)
     loaded = load_model(saved, EngineOptions()).state_dict()
@@ -111,7 +111,7 @@ def test_texts_over_ranks_are_those_of_one_process(
     family: str, name: str, tp: int, pp: int, tmp_path: Path
 ) -> None:
     tiny(family, **SIZES[family]).save_pretrained(tmp_path)
-    found, *others = run_ranks(answers, tp * pp, str(tmp_path), tp, pp, name, timeout=120)
+    found, *others = run_ranks(answers, tp * pp, str(tmp_path), tp, pp, name)
     assert others == [None] * (tp * pp - 1)
     model = load_model(str(tmp_path), EngineOptions(quantize=name))
     # With int8 a rank rounds its part of a row by the largest of that part: other codes than for whole rows.

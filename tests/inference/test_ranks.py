@@ -67,14 +67,14 @@ FIRST_CELLS = {("Llama", 2, 2), ("GPT2", 2, 1), ("OPT", 1, 2), ("Qwen3", 2, 1), 
     ],
 )
 def test_greedy_texts_are_those_of_generate(family: str, tp: int, pp: int) -> None:
-    found, *others = run_ranks(greedy_texts, tp * pp, family, tp, pp, True, timeout=120)
+    found, *others = run_ranks(greedy_texts, tp * pp, family, tp, pp, True)
     model = tiny(family)
     assert found == [greedy(model, prompt, NUM_TOKENS) for prompt in prompts(*MIXED)]
     assert others == [None] * (tp * pp - 1)
 
 
 def test_a_model_that_goes_on_training_is_served_as_it_is() -> None:
-    found, *_ = run_ranks(greedy_texts, 4, "Llama", 2, 2, False, timeout=120)
+    found, *_ = run_ranks(greedy_texts, 4, "Llama", 2, 2, False)
     assert found == [greedy(tiny("Llama"), prompt, NUM_TOKENS) for prompt in prompts(*MIXED)]
 
 
@@ -84,8 +84,8 @@ def invariant_texts(pp: int) -> Any:
 
 
 def test_stages_hand_on_tiles_of_one_size_where_company_must_not_matter() -> None:
-    found, _ = run_ranks(invariant_texts, 2, 2, timeout=120)
-    (alone,) = run_ranks(invariant_texts, 1, 1, timeout=120)
+    found, _ = run_ranks(invariant_texts, 2, 2)
+    (alone,) = run_ranks(invariant_texts, 1, 1)
     assert found == alone
 
 
@@ -119,5 +119,5 @@ def failing_alone() -> Any:
 
 
 def test_a_request_whose_logits_are_nan_fails_alone_on_several_ranks() -> None:
-    found, _ = run_ranks(failing_alone, 2, timeout=120)
+    found, _ = run_ranks(failing_alone, 2)
     assert found == [greedy(tiny("Llama"), prompt, NUM_TOKENS) for prompt in ([5, 7, 9], [11] * 20)]

@@ -117,7 +117,7 @@ def draws_of(rows, vocab_size):
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(batches())
 def test_a_token_is_that_of_the_plain_reference(batch):
     logits, rows = batch
@@ -141,7 +141,7 @@ def test_a_token_is_that_of_the_plain_reference(batch):
         assert any(fits), (number, row, drawn.token_ids[number])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(batches(), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.data())
 def test_a_row_alone_has_the_token_that_it_has_in_company(batch, dtype, data):
     logits, rows = batch

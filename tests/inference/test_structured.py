@@ -90,7 +90,7 @@ def schemas(draw, depth=2):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(schema=schemas(), seed=st.integers(0, 2**32))
 def test_a_text_under_a_schema_parses_and_validates(kind, schema, seed):
     matcher = COMPILERS[kind].compile(Structure(kind="json", source=json.dumps(schema)))
@@ -125,7 +125,7 @@ EXPRESSIONS = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(expression=st.sampled_from(EXPRESSIONS), seed=st.integers(0, 2**32))
 def test_a_text_under_an_expression_matches(kind, expression, seed):
     text = walk(kind, COMPILERS[kind].compile(Structure(kind="regex", source=expression)), seed)
@@ -133,7 +133,7 @@ def test_a_text_under_an_expression_matches(kind, expression, seed):
         assert re.fullmatch(expression, text, re.DOTALL)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     source=st.sampled_from(
         ['{"type": "array", "items": {"type": "integer"}}', '{"enum": ["a", "ab", 1]}', "{}"]

@@ -35,7 +35,7 @@ cuts = st.one_of(st.just(range(1000)), st.lists(st.integers(0, 60), max_size=20)
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_streamed", [True, False])
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(text=texts, cuts=cuts)
 @example(text=" a", cuts=range(1000))
 @example(text="   a", cuts=range(1000))
@@ -53,7 +53,7 @@ def test_pieces_of_a_text_are_the_decoded_tokens(kind, is_streamed, text, cuts):
 
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
 @pytest.mark.parametrize("skips", [True, False])
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data(), cuts=cuts)
 def test_any_tokens_give_what_they_decode_to(kind, skips, data, cuts):
     """Also bytes that are no text, special tokens, and characters that are cut at the end."""
@@ -63,7 +63,7 @@ def test_any_tokens_give_what_they_decode_to(kind, skips, data, cuts):
     assert "".join(pushed(stream, token_ids, cuts)) == tokenizer.decode(token_ids, skip_special_tokens=skips)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data(), cuts=cuts)
 def test_bytes_that_are_no_text_change_no_other_text(data, cuts):
     """With byte fallback: the same text in any pieces, as decoded where each run of bytes is text."""
@@ -147,7 +147,7 @@ def test_text_that_nobody_waits_for_is_decoded_once():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_streamed", [True, False])
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(
     text=st.one_of(st.text("ab ", max_size=40), st.text("ab 語é", max_size=20)),
     stop=st.lists(st.text("ab 語", min_size=1, max_size=5), max_size=3),

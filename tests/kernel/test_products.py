@@ -106,7 +106,7 @@ def apply(
     return nn.functional.linear(a, b.t(), bias.expand(b.shape[1]) if bias.dim() < 2 else None)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_any_operands_give_what_torch_gives(data: st.DataObject) -> None:
     draw = data.draw

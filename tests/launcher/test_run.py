@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from colossalai.cluster import bind_ranks, free_port
+from colossalai.cluster import bind_ranks
+from tests.harness.ports import PortReservation
 from tests.launcher.command import Command, is_gone, start, wait_until
 
 pytestmark = pytest.mark.dist
@@ -131,7 +132,8 @@ def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str,
     """The jobs that end by themselves."""
     folder = tmp_path_factory.mktemp("jobs")
     ours, theirs = pty.openpty()
-    port = str(free_port())
+    reservation = PortReservation()
+    port = str(reservation.port)
     commands = {
         "sees": start(
             folder / "sees",
@@ -158,6 +160,7 @@ def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str,
     yield commands
     for command in commands.values():
         command.end()
+    reservation.close()
     os.close(ours)
 
 

@@ -183,7 +183,7 @@ def jobs(draw):
 
 
 @given(jobs())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_whoever_is_named_never_goes_on_though_reports_are_of_different_times(drawn):
     channels, programs, order, times = drawn
     job = Job(channels, programs, computes_forever=False)
@@ -193,7 +193,7 @@ def test_whoever_is_named_never_goes_on_though_reports_are_of_different_times(dr
 
 
 @given(jobs())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_when_nobody_moves_any_more_all_that_cannot_are_found(drawn):
     channels, programs, order, _ = drawn
     job = Job(

@@ -78,7 +78,7 @@ def relative(found: Tensor, wanted: Tensor) -> float:
         }
     ),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_as_the_whole(
     seed: int,
     shape: tuple[int, int],

@@ -78,7 +78,7 @@ def hugging_face(schedule: str, lazily: bool) -> None:
 
 @pytest.mark.parametrize(("schedule", "lazily"), [("1f1b", True), ("zb-v", False)])
 def test_a_gpt2_of_transformers(schedule: str, lazily: bool) -> None:
-    run_ranks(hugging_face, 2, schedule, lazily, timeout=120)
+    run_ranks(hugging_face, 2, schedule, lazily)
 
 
 class Layers(nn.Sequential):

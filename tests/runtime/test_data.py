@@ -24,7 +24,7 @@ def batches_of(loader):
     return [batch[0].tolist() for batch in loader]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     size=st.integers(1, 40), num_replicas=st.integers(1, 7), shuffle=st.booleans(), drop_last=st.booleans()
 )

@@ -1,7 +1,6 @@
 """Tiny models in folders, as `save_pretrained` leaves it, and `colossalai serve` in a process of its own."""
 
 import re
-import socket
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,13 +109,6 @@ def serve_folder(folder: Path, *words: str, key: str | None = None) -> ServedFol
     """Start `colossalai serve words...` with its output in files of `folder`."""
     command = start_command(folder, "serve", *words)
     return ServedFolder(command, {"authorization": f"Bearer {key}"} if key else {})
-
-
-def free_port() -> str:
-    """Return a port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return str(listener.getsockname()[1])
 
 
 def are_gone(pids: list[int]) -> bool:

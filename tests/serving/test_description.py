@@ -51,9 +51,6 @@ def ask(site: Site, num_cases: int) -> dict[str, set[int]]:
     @given(case=cases)
     @settings(
         max_examples=num_cases,
-        deadline=None,
-        database=None,
-        derandomize=True,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

@@ -8,7 +8,7 @@ import httpx2 as httpx
 import pytest
 
 from tests.launcher.command import Command, path_with_command, wait_until
-from tests.serving.served_folder import START_S, ServedFolder, free_port, save_tiny
+from tests.serving.served_folder import START_S, ServedFolder, save_tiny
 
 pytestmark = pytest.mark.unit
 EXAMPLE = Path(__file__).parents[2] / "examples/opt_service"
@@ -19,7 +19,7 @@ SMALL += "vocab_size=320, word_embed_proj_dim=32, max_position_embeddings=64)"
 
 
 @pytest.mark.long
-def test_the_server_of_the_tutorial(tmp_path: Path) -> None:
+def test_the_server_of_the_tutorial(tmp_path: Path, job_port: int) -> None:
     from transformers import OPTForCausalLM
 
     from colossalai.inference.models import opt_125M
@@ -31,7 +31,7 @@ def test_the_server_of_the_tutorial(tmp_path: Path) -> None:
     config = (EXAMPLE / "opt_config.py").read_text()
     assert "model_class = opt_125M\n" in config
     (tmp_path / "opt_config.py").write_text(config.replace("model_class = opt_125M", SMALL))
-    port = free_port()
+    port = str(job_port)
     folders = {"CONFIG_DIR": str(tmp_path), "CHECKPOINT_DIR": str(tmp_path / "checkpoint"), "PORT": port}
     root = str(EXAMPLE.parents[1])
     environment = {**os.environ, **folders, "PYTHONPATH": root, "PATH": path_with_command()}

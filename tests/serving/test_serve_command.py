@@ -19,7 +19,7 @@ from click.testing import CliRunner
 
 from colossalai.cli import main
 from tests.launcher.command import wait_until
-from tests.serving.served_folder import START_S, ServedFolder, are_gone, free_port, save_tiny, serve_folder
+from tests.serving.served_folder import START_S, ServedFolder, are_gone, save_tiny, serve_folder
 from tests.tiers import in_soak
 
 pytestmark = pytest.mark.unit
@@ -220,10 +220,12 @@ def test_a_config_is_served_with_its_limits(
 
 
 @pytest.mark.long
-def test_the_log_level_of_a_config(tiny: Path, begin: Callable[..., ServedFolder], tmp_path: Path) -> None:
-    config = write_config(tmp_path, tiny, log_level="warning", port=(port := free_port()))
+def test_the_log_level_of_a_config(
+    tiny: Path, begin: Callable[..., ServedFolder], tmp_path: Path, job_port: int
+) -> None:
+    config = write_config(tmp_path, tiny, log_level="warning", port=str(job_port))
     served = begin("--config", str(config), "--kv-memory", "32MiB")
-    served.port = int(port)
+    served.port = job_port
 
     def is_ready() -> bool:
         with suppress(httpx.ConnectError):
@@ -284,9 +286,14 @@ def test_a_key_of_the_environment_reaches_the_ranks_and_nobody_else(
     ("words", "has_port"), [(("--tp", "2"), False), in_soak((), False), in_soak((), True)]
 )
 def test_a_restart_answers_again_on_the_same_port(
-    tiny: Path, begin: Callable[..., ServedFolder], words: tuple[str, ...], has_port: bool, greedy_text: str
+    tiny: Path,
+    begin: Callable[..., ServedFolder],
+    words: tuple[str, ...],
+    has_port: bool,
+    greedy_text: str,
+    job_port: int,
 ) -> None:
-    port_word = free_port() if has_port else "0"
+    port_word = str(job_port) if has_port else "0"
     served = begin(str(tiny), "--port", port_word, "--max-restarts", "1", *words).wait_until_ready()
     port, rank = served.port, served.pid_of(len(words) // 2)
     os.kill(rank, signal.SIGKILL)

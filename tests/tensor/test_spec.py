@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import colossalai
@@ -37,7 +37,6 @@ def cuts(draw):
 
 
 @pytest.mark.unit
-@settings(deadline=None)
 @given(cuts())
 def test_boxes_tile_the_tensor_once_for_each_replica(cut):
     shape, dims, parts = cut
@@ -53,7 +52,6 @@ def test_boxes_tile_the_tensor_once_for_each_replica(cut):
 
 
 @pytest.mark.unit
-@settings(deadline=None)
 @given(cuts(), st.integers(0, 11))
 def test_a_slice_is_that_of_the_box(cut, rank):
     shape, dims, parts = cut
@@ -71,7 +69,6 @@ def test_a_slice_is_that_of_the_box(cut, rank):
 
 
 @pytest.mark.unit
-@settings(deadline=None)
 @given(cuts(), st.integers(0, 11), st.randoms(use_true_random=False))
 def test_what_is_stored_in_another_order_is_a_slice_of_the_permuted_whole(cut, rank, random):
     shape, dims, parts = cut

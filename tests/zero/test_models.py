@@ -114,7 +114,7 @@ def train(name: str, stage: int, recompute: bool) -> None:
     [("bert", 1, True), ("albert", 2, False), ("gpt2 double heads", 2, False), ("vit", 1, False)],
 )
 def test_three_steps(name: str, stage: int, recompute: bool) -> None:
-    run_ranks(partial(train, name, stage, recompute), 2, timeout=120)
+    run_ranks(partial(train, name, stage, recompute), 2)
 
 
 def adapters(stage: int) -> None:
@@ -145,4 +145,4 @@ def adapters(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_adapters_of_peft(stage: int) -> None:
     pytest.importorskip("peft")
-    run_ranks(adapters, 2, stage, timeout=120)
+    run_ranks(adapters, 2, stage)

@@ -143,7 +143,7 @@ def test_a_forward_that_keeps_nothing_has_input_and_output_live() -> None:
     assert cost.num_forwards == (3, 3, 2, 2)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(chains(most_blocks=4))
 def test_whatever_is_recomputed_takes_longer_and_has_one_backward(chain: Chain) -> None:
     plain = simulate(chain, ())

@@ -53,21 +53,21 @@ def check_rotor(chain: Chain, *, end_in_segments: bool) -> None:
     assert caught.value.least_bytes == min(truth)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(chains(most_blocks=4))
 def test_rotor_is_the_best_of_all_segments(chain: Chain) -> None:
     """Of all: segments in the last place of others, or of the chain, are never needed."""
     check_rotor(chain, end_in_segments=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(chains(most_blocks=6))
 def test_rotor_is_the_best_in_longer_chains(chain: Chain) -> None:
     check_rotor(chain, end_in_segments=False)
 
 
 @pytest.mark.long
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(chains(most_blocks=8))
 def test_rotor_is_the_best_in_the_longest_chains(chain: Chain) -> None:
     check_rotor(chain, end_in_segments=False)
@@ -80,7 +80,7 @@ def least_of(solver: Solver, chain: Chain) -> int:
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(chains(most_blocks=10))
 def test_larger_budgets_never_take_longer(solver: str, chain: Chain) -> None:
     """With slots that are far too coarse, too; and what is found is always within the budget."""
@@ -95,7 +95,7 @@ def test_larger_budgets_never_take_longer(solver: str, chain: Chain) -> None:
     assert slowest == simulate(chain, ()).seconds
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(chains(most_blocks=10), st.integers(0, 100), st.integers(20, 60))
 def test_few_slots_are_no_faster_than_many(chain: Chain, percent: int, slots: int) -> None:
     least, whole = least_budget(chain), simulate(chain, ()).peak_bytes

@@ -117,7 +117,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         MachineProfile.from_json("{}")
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from(SHIPPED),
     st.sampled_from(KINDS),
@@ -148,7 +148,7 @@ def test_more_takes_no_less(name, kind, shape, flops, more_flops, num_bytes, mor
     assert least <= seconds(flops, num_bytes + more_bytes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sampled_from(SHIPPED), st.sampled_from(FLOP_KINDS), EXTENTS, EXTENTS, st.booleans())
 def test_larger_extents_have_a_higher_rate_and_a_longer_time(name, kind, shape, more, is_backward) -> None:
     larger = tuple(extent + each for extent, each in zip(shape, more, strict=True))

@@ -35,7 +35,7 @@ def test_cost_and_memory_of_a_choice() -> None:
     assert (problem.cost_of((1, 0)), problem.memory_of((1, 0))) == (math.inf, 13.0)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(choice_problems(max_nodes=4))
 def test_cost_of_is_what_brute_force_adds_up(problem: ChoiceProblem) -> None:
     wanted = BruteForce(problem)
@@ -44,7 +44,7 @@ def test_cost_of_is_what_brute_force_adds_up(problem: ChoiceProblem) -> None:
         assert problem.memory_of(options) == wanted.memory[options]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(choice_problems(max_nodes=4), st.integers(0, 10**6))
 def test_seconds_that_come_later_are_those_of_a_merged_problem(problem: ChoiceProblem, seed: int) -> None:
     classes = [(count, seed % 2 * node) for node, count in enumerate(problem.num_options)]
@@ -104,7 +104,7 @@ def test_a_budget_error_survives_pickling() -> None:
     assert (str(error), error.least_bytes) == ("too small", 12.0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(choice_problems(max_nodes=6, max_options=3), st.data())
 def test_merged_nodes_take_equal_options(problem: ChoiceProblem, data: st.DataObject) -> None:
     """Every choice of the merged problem costs and keeps what the choice costs that it means."""
@@ -141,7 +141,7 @@ def test_classes_that_do_not_fit_are_refused() -> None:
         merge_equal(problem, "xy").expand((0,))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(choice_problems(max_nodes=6), st.integers(0, 40))
 def test_dropped_options_are_not_missed(problem: ChoiceProblem, budget: int) -> None:
     smaller, kept = drop_dominated(problem)

@@ -20,13 +20,13 @@ pytestmark = pytest.mark.unit
 prices = st.sampled_from([0.0, 0.25, 1.0, 3.0])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(choice_problems(), prices)
 def test_elimination_is_brute_force(problem: ChoiceProblem, price: float) -> None:
     check(problem, price)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(choice_problems(max_nodes=6, edge_share=1.0), prices)
 def test_large_tables_are_added_up_by_option(problem: ChoiceProblem, price: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -50,7 +50,7 @@ def check(problem: ChoiceProblem, price: float) -> None:
     assert found.method == "elimination"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(choice_problems(max_nodes=7), prices)
 def test_min_marginals_are_brute_force(problem: ChoiceProblem, price: float) -> None:
     brute = BruteForce(problem)
@@ -60,7 +60,7 @@ def test_min_marginals_are_brute_force(problem: ChoiceProblem, price: float) -> 
         assert found == pytest.approx(wanted)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(choice_problems(max_nodes=6))
 def test_choices_come_in_the_order_of_their_costs(problem: ChoiceProblem) -> None:
     """All that are allowed, each once."""
@@ -131,7 +131,7 @@ def test_a_grid_is_as_wide_as_its_shorter_side() -> None:
     assert elimination_width(grid) == 3
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 12), st.integers(0, 2**32 - 1), st.booleans())
 def test_the_order_is_the_greedy_one(num_nodes: int, seed: int, fill_first: bool) -> None:
     """Ranks that are kept up to date are those that are found anew at each step."""

@@ -44,13 +44,13 @@ def check(problem: ChoiceProblem, budget: float | None, *, gap: float = 0.0) -> 
     assert found.gap <= gap + EXACT
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(choice_problems(), budgets)
 def test_a_budget_is_kept_at_the_least_cost(problem: ChoiceProblem, budget: int) -> None:
     check(problem, budget)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(choice_problems(), budgets, st.sampled_from([1e-9, 0.05, 0.3]))
 def test_a_gap_is_kept(problem: ChoiceProblem, budget: int, gap: float) -> None:
     check(problem, budget, gap=gap)
@@ -67,13 +67,13 @@ def test_a_bound_holds_where_options_were_ruled_out_too(seed: int, gap: float) -
         assert found.gap <= gap
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(choice_problems())
 def test_without_a_budget(problem: ChoiceProblem) -> None:
     check(problem, None)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(choice_problems(max_nodes=5), budgets)
 def test_what_is_too_wide_for_elimination(problem: ChoiceProblem, budget: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -81,7 +81,7 @@ def test_what_is_too_wide_for_elimination(problem: ChoiceProblem, budget: int) -
         check(problem, budget)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(choice_problems(max_nodes=6), budgets)
 def test_what_a_second_pass_would_need_too_much_memory_for(problem: ChoiceProblem, budget: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -157,7 +157,7 @@ def test_more_time_for_a_price_is_never_worse(monkeypatch: pytest.MonkeyPatch) -
     assert all(problem.memory_of(each.options) <= 12e9 for each in found)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(choice_problems(max_nodes=6), budgets, st.sampled_from([0.0, 0.3, 1.0]), st.floats(0, 20))
 def test_only_what_cannot_be_in_an_answer_is_ruled_out(
     problem: ChoiceProblem, budget: int, price: float, limit: float
@@ -207,7 +207,7 @@ def test_parts_that_save_most_for_their_bytes_are_taken() -> None:
     assert mix(problem, (0, 0, 0, 0), (1, 1, 1, 1), budget=6.0) == (0, 1, 1, 1)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(choice_problems(max_nodes=6), budgets)
 def test_polishing_never_exceeds_a_budget_or_costs(problem: ChoiceProblem, budget: int) -> None:
     brute = BruteForce(problem)

@@ -47,7 +47,7 @@ PARTS = {
 }
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.lists(st.sampled_from([name for name in PARTS if name not in ("view", "flat")]), max_size=5),
     st.sampled_from([8, 16]),

@@ -109,7 +109,7 @@ def test_a_length_without_tokens_is_refused(encode):
         encode(row, tokenizer_of(), 0)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(prompt=SOME_TEXT, answer=SOME_TEXT, adds_bos=st.booleans(), max_length=st.integers(1, 40))
 def test_a_prompt_is_cut_on_the_left_behind_its_first_token(prompt, answer, adds_bos, max_length):
     tokenizer = TOKENIZERS[adds_bos]
@@ -130,7 +130,7 @@ def test_a_prompt_is_cut_on_the_left_behind_its_first_token(prompt, answer, adds
 TOKENIZERS = (tokenizer_of(CHATML, adds_bos=False), tokenizer_of(WITH_BOS))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     turns=st.lists(SOME_TEXT, min_size=2, max_size=8),
     system=st.booleans(),
@@ -176,7 +176,7 @@ def test_a_system_turn_within_the_first_question_stays():
     assert text.endswith("[/INST] a1</s>")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(prompt=SOME_TEXT, chosen=SOME_TEXT, rejected=SOME_TEXT, max_length=st.integers(2, 40))
 def test_the_texts_of_a_pair_are_cut_alike(prompt, chosen, rejected, max_length):
     tokenizer = TOKENIZERS[True]

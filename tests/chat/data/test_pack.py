@@ -38,7 +38,7 @@ def first_fit(lengths, room):
     return bins
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(lengths=st.lists(st.integers(1, 12), max_size=30), room=st.integers(12, 20))
 def test_every_text_is_in_one_sequence_whole(lengths, room):
     texts = texts_of(lengths)
@@ -63,7 +63,7 @@ def test_a_text_that_does_not_fit_is_refused():
         pack(texts_of([3, 6]), 5)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     segments=st.lists(
         st.lists(st.integers(-1, 3), min_size=6, max_size=6).map(sorted), min_size=1, max_size=3

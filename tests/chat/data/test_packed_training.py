@@ -53,10 +53,10 @@ def train_all(cells: list[tuple[str, str, bool]]) -> list[Any]:
 
 def check(cells: list[tuple[str, str]], num_ranks: int = 2) -> None:
     families = list(dict.fromkeys(family for _, family in cells))
-    alone = run_ranks(train_all, 1, [("ddp", family, False) for family in families], timeout=120.0)[0]
+    alone = run_ranks(train_all, 1, [("ddp", family, False) for family in families])[0]
     expected = dict(zip(families, alone, strict=True))
     packed = [(plan, family, True) for plan, family in cells]
-    for found in run_ranks(train_all, num_ranks, packed, timeout=120.0):
+    for found in run_ranks(train_all, num_ranks, packed):
         for (plan, family), (losses, after) in zip(cells, found, strict=True):
             assert losses == pytest.approx(expected[family][0], abs=TOLERANCE), (plan, family)
             assert after == pytest.approx(expected[family][1], abs=TOLERANCE), (plan, family)

@@ -68,7 +68,7 @@ def loop_grpo(
 
 @pytest.mark.parametrize(("level", "normalize", "kl_coef"), CELLS)
 @given(mask=masks(), seed=st.integers(0, 99), per_token=st.booleans())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_the_loss_is_that_of_a_loop(
     level: str, normalize: str, kl_coef: float, mask: Tensor, seed: int, per_token: bool
 ) -> None:
@@ -157,7 +157,7 @@ def test_extreme_differences(level: str) -> None:
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_advantages_of_groups(group_size: int, num_groups: int, seed: int) -> None:
     rewards = normal(seed, num_groups * group_size, scale=2.0) + 1.0
     numbers = rewards.tolist()

@@ -64,7 +64,7 @@ def test_an_unknown_estimator_and_other_shapes() -> None:
 
 
 @given(masks(), st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_rewards_are_those_of_a_loop(mask: Tensor, seed: int) -> None:
     mask[:, seed % mask.shape[1]] = True
     batch, length = mask.shape

@@ -114,7 +114,7 @@ def test_logits_are_gone_through_in_pieces(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @given(masks(), st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_sft_is_the_mean_over_the_tokens_of_the_mask(mask: Tensor, seed: int) -> None:
     logits, labels = normal(seed, *mask.shape, VOCAB), labels_of(*mask.shape, seed=seed)
     wanted = with_grads(lambda x: loop_sft(x, labels, mask), logits)
@@ -131,7 +131,7 @@ def test_sft_is_what_torch_has() -> None:
 
 
 @given(masks(max_batch=5), st.integers(1, 4), st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 def test_parts_of_a_batch_add_up(mask: Tensor, first: int, is_tensor: bool) -> None:
     first = min(first, len(mask))
     logits, labels = normal(3, *mask.shape, VOCAB), labels_of(*mask.shape)

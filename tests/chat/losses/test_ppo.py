@@ -58,7 +58,7 @@ def loop_value(values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, clip:
 
 
 @given(masks(), st.integers(0, 99), st.sampled_from([0.05, 0.2, 0.9]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_losses_are_those_of_a_loop(mask: Tensor, seed: int, clip: float) -> None:
     tensors = [normal(seed + number, *mask.shape, scale=0.5) for number in range(3)]
     found = with_grads(lambda *x: ppo_policy_loss(*x, mask, clip), *tensors)
@@ -82,7 +82,7 @@ def test_the_losses_as_pytorch_would_write_them() -> None:
 
 @pytest.mark.parametrize("loss", [ppo_policy_loss, value_loss])
 @given(mask=masks(max_batch=5), first=st.integers(0, 4))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_parts_of_a_batch_add_up(loss: Loss, mask: Tensor, first: int) -> None:
     first, count = min(first, len(mask)), int(mask.sum())
     tensors = [normal(number, *mask.shape) for number in range(3)]
@@ -145,7 +145,7 @@ def loop_gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: f
     st.sampled_from([1.0, 0.9, 0.0]),
     st.sampled_from([1.0, 0.95, 0.0]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_advantages_are_the_sum_over_what_comes_after(
     mask: Tensor, seed: int, gamma: float, lam: float
 ) -> None:
@@ -178,7 +178,7 @@ def test_places_in_between_are_left_out() -> None:
 
 
 @given(masks(), st.integers(0, 99))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_whitened_advantages(mask: Tensor, seed: int) -> None:
     advantages = normal(seed, *mask.shape, scale=5.0) + 3.0
     kept = [float(advantages[i]) for i in counted(mask)]

@@ -19,7 +19,7 @@ def sigmoid(x: float) -> float:
 
 
 @given(st.lists(st.tuples(st.floats(-9, 9), st.floats(-9, 9)), min_size=1, max_size=5))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_a_reward_model_learns_from_the_difference(pairs: list[tuple[float, float]]) -> None:
     chosen, rejected = torch.tensor(pairs, dtype=torch.float64).unbind(1)
     size = len(pairs)
@@ -119,7 +119,7 @@ def test_extreme_differences_of_dpo(difference: float) -> None:
 
 
 @given(st.integers(1, 5), st.integers(0, 5))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_parts_of_a_batch_add_up(size: int, first: int) -> None:
     first = min(first, size)
     tensors = [normal(seed, size) for seed in range(2)]

@@ -134,7 +134,7 @@ def take_turns(ways: tuple[str, ...]) -> Any:
 
 
 def test_two_policies_in_one_job_do_not_disturb_each_other() -> None:
-    for alone, turns, nested in run_ranks(take_turns, 2, ("alone", "turns", "nested"), timeout=120.0):
+    for alone, turns, nested in run_ranks(take_turns, 2, ("alone", "turns", "nested")):
         assert turns == alone
         assert nested[1] == alone[1]
         assert nested[0][0] == alone[0][0]

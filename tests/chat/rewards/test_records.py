@@ -147,7 +147,7 @@ def loggers(folder: str) -> None:
 def test_records_go_to_loggers_and_samples_to_a_file(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run_ranks(loggers, 2, str(tmp_path), timeout=120.0)
+    run_ranks(loggers, 2, str(tmp_path))
     lines = [json.loads(each) for each in (tmp_path / "log/steps.jsonl").read_text().splitlines()]
     events = EventAccumulator(str(tmp_path / "tb")).Reload()
     for name in ("loss", "reward", "logprob_gap_largest"):

@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> Path:
 def run(folder: Path, script: str, *options: str, **paths: str) -> list[dict[str, float]]:
     """Run a script on two ranks; return its records."""
     words = [word for name, value in paths.items() for word in (f"--{name}", str(folder / value))]
-    run_ranks(run_script, 2, f"{FOLDER}/{script}.py", *words, *LLAMA, *options, timeout=200.0)
+    run_ranks(run_script, 2, f"{FOLDER}/{script}.py", *words, *LLAMA, *options)
     lines = (folder / paths["save_path"] / "log" / "steps.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

@@ -84,7 +84,7 @@ def test_a_run_goes_on_from_the_weights_of_another(script: str, folder: Path, tm
     }
     for name, options in further.items():
         out = ("--save_path", str(tmp_path / name))
-        run_ranks(run_script, 1, f"{FOLDER}/{script}.py", *words, *given, *options, *out, timeout=120.0)
+        run_ranks(run_script, 1, f"{FOLDER}/{script}.py", *words, *given, *options, *out)
     base, first, second = (values_of(each) for each in (folder, *(tmp_path / name for name in further)))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)

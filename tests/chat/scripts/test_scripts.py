@@ -39,7 +39,6 @@ def run(folder: Path, script: str, out: str, *options: str, num_ranks: int = 2, 
         f"{FOLDER}/{script}.py",
         *words,
         *("--max_len", "64", "--lr", "3e-3", "--log_interval", "2", *options),
-        timeout=120.0,
     )
 
 
@@ -82,7 +81,7 @@ def test_all_stages_one_after_the_other(folder: Path, capfd: pytest.CaptureFixtu
     sizes = ("--num_episodes", "1", "--max_timesteps", "4", "--update_timesteps", "2", "--max_epochs", "2")
     answers = ("--experience_batch_size", "4", "--train_batch_size", "4", "--max_new_tokens", "8")
     common = ("--model", "llama", "--max_len", "32", "--log_interval", "2")
-    run_ranks(run_script, 2, f"{FOLDER}/train_prompts.py", *words, *sizes, *answers, *common, timeout=120.0)
+    run_ranks(run_script, 2, f"{FOLDER}/train_prompts.py", *words, *sizes, *answers, *common)
     assert len(losses_of(folder, "ppo")) == 8  # 2 updates of 2 passes in 2 parts
     AutoModelForCausalLM.from_pretrained(folder / "ppo")
     (folder / "rewards.py").write_text("def digits(prompt, answer, row):\n    return len(answer) / 8\n")
@@ -95,9 +94,7 @@ def test_all_stages_one_after_the_other(folder: Path, capfd: pytest.CaptureFixtu
     words = [word for name, value in grpo.items() for word in (f"--{name}", str(folder / value))]
     few = ("--group_size", "4", "--batch_size", "4", "--max_new_tokens", "8")
     few = (*few, "--kl_coef", "0.05", "--max_kl", "10")
-    run_ranks(
-        run_script, 2, f"{FOLDER}/train_grpo.py", *words, *few, *("--async", "1"), *common, timeout=120.0
-    )
+    run_ranks(run_script, 2, f"{FOLDER}/train_grpo.py", *words, *few, *("--async", "1"), *common)
     assert len(losses_of(folder, "grpo")) == 2
     printed = capfd.readouterr().out
     assert f"the model is in {folder}/dpo, its curves in {folder}/dpo/log" in printed
@@ -160,7 +157,7 @@ def test_adapters_in_all_stages(folder: Path) -> None:
         named = {**given, "pretrain": "base", "save_path": script}
         words = [word for name, value in named.items() for word in (f"--{name}", str(folder / value))]
         few = ("--group_size", "4") if script == "train_grpo" else ("--num_episodes", "1")
-        run_ranks(run_script, 2, f"{FOLDER}/{script}.py", *words, *few, *common, timeout=120.0)
+        run_ranks(run_script, 2, f"{FOLDER}/{script}.py", *words, *few, *common)
         AutoPeftModelForCausalLM.from_pretrained(folder / script)
 
 

@@ -101,7 +101,7 @@ def write(folder: Path, stores: list[ShardedStateDict]) -> None:
     write_sharded_index(folder, index_of(stores[0], shares[0], results, folder))
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data(), written())
 def test_any_boxes_in_any_boxes_out(data: st.DataObject, case: Any) -> None:
     wholes, stores, _ = case
@@ -127,7 +127,7 @@ def test_any_boxes_in_any_boxes_out(data: st.DataObject, case: Any) -> None:
             assert bits(out) == bits(expected.to(torch.complex128))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(written())
 def test_others_can_look_into_the_files(case: Any) -> None:
     wholes, stores, num_ranks = case

@@ -44,7 +44,7 @@ def gather(name: str, folder: Path) -> float:
 )
 def test_every_layout(name: str, tmp_path: Path) -> None:
     num_ranks = layout_of(name).num_ranks
-    sent = run_ranks(gather, num_ranks, name, tmp_path, timeout=120.0)
+    sent = run_ranks(gather, num_ranks, name, tmp_path)
     assert any(sent) == (name not in ("dp2", "zero1", "lamb-zero2", "hybrid", "sequence") and num_ranks > 1)
 
 

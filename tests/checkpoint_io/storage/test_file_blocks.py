@@ -44,7 +44,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("is_mapped", [True, False])
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_every_byte_once(
     is_mapped: bool, path: Path, sizes_read: list[int], monkeypatch: pytest.MonkeyPatch, data: st.DataObject

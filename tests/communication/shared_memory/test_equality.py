@@ -25,9 +25,7 @@ from tests.ranks import run_ranks
 @pytest.mark.dist
 @settings(
     max_examples=12,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
-    derandomize=True,
     phases=(Phase.generate,),
 )
 @given(drawn=programs())

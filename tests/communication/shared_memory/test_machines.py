@@ -57,9 +57,7 @@ def _shares(ranks: list[int], machines: list[int]) -> bool:
 
 @settings(
     max_examples=6,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
-    derandomize=True,
     phases=(Phase.generate,),
 )
 @given(drawn=programs(most=4), machines=st.lists(st.integers(0, 2), min_size=4, max_size=4))

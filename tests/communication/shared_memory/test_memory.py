@@ -228,7 +228,7 @@ def places(arena):
 
 
 @pytest.mark.unit
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 9000), st.booleans()), max_size=40), st.randoms())
 def test_tensors_of_an_arena_have_places_of_their_own(drawn, draw):
     arena = Arena(64 * PAGE)

@@ -94,7 +94,7 @@ def make_calls_that_do_not_fit(path):
 
 
 def test_every_pair_of_calls_that_do_not_fit_is_named_on_all_ranks(tmp_path):
-    told = run_ranks(make_calls_that_do_not_fit, P, tmp_path / "pairs", timeout=180.0)
+    told = run_ranks(make_calls_that_do_not_fit, P, tmp_path / "pairs")
     wrong = []
     for number, (most, odd, what, value, other) in enumerate(PAIRS):
         for rank, found in enumerate(told):

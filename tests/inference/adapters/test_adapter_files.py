@@ -200,7 +200,7 @@ ENDS = st.sampled_from(["q_proj", "mlp.up_proj", "1.mlp.up_proj", "lm_head", "la
 PATTERNS = st.sampled_from([r".*\.(q_proj|up_proj)", r"lm_head", r".*layers\.[12]\..*_proj", r"q_proj"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     targets=st.one_of(st.lists(ENDS, min_size=1, max_size=3, unique=True), PATTERNS),
     excluded=st.one_of(st.none(), st.lists(ENDS, max_size=2, unique=True), PATTERNS),

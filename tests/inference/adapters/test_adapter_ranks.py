@@ -95,7 +95,7 @@ def test_texts_are_those_of_generate(
     family: str, tp: int, pp: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     models = saved(tmp_path, family)
-    found, *others = run_ranks(answers, tp * pp, str(tmp_path), tp, pp, options, timeout=120)
+    found, *others = run_ranks(answers, tp * pp, str(tmp_path), tp, pp, options)
     assert others == [None] * (tp * pp - 1)
     assert found == [
         greedy(models[name], prompt, NUM_TOKENS) for name, prompt in zip(ASKED, prompts(*MIXED), strict=True)
@@ -105,7 +105,7 @@ def test_texts_are_those_of_generate(
 @pytest.mark.parametrize("way", ["int8-weights"])
 def test_quantized_and_cut_with_adapters_in_float(way: str, tmp_path: Path) -> None:
     models = saved(tmp_path, "Llama", hidden_size=64, intermediate_size=64)
-    found, _ = run_ranks(answers, 2, str(tmp_path), 2, 1, {"quantize": way}, timeout=120)
+    found, _ = run_ranks(answers, 2, str(tmp_path), 2, 1, {"quantize": way})
     references = {
         name: in_codes(tmp_path / "base", way, models[None], model) for name, model in models.items()
     }
@@ -132,8 +132,8 @@ def slices(folder: str, tp: int, pp: int) -> dict[str, Any]:
 
 def test_each_rank_holds_its_slices_of_its_own_layers(tmp_path: Path) -> None:
     saved(tmp_path, "Llama")
-    (whole,) = run_ranks(slices, 1, str(tmp_path), 1, 1, timeout=120)
-    cut = run_ranks(slices, 2, str(tmp_path), 2, 1, timeout=120)
+    (whole,) = run_ranks(slices, 1, str(tmp_path), 1, 1)
+    cut = run_ranks(slices, 2, str(tmp_path), 2, 1)
     for key, (first, second) in whole.items():
         parts = [rank[key] for rank in cut]
         if key.startswith("lm_head"):
@@ -145,7 +145,7 @@ def test_each_rank_holds_its_slices_of_its_own_layers(tmp_path: Path) -> None:
         else:
             assert torch.equal(torch.cat([b for _, b in parts]), second)
             assert all(torch.equal(a, first) for a, _ in parts)
-    stages = run_ranks(slices, 2, str(tmp_path), 1, 2, timeout=120)
+    stages = run_ranks(slices, 2, str(tmp_path), 1, 2)
     assert not stages[0].keys() & stages[1].keys()
     assert stages[0].keys() | stages[1].keys() == whole.keys()
 

@@ -50,7 +50,7 @@ def matrix(*shape: int, seed: int) -> torch.Tensor:
 CHUNKS = st.lists(st.tuples(st.integers(1, 5), st.sampled_from([None, *NUMBERS])), min_size=1, max_size=8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(chunks=CHUNKS, is_batch_invariant=st.booleans(), of_logits=st.booleans(), data=st.data())
 def test_each_row_gets_what_its_adapter_adds(
     chunks: list[tuple[int, str | None]], is_batch_invariant: bool, of_logits: bool, data: Any

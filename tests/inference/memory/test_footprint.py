@@ -66,7 +66,7 @@ def test_ranks_hold_what_is_counted(
 ) -> None:
     tiny(family, **SIZES[family]).save_pretrained(tmp_path)
     options = EngineOptions(quantize=quantize, kv_dtype=kv_dtype, kv_memory=2**22, block_size=8)
-    loaded = run_ranks(held, tp * pp, str(tmp_path), options, tp, pp, timeout=120)
+    loaded = run_ranks(held, tp * pp, str(tmp_path), options, tp, pp)
     counted = serving_memory(tmp_path, options, tp=tp, pp=pp)
     assert [rank for stage in counted.stages for rank in stage.ranks] == list(range(tp * pp))
     assert [

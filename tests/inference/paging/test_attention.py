@@ -160,14 +160,14 @@ def check(setup, dtype):
 
 
 @given(setups(), st.sampled_from((torch.float64, torch.float32)))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_chunks(setup, dtype):
     check(setup, dtype)
 
 
 @pytest.mark.long
 @given(setups(), st.sampled_from((torch.float64, torch.float32)))
-@settings(max_examples=soaked(10_000), deadline=None)
+@settings(max_examples=soaked(10_000))
 def test_any_of_many_chunks(setup, dtype):
     check(setup, dtype)
 

@@ -30,7 +30,7 @@ def seen(found: BagIndices) -> list[list[list[int]]]:
     ]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.data())
 def test_indices_that_go_on_are_those_that_are_made_anew(data: st.DataObject) -> None:
     memo = BagsMemo()

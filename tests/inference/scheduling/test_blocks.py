@@ -114,12 +114,12 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class TestPool(PoolMachine.TestCase):
-    settings = settings(max_examples=300, stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=300, stateful_step_count=30)
 
 
 @pytest.mark.long
 class TestPoolAtLength(PoolMachine.TestCase):
-    settings = settings(max_examples=soaked(10_000), stateful_step_count=30, deadline=None)
+    settings = settings(max_examples=soaked(10_000), stateful_step_count=30)
 
 
 def test_the_end_of_a_sequence_is_given_away_before_its_beginning():

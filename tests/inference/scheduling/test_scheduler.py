@@ -14,14 +14,14 @@ pytestmark = pytest.mark.unit
 
 
 @given(schedules())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_schedule(plan):
     Player(plan).play()
 
 
 @pytest.mark.long
 @given(schedules())
-@settings(max_examples=soaked(10_000), deadline=None)
+@settings(max_examples=soaked(10_000))
 def test_any_of_many_schedules(plan):
     Player(plan).play()
 

@@ -61,7 +61,7 @@ PLAIN = tiny("GPT2", n_layer=2, n_positions=128)
         max_size=4,
     ),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_guesses_are_those_of_generate_whatever_was_refused(folder, lengths, rounds):
     """In each round a sequence wants so many guesses; so many of them are taken, and another token."""
     drafts = maker(folder, num_blocks=60)

@@ -61,7 +61,7 @@ def drafted(tp: int, pp: int, known: list[list[int]], speculate: str) -> Any:
 def test_texts_are_those_of_generate(tp: int, pp: int) -> None:
     texts = right_texts()
     known = [[*prompt, *text] for prompt, text in zip(prompts(*MIXED), texts, strict=True)]
-    (found, num_accepted), *others = run_ranks(drafted, tp * pp, tp, pp, known, "ngram:4", timeout=120)
+    (found, num_accepted), *others = run_ranks(drafted, tp * pp, tp, pp, known, "ngram:4")
     assert found == texts
     assert num_accepted > 20
     assert others == [None] * (tp * pp - 1)
@@ -69,7 +69,7 @@ def test_texts_are_those_of_generate(tp: int, pp: int) -> None:
 
 def test_a_small_model_on_the_first_of_two_ranks(tmp_path: Path) -> None:
     tiny("Llama").save_pretrained(tmp_path)
-    (found, num_accepted), _ = run_ranks(drafted, 2, 2, 1, [], f"{tmp_path}:3", timeout=120)
+    (found, num_accepted), _ = run_ranks(drafted, 2, 2, 1, [], f"{tmp_path}:3")
     assert found == right_texts()
     assert num_accepted > 20
 

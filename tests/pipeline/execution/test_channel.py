@@ -81,4 +81,4 @@ def peer_dies(when):
 )
 def test_a_dead_peer_is_named(when, message):
     with pytest.raises(RanksError, match=message):
-        run_ranks(peer_dies, 2, when, timeout=20.0)
+        run_ranks(peer_dies, 2, when)

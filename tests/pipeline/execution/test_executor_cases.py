@@ -239,7 +239,7 @@ def fails(kind):
 )
 def test_what_goes_wrong_is_named(kind, message):
     with pytest.raises(RanksError, match=message):
-        run_ranks(fails, 3, kind, timeout=20.0)
+        run_ranks(fails, 3, kind)
 
 
 def wrong_number_of_chunks():

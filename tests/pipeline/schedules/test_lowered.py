@@ -87,7 +87,7 @@ def run_against_each_other(lists):
     return ahead
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedules(), st.booleans(), st.booleans())
 def test_any_schedule_ends_with_messages_in_one_order(schedule, is_evaluation, has_tokens):
     schedule = forward_only(schedule) if is_evaluation else schedule

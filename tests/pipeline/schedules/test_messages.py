@@ -34,7 +34,7 @@ def test_forwards_send_no_gradients():
     assert {message.kind for messages in between.values() for message in messages} == {ACTIVATION}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(schedules())
 def test_what_is_sent_is_what_is_needed(schedule):
     sent = [message for messages in messages_between(schedule).values() for message in messages]

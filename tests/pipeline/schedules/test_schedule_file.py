@@ -13,7 +13,7 @@ from tests.pipeline.schedules.schedule_strategies import parsed, schedules
 pytestmark = pytest.mark.unit
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedule=schedules())
 def test_a_schedule_goes_through_a_file(schedule, tmp_path_factory):
     path = tmp_path_factory.mktemp("files") / f"{schedule.name}.csv"

@@ -23,13 +23,13 @@ def _rows(schedule):
     return [" ".join(map(str, actions)) for actions in schedule.actions]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(schedules())
 def test_a_schedule_is_valid(schedule):
     validate(schedule)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(schedules())
 def test_the_forwards_alone_are_valid(schedule):
     forwards = forward_only(schedule)
@@ -76,7 +76,6 @@ def test_one_rank_and_chunk_trains_microbatch_by_microbatch(name, num_microbatch
     assert row == " ".join(f"0F{number} 0B{number}" for number in range(num_microbatches))
 
 
-@settings(deadline=None)
 @given(sizes)
 def test_one_chunk_is_1f1b(size):
     num_ranks, num_microbatches, _ = size
@@ -84,7 +83,6 @@ def test_one_chunk_is_1f1b(size):
     assert schedule.actions == one_f_one_b(num_ranks, num_microbatches).actions
 
 
-@settings(deadline=None)
 @given(sizes)
 def test_live_microbatches_are_bounded(size):
     num_ranks, num_microbatches, num_chunks = size
@@ -101,7 +99,6 @@ def test_live_microbatches_are_bounded(size):
         assert peaks("interleaved", num_chunks)[0] == num_ranks + (num_ranks - 1) / num_chunks
 
 
-@settings(deadline=None)
 @given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 5), st.integers(1, 9))
 def test_a_schedule_is_the_same_every_time(name, num_ranks, num_microbatches):
     first, second = (make_schedule(name, num_ranks, num_microbatches) for _ in range(2))

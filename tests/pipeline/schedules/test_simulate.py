@@ -18,7 +18,7 @@ FACTORS = [1, 2, 5]
 COSTS = Costs(forward=1.0, backward=2.0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(schedules(), st.integers(0, 10**6))
 def test_a_replay_says_the_step_times_of_many_costs(schedule, seed):
     replay, draw = Replay(schedule), random.Random(seed)
@@ -101,7 +101,7 @@ def test_evaluation(num_ranks, num_microbatches):
         assert timeline.peak_live_microbatches == (0.0,) * num_ranks
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(schedules(), st.floats(0, 2), st.data())
 def test_a_timeline_keeps_to_its_schedule(schedule, p2p, data):
     """Nothing overlaps on a rank, or starts before it can; and something is why it does not start earlier."""

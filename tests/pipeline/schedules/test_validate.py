@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from colossalai.pipeline.schedules._action import Op, Schedule
@@ -91,7 +91,6 @@ def test_placement():
     _refused(Schedule("x", 0, (0, 1), schedule.actions), "has 0 microbatches; it needs at least 1")
 
 
-@settings(deadline=None)
 @given(schedules(), st.data())
 def test_a_dropped_action_is_missed(schedule, data):
     rank = data.draw(st.integers(0, schedule.num_ranks - 1))
@@ -104,7 +103,6 @@ def test_a_dropped_action_is_missed(schedule, data):
         validate(changed)
 
 
-@settings(deadline=None)
 @given(schedules(), st.data())
 def test_a_doubled_action_is_found(schedule, data):
     rank = data.draw(st.integers(0, schedule.num_ranks - 1))
@@ -115,7 +113,6 @@ def test_a_doubled_action_is_found(schedule, data):
         validate(with_row(schedule, rank, row))
 
 
-@settings(deadline=None)
 @given(schedules(), st.data())
 def test_an_action_before_what_it_needs_is_found(schedule, data):
     """Swap an action with one of the same rank on which it depends, perhaps by way of other ranks."""

@@ -58,7 +58,7 @@ def test_uniform_covers_all_items_evenly(size, chunks, more):
     assert lengths == sorted(lengths)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 3), st.integers(1, 2))
 def test_balanced_is_the_best_of_all_splits(weights, size, chunks):
     num_parts = size * chunks

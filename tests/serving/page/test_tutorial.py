@@ -19,7 +19,7 @@ import torch
 from tests.inference.metaseq import write_metaseq
 from tests.launcher.command import Command, path_with_command, wait_until
 from tests.serving.page.conftest import Tab
-from tests.serving.served_folder import START_S, ServedFolder, free_port, save_tiny
+from tests.serving.served_folder import START_S, ServedFolder, save_tiny
 
 pytestmark = pytest.mark.unit
 EXAMPLE = Path(__file__).parents[3] / "examples/opt_service"
@@ -99,13 +99,13 @@ def certificate(folder: Path) -> list[str]:
 @pytest.mark.long
 @pytest.mark.parametrize(("language", "scheme", "num_ranks"), [("en", "http", 1), ("zh", "https", 2)])
 def test_the_tutorial(
-    language: str, scheme: str, num_ranks: int, tmp_path: Path, open_tab: Callable[..., Tab]
+    language: str, scheme: str, num_ranks: int, tmp_path: Path, open_tab: Callable[..., Tab], job_port: int
 ) -> None:
     page, prompt = PAGES[language]
     _, server, request = commands(page)
     write_checkpoint(tmp_path / "opt-125m", is_metaseq=language == "en")
     write_config(tmp_path / "config", tmp_path / "opt-125m", num_ranks)
-    port = free_port()
+    port = str(job_port)
     words = ["--kv-memory", "16MiB", *(certificate(tmp_path) if scheme == "https" else [])]
     server = server.replace("CONFIG_DIR=examples/opt_service", f"CONFIG_DIR={tmp_path / 'config'}")
     server = server.replace("path/to/opt-125m", str(tmp_path / "opt-125m")).replace("8020", port)

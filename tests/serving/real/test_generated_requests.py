@@ -31,9 +31,6 @@ def ask(site: RealSite, num_cases: int) -> dict[str, set[int]]:
     @given(case=cases, prompt=prompts, is_answerable=st.booleans(), most=st.integers(1, 4))
     @settings(
         max_examples=num_cases,
-        deadline=None,
-        database=None,
-        derandomize=True,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

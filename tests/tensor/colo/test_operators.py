@@ -121,6 +121,6 @@ def compared(
 
 @pytest.mark.parametrize("shares", [[0], further([1, 2, 3]), further([4, 5, 6, 7])])
 def test_an_operator_with_a_cut_argument_is_that_of_one_process_or_refused(shares: list[int]) -> None:
-    for wrong, num_cases in run_ranks(wrong_operators, 2, shares, timeout=300):
+    for wrong, num_cases in run_ranks(wrong_operators, 2, shares):
         assert not wrong, "\n".join(wrong[:40])
         assert num_cases > 75 * len(shares)

@@ -104,7 +104,7 @@ def test_values_and_gradients_are_slices_of_the_whole(world_size):
     """Hypothesis draws; the ranks are started once for all that it draws."""
     examples = []
 
-    @settings(deadline=None, max_examples=150, database=None)
+    @settings(max_examples=150, database=None)
     @given(st.sampled_from(MESHES[world_size]).flatmap(lambda e: st.tuples(st.just(e), conversions(e))))
     def draw(example):
         examples.append(example)

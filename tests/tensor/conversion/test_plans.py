@@ -201,7 +201,7 @@ def cuts(draw, sizes):
 
 
 @pytest.mark.unit
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from([(2, 2), (2, 3), (2, 2, 2)]).flatmap(cuts))
 def test_transfers_bring_each_rank_just_what_it_lacks(pair):
     source, target = pair

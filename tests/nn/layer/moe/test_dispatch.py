@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -113,7 +113,6 @@ def test_against_a_loop(world_size: int, tp_size: int, kind: str) -> None:
 
 
 @pytest.mark.unit
-@settings(deadline=None)
 @given(
     num_tokens=st.integers(0, 9),
     choices=st.integers(1, 4),

@@ -76,7 +76,7 @@ def exact(tensor: Tensor | None) -> Tensor | None:
     has_bias=st.booleans(),
     is_strided=st.booleans(),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_as_one_after_the_other(
     seed: int,
     sizes: list[int],

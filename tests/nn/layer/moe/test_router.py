@@ -54,7 +54,7 @@ def logits_with_ties(num_tokens: int, num_experts: int, seed: int) -> Tensor:
 
 
 @pytest.mark.unit
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(
     num_tokens=st.integers(0, 40),
     num_experts=st.integers(1, 9),

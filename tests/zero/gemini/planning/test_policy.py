@@ -136,7 +136,7 @@ def situations(draw: st.DrawFn) -> tuple[PlacementPolicy, ModelData, Tiers, Trac
     return policy, data, tiers, draw(st.sampled_from([None, trace]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(situations())
 def test_homes_stay_within_the_tiers_and_leave_what_an_iteration_needs(
     situation: tuple[PlacementPolicy, ModelData, Tiers, Trace | None],

@@ -1,7 +1,7 @@
 """The trace: next needs, what is recorded, and the states of an iteration that follows it."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from colossalai.zero.gemini.planning._trace import (
@@ -30,7 +30,6 @@ def run_iteration(follower: TraceFollower, uses: list[int]) -> list[Departure]:
     return [departure for departure in said if departure is not None]
 
 
-@settings(deadline=None)
 @given(uses=iterations, held=st.lists(st.frozensets(st.integers(0, 4), max_size=2), min_size=6, max_size=6))
 def test_the_next_need_is_found_around_the_end(uses: list[int], held: list[frozenset[int]]) -> None:
     trace = Trace(tuple(uses), (0,) * len(uses), tuple(held[: len(uses)]))
@@ -122,7 +121,6 @@ def test_the_iteration_that_departs_stays_off_the_trace() -> None:
     assert follower.trace is not None
 
 
-@settings(deadline=None)
 @given(st.lists(iterations, max_size=8))
 def test_a_follower_keeps_its_word_over_any_iterations(rounds: list[list[int]]) -> None:
     """Against a plain model: what the last whole recorded iteration was, and whether this one is like it."""

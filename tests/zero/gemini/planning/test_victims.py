@@ -151,13 +151,13 @@ def replay(trace: Trace, sizes: list[int], plan: ResidencePlan, budget: int) -> 
         yield moved
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(num_chunks=4, num_moments=6))
 def test_the_bytes_are_the_fewest_of_all_ways_through_sets(case: Case) -> None:
     assert planned(*case).moved_bytes == fewest_bytes_by_sets(*case)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases(num_chunks=EXACT_CHUNKS, num_moments=9))
 def test_the_bytes_are_the_fewest_for_eight_chunks(case: Case) -> None:
     plan = planned(*case)
@@ -165,7 +165,7 @@ def test_the_bytes_are_the_fewest_for_eight_chunks(case: Case) -> None:
     assert plan.moved_bytes == fewest_bytes_by_stays(*case)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.one_of(cases(num_chunks=5, num_moments=24), cases(num_chunks=14, num_moments=40)))
 def test_the_budget_holds_in_every_period_and_iterations_repeat(case: Case) -> None:
     trace, sizes, budget = case
@@ -174,13 +174,13 @@ def test_the_budget_holds_in_every_period_and_iterations_repeat(case: Case) -> N
     assert second == third == plan.moved_bytes
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.one_of(cases(num_chunks=14, num_moments=50), cases(num_chunks=12, num_moments=50, one_size=True)))
 def test_least_recently_used_never_moves_fewer_bytes(case: Case) -> None:
     assert planned(*case).moved_bytes <= bytes_of_lru(*case)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_blocks=st.integers(1, 12),
     per_block=st.integers(1, 3),
@@ -327,7 +327,6 @@ def test_victims_on_and_off_the_trace() -> None:
     assert choose_victims({5: 1, 4: 1, 3: 1}, 2, order=recency) == Victims((3, 4), 0)  # ties by number
 
 
-@settings(deadline=None)
 @given(
     present=st.dictionaries(st.integers(0, 6), st.integers(1, 9)),
     num_bytes=st.integers(-3, 40),
@@ -347,7 +346,7 @@ def test_victims_free_what_is_asked_and_nobody_goes_in_vain(
         assert set(victims.chunks) == present.keys() - pinned
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(num_chunks=4, num_moments=6), st.frozensets(st.integers(0, 3)))
 def test_what_the_optimizer_writes_is_fetched_in_every_iteration(case: Case, written: frozenset[int]) -> None:
     trace, sizes, budget = case
@@ -363,7 +362,7 @@ def test_what_the_optimizer_writes_is_fetched_in_every_iteration(case: Case, wri
         assert needed <= period.present
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(cases(num_chunks=14, num_moments=40), st.frozensets(st.integers(0, 13)))
 def test_a_plan_of_many_chunks_fetches_what_was_written(case: Case, written: frozenset[int]) -> None:
     trace, sizes, budget = case

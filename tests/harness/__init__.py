@@ -1,0 +1,1 @@
+"""What runs the tests: reruns of failures, progress of processes, ports, the profile of hypothesis."""

@@ -1,0 +1,192 @@
+"""What a failing, crashing or hanging test does to the exit status of a run (tests/harness/rerun.py)."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness.rerun import HUNG, MOST_RERUN, Run
+from tests.ranks import ROOT
+
+pytestmark = pytest.mark.unit
+
+HEAD = """
+import os, pathlib, signal, threading
+import pytest
+
+def is_first(name):
+    try:
+        pathlib.Path(name).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+def test_passes():
+    pass
+"""
+ONCE = """
+@pytest.mark.parametrize("name", ["a b", "c[d]", "e::f"])
+def test_once(name):
+    assert not is_first(name.replace(":", "")), "the first\\ntime"
+
+@pytest.fixture
+def begins_badly():
+    if is_first("begins"):
+        raise ValueError("in the set-up")
+
+@pytest.fixture
+def ends_badly():
+    yield
+    if is_first("ends"):
+        raise ValueError("in the tear-down")
+
+def test_begins_badly(begins_badly):
+    pass
+
+def test_ends_badly(ends_badly):
+    pass
+"""
+CRASHES_ONCE = """
+def test_crashes_once():
+    if is_first("crash"):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+CRASHES = "def test_crashes(): os.kill(os.getpid(), signal.SIGKILL)"
+FAILS = "def test_fails(): assert 1 == 2"
+FAILS_AND_IS_SKIPPED = """
+def test_is_skipped():
+    assert not is_first("skip")
+    pytest.skip("it does not want to")
+"""
+FAILS_AND_IS_GONE = """
+@pytest.mark.parametrize("name", ["then"] if pathlib.Path("gone").exists() else ["now"])
+def test_is_gone(name):
+    pathlib.Path("gone").touch()
+    assert name == "then"
+"""
+MANY = f"""
+@pytest.mark.parametrize("number", range({MOST_RERUN + 1}))
+def test_many(number):
+    assert not is_first(str(number))
+"""
+WAITS = """
+def test_waits():
+    pathlib.Path("pid").write_text(f"{os.getpid()}\\n")
+    threading.Event().wait()
+"""
+HANGS = "def test_hangs(): threading.Event().wait()"
+
+
+def start(folder: Path, text: str, *arguments: str, ini: str = "") -> subprocess.Popen[str]:
+    """Start a run of a file of tests in a folder of its own."""
+    (folder / "test_planted.py").write_text(HEAD + text)
+    (folder / "pytest.ini").write_text(f"[pytest]\naddopts = -p no:cacheprovider\n{ini}")
+    command = [sys.executable, "-m", "tests.harness.rerun", *arguments]
+    # Without the plugins that are installed: some import for seconds.
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def run(folder: Path, text: str, *arguments: str, ini: str = "") -> tuple[int, str]:
+    """Return the exit status and the output of a run of a file of tests."""
+    process = start(folder, text, *arguments, ini=ini)
+    output, _ = process.communicate()
+    return process.returncode, output
+
+
+PARALLEL = ("-p", "xdist", "--numprocesses=2")
+
+
+def test_what_passes_is_run_once(tmp_path: Path) -> None:
+    status, output = run(tmp_path, "", *PARALLEL)
+    assert status == 0, output
+    assert output.count(" passed") == 1
+    assert "again" not in output
+
+
+def test_what_fails_the_first_time_only_is_named_and_passes(tmp_path: Path) -> None:
+    status, output = run(tmp_path, ONCE + CRASHES_ONCE, *PARALLEL)
+    assert status == 0, output
+    found = dict(re.findall(r"^unstable: test_planted.py::(.+) \((.+)\)$", output, re.MULTILINE))
+    crashed = found.pop("test_crashes_once")
+    assert re.fullmatch(r"worker 'gw\d' crashed while running 'test_planted.py::test_crashes_once'", crashed)
+    assert found == {
+        **{f"test_once[{name}]": "AssertionError: the first" for name in ("a b", "c[d]", "e::f")},
+        "test_begins_badly": "ValueError: in the set-up",
+        "test_ends_badly": "ValueError: in the tear-down",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "words"),
+    [
+        (FAILS, 1, "failed: test_planted.py::test_fails (has not passed when it was run again)"),
+        (FAILS_AND_IS_SKIPPED, 1, "failed: test_planted.py::test_is_skipped (has not passed"),
+        (FAILS_AND_IS_GONE, 4, "not found: "),
+        (MANY, 1, f"not run again: {MOST_RERUN + 1} tests failed, more than {MOST_RERUN}"),
+        ("import no_such_module", 2, "not run again: pytest ended with status 2"),
+        (CRASHES, 137, "not run again: pytest ended with status -9"),
+    ],
+    ids=["fails", "is skipped", "is gone", "many", "collection", "crashes"],
+)
+def test_what_fails_again_fails(tmp_path: Path, text: str, status: int, words: str) -> None:
+    found, output = run(tmp_path, text)
+    assert (found, words in output) == (status, True), output
+    assert "unstable:" not in output
+
+
+def test_what_crashes_again_or_is_not_collected_by_workers_fails(tmp_path: Path) -> None:
+    status, output = run(tmp_path, CRASHES, *PARALLEL)
+    assert status == 137, output
+    assert "failed: test_planted.py::test_crashes (has not passed when it was run again)" in output
+    status, output = run(tmp_path, "import no_such_module", *PARALLEL)
+    assert status == 1, output
+    assert "not run again: these were not collected: test_planted.py" in output
+
+
+def test_a_test_that_hangs_is_ended_with_its_stack(tmp_path: Path) -> None:
+    ini = "faulthandler_timeout = 2\nfaulthandler_exit_on_timeout = true\n"
+    status, output = run(tmp_path, HANGS, *PARALLEL, ini=ini)
+    assert status == 1, output
+    assert "in test_hangs" in output
+    assert "failed: test_planted.py::test_hangs (has not passed when it was run again)" in output
+    status, output = run(tmp_path, HANGS, ini=ini)
+    assert status == 1, output
+    assert "not run again: pytest was ended within a test" in output
+
+
+def test_a_run_in_which_nothing_happens_is_ended_with_its_stacks(tmp_path: Path) -> None:
+    text = "def hang(): threading.Event().wait()\nhang()"
+    status, output = run(tmp_path, text, "--silence=10", *PARALLEL)
+    assert status == HUNG, output
+    assert "no test has reported for 10 s: the run is ended" in output
+    assert output.count("in hang\n") == 2  # one for each worker
+
+
+def test_a_run_that_is_terminated_leaves_no_process(tmp_path: Path) -> None:
+    process = start(tmp_path, WAITS)
+    pid = tmp_path / "pid"
+    while not (pid.exists() and pid.read_text().endswith("\n")):
+        assert process.poll() is None, process.communicate()[0]
+    process.terminate()
+    output, _ = process.communicate()  # it ends when all that have inherited the pipe have
+    assert process.returncode == 128 + 15, output
+    assert not Path(f"/proc/{int(pid.read_text())}").exists()
+
+
+def test_what_is_not_run_again() -> None:
+    failed = ("failed", "a::b", "E: 1")
+    crash = [("worker down", "gw0", "down"), ("crashed", "a::c", "worker 'gw0' crashed")]
+    finished = ("finished", "", "")
+    assert Run(1, (failed, *crash, finished)).why_not_rerun() is None
+    assert Run(1, (failed, failed, *crash, finished)).failures() == {"a::b": "E: 1", "a::c": crash[1][2]}
+    assert Run(1, (failed, crash[0], finished)).why_not_rerun() == "a worker crashed between tests"
+    assert Run(1, (finished,)).why_not_rerun() == "pytest failed without a test that did"
+    assert Run(-11, (failed,)).why_not_rerun() == "pytest ended with status -11"
