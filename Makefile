@@ -81,7 +81,7 @@ gloo: setup
 		tests/zero/test_*.py tests/zero/gemini/test_doors.py tests/communication/test_*.py tests/pipeline/execution tests/nn/layer
 
 soak: setup
-	SOAK=1 $(PYTEST) --silence=14400 $(WORKERS) -o faulthandler_timeout=10800 -m long tests/inference/scheduling tests/inference/paging \
+	SOAK=1 PYTEST_ADDOPTS="-o faulthandler_timeout=10800" $(PYTEST) --silence=14400 $(WORKERS) -m long tests/inference/scheduling tests/inference/paging \
 		tests/serving tests/examples/test_benchmarks.py
 	$(BIN)/python benchmarks/soak.py
 

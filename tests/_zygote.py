@@ -72,7 +72,8 @@ PACKAGE_MODULES = (
 )
 
 GRACE_S = 1.0  # how long the others may still report after the first failure
-STACK_DUMP_S = 0.7  # how long a hanging rank has for writing its stacks
+STACK_DUMP_S = 10.0  # how long hanging ranks have for writing their stacks
+QUIET_S = 0.3  # without more output, a rank has written its stacks
 NUM_PORT_TRIES = 3  # other programs than tests can take a port between the probe and its use
 POLL_S = 0.02
 PR_SET_PDEATHSIG = 1
@@ -221,7 +222,7 @@ def _run(job: Job, control: Connection, port: int) -> list[Report] | None:
                 return None
             _collect(watch)
             if (hang := watch.hang()) is not None:
-                _dump_stacks(watch.running)
+                _dump_stacks(job, watch.running)
                 for rank in watch.running:
                     watch.end(rank, Outcome.HUNG, hang.encode())
         for rank in watch.running:
@@ -260,10 +261,25 @@ def _reap(rank: _Rank) -> str | None:
     return f"exited with code {code} before it returned"
 
 
-def _dump_stacks(ranks: list[_Rank]) -> None:
+def _dump_stacks(job: Job, ranks: list[_Rank]) -> None:
+    """Have ranks write their stacks, and wait until they have: each has written, and none writes any more."""
+
+    def sizes() -> list[int]:
+        paths = [output_path(job.output_dir, rank.rank) for rank in ranks]
+        return [path.stat().st_size if path.exists() else 0 for path in paths]
+
+    before = last = sizes()
     for rank in ranks:
         os.kill(rank.pid, signal.SIGUSR1)
-    time.sleep(STACK_DUMP_S)
+    begun = quiet_since = time.monotonic()
+    while time.monotonic() < begun + STACK_DUMP_S:
+        time.sleep(POLL_S)
+        now = sizes()
+        if now != last:
+            last, quiet_since = now, time.monotonic()
+        has_written = all(size > old for size, old in zip(now, before, strict=True))
+        if has_written and time.monotonic() > quiet_since + QUIET_S:
+            return
 
 
 def _end_all(ranks: list[_Rank]) -> None:

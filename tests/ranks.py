@@ -23,7 +23,8 @@ from tests.harness.progress import IDLE_S, SAMPLE_S, Progress
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_S = 900.0  # for a job that makes progress: some hangs look like it
-MARGIN_S = 60.0  # the zygote tells of a hang; without an answer for so much longer, it hangs itself
+MARGIN_S = 60.0  # the zygote reports a hang; without an answer for so much longer, it hangs itself
+START_S = 300.0  # for its imports, on a busy machine
 OUTPUT_LIMIT = 20_000  # characters of a rank's output that an error shows
 
 
@@ -70,7 +71,7 @@ class Zygote:
         Raises:
             RanksError: The zygote died, or neither it nor a rank makes progress.
         """
-        progress, end = Progress(job.idle_s + MARGIN_S), time.monotonic() + job.timeout + LONGEST_S
+        progress, end = Progress(job.idle_s + MARGIN_S), time.monotonic() + job.timeout + START_S
         try:
             self.connection.send_bytes(pickle.dumps(job))
             while not self.connection.poll(SAMPLE_S):

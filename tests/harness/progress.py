@@ -20,6 +20,8 @@ IDLE_S = 60.0  # without progress for so long, a job hangs
 IDLE_SHARE = 0.02  # of the time, at which a waiting rank still polls
 SAMPLE_S = 1.0
 
+HAS_SCHEDSTAT = Path("/proc/self/schedstat").exists()  # a kernel without it does not count queue waits
+
 Times = Mapping[tuple[str, int], int]
 """Nanoseconds of run time and run-queue wait: of live threads by id, of ended children by parent id."""
 
@@ -27,18 +29,21 @@ Times = Mapping[tuple[str, int], int]
 def process_times(pid: int) -> Times:
     """Return the times of a process and its descendants."""
     processes = [pid]
-    with contextlib.suppress(psutil.NoSuchProcess):
+    with contextlib.suppress(psutil.Error):
         processes += [child.pid for child in psutil.Process(pid).children(recursive=True)]
     times: dict[tuple[str, int], int] = {}
     for process in processes:
         # A thread or a process can end between the listing and the reading.
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
+        with contextlib.suppress(OSError, psutil.Error):
+            spent = psutil.Process(process).cpu_times()
+            times["children", process] = int(1e9 * (spent.children_user + spent.children_system))
+            if not HAS_SCHEDSTAT:
+                times["process", process] = int(1e9 * (spent.user + spent.system))
+                continue
             for task in Path(f"/proc/{process}/task").iterdir():
-                with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                with contextlib.suppress(OSError):
                     run, wait, _ = (task / "schedstat").read_text().split()
                     times["thread", int(task.name)] = int(run) + int(wait)
-            ended = psutil.Process(process).cpu_times()
-            times["children", process] = int(1e9 * (ended.children_user + ended.children_system))
     return times
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.rerun import HUNG, MOST_RERUN, Run
+from tests.harness.rerun import HUNG, MOST_RERUN, Run, Silence
 from tests.ranks import ROOT
 
 pytestmark = pytest.mark.unit
@@ -79,6 +79,35 @@ def test_waits():
     pathlib.Path("pid").write_text(f"{os.getpid()}\\n")
     threading.Event().wait()
 """
+EXITS = "def test_exits(): os._exit(0)"
+FAILS_ONCE_AND_STOPS = """
+def test_once(request):
+    request.session.shouldfail = "as by --exitfirst"
+    assert not is_first("once")
+
+def test_then():
+    assert False
+"""
+UNRAISABLE = """
+import gc
+
+class Raises:
+    def __del__(self):
+        raise ValueError("nobody hears of it")
+
+def test_leaves_garbage():
+    gc.disable()
+    garbage = [Raises()]
+    garbage.append(garbage)
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_collects_it():
+    gc.collect()
+"""
+CONFTEST_THAT_RAISES = """
+def pytest_unconfigure():
+    raise ValueError("at the end")
+"""
 HANGS = "def test_hangs(): threading.Event().wait()"
 
 
@@ -132,9 +161,16 @@ def test_what_fails_the_first_time_only_is_named_and_passes(tmp_path: Path) -> N
         (FAILS_AND_IS_GONE, 4, "not found: "),
         (MANY, 1, f"not run again: {MOST_RERUN + 1} tests failed, more than {MOST_RERUN}"),
         ("import no_such_module", 2, "not run again: pytest ended with status 2"),
-        (CRASHES, 137, "not run again: pytest ended with status -9"),
+        (CRASHES, 137, "not run again: pytest did not come to its end (exit status -9)"),
+        (EXITS, 1, "not run again: pytest did not come to its end (exit status 0)"),
+        (
+            FAILS_ONCE_AND_STOPS,
+            1,
+            "not run again: 1 tests have not run, the first is test_planted.py::test_then",
+        ),
+        (UNRAISABLE, 1, "not run again: an unraisable exception is that of an earlier test"),
     ],
-    ids=["fails", "is skipped", "is gone", "many", "collection", "crashes"],
+    ids=["fails", "is skipped", "is gone", "many", "collection", "crashes", "exits", "stops", "unraisable"],
 )
 def test_what_fails_again_fails(tmp_path: Path, text: str, status: int, words: str) -> None:
     found, output = run(tmp_path, text)
@@ -151,6 +187,20 @@ def test_what_crashes_again_or_is_not_collected_by_workers_fails(tmp_path: Path)
     assert "not run again: these were not collected: test_planted.py" in output
 
 
+def test_crashes_after_which_no_worker_is_left_fail(tmp_path: Path) -> None:
+    one = ("-p", "xdist", "--numprocesses=1", "--max-worker-restart=0")
+    status, output = run(tmp_path, f"{CRASHES_ONCE}\n{FAILS}", *one)
+    assert status == 1, output
+    assert "not run again: 1 tests have not run, the first is test_planted.py::test_fails" in output
+
+
+def test_an_exception_of_pytest_itself_fails(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST_THAT_RAISES)
+    status, output = run(tmp_path, "def test_once(): assert not is_first('once')")
+    assert status == 1, output
+    assert "not run again: pytest did not come to its end (exit status 1)" in output
+
+
 def test_a_test_that_hangs_is_ended_with_its_stack(tmp_path: Path) -> None:
     ini = "faulthandler_timeout = 2\nfaulthandler_exit_on_timeout = true\n"
     status, output = run(tmp_path, HANGS, *PARALLEL, ini=ini)
@@ -159,7 +209,7 @@ def test_a_test_that_hangs_is_ended_with_its_stack(tmp_path: Path) -> None:
     assert "failed: test_planted.py::test_hangs (has not passed when it was run again)" in output
     status, output = run(tmp_path, HANGS, ini=ini)
     assert status == 1, output
-    assert "not run again: pytest was ended within a test" in output
+    assert "not run again: pytest did not come to its end (exit status 1)" in output
 
 
 def test_a_run_in_which_nothing_happens_is_ended_with_its_stacks(tmp_path: Path) -> None:
@@ -181,12 +231,46 @@ def test_a_run_that_is_terminated_leaves_no_process(tmp_path: Path) -> None:
     assert not Path(f"/proc/{int(pid.read_text())}").exists()
 
 
-def test_what_is_not_run_again() -> None:
-    failed = ("failed", "a::b", "E: 1")
-    crash = [("worker down", "gw0", "down"), ("crashed", "a::c", "worker 'gw0' crashed")]
-    finished = ("finished", "", "")
-    assert Run(1, (failed, *crash, finished)).why_not_rerun() is None
-    assert Run(1, (failed, failed, *crash, finished)).failures() == {"a::b": "E: 1", "a::c": crash[1][2]}
-    assert Run(1, (failed, crash[0], finished)).why_not_rerun() == "a worker crashed between tests"
-    assert Run(1, (finished,)).why_not_rerun() == "pytest failed without a test that did"
-    assert Run(-11, (failed,)).why_not_rerun() == "pytest ended with status -11"
+def test_a_pause_of_the_machine_is_no_silence() -> None:
+    now, size = [0.0], [0]
+    silence = Silence(lambda: size[0], lambda: now[0])
+    found = []
+    for seconds, grows in ((0.5, False), (3600.0, False), (0.5, False), (0.5, True), (0.5, False)):
+        now[0] += seconds
+        size[0] += grows
+        found.append(silence.seconds())
+    assert found == [0.5, 1.5, 2.0, 0.0, 0.5]
+
+
+FAILED = ("failed", "a::b", "E: 1")
+CRASH = [("worker down", "gw0", "down"), ("crashed", "a::c", "worker 'gw0' crashed")]
+ENDED = [(event, name, "") for name in ("a::b", "a::c") for event in ("collected", "ended")]
+FINISHED = ("finished", "1", "")
+
+
+@pytest.mark.parametrize(
+    ("status", "events", "words"),
+    [
+        (1, (FAILED, *CRASH, *ENDED, FINISHED), None),
+        (1, (FAILED, CRASH[0], *ENDED, FINISHED), "a worker crashed between tests"),
+        (0, (CRASH[0], *ENDED, FINISHED), "a worker crashed between tests"),
+        (1, (*ENDED, FINISHED), "pytest failed without a test that did"),
+        (1, (FAILED, *ENDED), "pytest did not come to its end (exit status 1)"),
+        (-11, (FAILED, *ENDED), "pytest did not come to its end (exit status -11)"),
+        (1, (FAILED, *ENDED[:3], FINISHED), "1 tests have not run, the first is a::c"),
+        (
+            1,
+            (FAILED, ("internal error", "", "E: 2"), *ENDED, FINISHED),
+            "pytest had an error of its own: E: 2",
+        ),
+    ],
+)
+def test_what_is_wrong_beside_failures(
+    status: int, events: tuple[tuple[str, str, str], ...], words: str | None
+) -> None:
+    assert Run(status, events).defect() == words
+
+
+def test_the_first_error_of_a_test_is_told() -> None:
+    run = Run(1, (FAILED, ("failed", "a::b", "in the tear-down"), *CRASH))
+    assert run.failures == {"a::b": "E: 1", "a::c": "worker 'gw0' crashed"}

@@ -125,6 +125,19 @@ def test_stop_gives_the_blocks_back(site: Site, tab: Tab, how: str) -> None:
     assert tab.answer() == text_of(site)
 
 
+LOSE = (
+    "document.getElementById('text').addEventListener('input', (e) => { e.target.value = ''; }, {once: true})"
+)
+
+
+@pytest.mark.long  # it waits for the key that does not come
+def test_a_text_that_the_browser_loses_is_written_again(site: Site, tab: Tab) -> None:
+    tab.page.evaluate(LOSE)
+    tab.send("the river")
+    assert tab.answer() != ""
+    assert len(site.service.seen) == 1
+
+
 def test_a_closed_tab_gives_the_blocks_back(site: Site, tab: Tab) -> None:
     site.service.hold(2)
     tab.send("the river")

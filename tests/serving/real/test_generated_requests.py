@@ -16,44 +16,57 @@ pytestmark = pytest.mark.unit
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/generation")
 
 
+PROMPTS = st.one_of(
+    st.text("the quick brown fox", min_size=1, max_size=20),
+    st.lists(st.integers(2, 200), min_size=1, max_size=20),
+)
+
+
 def ask(site: RealSite, num_cases: int) -> dict[str, set[int]]:
-    """Send requests to every route, some with a prompt that fits; return the statuses."""
+    """Send requests to every route, and to those that generate some that fit and some that do not."""
     schema = schemathesis.openapi.from_url(f"{site.server.url}/openapi.json")
     operations = [result.ok() for result in schema.get_all_operations()]
     seen: dict[str, set[int]] = {operation.label: set() for operation in operations}
-    modes = (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE)
-    cases = st.one_of(*(op.as_strategy(generation_mode=mode) for op in operations for mode in modes))
-    prompts = st.one_of(
-        st.text("the quick brown fox", min_size=1, max_size=20),
-        st.lists(st.integers(2, 200), min_size=1, max_size=20),
-    )
+    positive, negative = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
+    cases = [each.as_strategy(generation_mode=mode) for each in operations for mode in (positive, negative)]
+    send(st.one_of(*cases), num_cases // 2, seen)
+    for each in operations:
+        if each.path in GENERATING:
+            share = num_cases // 4 // len(GENERATING)
+            send(each.as_strategy(generation_mode=negative), share, seen)
+            fitting = st.builds(
+                make_answerable, each.as_strategy(generation_mode=positive), PROMPTS, st.integers(1, 4)
+            )
+            send(fitting, share, seen)
+    return seen
 
-    @given(case=cases, prompt=prompts, is_answerable=st.booleans(), most=st.integers(1, 4))
-    @settings(
-        max_examples=num_cases,
-        phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )
-    def check(case: schemathesis.Case, prompt: str | list[int], is_answerable: bool, most: int) -> None:
-        # What is generated has hardly ever a prompt that fits and no field that is out of its range.
-        if is_answerable and isinstance(case.body, dict) and case.path in GENERATING:
-            kept = {
-                name: value for name, value in case.body.items() if name in ("echo", "n", "seed", "stream")
-            }
-            case.body = {**kept, "max_tokens": most}
-            if case.path == "/v1/chat/completions":
-                case.body.pop("echo", None)
-                case.body["messages"] = [{"role": "user", "content": str(prompt)}]
-            elif case.path == "/generation":
-                case.body = {"prompt": str(prompt), "max_tokens": most}
-            else:
-                case.body["prompt"] = prompt
+
+def send(cases: st.SearchStrategy[schemathesis.Case], num_cases: int, seen: dict[str, set[int]]) -> None:
+    """Send requests, check the answers, and note the statuses of each route."""
+
+    @given(case=cases)
+    @settings(max_examples=num_cases, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    def check(case: schemathesis.Case) -> None:
         answer = case.call()
         case.validate_response(answer, checks=CHECKS)
         seen[case.operation.label].add(answer.status_code)
 
     check()
-    return seen
+
+
+def make_answerable(case: schemathesis.Case, prompt: str | list[int], most: int) -> schemathesis.Case:
+    """Return a case with a prompt that fits, as what is generated has hardly ever one."""
+    body = case.body if isinstance(case.body, dict) else {}
+    kept = {name: value for name, value in body.items() if name in ("echo", "seed", "stream")}
+    if case.path == "/v1/chat/completions":
+        kept.pop("echo", None)
+        kept["messages"] = [{"role": "user", "content": str(prompt)}]
+    elif case.path == "/generation":
+        kept = {"prompt": str(prompt)}
+    else:
+        kept["prompt"] = prompt
+    case.body = {**kept, "max_tokens": most}
+    return case
 
 
 def holds(begin: Callable[..., RealSite], num_cases: int) -> None:
