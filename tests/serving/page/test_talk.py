@@ -125,17 +125,20 @@ def test_stop_gives_the_blocks_back(site: Site, tab: Tab, how: str) -> None:
     assert tab.answer() == text_of(site)
 
 
-LOSE = (
-    "document.getElementById('text').addEventListener('input', (e) => { e.target.value = ''; }, {once: true})"
-)
-
-
-@pytest.mark.long  # it waits for the key that does not come
-def test_a_text_that_the_browser_loses_is_written_again(site: Site, tab: Tab) -> None:
-    tab.page.evaluate(LOSE)
-    tab.send("the river")
+def test_nothing_is_sent_before_the_page_is_ready(site: Site, tab: Tab) -> None:
+    held: list[Any] = []
+    tab.page.route("**/page/chat.js", lambda route: held.append(route))
+    tab.page.reload(wait_until="commit")
+    tab.one("#text").fill("the river")
+    assert tab.one("#send").is_disabled()
+    tab.one("#max-tokens").press("Enter")  # would send the form, and so load the page anew
+    assert len(held) == 1
+    held.pop().continue_()
+    tab.page.wait_for_selector("#send:enabled")
+    assert tab.one("#text").input_value() == "the river"
+    tab.one("#send").click()
     assert tab.answer() != ""
-    assert len(site.service.seen) == 1
+    assert [len(held), len(site.service.seen)] == [0, 1]
 
 
 def test_a_closed_tab_gives_the_blocks_back(site: Site, tab: Tab) -> None:
