@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from colossalai.cluster._plain_values import dtype_named as dtype_named
     from colossalai.cluster._plain_values import gather_bytes as gather_bytes
     from colossalai.cluster._plain_values import gather_values as gather_values
+    from colossalai.cluster._store_departure import StoreDeparture as StoreDeparture
     from colossalai.cluster._store_server import keep_gloo_here as keep_gloo_here
     from colossalai.cluster._store_server import let_gloo_choose as let_gloo_choose
     from colossalai.cluster._store_server import network_of_this_process as network_of_this_process
@@ -55,6 +56,7 @@ _HOMES = {
     "dtype_named": "colossalai.cluster._plain_values",
     "gather_bytes": "colossalai.cluster._plain_values",
     "gather_values": "colossalai.cluster._plain_values",
+    "StoreDeparture": "colossalai.cluster._store_departure",
     "keep_gloo_here": "colossalai.cluster._store_server",
     "let_gloo_choose": "colossalai.cluster._store_server",
     "network_of_this_process": "colossalai.cluster._store_server",

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from colossalai._lazy import JOB_PARTS, find_name
 from colossalai.cluster import (
+    StoreDeparture,
     free_port,
     holder_of,
     keep_gloo_here,
@@ -47,8 +48,8 @@ from colossalai.context._random import get_seeds, seed_all_modes, seed_layout_mo
 from colossalai.context._supervision import (
     before_end,
     fail_at_end,
+    leave_store,
     let_gloo_threads_rest,
-    note_store,
     prepare_end,
     start_watching,
 )
@@ -58,7 +59,7 @@ from colossalai.monitor import agent_serves
 ConfigLike = str | Path | Mapping[str, Any] | None
 
 DEFAULT_TIMEOUT = 120.0
-"""Seconds that a process waits for the others to arrive."""
+"""Seconds that a process waits for the others to arrive, and rank 0, at its end, for them to leave."""
 
 _LEAST_WAIT_S = 0.05  # what is there is found, even if the time is over
 
@@ -93,7 +94,7 @@ def launch(
             else `rank`.
         seed: Seed of all random states; the same on every rank.
         verbose: Whether rank 0 logs what was launched.
-        timeout: Seconds to wait for the other processes.
+        timeout: Seconds to wait for the other processes; at the end, too, for the rank that has their store.
         matmul: Who multiplies float32 matrices on CPU: "torch", "onednn", or "auto" for the faster one.
             Default: what the config says, else "auto". What `colossalai run --set` says goes before both.
 
@@ -309,6 +310,11 @@ def _destroy_at_exit() -> None:
         let_gloo_threads_rest()
 
 
+def _leave_at_exit() -> None:
+    """Leave the store of a script that does not end its job."""
+    leave_store()()
+
+
 def _connect(store: dist.Store, requested: str, device: torch.device, *, rank: int, world_size: int) -> str:
     """Make the default process group; return by what the ranks communicate.
 
@@ -317,9 +323,10 @@ def _connect(store: dist.Store, requested: str, device: torch.device, *, rank: i
     """
     chosen = talk = chosen_backend(requested, device)
     dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
-    if chosen in ("gloo", "shared_memory"):  # the latter takes gloo where it has to
-        atexit.unregister(_destroy_at_exit)
-        atexit.register(_destroy_at_exit)
+    # A job over shared memory takes gloo where it has to.
+    at_exit = _destroy_at_exit if chosen in ("gloo", "shared_memory") else _leave_at_exit
+    atexit.unregister(at_exit)
+    atexit.register(at_exit)
     if chosen == "shared_memory":
         talk = find_name("colossalai", JOB_PARTS, "how_ranks_talk")()
     if requested == "shared_memory" and talk != "shared memory":
@@ -356,13 +363,17 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
             raise ConnectionError(_why_no_store(where, port, rank, timeout, str(error))) from error
         server.set_timeout(timedelta(seconds=timeout))
         store = dist.PrefixStore(prefix, server)
+        is_served_here = rank == 0 and not agent_serves(host, port)
+        departure = StoreDeparture(
+            store=store, rank=rank, world_size=world_size, is_served_here=is_served_here, timeout=timeout
+        )
         try:
+            departure.announce()
             store.set(keys[rank], network_of_this_process())
             store.wait(keys, _until(deadline))
             if keep_gloo_here(store.multi_get(keys)):
                 before_end(let_gloo_choose)
-            is_here = rank == 0 and not agent_serves(host, port)
-            note_store(store, rank=rank, world_size=world_size, is_here=is_here)
+            process.departure = departure
             return store
         except dist.DistNetworkError as error:
             # It was the store of an earlier launch, which rank 0 has ended now: the next one is to come.

@@ -292,7 +292,8 @@ class ParallelContext:
     def destroy(self) -> None:
         """End the job here: destroy all groups, forget config and mesh; launch works again then.
 
-        A checkpoint that is being saved in the background is waited for.
+        A checkpoint that is being saved in the background is waited for. Where rank 0 serves the store of the
+        job it waits for the other ranks, for the `timeout` of the launch at most.
 
         Raises:
             Exception: Work in the background failed; the groups are destroyed all the same.
@@ -301,7 +302,7 @@ class ParallelContext:
             prepare_end()
         finally:
             stop_watching()
-            leave_store()
+            keep_store = leave_store()
             if self.is_launched:
                 self.mesh.forget_groups()
             if dist.is_initialized():
@@ -309,6 +310,7 @@ class ParallelContext:
                 dist.destroy_process_group()
             reset_seeds()
             self._reset()
+            keep_store()
 
 
 global_context = ParallelContext()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from colossalai.cluster import StoreDeparture
 from colossalai.monitor import Watchdog
 
 State = dict[str, torch.Tensor]
@@ -60,7 +61,7 @@ class Process:
         random: Its random states.
         watching: What watches over the launched job, one entry for each launch that has not ended.
         before_end: What is to be done before the groups of the job are destroyed, in this order.
-        leave: Tells the other ranks that this one needs the store no more; None outside of a job.
+        departure: From the store of the job; None outside of a job.
         expert_losses: What layers with experts have left for the loss of the forward that ran last.
         num_launches: How often it has launched. Tells launches apart in a store that outlives them.
     """
@@ -68,7 +69,7 @@ class Process:
     random: RandomStates = field(default_factory=RandomStates)
     watching: list[tuple[Watchdog | None, ExitStack]] = field(default_factory=list)
     before_end: list[Callable[[], object]] = field(default_factory=list)
-    leave: Callable[[], object] | None = None
+    departure: StoreDeparture | None = None
     expert_losses: list[torch.Tensor] = field(default_factory=list)
     num_launches: int = 0
 

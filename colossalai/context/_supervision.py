@@ -14,13 +14,6 @@ What Python calls when it ends (`atexit`) cannot change the exit code: an error 
 is 0 if the script got it so far. `os._exit` would cut off what others do after us. But if the last thing that
 the interpreter does, to flush stdout and stderr, fails, then the exit code is 120 (`sys.exit` documents it).
 So from then on stderr fails there, and only there.
-
-[Note: who has the store leaves last]
-Groups are made when they are first asked for, each by its own ranks, which meet at the store for it. A rank
-that has the store and comes to its end before them would take it away: "Connection reset by peer" where the
-others only began later. So every rank says in the store that it leaves, and the one that has it waits for the
-others, briefly: who has died or goes on without the job says nothing. Where a launcher has the store nobody
-waits, nor while an error is on its way.
 """
 
 import atexit
@@ -67,7 +60,6 @@ _COMMUNICATION_WORDS = (
 _THREAD_NAMES = ("pt_gloo", "gloo_")
 _LIMIT_S = 2.0  # a thread that is busy for so long is not merely letting go of something
 _PAUSE_S = 0.002
-_LEAVING_S = 5.0  # for ranks that are about to end, too; after it the store goes
 
 
 def start_watching(
@@ -113,36 +105,13 @@ def start_watching(
         sys.excepthook = _ErrorHook(sys.excepthook)
 
 
-# See [Note: who has the store leaves last].
-def note_store(store: dist.Store, *, rank: int, world_size: int, is_here: bool) -> None:
-    """Note where the ranks of the job have met.
-
-    Args:
-        store: The store.
-        rank: Global rank of this process.
-        world_size: Number of ranks.
-        is_here: Whether it ends with this process.
-    """
-    keys = [f"left/{other}" for other in range(world_size)]
-
-    def leave() -> None:
-        try:
-            store.set(keys[rank], "")
-            deadline = time.monotonic() + _LEAVING_S
-            is_failing = sys.exc_info()[0] is not None or getattr(sys, "last_type", None) is not None
-            while is_here and not is_failing and not store.check(keys) and time.monotonic() < deadline:
-                time.sleep(_PAUSE_S)
-        except (dist.DistError, RuntimeError):
-            return  # the store has gone already, so nobody waits at it
-
-    process.leave = leave
-
-
-def leave_store() -> None:
-    """Tell the other ranks that this one needs the store no more, and wait for them if it is here."""
-    leave, process.leave = process.leave, None
-    if leave is not None:
-        leave()
+def leave_store() -> Callable[[], object]:
+    """Leave the store of the job, before its groups end; return what is to be done after it."""
+    departure, process.departure = process.departure, None
+    if departure is None:
+        return lambda: None
+    departure.leave()
+    return departure.keep_store
 
 
 def stop_watching() -> None:

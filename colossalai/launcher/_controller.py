@@ -32,7 +32,7 @@ from colossalai.launcher._failure import JobFailure, NodeLoss, RankError, RankSt
 from colossalai.launcher._job import MOST_ASKED, ClusterJob
 from colossalai.launcher._output import Screen
 from colossalai.launcher._processes import signals_to_heed
-from colossalai.launcher._protocol import SILENCE_S, RemoteProcess, as_bytes
+from colossalai.launcher._protocol import SILENCE_S, RemoteProcess, as_bytes, kill
 
 LOOPBACK = "127.0.0.1"
 _KILL_S = 6.0  # beyond the grace, until an agent that does not end is killed
@@ -355,7 +355,7 @@ class _Controller:
             variables = self._cluster.variables(host, is_marked=False)
             await asyncio.wait_for(process.communicate(variables), _SWEEP_S)
         except TimeoutError:
-            process.kill()
+            kill(process)
             await process.wait()
 
     async def _until(

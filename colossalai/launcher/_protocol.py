@@ -30,6 +30,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 HEARTBEAT_S = 2.0
@@ -148,8 +149,7 @@ class RemoteProcess(ABC):
         try:
             await asyncio.wait_for(process.wait(), grace_s)
         except TimeoutError:
-            if process.returncode is None:
-                process.kill()
+            kill(process)
         listening, _ = self._tasks
         await asyncio.wait([listening], timeout=HEARTBEAT_S)  # the rest of what it has said
         for task in self._tasks:
@@ -195,12 +195,18 @@ class RemoteProcess(ABC):
             is_silent = self._has_greeted and time.monotonic() - self._heard > SILENCE_S
             if is_silent and not self._is_busy:
                 self._on_silence()
-                self._process.kill()
+                kill(self._process)
                 return
             await asyncio.sleep(HEARTBEAT_S)
 
     def _hear(self) -> None:
         self._heard, self.heard_at = time.monotonic(), time.time()
+
+
+def kill(process: asyncio.subprocess.Process) -> None:
+    """End a process that may have ended by itself meanwhile."""
+    with suppress(ProcessLookupError):
+        process.kill()
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:

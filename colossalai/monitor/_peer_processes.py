@@ -16,63 +16,86 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
 _STACK_S = 0.4  # for writing the stacks
+_DIED = "has died"
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankProcess:
-    """Where a rank runs.
+class PeerProcess:
+    """Process of a rank, as another process finds it.
 
     Attributes:
         host: The name of the machine, for people.
         place: The same for two processes that see each other.
         pid: Its number there.
         started: When it started, which tells it from another one with the same number.
-        stack_file: The descriptor of the file for its stacks, -1 without one.
-        signature_file: The same of the file with its last collectives.
     """
 
     host: str
     place: str
     pid: int
     started: float
-    stack_file: int
-    signature_file: int
+
+    @classmethod
+    def current(cls) -> "PeerProcess":
+        """Return this process."""
+        import psutil  # here, so that `import colossalai` does not pay for it
+
+        started = psutil.Process().create_time()
+        return cls(host=socket.gethostname(), place=_place(), pid=os.getpid(), started=started)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """Return what `to_json` has written."""
+        return cls(**json.loads(text))
 
     def to_json(self) -> str:
         """Return it as text for the store."""
         return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str | bytes) -> "RankProcess":
-        """Return what `to_json` has written."""
-        return RankProcess(**json.loads(text))
 
     @property
     def name(self) -> str:
         """What people call it."""
         return f"({self.host}, pid {self.pid})"
 
+    def has_died(self) -> bool:
+        """Return whether it has ended. Only for a process of the same place."""
+        return self.trouble() == _DIED
+
     def trouble(self) -> str | None:
         """Say what is wrong with it, as far as one sees from here; None if nothing is.
 
         Only for a process of the same place.
         """
-        import psutil  # here, so that `import colossalai` does not pay for it
+        import psutil
 
         try:
             process = psutil.Process(self.pid)
             status = process.status()
             is_other = abs(process.create_time() - self.started) > 1.0
         except psutil.NoSuchProcess:
-            return "has died"
+            return _DIED
         if is_other or status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-            return "has died"
+            return _DIED
         if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             return "is stopped (SIGSTOP, or a debugger)"
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProcess(PeerProcess):
+    """Process of a rank that is watched.
+
+    Attributes:
+        stack_file: The descriptor of the file for its stacks, -1 without one.
+        signature_file: The same of the file with its last collectives.
+    """
+
+    stack_file: int
+    signature_file: int
 
     def stacks_from_outside(self) -> str:
         """Have it write its stacks, without its help; empty where it cannot be done."""
@@ -98,22 +121,14 @@ def register_this_process(signature_file: int) -> RankProcess:
     Args:
         signature_file: The descriptor of the file with its last collectives.
     """
-    import psutil
-
     descriptor = -1
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("colossalai-stacks")
         if threading.current_thread() is threading.main_thread():
             signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # what is left later: a neighbor may ask too late
         faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
-    return RankProcess(
-        host=socket.gethostname(),
-        place=_place(),
-        pid=os.getpid(),
-        started=psutil.Process().create_time(),
-        stack_file=descriptor,
-        signature_file=signature_file,
-    )
+    here = asdict(PeerProcess.current())
+    return RankProcess(**here, stack_file=descriptor, signature_file=signature_file)
 
 
 def unregister_this_process(process: RankProcess) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from colossalai.launcher import _protocol
-from colossalai.launcher._protocol import RemoteProcess, as_bytes, as_text, decode, encode
+from colossalai.launcher._protocol import RemoteProcess, as_bytes, as_text, decode, encode, kill
 from colossalai.launcher._worker_pipes import LineBuffer
 
 pytestmark = pytest.mark.unit
@@ -141,6 +141,19 @@ def test_close_waits_for_a_process_that_ends_by_itself():
     peer, seconds = asyncio.run(run())
     assert peer.exit_code == 4
     assert seconds < 25.0
+
+
+def test_what_has_ended_is_killed_without_an_error():
+    """It can end between the time limit and the kill."""
+
+    async def run() -> None:
+        process = await asyncio.create_subprocess_exec("true")
+        await process.wait()
+        with pytest.raises(ProcessLookupError):
+            process.kill()
+        kill(process)
+
+    asyncio.run(run())
 
 
 def test_a_job_on_several_hosts_is_controlled_without_torch():

@@ -1,0 +1,117 @@
+"""Departure: every rank says in the store that it leaves, and the rank that has the store leaves last.
+
+[Note: who has the store leaves last]
+Not only the launch asks the store: a group is made at it when its members first need one, and Gemini numbers
+models there, so a rank may need it after the last collective that it shares with rank 0. Where rank 0 serves
+the store (launched by hand, by SLURM, by OpenMPI) its end would take the store away: "failed to recv, got 0
+bytes" on ranks that did nothing wrong. So rank 0 waits at its end until each rank has left or has died. It
+sees the death of processes of its own machine only; and a rank may go on for long without the job, or hang.
+Hence the deadline, which is that of the launch. Where the launcher serves the store no rank waits, nor does
+one while an error is on its way.
+
+Rank 0 keeps its process groups for the first seconds of that alone: a rank that comes with a collective which
+rank 0 has not is to see a closed connection, not silence.
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from colossalai.logging import get_dist_logger
+from colossalai.monitor import PeerProcess
+
+_GROUPS_S = 5.0  # for ranks that are about to end, too; after it the groups of rank 0 go
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Time, as an argument.
+
+    Attributes:
+        now: Returns seconds, monotonic.
+        sleep: Waits for a number of seconds.
+    """
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], object] = time.sleep
+
+
+# See [Note: who has the store leaves last].
+@dataclass(frozen=True, kw_only=True)
+class StoreDeparture:
+    """The end of a job, as far as the other ranks depend on this one.
+
+    Attributes:
+        store: Where the ranks have met.
+        rank: Global rank of this process.
+        world_size: Number of ranks.
+        is_served_here: Whether the store ends with this process.
+        timeout: Seconds that it waits for the other ranks then.
+        clock: What it waits by.
+    """
+
+    store: dist.Store
+    rank: int
+    world_size: int
+    is_served_here: bool
+    timeout: float
+    clock: Clock = field(default_factory=Clock)
+
+    def announce(self) -> None:
+        """Write where this process is found; before the ranks have met."""
+        self.store.set(f"process/{self.rank}", PeerProcess.current().to_json())
+
+    def leave(self) -> None:
+        """Say that this rank needs the store no more; before it ends its groups.
+
+        The rank that serves the store waits for the others, for seconds.
+        """
+        with suppress(RuntimeError):  # of the store, which has gone already: no rank waits at it
+            self.store.set(f"left/{self.rank}", "")
+            self._wait(min(_GROUPS_S, self.timeout))
+
+    def keep_store(self) -> None:
+        """Wait until the others need the store no more, if it ends with this rank; its groups have ended.
+
+        A line says for which ranks it waits, another one for which it does not wait any longer.
+        """
+        if not (missing := self._wait(0.0)):
+            return
+        log = get_dist_logger()
+        log.info(
+            f"rank 0 has come to its end and waits for {_ranks(missing)}, which may still need its store; "
+            f"{self.timeout:g} s at most"
+        )
+        if missing := self._wait(self.timeout):
+            log.warning(
+                f"rank 0 has waited for {self.timeout:g} s at its end for {_ranks(missing)}, which have "
+                "neither ended the job nor died: it leaves now, and the store with it"
+            )
+
+    def _wait(self, seconds: float) -> list[int]:
+        """Wait until each rank has left or has died; return those that are missing after some seconds."""
+        is_failing = sys.exc_info()[0] is not None or getattr(sys, "last_type", None) is not None
+        if not self.is_served_here or is_failing:
+            return []
+        begun, pause, here = self.clock.now(), _FIRST_PAUSE_S, PeerProcess.current()
+        while (missing := self._missing(here)) and self.clock.now() - begun < seconds:
+            self.clock.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+        return missing
+
+    def _missing(self, here: PeerProcess) -> list[int]:
+        """Return the ranks that have not left and, as far as one sees from here, live."""
+        missing = [rank for rank in range(self.world_size) if not self.store.check([f"left/{rank}"])]
+        found = zip(missing, self.store.multi_get([f"process/{rank}" for rank in missing]), strict=True)
+        peers = {rank: PeerProcess.from_json(text) for rank, text in found}
+        dead = {rank for rank, peer in peers.items() if peer.place == here.place and peer.has_died()}
+        return [rank for rank in missing if rank not in dead]
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
