@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tests._zygote import Job, Outcome, Report, output_path
+from tests.harness.processor_time import count_process
 from tests.harness.progress import IDLE_S, SAMPLE_S, Progress
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,6 +114,7 @@ def start_zygote(*modules: str) -> Zygote:
         stop_zygote()
     if not _zygotes:
         _zygotes.append(Zygote(_modules))
+        count_process(_zygotes[0].process.pid)
     return _zygotes[0]
 
 

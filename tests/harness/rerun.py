@@ -13,24 +13,31 @@ run in which no test reports for `--silence` seconds by this program, both with 
 
 pytest runs in a process of its own, with a plugin that records what happens. The record has to be whole:
 every test that was collected has ended, and pytest has returned.
+
+After the first run its wall and processor time are printed, by folder (tests/harness/costs.py).
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+
+from tests.harness.costs import Cost, table
 
 MOST_RERUN = 10
 SILENCE_S = 1800.0  # longer than pytest lets one test take
@@ -91,6 +98,7 @@ class Recorder:
             self.write("crashed" if report.when == "???" else "failed", report.nodeid, _first_line(report))
         elif report.passed and report.when == "call":
             self.write("passed", report.nodeid)
+        self.write("spent", report.nodeid, f"{report.duration} {getattr(report, 'processor_s', 0.0)}")
         if report.when in ("teardown", "???"):
             self.write("ended", report.nodeid)
 
@@ -114,7 +122,7 @@ def _first_line(report: pytest.TestReport | pytest.CollectReport) -> str:
 def run_recorded(record: Path, arguments: Sequence[str]) -> int:
     """Run pytest in this process and return its exit status, which the record ends with."""
     recorder = Recorder(record)
-    status = int(pytest.main(list(arguments), plugins=[recorder]))
+    status = int(pytest.main(["-p", "tests.harness.processor_time", *arguments], plugins=[recorder]))
     # Not a hook: an exception that leaves pytest ends Python with the status of failed tests.
     recorder.write("finished", str(status))
     return status
@@ -139,6 +147,17 @@ class Run:
             if event in kinds:
                 found.setdefault(name, detail)
         return found
+
+    def costs(self) -> dict[str, Cost]:
+        """Return the cost of each test that ran, all its phases together."""
+        costs: dict[str, Cost] = defaultdict(Cost)
+        for event, name, detail in self.events:
+            if event == "spent":
+                wall_s, processor_s = map(float, detail.split())
+                costs[name] += Cost(0, wall_s, processor_s)
+            elif event == "ended":
+                costs[name] += Cost(num_tests=1)
+        return dict(costs)
 
     @property
     def failures(self) -> dict[str, str]:
@@ -177,15 +196,20 @@ def main(arguments: Sequence[str]) -> int:
     """Run pytest, run its failures again, and return the exit status.
 
     Args:
-        arguments: Those of pytest. `--silence=SECONDS` before them changes when a run hangs.
+        arguments: Those of pytest, and of this program: `--silence=SECONDS` changes when a run hangs,
+            `--costs=FILE` writes the cost of each test as JSON.
     """
-    silence_s = SILENCE_S
-    if arguments and arguments[0].startswith("--silence="):
-        silence_s, arguments = float(arguments[0].partition("=")[2]), arguments[1:]
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
+    parser.add_argument("--silence", type=float, default=SILENCE_S)
+    parser.add_argument("--costs", type=Path)
+    options, arguments = parser.parse_known_args(arguments)
+    silence_s = options.silence
     # `kill` and `timeout` end the run with this process, by way of the blocks below.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tests-rerun-") as folder:
         first = run_pytest(arguments, Path(folder, "first"), silence_s)
+        _print_costs(first, time.monotonic() - begun, options.costs)
         failures = first.failures
         why_not = first.defect() or first.why_not_rerun()
         if why_not is not None:
@@ -207,6 +231,16 @@ def main(arguments: Sequence[str]) -> int:
     for name, error in failures.items():
         print(f"unstable: {name} ({error})")
     return int(pytest.ExitCode.OK)
+
+
+def _print_costs(run: Run, wall_s: float, path: Path | None) -> None:
+    """Print what a run took, by folder; write what each test took."""
+    costs = run.costs()
+    # What this process has waited for, with all that was waited for there.
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print("\n" + "\n".join(table(costs, Cost(len(costs), wall_s, used.ru_utime + used.ru_stime))), flush=True)
+    if path is not None:
+        path.write_text(json.dumps({name: asdict(cost) for name, cost in costs.items()}, indent=1))
 
 
 def run_pytest(arguments: Sequence[str], record: Path, silence_s: float) -> Run:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -134,10 +135,22 @@ PARALLEL = ("-p", "xdist", "--numprocesses=2")
 
 
 def test_what_passes_is_run_once(tmp_path: Path) -> None:
-    status, output = run(tmp_path, "", *PARALLEL)
+    busy = "import time\ndef test_computes():\n    while time.process_time() < 1: pass"
+    costs = tmp_path / "costs.json"
+    status, output = run(tmp_path, busy, f"--costs={costs}", *PARALLEL)
     assert status == 0, output
     assert output.count(" passed") == 1
     assert "again" not in output
+    num_tests, wall_s, processor_s = map(int, re.findall(r"^the run +(\d+) +(\d+) +(\d+)$", output, re.M)[0])
+    assert num_tests == 2
+    assert wall_s >= 0
+    assert processor_s >= 1
+    found = json.loads(costs.read_text())
+    assert {name: cost["num_tests"] for name, cost in found.items()} == {
+        "test_planted.py::test_passes": 1,
+        "test_planted.py::test_computes": 1,
+    }
+    assert found["test_planted.py::test_computes"]["processor_s"] > 0
 
 
 def test_what_fails_the_first_time_only_is_named_and_passes(tmp_path: Path) -> None:
