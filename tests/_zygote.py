@@ -57,18 +57,39 @@ TRANSFORMERS_MODULES = (
 """Four seconds of imports in each rank that needs them, and few tests do: imported if one was collected."""
 EXAMPLE_MODULES = ("matplotlib.pyplot", "sklearn.datasets", "tokenizers", "torch.utils.tensorboard")
 """The same for the scripts of examples/: two seconds."""
+INFERENCE_MODULES = (
+    "colossalai.inference",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.opt.modeling_opt",
+)
+CHAT_MODULES = ("colossalai.chat", "peft", "tests.chat.tiny")
+COMMAND_MODULES = ("colossalai.cli._memory._trace_worker",)
+MODULES_OF_WORDS = {
+    b"transformers": TRANSFORMERS_MODULES,
+    b"tests.examples": EXAMPLE_MODULES,
+    b"tests.inference": INFERENCE_MODULES,
+    b"tests.chat": (*INFERENCE_MODULES, *CHAT_MODULES),
+    b"colossalai.cli": COMMAND_MODULES,
+    b"lora": ("peft",),
+}
+"""What the zygote imports if a file of tests of ranks has a word."""
 PACKAGE_MODULES = (
     "colossalai",
     "colossalai.core",
     "colossalai.booster.plugin",
     "colossalai.builder",
     "colossalai.initialize",
+    "colossalai.kernel",
     "colossalai.model_zoo.bert",
     "colossalai.model_zoo.gpt",
     "colossalai.model_zoo.resnet",
     "colossalai.model_zoo.vit",
     "colossalai.trainer.hooks",
     "colossalai.testing",
+    "colossalai.zero.gemini",
+    "colossalai.zero.gemini._wrappers",
+    "encodings.idna",
+    "numpy.ma",
 )
 
 GRACE_S = 1.0  # how long the others may still report after the first failure

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from tests._zygote import EXAMPLE_MODULES, TRANSFORMERS_MODULES
+from tests._zygote import MODULES_OF_WORDS
 from tests.forced import force_choices
 from tests.harness.ports import reserved_port
 from tests.harness.properties import load_profile
@@ -76,8 +76,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     )
     if paths and not is_controller and not session.config.option.collectonly:
         texts = [path.read_bytes() for path in paths]
-        modules = {b"transformers": TRANSFORMERS_MODULES, b"tests.examples": EXAMPLE_MODULES}
-        wanted = [names for word, names in modules.items() if any(word in text for text in texts)]
+        wanted = [names for word, names in MODULES_OF_WORDS.items() if any(word in text for text in texts)]
         start_zygote(*chain.from_iterable(wanted))
 
 

@@ -13,7 +13,7 @@ from colossalai.core import global_context as gpc
 from colossalai.tensor import spec_of
 from tests.model_zoo.tiny import build, criterion_of, make_batch
 from tests.ranks import run_ranks
-from tests.tiers import after_the_first
+from tests.tiers import after_the_first, further
 
 pytestmark = pytest.mark.dist
 
@@ -59,14 +59,18 @@ def through_engine(parallel, fp16):
     return losses, {name: master.detach() for name, master in masters.items()}, cut
 
 
+def through_engine_twice(parallel):
+    """Train in naive float16 and in float32."""
+    naive = {"mode": AMP_TYPE.NAIVE, "initial_scale": 2.0**10}
+    return through_engine(parallel, naive), through_engine(parallel, None)
+
+
 @pytest.mark.parametrize(
     "parallel", after_the_first([{"tensor": {"size": 2, "mode": "1d"}}, {}]), ids=["tp", "dp"]
 )
 def test_the_config_door_follows_float32(parallel):
-    reference = run_ranks(through_engine, 2, parallel, None)
-    naive = {"mode": AMP_TYPE.NAIVE, "initial_scale": 2.0**10}
-    results = run_ranks(through_engine, 2, parallel, naive)
-    for (losses, _, cut), (expected, _, cut_before) in zip(results, reference, strict=True):
+    found = run_ranks(through_engine_twice, 2, parallel)
+    for (losses, _, cut), (expected, _, cut_before) in found:
         # 11 bits: 0.05 % per operation, some thirty in a row, over 6 updates
         assert losses == pytest.approx(expected, rel=0.02)
         assert losses != expected
@@ -74,7 +78,8 @@ def test_the_config_door_follows_float32(parallel):
         assert cut == cut_before
         assert bool(cut) == bool(parallel)
     if not parallel:
-        assert all(torch.equal(results[0][1][name], results[1][1][name]) for name in results[0][1])
+        (first, _), (second, _) = found
+        assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
 
 
 def through_booster():
@@ -134,12 +139,13 @@ def through_a_pipeline(fp16):
     return losses, stepped, kinds
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+def through_a_pipeline_twice():
+    return through_a_pipeline(True), through_a_pipeline(False)
+
+
+@pytest.mark.parametrize("world_size", [further(2), 4])
 def test_a_pipeline_follows_float32(world_size):
-    reference = run_ranks(through_a_pipeline, world_size, False)
-    for (losses, stepped, kinds), (expected, _, _) in zip(
-        run_ranks(through_a_pipeline, world_size, True), reference, strict=True
-    ):
+    for (losses, stepped, kinds), (expected, *_) in run_ranks(through_a_pipeline_twice, world_size):
         # 11 bits: 0.05 % per operation, some ten in a row, over 10 updates
         assert losses[:11] == pytest.approx(expected[:11], rel=0.01)
         assert losses != expected

@@ -35,7 +35,11 @@ PLUGINS = {
     "sequence ulysses": (2, lambda: HybridParallelPlugin(sp_size=2, sequence_attention="ulysses")),
     "pipeline": (2, lambda: HybridParallelPlugin(pp_size=2, num_microbatches=2)),
 }
-FURTHER = ("tensor 2d", "tensor 2.5d", "tensor 3d")  # tests of these modes train in some precision, too
+# Tests of these modes train in some precision, too, and tests/zero/test_precision.py trains in all.
+FURTHER = (
+    *("LowLevelZeroPlugin 1", "LowLevelZeroPlugin 2", "sequence ring", "sequence ulysses"),
+    *("tensor 2d", "tensor 2.5d", "tensor 3d"),
+)
 
 
 def train(choice, column):

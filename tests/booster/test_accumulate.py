@@ -24,6 +24,7 @@ from colossalai.core import global_context as gpc
 from colossalai.monitor import records
 from colossalai.testing import assert_close, full_parameters
 from tests.ranks import run_ranks
+from tests.turns import run_each
 
 pytestmark = pytest.mark.dist
 
@@ -153,25 +154,27 @@ def train(
     return full_parameters(run.model), run.norms
 
 
-@pytest.mark.parametrize(
-    ("method", "own_loader"),
-    [("ddp", False), ("ddp", True), ("fsdp", False), ("zero1", False), ("zero2", False), ("pipeline", False)],
-)
-def test_windows_equal_large_batches(method: str, own_loader: bool) -> None:
+METHODS = ("ddp", "fsdp", "zero1", "zero2", "pipeline")
+
+
+def test_windows_equal_large_batches() -> None:
     expected = large_batches(6)
-    for params, norms in run_ranks(train, 2, method, own_loader):
-        for name, value in params.items():
-            assert_close(value, expected.get_parameter(name), rtol=1e-10, atol=1e-10)
-        assert [norm == float("inf") for norm in norms] == [True, False, True, False, False] * 2
+    cases = [*((method, False) for method in METHODS), ("ddp", True)]
+    for by_rank in run_each(2, train, cases):
+        for params, norms in by_rank:
+            for name, value in params.items():
+                assert_close(value, expected.get_parameter(name), rtol=1e-10, atol=1e-10)
+            assert [norm == float("inf") for norm in norms] == [True, False, True, False, False] * 2
 
 
-@pytest.mark.parametrize("method", ["ddp", "zero1", "pipeline"])
-def test_so_do_losses_with_weights(method: str) -> None:
+def test_so_do_losses_with_weights() -> None:
     """They are divided once, by the weight of their window: the short one needs no other factor."""
     expected = large_batches(6)
-    for params, _ in run_ranks(train, 2, method, False, True):
-        for name, value in params.items():
-            assert_close(value, expected.get_parameter(name), rtol=1e-10, atol=1e-10)
+    cases = [(method, False, True) for method in ("ddp", "zero1", "pipeline")]
+    for by_rank in run_each(2, train, cases):
+        for params, _ in by_rank:
+            for name, value in params.items():
+                assert_close(value, expected.get_parameter(name), rtol=1e-10, atol=1e-10)
 
 
 def collectives(method: str) -> list[list[str]]:
@@ -186,11 +189,11 @@ def collectives(method: str) -> list[list[str]]:
     return found[2:]  # the first window is the one in which methods settle
 
 
-@pytest.mark.parametrize("method", ["ddp", "fsdp", "zero1"])
-def test_within_a_window_no_gradient_is_sent(method: str) -> None:
-    for inner, last in run_ranks(collectives, 2, method):
-        assert inner == []
-        assert last != []
+def test_within_a_window_no_gradient_is_sent() -> None:
+    for by_rank in run_each(2, collectives, [("ddp",), ("fsdp",), ("zero1",)]):
+        for inner, last in by_rank:
+            assert inner == []
+            assert last != []
 
 
 def rules(folder: Path) -> None:

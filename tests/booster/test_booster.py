@@ -1,5 +1,7 @@
 """The plugin door: several models in one job, checkpoints across plugins, precisions by name."""
 
+from itertools import chain
+
 import pytest
 import torch
 from torch import nn
@@ -13,6 +15,8 @@ from colossalai.core import global_context as gpc
 from colossalai.nn import Lamb, Lars
 from colossalai.testing import assert_close, full_gradients, full_parameters
 from tests.ranks import run_ranks
+from tests.tiers import further
+from tests.turns import run_each
 
 PLUGINS = {"ddp": TorchDDPPlugin, "fsdp": TorchFSDPPlugin}
 
@@ -48,8 +52,7 @@ def distill(method):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("method", ["ddp", "fsdp"])
-def test_teacher_and_student(method):
+def test_teacher_and_student():
     teacher, student = make_model(1), make_model(2)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
     for step in range(3):
@@ -57,7 +60,7 @@ def test_teacher_and_student(method):
         optimizer.zero_grad()
         nn.functional.mse_loss(student(x), teacher(x).detach()).backward()
         optimizer.step()
-    for params in run_ranks(distill, 2, method):
+    for params in chain(*run_each(2, distill, [("ddp",), ("fsdp",)])):
         for name, value in params.items():
             assert_close(value, student.get_parameter(name), rtol=1e-10, atol=1e-10)
 
@@ -142,9 +145,9 @@ def load_everything(method, folder):
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("save", "load", "shard", "use_safetensors", "gather"),
-    [(("ddp", 2), ("fsdp", 2), False, False, True), (("fsdp", 2), ("ddp", 1), True, True, True),
-     (("fsdp", 2), ("fsdp", 4), True, False, True), (("ddp", 1), ("fsdp", 2), False, True, True),
-     (("fsdp", 2), ("ddp", 1), False, False, False)],
+    [further(("ddp", 2), ("fsdp", 2), False, False, True),
+     further(("fsdp", 2), ("ddp", 1), True, True, True), (("fsdp", 2), ("fsdp", 4), True, False, True),
+     (("ddp", 1), ("fsdp", 2), False, True, True), (("fsdp", 2), ("ddp", 1), False, False, False)],
 )  # fmt: skip
 def test_training_goes_on_under_another_plugin(tmp_path, save, load, shard, use_safetensors, gather):
     expected = run_ranks(save_everything, save[1], save[0], str(tmp_path), shard, use_safetensors, gather)[0]
@@ -168,16 +171,16 @@ def whole_tensor_optimizer(optimizer_class, method):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("method", ["ddp", "fsdp"])
 @pytest.mark.parametrize("optimizer_class", [Lamb, Lars])
-def test_optimizers_that_need_whole_tensors(optimizer_class, method):
+def test_optimizers_that_need_whole_tensors(optimizer_class):
     model = make_model()
     optimizer = optimizer_class(model.parameters(), lr=0.1)
     for step in range(3):
         optimizer.zero_grad()
         model(make_batch(step)).square().mean().backward()
         optimizer.step()
-    for params in run_ranks(whole_tensor_optimizer, 2, optimizer_class, method):
+    cases = [(optimizer_class, method) for method in ("ddp", "fsdp")]
+    for params in chain(*run_each(2, whole_tensor_optimizer, cases)):
         for name, value in params.items():
             assert_close(value, model.get_parameter(name), rtol=1e-10, atol=1e-10)
 
@@ -204,31 +207,27 @@ def gradients_with(method, options, precision):
     return full_gradients(model)
 
 
+OPTIONS = [
+    (("ddp", {"recompute": True}, None), 1e-6),
+    (("fsdp", {"recompute": True}, None), 1e-6),
+    (("fsdp", {"reshard_after_forward": False}, "fp32"), 1e-6),
+    (("fsdp", {"cpu_offload": True}, None), 1e-6),
+    (("ddp", {"find_unused_parameters": True, "gradient_as_bucket_view": True}, None), 1e-6),
+    # 8 bits of mantissa
+    (("fsdp", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, None), 2e-2),
+    (("fsdp", {"recompute": ["blocks.1"]}, "bf16"), 2e-2),
+    (("ddp", {}, "fp16"), 5e-3),  # 11 bits of mantissa
+]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("method", "options", "precision", "tolerance"),
-    [
-        ("ddp", {"recompute": True}, None, 1e-6),
-        ("fsdp", {"recompute": True}, None, 1e-6),
-        ("fsdp", {"reshard_after_forward": False}, "fp32", 1e-6),
-        ("fsdp", {"cpu_offload": True}, None, 1e-6),
-        ("ddp", {"find_unused_parameters": True, "gradient_as_bucket_view": True}, None, 1e-6),
-        (
-            "fsdp",
-            {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-            None,
-            2e-2,
-        ),  # 8 bits of mantissa
-        ("fsdp", {"recompute": ["blocks.1"]}, "bf16", 2e-2),
-        ("ddp", {}, "fp16", 5e-3),  # 11 bits of mantissa
-    ],
-)
-def test_options_of_the_plugins(method, options, precision, tolerance):
+def test_options_of_the_plugins():
     torch.manual_seed(0)
     model = Blocks()
     model(make_batch(0).float()).square().mean().backward()
-    for grads in run_ranks(gradients_with, 2, method, options, precision):
-        for name, grad in grads.items():
+    found = run_each(2, gradients_with, [case for case, _ in OPTIONS])
+    for by_rank, (_, tolerance) in zip(found, OPTIONS, strict=True):
+        for name, grad in (item for grads in by_rank for item in grads.items()):
             assert_close(grad, model.get_parameter(name).grad, rtol=tolerance, atol=tolerance)
 
 

@@ -23,6 +23,7 @@ from colossalai.core import global_context as gpc
 from colossalai.testing import assert_close, full_parameters
 from tests.booster.test_accumulate import Model, make_model
 from tests.ranks import run_ranks
+from tests.turns import run_each
 
 pytestmark = pytest.mark.dist
 
@@ -110,21 +111,34 @@ def train(method: str, kind: type, num_microbatches: int) -> dict[str, torch.Ten
     return values_of(boosted, method)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-@pytest.mark.parametrize("method", ["ddp", "fsdp", "zero1", "zero2", "gemini", "pipeline"])
-def test_parts_of_a_model_with_an_optimizer_each(method: str, num_microbatches: int) -> None:
+METHODS = ("ddp", "fsdp", "zero1", "zero2", "gemini", "pipeline")
+
+
+def test_parts_of_a_model_with_an_optimizer_each() -> None:
+    """Under each method; in fp16 both have one loss scale."""
+    cases = [
+        *((method, (tuple, list)[number % 2], 1 + number % 2) for number, method in enumerate(METHODS)),
+        ("zero1 fp16", list, 1),
+    ]
+    for (method, *_), by_rank in zip(cases, run_each(2, train, cases), strict=True):
+        expected = twin(max_norm=0.5 if method == "pipeline" else 0.0)
+        # some twenty operations, each rounded by 2^-11
+        tolerance = 0.01 if method == "zero1 fp16" else 1e-10
+        for params in by_rank:
+            for name, value in params.items():
+                wanted = expected.get_parameter(name)
+                value = value.double() if method == "zero1 fp16" else value
+                assert_close(value, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
+def test_windows_of_parts_of_a_model(method: str) -> None:
     expected = twin(max_norm=0.5 if method == "pipeline" else 0.0)
-    kind = tuple if num_microbatches == 1 else list
-    for params in run_ranks(train, 2, method, kind, num_microbatches):
-        for name, value in params.items():
-            assert_close(value, expected.get_parameter(name), rtol=1e-10, atol=1e-10)
-
-
-def test_one_loss_scale() -> None:
-    expected = twin()
-    for params in run_ranks(train, 2, "zero1 fp16", list, 1):
-        for name, value in params.items():  # some twenty operations, each rounded by 2^-11
-            assert_close(value.double(), expected.get_parameter(name), rtol=0.01, atol=0.01)
+    for by_rank in run_each(2, train, [(method, tuple, 1), (method, list, 2)]):
+        for params in by_rank:
+            for name, value in params.items():
+                assert_close(value, expected.get_parameter(name), rtol=1e-10, atol=1e-10)
 
 
 class GAN(nn.Module):
@@ -168,13 +182,13 @@ def gan(method: str) -> dict[str, torch.Tensor]:
     return values_of(model, method)
 
 
-@pytest.mark.parametrize("method", ["ddp", "zero1", "fsdp", "gemini"])
-def test_a_gan_in_one_module(method: str) -> None:
+def test_a_gan_in_one_module() -> None:
     expected = GAN()
     play(expected, players_of(expected), lambda loss, _: loss.backward(), lambda x: x)
-    for params in run_ranks(gan, 2, method):
-        for name, value in params.items():
-            assert_close(value, expected.get_parameter(name), rtol=1e-10, atol=1e-10)
+    for by_rank in run_each(2, gan, [("ddp",), ("zero1",), ("fsdp",), ("gemini",)]):
+        for params in by_rank:
+            for name, value in params.items():
+                assert_close(value, expected.get_parameter(name), rtol=1e-10, atol=1e-10)
 
 
 def mistakes() -> None:

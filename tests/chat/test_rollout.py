@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,24 +77,28 @@ def rollouts_of(plan: str, family: str, rank: int, folder: str) -> Any:
     return found
 
 
-def check(plan: str, family: str, rank: int, folder: Path) -> None:
-    num_ranks = 4 if plan == "tp 2, zero 1" else 2
-    for found in run_ranks(rollouts_of, num_ranks, plan, family, rank, str(folder)):
-        assert len({each for each, _ in found}) > 3
-        for engine, trainer in found:
-            assert engine == pytest.approx(trainer, abs=1e-5)
+def rollouts_of_all(plans: Sequence[str], family: str, rank: int, folder: str) -> dict[str, Any]:
+    return {plan: rollouts_of(plan, family, rank, f"{folder}/{plan}") for plan in plans}
 
 
-@pytest.mark.parametrize("plan", ["ddp", "zero 2", "fsdp", "tp 2", "pp 2"])
-def test_log_probabilities_are_those_of_what_was_drawn(plan: str, tmp_path: Path) -> None:
-    check(plan, "llama", 0, tmp_path)
+def check(plans: Sequence[str], family: str, rank: int, folder: Path) -> None:
+    num_ranks = 4 if "tp 2, zero 1" in plans else 2
+    for results in run_ranks(rollouts_of_all, num_ranks, plans, family, rank, str(folder)):
+        for plan, found in results.items():
+            assert len({each for each, _ in found}) > 3, plan
+            for engine, trainer in found:
+                assert engine == pytest.approx(trainer, abs=1e-5), plan
+
+
+def test_log_probabilities_are_those_of_what_was_drawn(tmp_path: Path) -> None:
+    check(("zero 2", "fsdp", "tp 2", "pp 2"), "llama", 0, tmp_path)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("plan", WHOLE + PARTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_further_families(plan: str, family: str, tmp_path: Path) -> None:
-    check(plan, family, 0, tmp_path)
+    check([plan], family, 0, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +111,7 @@ def test_further_families(plan: str, family: str, tmp_path: Path) -> None:
     ],
 )
 def test_an_engine_answers_with_adapters(plan: str, family: str, tmp_path: Path) -> None:
-    check(plan, family, 3, tmp_path)
+    check([plan], family, 3, tmp_path)
 
 
 def syncs(plan: str) -> tuple[dict[str, float], int, int]:
@@ -129,13 +133,18 @@ def syncs(plan: str) -> tuple[dict[str, float], int, int]:
     return sent, sum(param.nbytes for param in whole.values()), sum(sliced)
 
 
+def syncs_of_all(plans: Sequence[str]) -> list[tuple[dict[str, float], int, int]]:
+    return [syncs(plan) for plan in plans]
+
+
 def test_a_sync_moves_each_byte_once() -> None:
-    for plan, num_ranks in (("tp 2, zero 1", 4), ("pp 2", 2), ("fsdp", 2)):
-        for sent, total, sliced in run_ranks(syncs, num_ranks, plan):
-            assert 0 < sliced < total or "tp" not in plan
-            # Each rank lacks half of what is cut, and replicas do not tell each other what both have.
-            assert sum(sent.values()) == {"tp": sliced, "pp": total, "fs": total}[plan[:2]] / 2
-            assert not any("dp" in axis for axis in sent) or plan == "fsdp"
+    for plans, num_ranks in ((["tp 2, zero 1"], 4), (["pp 2", "fsdp"], 2)):
+        for found in run_ranks(syncs_of_all, num_ranks, plans):
+            for plan, (sent, total, sliced) in zip(plans, found, strict=True):
+                assert 0 < sliced < total or "tp" not in plan
+                # Each rank lacks half of what is cut, and replicas do not tell each other what both have.
+                assert sum(sent.values()) == {"tp": sliced, "pp": total, "fs": total}[plan[:2]] / 2
+                assert not any("dp" in axis for axis in sent) or plan == "fsdp"
 
 
 def refuses() -> None:

@@ -156,6 +156,7 @@ def turned(buffer_size: float, folder: Path) -> tuple[float, float]:
     return saving.extra, loading.extra
 
 
+@pytest.mark.long  # the next test and test_whole_writer see what the buffer is for
 def test_a_smaller_buffer_takes_less_memory(tmp_path: Path) -> None:
     peaks = {size: run_ranks(turned, 1, size, tmp_path / str(size))[0] for size in (512.0, 1.0)}
     print(f"\nextra MB in saving and in loading, by buffer {peaks}")

@@ -18,13 +18,17 @@ from colossalai.cli._benchmark import (
     Figures,
     Results,
     Skipped,
+    _command,
+    _worker,
     find_configurations,
 )
 from colossalai.cli._benchmark._measure import measure
 from colossalai.cli._benchmark._models import MODELS
 from colossalai.cli._benchmark._show import plot, show
+from colossalai.launcher import Job
 from tests.launcher.command import start
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 FLOAT = 4
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -220,15 +224,34 @@ def test_sizes_that_do_not_fit_are_reasons():
             assert models[model].startswith(reason)
 
 
+def _launch_forked(job: Job) -> int:
+    """Run the ranks of a job, in a twentieth of the time."""
+    assert job.target == _worker.__name__
+    run_ranks(_worker.main, job.num_procs or 0, *job.args)
+    return 0
+
+
 @pytest.mark.dist
-def test_the_command_measures_and_writes(tmp_path: Path):
+@pytest.mark.parametrize("is_forked", [True, further(False)])
+def test_the_command_measures_and_writes(
+    is_forked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("matplotlib")
     sizes = ("--batch_size", "4", "--seq-length", "3", "--hidden_size", "16", "--num_layers", "1")
     rounds = ("--warmup", "0", "--rounds", "1", "--num_heads", "1")
     written = ("--modes", "1d,2d", "--json", "-", "--plot", "modes.png")
-    command = start(tmp_path, "benchmark", "--gpus", "2", *sizes, *rounds, *written)
-    assert command.wait() == 0, command.err
-    found = json.loads(command.out)
+    args = ("--gpus", "2", *sizes, *rounds, *written)
+    if is_forked:
+        monkeypatch.setattr(_command, "launch", _launch_forked)
+        monkeypatch.chdir(tmp_path)
+        result = _invoke(*args)
+        assert result.exit_code == 0, result.output
+        out = result.stdout
+    else:
+        command = start(tmp_path, "benchmark", *args)
+        assert command.wait() == 0, command.err
+        out = command.out
+    found = json.loads(out)
     assert set(found) == {"settings", "machine", "rows", "skipped"}
     assert found["machine"]["backend"] == "shared_memory"
     (row,) = found["rows"]

@@ -17,7 +17,7 @@ from colossalai.cli._load._client import Client, RequestOutcome, Target, find_ta
 from colossalai.cli._load._figures import figures_of
 from colossalai.cli._load._load import LoadResult, LoadSettings, run_clients
 from colossalai.cli._main import main
-from tests.serving.conftest import start, tokenizer  # noqa: F401
+from tests.serving.conftest import description, start, tokenizer  # noqa: F401
 from tests.serving.fake import LIMIT_S
 
 pytestmark = pytest.mark.unit

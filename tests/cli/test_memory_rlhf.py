@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from click.testing import CliRunner
 
 from colossalai.chat import with_value_head
 from colossalai.cli._main import main
+from colossalai.cli._memory import _rlhf
 from colossalai.cli._memory._rlhf import MODELS, OPT_FAMILY
 from colossalai.context import Mesh
 from colossalai.runtime.memory import STORAGE, RlhfSetup, plans_of, rlhf_memory, rlhf_numbers
@@ -25,6 +28,22 @@ OPT = {
 }  # fmt: skip
 PARAMS = 1_315_758_080  # of facebook/opt-1.3b
 HEAD = 2048
+
+
+@pytest.fixture(scope="module", autouse=True)
+def counted_once() -> Iterator[None]:
+    """Have the command count each model once: that takes seconds, and the numbers depend on these alone."""
+    found: dict[Any, Any] = {}
+
+    def numbers(config: Any, **options: int) -> Any:
+        key = type(config), config.to_json_string(use_diff=False), *sorted(options.items())
+        if key not in found:
+            found[key] = rlhf_numbers(config, **options)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_rlhf, "rlhf_numbers", numbers)
+        yield
 
 
 def invoke(*args):

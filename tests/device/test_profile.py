@@ -13,6 +13,7 @@ from colossalai.communication import all_gather, ledger
 from colossalai.core import global_context as gpc
 from colossalai.device import OPERATIONS, PROFILE_SIZES, DeviceMesh, _profile, measure_operation
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -61,8 +62,9 @@ def test_groups_of_the_job_are_taken() -> None:
     run_ranks(groups_are_taken, 4)
 
 
-def profiled(folder: str) -> dict[str, Any]:
+def profiled(folder: str, num_sizes: int) -> dict[str, Any]:
     """Profile, save, load, and load what another machine could have saved."""
+    _profile.PROFILE_SIZES = PROFILE_SIZES[:num_sizes]
     colossalai.launch_from_torch({}, verbose=False)
     mesh = DeviceMesh(torch.arange(4), (2, 2))
     speed = mesh.profile()
@@ -88,8 +90,9 @@ def profiled(folder: str) -> dict[str, Any]:
     return {"text": text, "refusals": refusals}
 
 
-def test_a_profile_is_the_same_on_all_ranks(tmp_path: Path) -> None:
-    found = run_ranks(profiled, 4, str(tmp_path))
+@pytest.mark.parametrize("num_sizes", [3, further(len(PROFILE_SIZES))])
+def test_a_profile_is_the_same_on_all_ranks(num_sizes: int, tmp_path: Path) -> None:
+    found = run_ranks(profiled, 4, str(tmp_path), num_sizes)
     assert all(each == found[0] for each in found)
     content = json.loads(found[0]["text"])
     kinds = [each["extents_and_strides"] for each in content["groups"]]

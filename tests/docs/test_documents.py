@@ -4,6 +4,7 @@ A block whose first line is a comment `# colossalai run --nproc_per_node N scrip
 any other one with two. A text block behind it, before the next block, is what rank 0 prints.
 """
 
+import ast
 import os
 import re
 import subprocess
@@ -51,6 +52,15 @@ def blocks():
             yield name, block.group(1), output_after(text[block.end() :])
 
 
+# Trainings of minutes on a slow machine, whose features tests/chat enters: make long runs them.
+LONG_BLOCKS = {"docs/chat/grpo.md:0", "docs/chat/ppo.md:0", "docs/chat/serve.md:0"}
+
+
+def is_long(name):
+    """Return whether a block is one of make long: a further one of its page, a translated one, a long one."""
+    return not name.endswith(":0") or ".zh.md" in name or name in LONG_BLOCKS
+
+
 def assert_printed(output, text):
     printed = [line.rpartition(" | ")[2] for line in text.splitlines()]
     assert [line for line in printed if line in output] == output, printed
@@ -64,7 +74,7 @@ def num_ranks(block):
 @pytest.mark.parametrize(
     ("block", "output"),
     [
-        pytest.param(*rest, id=name, marks=[] if name.endswith(":0") else pytest.mark.long)
+        pytest.param(*rest, id=name, marks=pytest.mark.long if is_long(name) else [])
         for name, *rest in blocks()
     ],
 )
@@ -75,6 +85,20 @@ def test_a_block_runs(block, output, tmp_path, monkeypatch, capfd):
     run_ranks(run_script, num_ranks(block), str(script))
     captured = capfd.readouterr()
     assert_printed(output, captured.out + captured.err)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "document",
+    [path for path in DOCUMENTS if path.name.endswith(".zh.md")],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_a_translated_page_has_the_blocks_of_its_page(document):
+    translated, original = (
+        [ast.dump(ast.parse(block)) for block in BLOCK.findall(path.read_text())]
+        for path in (document, document.with_name(document.name.replace(".zh.md", ".md")))
+    )
+    assert translated == original  # but for comments
 
 
 @pytest.mark.dist

@@ -12,10 +12,12 @@ from colossalai.amp import AMP_TYPE
 from colossalai.core import global_context as gpc
 from colossalai.engine import BaseGradientHandler, Engine
 from colossalai.engine.schedule import NonPipelineSchedule
+from colossalai.logging import get_dist_logger
 from colossalai.registry import GRADIENT_HANDLER
 from colossalai.testing import assert_close, full_parameters
 from colossalai.utils import get_dataloader
 from tests.ranks import run_ranks
+from tests.turns import run_each
 
 
 def make_model():
@@ -75,34 +77,32 @@ class Unsized:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("loader_kind", ["ours", "torch", "generator"])
-def test_the_last_short_window_is_not_lost(loader_kind):
+def test_the_last_short_window_is_not_lost():
     # 5 microbatches of 4 in windows of 2: updates over 8, 8 and 4 samples
-    ((params, updates),) = run_ranks(accumulate, 1, loader_kind, 4, 2, {"gradient_accumulation": 2})
-    assert updates == [False, True, False, True, True] * 2
+    config = {"gradient_accumulation": 2}
     expected = reference([8, 8, 4], 2)
-    for name, value in params.items():
-        assert_close(value, expected[name], rtol=1e-10, atol=1e-10)
+    cases = [(loader_kind, 4, 2, config) for loader_kind in ("ours", "torch", "generator")]
+    for ((params, updates),) in run_each(1, accumulate, cases):
+        assert updates == [False, True, False, True, True] * 2
+        for name, value in params.items():
+            assert_close(value, expected[name], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "extra",
-    [
+def test_windows_over_two_ranks():
+    extras = [
         {},
         {"clip_grad_norm": 0.2},
         {"zero": {"stage": 3}, "clip_grad_norm": 0.2},
         {"gradient_handler": [{"type": "DataParallelGradientHandler"}]},
-    ],
-)
-def test_windows_over_two_ranks(extra):
-    config = {"gradient_accumulation": 2, **extra}
-    found = run_ranks(accumulate, 2, "ours", 4, 2, config)
-    expected = reference([8, 8, 4], 2, extra.get("clip_grad_norm"))
-    for params, updates in found:
-        assert updates == [False, True, False, True, True] * 2
-        for name, value in params.items():
-            assert_close(value, expected[name], rtol=1e-10, atol=1e-10)
+    ]
+    cases = [("ours", 4, 2, {"gradient_accumulation": 2, **extra}) for extra in extras]
+    for extra, found in zip(extras, run_each(2, accumulate, cases), strict=True):
+        expected = reference([8, 8, 4], 2, extra.get("clip_grad_norm"))
+        for params, updates in found:
+            assert updates == [False, True, False, True, True] * 2
+            for name, value in params.items():
+                assert_close(value, expected[name], rtol=1e-10, atol=1e-10)
 
 
 def own_handler():
@@ -265,6 +265,7 @@ def test_sharded_gradients_are_reduced_at_the_end_of_a_window():
 
 
 def steps_without_backward(config):
+    get_dist_logger()._once = set()  # of what was said once
     colossalai.launch_from_torch(config=config, verbose=False)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
@@ -291,8 +292,6 @@ def steps_without_backward(config):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "config", [{}, {"zero": {"stage": 1}, "clip_grad_norm": 1.0}, {"fp16": {"mode": AMP_TYPE.TORCH}}]
-)
-def test_a_step_without_a_backward_says_so(config):
-    run_ranks(steps_without_backward, 2, config)
+def test_a_step_without_a_backward_says_so():
+    configs = [{}, {"zero": {"stage": 1}, "clip_grad_norm": 1.0}, {"fp16": {"mode": AMP_TYPE.TORCH}}]
+    run_each(2, steps_without_backward, [(config,) for config in configs])

@@ -20,6 +20,8 @@ from colossalai.nn.metric import Accuracy
 from colossalai.pipeline import make_schedule, write_schedule
 from colossalai.trainer import Trainer, hooks
 from tests.ranks import RanksError, run_ranks
+from tests.tiers import further
+from tests.turns import run_each
 
 pytestmark = pytest.mark.dist
 
@@ -152,11 +154,11 @@ def fit(pipelined: bool) -> dict[str, float]:
     return trainer.metrics["test"].epoch_values
 
 
-def test_the_trainer_shows_the_same_on_every_rank_as_alone() -> None:
+@pytest.mark.parametrize("num_ranks", [further(2), 4])
+def test_the_trainer_shows_the_same_on_every_rank_as_alone(num_ranks: int) -> None:
     alone = run_ranks(fit, 1, False)[0]
-    for num_ranks in (2, 4):
-        for values in run_ranks(fit, num_ranks, True):
-            assert values == pytest.approx(alone, rel=1e-5)
+    for values in run_ranks(fit, num_ranks, True):
+        assert values == pytest.approx(alone, rel=1e-5)
 
 
 def in_precision(precision: dict[str, Any], schedule: str) -> list[float]:
@@ -181,8 +183,7 @@ def test_precisions_stay_near_float32(mode: AMP_TYPE, schedule: str) -> None:
     options: dict[str, Any] = {"mode": mode}
     options |= {"init_scale": 256.0} if mode is AMP_TYPE.TORCH else {}
     options |= {"initial_scale": 256.0} if mode is AMP_TYPE.NAIVE else {}
-    exact = run_ranks(in_precision, 2, None, schedule)[0]
-    losses = run_ranks(in_precision, 2, options, schedule)
+    (exact, _), losses = run_each(2, in_precision, [(None, schedule), (options, schedule)])
     assert losses[0] == losses[1]
     assert losses[0] != exact
     # bfloat16 has 8 bits, float16 11, over seven layers and six steps.

@@ -8,7 +8,7 @@ import colossalai
 from colossalai.communication import ledger
 from colossalai.core import global_context as gpc
 from colossalai.engine.gradient_handler import ZeROGradientHandler
-from tests.ranks import run_ranks
+from tests.turns import run_each
 
 pytestmark = pytest.mark.dist
 
@@ -49,14 +49,13 @@ def train(stage: int, with_handler: bool) -> tuple[list[int], torch.Tensor]:
     return counts, weights
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_it_ends_the_reduction(stage: int) -> None:
-    for (counts, weights), (plain, expected) in zip(
-        run_ranks(train, 2, stage, True), run_ranks(train, 2, stage, False), strict=True
-    ):
-        assert counts == [1, 0] * 2
-        assert plain == [1] * 2
-        assert torch.equal(weights, expected)
+def test_it_ends_the_reduction() -> None:
+    found = run_each(2, train, [(stage, with_handler) for stage in (1, 2) for with_handler in (True, False)])
+    for with_handler, without in ((found[0], found[1]), (found[2], found[3])):
+        for (counts, weights), (plain, expected) in zip(with_handler, without, strict=True):
+            assert counts == [1, 0] * 2
+            assert plain == [1] * 2
+            assert torch.equal(weights, expected)
 
 
 def test_without_zero_it_is_refused() -> None:

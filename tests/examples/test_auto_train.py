@@ -14,8 +14,8 @@ pytestmark = pytest.mark.dist
 @pytest.mark.parametrize(
     ("num_ranks", "options"),
     [
-        (4, ("--model", "resnet")),
         (4, ("--model", "gpt2", "--mesh", "2", "2")),
+        further(4, ("--model", "resnet")),
         further(2, ("--model", "gpt2", "--solver-preference", "tp")),
         further(4, ("--model", "resnet", "--mesh", "2", "2", "--solver-preference", "tp")),
     ],

@@ -122,6 +122,7 @@ def test_a_killed_run_resumes_to_the_losses_of_an_undisturbed_one(undisturbed: P
     assert metrics(workplace / "killed") == metrics(undisturbed)
 
 
+@pytest.mark.long
 def test_a_hybrid_run_goes_on_where_a_data_parallel_one_stopped(undisturbed: Path, workplace: Path) -> None:
     folder = workplace / "hybrid"
     shutil.copytree(undisturbed, folder)
@@ -138,6 +139,7 @@ def test_a_hybrid_run_goes_on_where_a_data_parallel_one_stopped(undisturbed: Pat
         assert (mine[key] == theirs[key]) == (mine["step"] <= 45)
 
 
+@pytest.mark.long
 def test_fresh_starts_over(undisturbed: Path, workplace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = workplace / "fresh"
     shutil.copytree(undisturbed, folder)
@@ -154,10 +156,18 @@ def test_a_checkpoint_of_another_training_is_refused(undisturbed: Path, workplac
         train(workplace, "undisturbed", config=config)
 
 
-def test_a_loss_above_the_entropy_is_a_failure(workplace: Path) -> None:
+def test_a_loss_above_the_entropy_is_a_failure(undisturbed: Path, workplace: Path) -> None:
+    """And `--fresh` begins from the first step in the folder of another run, with another config."""
+    folder = workplace / "bad"
+    shutil.copytree(undisturbed, folder)
+    (folder / "notes.txt").write_text("the user's own")
     config = changed_config(workplace, TOTAL_STEPS=2, WARMUP_STEPS=1, LEARNING_RATE=0.0)
-    with pytest.raises(RanksError, match="is not below the unigram entropy"):
-        train(workplace, "bad", config=config)
+    with pytest.raises(RanksError, match="is not below the unigram entropy") as caught:
+        train(workplace, "bad", "--fresh", config=config)
+    assert "starting at step 0 of 2" in str(caught.value)
+    assert [record["step"] for record in metrics(folder) if "loss" in record] == [1, 2]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]
+    assert (folder / "notes.txt").exists()
 
 
 def test_too_little_text_for_a_batch_is_refused(workplace: Path) -> None:

@@ -2,24 +2,34 @@
 
 import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from tests.examples.scripts import example_module, run_script
+from tests.examples.scripts import EXAMPLES, example_module, run_script
 from tests.ranks import RanksError, run_ranks
-from tests.tiers import after_the_first
 
 data = example_module("images/data.py")
 model = example_module("images/model.py")
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "script", after_the_first(f"train_{door}.py" for door in ("engine", "trainer", "booster"))
-)
+def test_a_training_that_is_too_short_is_a_failure(tmp_path: Path) -> None:
+    """All of the script, in one epoch of six; that it keeps what it promises is in the long tier."""
+    config = tmp_path / "short.py"
+    config.write_text((EXAMPLES / "images" / "config.py").read_text() + "NUM_EPOCHS = 1\n")
+    with pytest.raises(RanksError) as caught:
+        run_ranks(run_script, 2, "images/train_engine.py", f"--config={config}")
+    percents = re.findall(r"test accuracy ([\d.]+)% is not above 95%", str(caught.value))
+    assert min(map(float, percents)) > 20, "a guess is right in 10 %"
+
+
+@pytest.mark.long
+@pytest.mark.dist
+@pytest.mark.parametrize("script", [f"train_{door}.py" for door in ("engine", "trainer", "booster")])
 def test_the_promised_accuracy_is_reached(script: str, capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(run_script, 2, f"images/{script}")
     captured = capfd.readouterr()

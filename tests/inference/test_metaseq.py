@@ -21,6 +21,7 @@ from colossalai.shardformer import shard_model
 from colossalai.tensor import spec_of
 from tests.inference.metaseq import metaseq_tensors, write_metaseq
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 transformers = pytest.importorskip("transformers")
 
@@ -252,7 +253,8 @@ def cut_over_ranks(config: Callable[[], Any], num_stages: int, path: str) -> Non
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("config", "num_stages"), [(tiny_opt, 1), (tiny_opt, 2), (tiny_bloom, 1), (tiny_bloom, 2), (tiny_neox, 1)]
+    ("config", "num_stages"),
+    [(tiny_opt, 2), (tiny_bloom, 1), (tiny_neox, 1), further(tiny_opt, 1), further(tiny_bloom, 2)],
 )
 def test_a_model_that_is_cut_over_ranks(tmp_path: Path, config: Callable[[], Any], num_stages: int) -> None:
     if config is tiny_opt:

@@ -10,6 +10,7 @@ from torch import nn
 from colossalai.inference import models
 from colossalai.inference.models import resolve_model
 from colossalai.lazy import is_lazy, materialize
+from tests.tiers import further
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit
@@ -40,7 +41,13 @@ def num_parameters(name: str) -> int:
     return whole
 
 
-@pytest.mark.parametrize("name", [*OPT_TABLE, *BLOOM_TABLE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("opt_125M", "opt_6B", "bloom_560M", "bloom_175B") else further(name)
+        for name in (*OPT_TABLE, *BLOOM_TABLE)
+    ],
+)
 def test_each_size_has_the_published_number_of_parameters_and_no_memory(name: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     model = resolve_model(name).build()

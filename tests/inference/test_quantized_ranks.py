@@ -1,10 +1,13 @@
 """Quantized models over ranks: the codes are those of one process, cut, and so are the texts."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 import colossalai
 from colossalai.context import Mesh
@@ -19,15 +22,18 @@ from colossalai.tensor import spec_of
 from tests.inference.models import MIXED, greedy, prompts, tiny
 from tests.inference.test_quantized import NUM_TOKENS, TIES, assert_same_but_ties
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.dist
 # The groups of int4:32 are not cut, and the vocabulary is padded.
 SIZES: dict[str, dict[str, int]] = {
-    "Llama": {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 203},
-    "GPT2": {"n_embd": 64},
-    "OPT": {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 64},
+    "Llama": {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 203, "num_hidden_layers": 2},
+    "GPT2": {"n_embd": 64, "n_layer": 2},
+    "OPT": {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 64, "num_hidden_layers": 2},
 }
+# With the texts in `make test` each way and each family, once.
+FIRST_CODES = {("GPT2", "int8-weights"), ("OPT", "int4:32")}
 
 
 def launched(tp: int, pp: int) -> Mesh:
@@ -56,10 +62,17 @@ def answers(folder: str, tp: int, pp: int, quantize: str | None) -> Any:
     return [collector.output().outputs[0].token_ids for collector in collectors]
 
 
-def wholes(folder: str, tp: int, quantize: str | None, saved: str | None) -> dict[str, torch.Tensor]:
-    """Return the codes, scales and zero points of all ranks, put together; save them if asked to."""
-    mesh = launched(tp, 1)
+def wholes(folder: str, saved: str, quantize: str) -> list[dict[str, torch.Tensor]]:
+    """Return the codes, scales and zero points of all ranks together: as made, and as saved and loaded."""
+    mesh = launched(2, 1)
     model = load_model(folder, EngineOptions(quantize=quantize), mesh)
+    made = put_together(model)
+    save_quantized(model, saved)
+    dist.barrier()
+    return [made, put_together(load_model(saved, EngineOptions(), mesh))]
+
+
+def put_together(model: nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for name, layer in model.named_modules():
         if isinstance(layer, QuantizedLinear):
@@ -69,15 +82,19 @@ def wholes(folder: str, tp: int, quantize: str | None, saved: str | None) -> dic
                     spec = spec_of(tensor)
                     assert spec is not None
                     found[f"{name}.{key}"] = spec.whole(tensor)
-    if saved is not None:
-        save_quantized(model, saved)
     return found
 
 
-@pytest.mark.parametrize("name", ["int8-weights", "int8", "int4:32"])
-@pytest.mark.parametrize("family", ["Llama", "GPT2", "OPT"])
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(family, name, marks=() if (family, name) in FIRST_CODES else pytest.mark.long)
+        for family in SIZES
+        for name in ("int8-weights", "int8", "int4:32")
+    ],
+)
 def test_cut_and_whole_have_the_same_codes_and_are_saved_alike(
-    name: str, family: str, tmp_path: Path
+    family: str, name: str, tmp_path: Path
 ) -> None:
     tiny(family, **SIZES[family]).save_pretrained(tmp_path / "plain")
     saved = str(tmp_path / "saved")
@@ -88,10 +105,9 @@ def test_cut_and_whole_have_the_same_codes_and_are_saved_alike(
         .items()
         if key.endswith((".codes", ".scales", ".zeros"))
     }
-    for folder, quantize, target in ((str(tmp_path / "plain"), name, saved), (saved, None, None)):
-        for found in run_ranks(wholes, 2, folder, 2, quantize, target):
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[key], expected[key]) for key in expected)
+    for found in chain(*run_ranks(wholes, 2, str(tmp_path / "plain"), saved, name)):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], expected[key]) for key in expected)
     loaded = load_model(saved, EngineOptions()).state_dict()
     assert all(torch.equal(loaded[key], value) for key, value in expected.items())
 
@@ -99,12 +115,13 @@ def test_cut_and_whole_have_the_same_codes_and_are_saved_alike(
 @pytest.mark.parametrize(
     ("family", "name", "tp", "pp"),
     [
-        ("Llama", "int8-weights", 2, 1),
-        ("Llama", "int8", 2, 1),
-        ("GPT2", "int8-weights", 2, 1),
-        ("OPT", "int4:32", 2, 1),
-        ("Llama", "int8-weights", 2, 2),
-        ("Llama", "int4:32", 2, 1),
+        ("Llama", "int8", 2, 2),
+        further("Llama", "int8-weights", 2, 1),
+        further("Llama", "int8", 2, 1),
+        further("GPT2", "int8-weights", 2, 1),
+        further("OPT", "int4:32", 2, 1),
+        further("Llama", "int8-weights", 2, 2),
+        further("Llama", "int4:32", 2, 1),
     ],
 )
 def test_texts_over_ranks_are_those_of_one_process(

@@ -25,6 +25,7 @@ from colossalai.inference.sampling._draws import (
 )
 from colossalai.inference.sampling._sampling import draw_tokens, logprobs_of
 from tests.inference.reference import is_drawn, probabilities
+from tests.tiers import further
 
 pytestmark = pytest.mark.unit
 
@@ -117,10 +118,20 @@ def draws_of(rows, vocab_size):
     )
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(batches())
 def test_a_token_is_that_of_the_plain_reference(batch):
-    logits, rows = batch
+    check_tokens(*batch)
+
+
+@pytest.mark.long
+@settings(max_examples=300)
+@given(batches())
+def test_any_of_many_tokens_is_that_of_the_plain_reference(batch):
+    check_tokens(*batch)
+
+
+def check_tokens(logits, rows):
     drawn = draw_tokens(torch.from_numpy(logits), draws_of(rows, logits.shape[1]))
     for number, row in enumerate(rows):
         settings_ = {name: row[name] for name in row if name not in ("params", "uniform")}
@@ -141,9 +152,23 @@ def test_a_token_is_that_of_the_plain_reference(batch):
         assert any(fits), (number, row, drawn.token_ids[number])
 
 
-@settings(max_examples=100)
-@given(batches(), st.sampled_from([torch.float32, torch.bfloat16, torch.float64]), st.data())
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
+
+
+@settings(max_examples=40)
+@given(batches(), dtypes, st.data())
 def test_a_row_alone_has_the_token_that_it_has_in_company(batch, dtype, data):
+    check_company(batch, dtype, data)
+
+
+@pytest.mark.long
+@settings(max_examples=150)
+@given(batches(), dtypes, st.data())
+def test_any_of_many_rows_alone_has_the_token_that_it_has_in_company(batch, dtype, data):
+    check_company(batch, dtype, data)
+
+
+def check_company(batch, dtype, data):
     logits, rows = batch
     values, vocab_size = torch.from_numpy(logits).to(dtype), logits.shape[1]
     untouched = values.clone()
@@ -185,7 +210,14 @@ def test_company_changes_no_bit_of_a_wide_row(setting):
 
 @pytest.mark.parametrize(
     "setting",
-    [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_k": 80, "top_p": 0.95}, {"top_p": 0.8}, {"min_p": 0.2}],
+    [
+        further({}),
+        further({"temperature": 0.7}),
+        further({"top_k": 5}),
+        {"top_k": 80, "top_p": 0.95},
+        further({"top_p": 0.8}),
+        {"min_p": 0.2},
+    ],
     ids=str,
 )
 def test_tokens_are_distributed_as_their_probabilities(setting):

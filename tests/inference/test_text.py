@@ -33,6 +33,7 @@ def pushed(stream, token_ids, cuts):
 cuts = st.one_of(st.just(range(1000)), st.lists(st.integers(0, 60), max_size=20))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_streamed", [True, False])
 @settings(max_examples=300)
@@ -51,6 +52,7 @@ def test_pieces_of_a_text_are_the_decoded_tokens(kind, is_streamed, text, cuts):
     assert stream.text == "".join(pieces)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
 @pytest.mark.parametrize("skips", [True, False])
 @settings(max_examples=300)
@@ -145,17 +147,34 @@ def test_text_that_nobody_waits_for_is_decoded_once():
     assert counted.total == len(token_ids)
 
 
+stopped_texts = {
+    "text": st.one_of(st.text("ab ", max_size=40), st.text("ab 語é", max_size=20)),
+    "stop": st.lists(st.text("ab 語", min_size=1, max_size=5), max_size=3),
+    "cuts": cuts,
+}
+
+
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_streamed", [True, False])
-@settings(max_examples=300)
-@given(
-    text=st.one_of(st.text("ab ", max_size=40), st.text("ab 語é", max_size=20)),
-    stop=st.lists(st.text("ab 語", min_size=1, max_size=5), max_size=3),
-    cuts=cuts,
-)
+@settings(max_examples=80)
+@given(**stopped_texts)
 @example(text="aab", stop=["ab"], cuts=range(1000))
 @example(text="aabaabaaab", stop=["aabaaaba", "b b"], cuts=range(1000))
 def test_text_ends_before_the_first_stop_string(kind, is_streamed, text, stop, cuts):
+    check_end(kind, is_streamed, text, stop, cuts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_streamed", [True, False])
+@settings(max_examples=300)
+@given(**stopped_texts)
+def test_any_of_many_texts_ends_before_the_first_stop_string(kind, is_streamed, text, stop, cuts):
+    check_end(kind, is_streamed, text, stop, cuts)
+
+
+def check_end(kind, is_streamed, text, stop, cuts):
     tokenizer = KINDS[kind]()
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     stream = TextStream(tokenizer, stop=stop, is_streamed=is_streamed)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.command import ROOT, Command, is_gone, wait_until
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -62,7 +63,7 @@ def pids_of(command: Command) -> dict[str, int]:
     return {rank: int(pid) for rank, pid in words if rank in "01"}
 
 
-@pytest.mark.parametrize("max_restarts", [0, 1])
+@pytest.mark.parametrize("max_restarts", [1, further(0)])
 def test_the_first_rank_ends_the_job(begin: Callable[..., tuple[Command, dict[str, int]]], max_restarts: int):
     command, pids = begin(2, 60.0, max_restarts)
     command.process.terminate()

@@ -19,6 +19,7 @@ import pytest
 from colossalai.cluster import bind_ranks
 from tests.harness.ports import PortReservation
 from tests.launcher.command import Command, is_gone, start, wait_until
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -80,6 +81,25 @@ if os.environ["RANK"] == "1":
     print(os.getpid())
     raise ValueError("never ends")
 time.sleep(60)
+"""
+
+# Rank 0 fails as soon as rank 1 is gone, and before the launcher has seen that.
+PEERS = """
+import os, socket, time
+rank = os.environ["RANK"]
+peer = socket.socket(socket.AF_UNIX)
+if rank == "0":
+    peer.bind("made")
+    peer.listen()
+    os.rename("made", "peer")
+    peer, _ = peer.accept()
+else:
+    while not os.path.exists("peer"):
+        time.sleep(0.01)
+    peer.connect("peer")
+os.write(1, f"{rank}:{os.getpid()}\\n".encode())  # one write: two ranks share the pipe
+if not peer.recv(1):
+    raise ConnectionError("the peer is gone")
 """
 
 BARRIER = """
@@ -151,8 +171,7 @@ def side_by_side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str,
             script=SEES,
             stdout=theirs,
         ),
-        "exits": start(folder / "exits", *START_JOB, "-m", "job", "-h", script=EXITS),
-        "raises": start(folder / "raises", *START_JOB, "job.py", script=RAISES),
+        "raises": start(folder / "raises", *START_JOB, "-m", "job", "-h", script=RAISES),
         "hangs": start(folder / "hangs", *START_JOB, "job.py", script=HANGS),
     }
     os.close(theirs)
@@ -190,8 +209,9 @@ def test_what_a_rank_sees(side_by_side: dict[str, Command]):
     assert command.err == (f"colossalai run: {binding.note}\n" if binding.note else "")
 
 
-def test_a_module_that_exits(side_by_side: dict[str, Command]):
-    command = side_by_side["exits"]
+@pytest.mark.long  # a module is run above as well, and whose exit code is told in test_failure
+def test_a_module_that_exits(begin: Callable[..., Command]):
+    command = begin(EXITS, *START_JOB, "-m", "job", "-h")
     assert command.wait() == 3
     assert sorted(command.out.splitlines()) == [f"rank {rank} of __main__ ['-h']" for rank in (0, 1)]
     assert re.fullmatch(
@@ -226,8 +246,9 @@ def test_a_rank_that_has_failed_and_does_not_end_is_ended(side_by_side: dict[str
     assert is_gone(int(command.out))
 
 
-def test_a_killed_rank_is_named_though_its_peers_fail_loudly(begin: Callable[..., Command]):
-    command = begin(BARRIER)
+@pytest.mark.parametrize("script", [PEERS, further(BARRIER)], ids=["peers", "barrier"])
+def test_a_killed_rank_is_named_though_its_peers_fail_loudly(begin: Callable[..., Command], script: str):
+    command = begin(script)
     pids = dict(word.split(":") for word in command.wait_for_words(2))
     os.kill(int(pids["1"]), signal.SIGKILL)
     assert command.wait(15) == 128 + signal.SIGKILL

@@ -18,6 +18,7 @@ from tests.model_zoo.test_hugging_face import Recorded, hugging_face
 from tests.model_zoo.tiny import VOCAB, build, criterion_of
 from tests.ranks import run_ranks
 from tests.tiers import further
+from tests.turns import each_in_turn, grouped
 
 pytestmark = pytest.mark.dist
 
@@ -130,17 +131,25 @@ def train(name, method, ranks, data, accumulation):
     assert len(set(losses)) == 3
 
 
-@pytest.mark.parametrize(("ranks", "data"), [(2, 1), (4, 1), (2, 2)])
-@pytest.mark.parametrize("name", ["gpt", "bert"])
-def test_three_steps(name, ranks, data):
-    run_ranks(train, ranks * data, name, "ddp", ranks, data, 1)
+# Model, method, ranks that share a sequence, replicas, accumulation.
+CELLS = [
+    ("bert", "ddp", 2, 1, 1),
+    ("gpt", "ddp", 4, 1, 1),
+    ("bert", "handler", 2, 2, 1),
+    ("gpt", "ddp", 2, 2, 2),
+    further("gpt", "ddp", 2, 1, 1),
+    further("bert", "ddp", 4, 1, 1),
+    further("gpt", "ddp", 2, 2, 1),
+    further("bert", "ddp", 2, 2, 1),
+    further("gpt", "fsdp", 2, 2, 1),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "method", "accumulation"), [further("gpt", "fsdp", 1), ("bert", "handler", 1), ("gpt", "ddp", 2)]
+    ("num_ranks", "cells"), grouped(CELLS, lambda name, method, ranks, data, accumulation: ranks * data)
 )
-def test_three_steps_with_other_methods(name, method, accumulation):
-    run_ranks(train, 4, name, method, 2, 2, accumulation)
+def test_three_steps(num_ranks, cells):
+    run_ranks(each_in_turn, num_ranks, train, cells)
 
 
 def losses_in(precision, ranks, name):
@@ -163,11 +172,12 @@ def losses_in(precision, ranks, name):
     return losses
 
 
-@pytest.mark.parametrize("name", ["gpt", "bert"])
+@pytest.mark.parametrize("name", ["gpt", further("bert")])
 def test_mixed_precision_stays_near_float32(name):
     expected = run_ranks(losses_in, 1, None, 1, name)[0]
-    for precision, allowed in ((AMP_TYPE.BF16, 0.03), (AMP_TYPE.TORCH, 0.004)):  # 8 bits, 11 bits
-        losses = run_ranks(losses_in, 2, precision, 2, name)
+    tolerances = {AMP_TYPE.BF16: 0.03, AMP_TYPE.TORCH: 0.004}  # 8 bits, 11 bits
+    of_ranks = run_ranks(each_in_turn, 2, losses_in, [(precision, 2, name) for precision in tolerances])
+    for allowed, *losses in zip(tolerances.values(), *of_ranks, strict=True):
         assert losses[0] == losses[1]
         assert losses[0] == pytest.approx(expected, abs=allowed)
         assert losses[0] != expected
@@ -186,9 +196,9 @@ def dropped(ranks):
 
 
 def test_dropout():
-    (loss, _), (same, _) = run_ranks(dropped, 1, 1)[0], run_ranks(dropped, 2, 2)[0]
-    assert loss == pytest.approx(same, rel=1e-12)  # a weight's dropout belongs to its positions
-    masks = [mask for _, mask in run_ranks(dropped, 2, 2)]
+    ((loss, _),), of_ranks = run_ranks(dropped, 1, 1), run_ranks(dropped, 2, 2)
+    assert loss == pytest.approx(of_ranks[0][0], rel=1e-12)  # a weight's dropout belongs to its positions
+    masks = [mask for _, mask in of_ranks]
     assert masks[0] != masks[1]  # other tokens
 
 

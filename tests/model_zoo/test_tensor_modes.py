@@ -1,7 +1,7 @@
 """GPT, BERT and ViT in every tensor mode: three steps as in one process, precision, dropout, bad sizes."""
 
 import copy
-from functools import partial
+from functools import cache, partial
 from unittest import mock
 
 import pytest
@@ -16,7 +16,8 @@ from colossalai.testing import ParityCase, check_parity
 from tests.model_zoo.tiny import BATCH, VOCAB, build, criterion_of, make_batch
 from tests.parity.subjects.tensor import MODES, through_engine
 from tests.ranks import run_ranks
-from tests.tiers import after_the_first
+from tests.tiers import further
+from tests.turns import each_in_turn, grouped
 
 pytestmark = pytest.mark.dist
 
@@ -29,7 +30,7 @@ def loss_of(criterion, model, batch):
     return criterion(model(inputs), labels)
 
 
-def train(name, mode, data, vocab_parallel_limit, extra=None, vocab=VOCAB, num_layers=1):
+def train(name, mode, data=1, vocab_parallel_limit=1, vocab=VOCAB, num_layers=1, extra=None):
     """Train in a mode and in one process; the plain twin is built before there is a mode."""
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(3)
@@ -62,29 +63,38 @@ def train(name, mode, data, vocab_parallel_limit, extra=None, vocab=VOCAB, num_l
     )
 
 
+UNEVEN = 13  # a vocabulary that no number of ranks divides
+# Model, mode, replicas, whether the vocabulary is cut (1) or not (None), its size, number of layers.
+# All three models stack the same block.
+CELLS = [
+    ("gpt", "1d", 1, 1, VOCAB, 2),
+    ("gpt", "2d", 1, 1, VOCAB, 2),
+    ("gpt", "1d", 1, 1, UNEVEN),
+    ("gpt", "2.5d", 1, 1, UNEVEN),
+    ("gpt", "3d", 1, 1, UNEVEN),
+    ("gpt", "2d", 1, None),
+    ("gpt", "1d", 2),
+    ("bert", "1d"),
+    ("vit", "1d"),
+    ("vit", "2d"),
+    further("gpt", "2.5d", 1, 1, VOCAB, 2),
+    further("gpt", "3d", 1, 1, VOCAB, 2),
+    further("gpt", "2d", 1, 1, UNEVEN),
+    further("gpt", "1d-4", 1, None),
+    further("gpt", "2d", 2),
+    *(further("bert", mode, 1, 1, UNEVEN) for mode in EVERY_MODE),
+    *(further("bert", mode) for mode in EVERY_MODE[1:]),
+    *(further("vit", mode) for mode in EVERY_MODE[2:]),
+    *(further("vit", mode, 2) for mode in ("1d", "2d")),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "mode"),
-    [
-        *(("gpt", mode) for mode in EVERY_MODE),
-        *after_the_first(("bert", mode) for mode in EVERY_MODE),
-        *after_the_first((("vit", mode) for mode in EVERY_MODE), 2),
-    ],
+    ("num_ranks", "cells"), grouped(CELLS, lambda name, mode, data=1, *_: MODES[mode]["size"] * data)
 )
-def test_three_steps(name, mode):
-    num_layers = 2 if name == "gpt" else 1  # all three stack the same block
-    losses = run_ranks(train, MODES[mode]["size"], name, mode, 1, 1, None, VOCAB, num_layers)
-    assert len(set(losses[0])) == 3
-
-
-@pytest.mark.parametrize("mode", ["1d-4", "2d"])
-def test_three_steps_with_a_whole_vocabulary(mode):
-    run_ranks(train, MODES[mode]["size"], "gpt", mode, 1, None)
-
-
-@pytest.mark.parametrize("mode", EVERY_MODE)
-@pytest.mark.parametrize("name", after_the_first(["gpt", "bert"]))
-def test_three_steps_with_a_vocabulary_that_the_ranks_do_not_divide(name, mode):
-    run_ranks(train, MODES[mode]["size"], name, mode, 1, 1, None, 13)
+def test_three_steps(num_ranks, cells):
+    for losses in run_ranks(each_in_turn, num_ranks, train, cells)[0]:
+        assert len(set(losses)) == 3
 
 
 def published_loss(mode):
@@ -95,21 +105,21 @@ def published_loss(mode):
     return criterion_of("gpt")(model(ids), ids).item()
 
 
+@cache
+def whole_published_loss():
+    return run_ranks(published_loss, 1, None)[0]
+
+
 @pytest.mark.parametrize("mode", ["1d", "2d"])
 def test_the_published_vocabulary(mode):
-    expected = run_ranks(published_loss, 1, None)[0]
+    expected = whole_published_loss()
     for loss in run_ranks(published_loss, MODES[mode]["size"], mode):
         assert loss == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["1d", "2d"])
-@pytest.mark.parametrize("name", ["gpt", "vit"])
-def test_three_steps_with_data_parallelism(name, mode):
-    run_ranks(train, 2 * MODES[mode]["size"], name, mode, 2, 1)
-
-
+@pytest.mark.long  # as layers of colossalai.nn in tests/parity/test_tensor_parallel.py
 def test_three_steps_under_fully_sharded_data_parallelism():
-    run_ranks(train, 4, "gpt", "1d", 2, 1, {"zero": {"stage": 3}}, 13)
+    run_ranks(train, 4, "gpt", "1d", 2, 1, UNEVEN, 1, {"zero": {"stage": 3}})
 
 
 def losses_in(precision, name, mode):
@@ -135,23 +145,29 @@ def losses_in(precision, name, mode):
     return losses
 
 
-@pytest.fixture(scope="module")
-def float32_losses():
-    return {name: run_ranks(losses_in, 1, None, name, None)[0] for name in ("gpt", "vit")}
+@cache
+def float32_losses(name):
+    return run_ranks(losses_in, 1, None, name, None)[0]
 
 
-@pytest.mark.parametrize("mode", EVERY_MODE)
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    after_the_first([("gpt", AMP_TYPE.BF16), ("vit", AMP_TYPE.BF16), ("gpt", AMP_TYPE.TORCH)]),
+PRECISIONS = [("gpt", AMP_TYPE.BF16), ("vit", AMP_TYPE.BF16), ("gpt", AMP_TYPE.TORCH)]
+
+
+@pytest.mark.parametrize(  # mode "1d" in bfloat16 is in tests/parity/test_pairs.py, too
+    ("name", "precision", "mode"),
+    [
+        (*PRECISIONS[0], "3d"),
+        *(further(*PRECISIONS[0], mode) for mode in EVERY_MODE[:-1]),
+        *(further(*cell, mode) for cell in PRECISIONS[1:] for mode in EVERY_MODE),
+    ],
 )
-def test_mixed_precision_stays_near_float32(float32_losses, name, precision, mode):
+def test_mixed_precision_stays_near_float32(name, precision, mode):
     losses = run_ranks(losses_in, MODES[mode]["size"], precision, name, mode)
     assert losses.count(losses[0]) == len(losses)
     # bfloat16 has 8 bits, float16 11: some 0.4% and 0.05% of numbers of size 1, over a few layers.
     allowed = 0.03 if precision == AMP_TYPE.BF16 else 0.004
-    assert losses[0] == pytest.approx(float32_losses[name], abs=allowed)
-    assert losses[0] != float32_losses[name]
+    assert losses[0] == pytest.approx(float32_losses(name), abs=allowed)
+    assert losses[0] != float32_losses(name)
 
 
 def draws(mode):

@@ -16,6 +16,8 @@ from colossalai.testing import ParityCase, check_parity
 from tests.parity.subjects import moe, zero
 from tests.parity.subjects.pipeline import slice_of_batch
 from tests.ranks import run_ranks
+from tests.tiers import further
+from tests.turns import each_in_turn, grouped
 
 TINY: dict[str, Any] = {
     "img_size": 8,
@@ -60,6 +62,13 @@ def build() -> Widenet:
     return model
 
 
+CELLS: list[Any] = [
+    ({"parallel": {"moe": {"size": 2}}, "zero": {"stage": 1}, "recompute": True}, 4),
+    ({"parallel": {"moe": {"size": 2}, "tensor": {"size": 2, "mode": "1d"}}}, 2),
+    further({"parallel": {"moe": {"size": 2}}}, 4),
+]
+
+
 def parity(config: dict[str, Any], num_parts: int) -> None:
     torch.manual_seed(7)
     plain = build()
@@ -86,16 +95,9 @@ def parity(config: dict[str, Any], num_parts: int) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("config", "num_parts"),
-    [
-        ({"parallel": {"moe": {"size": 2}}}, 4),
-        ({"parallel": {"moe": {"size": 2}}, "zero": {"stage": 1}, "recompute": True}, 4),
-        ({"parallel": {"moe": {"size": 2}, "tensor": {"size": 2, "mode": "1d"}}}, 2),
-    ],
-)
-def test_parity(config: dict[str, Any], num_parts: int) -> None:
-    run_ranks(parity, 4, config, num_parts)
+@pytest.mark.parametrize(("num_ranks", "cells"), grouped(CELLS, lambda *_: 4))
+def test_parity(num_ranks: int, cells: list[tuple[dict[str, Any], int]]) -> None:
+    run_ranks(each_in_turn, num_ranks, parity, cells)
 
 
 def losses_of_the_script() -> list[float]:

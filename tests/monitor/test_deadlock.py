@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from colossalai.monitor._deadlock import Left, deadlock
 from colossalai.monitor._rank_report import RankReport, Waiting
+from tests.tiers import further
 
 pytestmark = pytest.mark.unit
 
@@ -182,9 +183,12 @@ def jobs(draw):
     return channels, programs, order, times
 
 
-@given(jobs())
-@settings(max_examples=300)
-def test_whoever_is_named_never_goes_on_though_reports_are_of_different_times(drawn):
+@pytest.mark.parametrize("num_jobs", [80, further(300)])
+def test_whoever_is_named_never_goes_on_though_reports_are_of_different_times(num_jobs):
+    settings(max_examples=num_jobs)(given(jobs())(never_goes_on))()
+
+
+def never_goes_on(drawn):
     channels, programs, order, times = drawn
     job = Job(channels, programs, computes_forever=False)
     unfinished = job.run(order, times)
@@ -192,9 +196,12 @@ def test_whoever_is_named_never_goes_on_though_reports_are_of_different_times(dr
     assert found is None or set(found.blamed) - set(job.left) <= unfinished
 
 
-@given(jobs())
-@settings(max_examples=300)
-def test_when_nobody_moves_any_more_all_that_cannot_are_found(drawn):
+@pytest.mark.parametrize("num_jobs", [80, further(300)])
+def test_when_nobody_moves_any_more_all_that_cannot_are_found(num_jobs):
+    settings(max_examples=num_jobs)(given(jobs())(all_are_found))()
+
+
+def all_are_found(drawn):
     channels, programs, order, _ = drawn
     job = Job(
         channels, [[each for each in own if each != COMPUTES] for own in programs], computes_forever=True

@@ -216,6 +216,7 @@ def holds_the_lock(folder):
     wait_for_report(folder)
 
 
+@pytest.mark.long  # of rank 0 it is in test_watchdog_without_rank_0
 def test_a_rank_that_cannot_answer_has_its_stacks_read_by_its_neighbor(tmp_path):
     run_ranks(holds_the_lock, 2, tmp_path)
     text = report(tmp_path)

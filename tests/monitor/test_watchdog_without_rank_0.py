@@ -79,6 +79,7 @@ def _continue_after_report(folder, pid):
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.long  # where its store stops as well, it is in the next test
 def test_a_stopped_rank_0_is_named_where_the_launcher_serves_the_store(tmp_path, agent_port):
     assert run_ranks(is_stopped, 2, tmp_path, agent_port) == [2.0, 2.0]
     line = report(tmp_path).splitlines()[1]

@@ -5,6 +5,8 @@ import torch
 import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.tensor import cut_dims, spec_of
+from tests.ranks import run_ranks
+from tests.turns import in_turn
 
 MODES = {
     "1d": {"size": 2, "mode": "1d"},
@@ -21,6 +23,15 @@ def launch(name):
     torch.set_default_dtype(torch.float64)
     colossalai.launch_from_torch({"parallel": {"tensor": MODES[name]}}, verbose=False)
     return gpc.tensor_mode
+
+
+def run_in_turn(num_ranks, name, *functions):
+    """Run functions one after the other, and return for each what the ranks returned.
+
+    To start eight ranks takes longer than most of what they do here, so they are started once.
+    """
+    calls = [(function, name) for function in functions]
+    return zip(*run_ranks(in_turn, num_ranks, calls), strict=True)
 
 
 def slice_like(tensor, cut, *, feature_dim=-1):

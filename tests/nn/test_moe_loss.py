@@ -15,6 +15,7 @@ from colossalai.nn import CrossEntropyLoss, MoeCrossEntropyLoss, MoeLoss, checkp
 from colossalai.nn.layer.moe import FFNExperts, MoeLayer, TopKRouter, auxiliary_loss
 from tests.parity.subjects.moe import auxiliary, collecting
 from tests.ranks import run_ranks
+from tests.turns import run_each
 
 WIDTH, NUM_EXPERTS = 6, 4
 
@@ -194,13 +195,14 @@ def test_the_bias_follows_the_load_of_all_ranks() -> None:
     assert alone != [0.0] * NUM_EXPERTS
     assert all(abs(value) < 0.0031 for value in alone)
     moe = {"moe": {"size": 2}}
-    for config in (
+    configs = (
         {"parallel": moe},
         {"parallel": {**moe, "tensor": {"size": 2, "mode": "1d"}}},
         {"parallel": moe, "zero": {"stage": 1}},
         {"parallel": moe, "zero": {"stage": 3}},
-    ):
-        assert run_ranks(biases, 4, {**accumulating, **config}) == [alone] * 4
+    )
+    for found in run_each(4, biases, [({**accumulating, **config},) for config in configs]):
+        assert found == [alone] * 4
     low = {"fp16": {"mode": "naive", "initial_scale": 2.0**8}}
     for found in run_ranks(biases, 2, {"parallel": moe, **accumulating, **low}):
         assert found != [0.0] * NUM_EXPERTS

@@ -1,6 +1,7 @@
 """Cross entropy over cut logits against torch's in one process."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from tests.nn.modes import (
     distance,
     gradient_errors,
     launch,
+    run_in_turn,
     slice_like,
 )
-from tests.ranks import run_ranks
+from tests.tiers import pairwise
 
 pytestmark = pytest.mark.dist
 
@@ -59,31 +61,28 @@ def against_torch(mode, labels, *, vocab_parallel, **options):
     return {"loss": distance(loss, wanted) / wanted.item(), "gradient": distance(logits.grad, gradient)}
 
 
-def all_cases(name):
+OPTIONS = (CASES, [True, False], ["mean", "sum"], [0.0, 0.1])
+
+
+def all_cases(name, *, cells):
     mode = launch(name)
     torch.manual_seed(7)
     errors = {}
-    for case, vocab_parallel in itertools.product(CASES, [False, True]):
+    for case, vocab_parallel, reduction, label_smoothing in cells:
         if mode == "1d" and not vocab_parallel:
             continue  # there the logits are whole, and the loss is torch's
-        for reduction, label_smoothing in itertools.product(["mean", "sum"], [0.0, 0.1]):
-            found = against_torch(
-                mode,
-                labels_of_case(case),
-                vocab_parallel=vocab_parallel,
-                reduction=reduction,
-                label_smoothing=label_smoothing,
-            )
-            label = f"({case}, {vocab_parallel=}, {reduction}, {label_smoothing})"
-            errors |= {f"{what} {label}": error for what, error in found.items()}
+        found = against_torch(
+            mode,
+            labels_of_case(case),
+            vocab_parallel=vocab_parallel,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+        label = f"({case}, {vocab_parallel=}, {reduction}, {label_smoothing})"
+        errors |= {f"{what} {label}": error for what, error in found.items()}
     labels = labels_of_case("all counted")
     found = against_torch(mode, labels, vocab_parallel=True, ignore_index=int(labels[0, 0]))
     return errors | {f"{what} (a class ignored)": error for what, error in found.items()}
-
-
-@pytest.mark.parametrize("name", MODES)
-def test_values_and_gradients(name):
-    assert_small(run_ranks(all_cases, MODES[name]["size"], name))
 
 
 def follows_the_classifier(name):
@@ -101,22 +100,14 @@ def follows_the_classifier(name):
     return errors
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_the_loss_follows_the_classifier(name):
-    assert_small(run_ranks(follows_the_classifier, MODES[name]["size"], name))
-
-
 def large_logits(name):
     """Exponents are taken of differences from the largest logit of all ranks."""
     launch(name)
     logits = torch.zeros(8, CLASSES)
     logits[:, CLASSES - 1] = 1e4
     criterion = col_nn.VocabParallelCrossEntropyLoss1D()
-    return criterion(slice_like(logits, criterion.cut), torch.zeros(8, dtype=torch.int64)).item()
-
-
-def test_large_logits_do_not_overflow():
-    assert run_ranks(large_logits, 2, "1d") == pytest.approx([1e4] * 2, abs=TOLERANCE)
+    loss = criterion(slice_like(logits, criterion.cut), torch.zeros(8, dtype=torch.int64))
+    assert loss.item() == pytest.approx(1e4, abs=TOLERANCE)
 
 
 def sent_bytes(name):
@@ -126,15 +117,10 @@ def sent_bytes(name):
     logits = slice_like(torch.randn(8, 3, CLASSES), criterion.cut).requires_grad_()
     with ledger() as book:
         criterion(logits, torch.zeros(8, 3, dtype=torch.int64)).backward()
-    return book.num_bytes(axis="row"), book.num_bytes(axis="col"), book.count("all_reduce")
-
-
-def test_what_is_sent():
     positions_of_a_rank = 4 * 3
-    for features, batch, count in run_ranks(sent_bytes, 4, "2d"):
-        assert features == 3 * positions_of_a_rank * 8  # 2 (p-1)/p is 1
-        assert batch == 2 * 8
-        assert count == 5
+    assert book.num_bytes(axis="row") == 3 * positions_of_a_rank * 8  # 2 (p-1)/p is 1
+    assert book.num_bytes(axis="col") == 2 * 8
+    assert book.count("all_reduce") == 5
 
 
 def refusals(name):
@@ -166,10 +152,6 @@ def refusals(name):
     assert book.count() == 0
 
 
-def test_what_does_not_fit_is_said_before_any_collective():
-    run_ranks(refusals, 4, "2d")
-
-
 def nothing_counts(name):
     """As torch: the mean over no label is not a number, the sum is zero; the gradient of the sum is zero."""
     launch(name)
@@ -177,14 +159,11 @@ def nothing_counts(name):
     mean, total = (ParallelCrossEntropyLoss(reduction=r, cut=Cut(batch=("col",))) for r in ("mean", "sum"))
     logits = torch.randn(4, CLASSES).requires_grad_()
     total(logits, labels).backward()
-    return mean(logits, labels).isnan().item(), logits.grad.abs().max().item()
+    assert mean(logits, labels).isnan().item()
+    assert logits.grad.abs().max().item() == 0.0
 
 
-def test_a_batch_of_which_nothing_counts():
-    assert run_ranks(nothing_counts, 4, "2d") == [(True, 0.0)] * 4
-
-
-def padded_classes(name, classes):
+def padded_classes(name, *, classes):
     """Classes that the ranks do not divide: the padding of the classifier is no class."""
     mode = launch(name)
     torch.manual_seed(9)
@@ -201,7 +180,26 @@ def padded_classes(name, classes):
     return {"loss": distance(loss, wanted), **gradient_errors(layer, twin)}
 
 
-@pytest.mark.parametrize("classes", [13, 9])
+OF_ONE_MODE = {"1d": [large_logits], "2d": [sent_bytes, refusals, nothing_counts]}
+
+
 @pytest.mark.parametrize("name", MODES)
-def test_padded_classes_with_label_smoothing(name, classes):
-    assert_small(run_ranks(padded_classes, MODES[name]["size"], name, classes))
+def test_values_and_gradients(name):
+    """Of all cases, behind classifiers, with classes that are padded; and what one mode stands for."""
+    compared = [
+        partial(all_cases, cells=pairwise(*OPTIONS)),
+        follows_the_classifier,
+        *(partial(padded_classes, classes=n) for n in (13, 9)),
+    ]
+    found = run_in_turn(MODES[name]["size"], name, *compared, *OF_ONE_MODE.get(name, []))
+    for _, reports in zip(compared, found, strict=False):
+        assert_small(reports)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODES)
+def test_values_and_gradients_of_all_options(name):
+    (reports,) = run_in_turn(
+        MODES[name]["size"], name, partial(all_cases, cells=list(itertools.product(*OPTIONS)))
+    )
+    assert_small(reports)

@@ -6,8 +6,8 @@ import torch
 import colossalai.nn as col_nn
 from colossalai.communication import ledger
 from colossalai.nn.layer import HEAD_SCHEMES, head_cut, restart
-from tests.nn.modes import MODES, SUFFIXES, launch, slice_like
-from tests.ranks import run_ranks
+from tests.nn.modes import MODES, SUFFIXES, launch, run_in_turn, slice_like
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -42,15 +42,6 @@ def counts(name):
     }
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_counts_are_those_of_one_process(name):
-    wanted = [int((logits.argmax(-1) == labels).sum()) for logits, labels in batches()]
-    assert wanted[2:] == [8, 0]
-    assert 0 < wanted[1] < 40
-    for found in run_ranks(counts, MODES[name]["size"], name):
-        assert all(numbers == wanted for numbers in found.values()), found
-
-
 def refusals(name):
     launch(name)
     with ledger() as book:
@@ -66,5 +57,12 @@ def refusals(name):
     assert book.count() == 0
 
 
-def test_what_does_not_fit_is_said_before_any_collective():
-    run_ranks(refusals, 4, "2d")
+@pytest.mark.parametrize("name", ["1d", "2d", further("2.5d"), "3d"])
+def test_counts_are_those_of_one_process(name):
+    """And, in 2d, what is refused before any collective."""
+    wanted = [int((logits.argmax(-1) == labels).sum()) for logits, labels in batches()]
+    assert wanted[2:] == [8, 0]
+    assert 0 < wanted[1] < 40
+    by_rank, *_ = run_in_turn(MODES[name]["size"], name, counts, *[refusals] * (name == "2d"))
+    for found in by_rank:
+        assert all(numbers == wanted for numbers in found.values()), found

@@ -15,11 +15,17 @@ from tests.model_zoo.tiny import BATCH, build, criterion_of, make_batch
 from tests.parity.subjects.pipeline import slice_of_batch, through_engine
 from tests.ranks import run_ranks
 from tests.tiers import further
+from tests.turns import each_in_turn, grouped
 
 pytestmark = pytest.mark.dist
 
 MAX_NORM = 0.3
-TENSOR = {"none": None, "1d": {"size": 2, "mode": "1d"}, "2d": {"size": 4, "mode": "2d"}}
+TENSOR: dict[str, Any] = {
+    "none": None,
+    "1d": {"size": 2, "mode": "1d"},
+    "2d": {"size": 4, "mode": "2d"},
+    "2.5d": {"size": 4, "mode": "2.5d", "depth": 1},
+}
 
 
 def train(name: str, mode: str, schedule: str, pipeline: int, data: int) -> list[float]:
@@ -57,23 +63,28 @@ def train(name: str, mode: str, schedule: str, pipeline: int, data: int) -> list
     return losses
 
 
-@pytest.mark.parametrize(
-    ("name", "mode", "schedule", "pipeline", "data"),
-    [
-        ("gpt", "none", "1f1b", 2, 2),
-        ("gpt", "1d", "1f1b", 2, 1),
-        further("gpt", "1d", "zb-h1", 2, 2),
-        further("gpt", "1d", "zb-v", 2, 1),
-        further("gpt", "1d", "gpipe", 4, 1),
-        ("gpt", "1d", "interleaved", 2, 2),
-        further("gpt", "2d", "1f1b", 2, 1),
-        further("gpt", "2d", "zb-v", 2, 1),
-        ("bert", "1d", "1f1b", 2, 1),
-        further("vit", "1d", "1f1b", 2, 2),
-        ("vit", "2d", "zb-h1", 2, 1),
-    ],
-)
-def test_three_steps(name: str, mode: str, schedule: str, pipeline: int, data: int) -> None:
-    size = (TENSOR[mode] or {"size": 1})["size"]
-    losses = run_ranks(train, size * pipeline * data, name, mode, schedule, pipeline, data)
-    assert len(set(losses[0])) == 3
+CELLS: list[Any] = [
+    ("gpt", "none", "1f1b", 2, 2),
+    ("gpt", "1d", "interleaved", 2, 1),
+    ("bert", "1d", "1f1b", 2, 1),
+    ("vit", "2d", "zb-h1", 2, 1),
+    ("gpt", "2.5d", "1f1b", 2, 1),
+    further("gpt", "1d", "1f1b", 2, 1),
+    further("gpt", "1d", "zb-h1", 2, 2),
+    further("gpt", "1d", "zb-v", 2, 1),
+    further("gpt", "1d", "gpipe", 4, 1),
+    further("gpt", "1d", "interleaved", 2, 2),
+    further("gpt", "2d", "1f1b", 2, 1),
+    further("gpt", "2d", "zb-v", 2, 1),
+    further("vit", "1d", "1f1b", 2, 2),
+]
+
+
+def num_ranks_of(name: str, mode: str, schedule: str, pipeline: int, data: int) -> int:
+    return (TENSOR[mode] or {"size": 1})["size"] * pipeline * data
+
+
+@pytest.mark.parametrize(("num_ranks", "cells"), grouped(CELLS, num_ranks_of))
+def test_three_steps(num_ranks: int, cells: list[tuple[Any, ...]]) -> None:
+    for losses in run_ranks(each_in_turn, num_ranks, train, cells)[0]:
+        assert len(set(losses)) == 3

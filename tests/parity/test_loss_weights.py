@@ -25,6 +25,7 @@ from tests.model_zoo.tiny import VOCAB, build
 from tests.parity.subjects.doors import Block
 from tests.parity.subjects.tensor import whole
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -218,13 +219,18 @@ def test_two_ranks() -> None:
     run_ranks(several, 2, jobs)
 
 
-def test_all_together_on_four_ranks() -> None:
-    jobs: list[tuple[dict[str, Any], str]] = [
-        (pipeline() | {"zero": {"stage": 1}}, "pair"),
-        (pipeline(tensor={"size": 2, "mode": "sequence"}), "pair"),
-        (tensor("sequence") | {"zero": {"stage": 1}}, "mean"),
-        (tensor("1d") | {"zero": {"stage": 2}}, "pair"),
-    ]
+ON_FOUR_RANKS: list[tuple[dict[str, Any], str]] = [
+    (pipeline(tensor={"size": 2, "mode": "sequence"}), "pair"),
+    (tensor("1d") | {"zero": {"stage": 2}}, "pair"),
+]
+FURTHER: list[tuple[dict[str, Any], str]] = [
+    (pipeline() | {"zero": {"stage": 1}}, "pair"),
+    (tensor("sequence") | {"zero": {"stage": 1}}, "mean"),
+]
+
+
+@pytest.mark.parametrize("jobs", [ON_FOUR_RANKS, further(FURTHER)])
+def test_all_together_on_four_ranks(jobs: list[tuple[dict[str, Any], str]]) -> None:
     run_ranks(several, 4, jobs)
 
 
@@ -300,10 +306,14 @@ def pipeline_through_booster() -> None:
     gpc.destroy()
 
 
+def by_the_plugin_door() -> None:
+    through_booster()
+    accumulating()
+    pipeline_through_booster()
+
+
 def test_through_the_booster() -> None:
-    run_ranks(through_booster, 2)
-    run_ranks(accumulating, 2)
-    run_ranks(pipeline_through_booster, 2)
+    run_ranks(by_the_plugin_door, 2)
 
 
 def in_float16(mode: AMP_TYPE, scale: str) -> list[tuple[float, float]]:

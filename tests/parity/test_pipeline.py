@@ -13,6 +13,8 @@ from colossalai.testing import check_parity
 from tests.parity.subjects.doors import Block, Net, make_case
 from tests.parity.subjects.pipeline import NUM_MICROBATCHES, slice_of_batch, through_booster, through_engine
 from tests.ranks import run_ranks
+from tests.tiers import further
+from tests.turns import each_in_turn, grouped
 
 pytestmark = pytest.mark.dist
 
@@ -53,15 +55,19 @@ def by_engine(schedule: str, accumulation: int, max_norm: float | None) -> list[
     return losses
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_schedule_is_one_process(schedule: str, num_ranks: int) -> None:
-    run_ranks(by_engine, num_ranks, schedule, 1, 0.1)
+# Number of ranks, schedule, accumulation, what the norm is clipped to.
+CELLS: list[Any] = [
+    *((2, "gpipe", 1, 0.1), (2, "interleaved", 1, 0.1), (2, "zb-v", 1, 0.1)),
+    *((2, "1f1b", 2, None), (2, "zb-v", 2, None)),
+    *((4, "1f1b", 1, 0.1), (4, "zb-h1", 1, 0.1)),
+    *(further(2, schedule, 1, 0.1) for schedule in ("1f1b", "zb-h1")),
+    *(further(4, schedule, 1, 0.1) for schedule in ("gpipe", "interleaved", "zb-v")),
+]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
-def test_accumulation_is_one_large_batch(schedule: str) -> None:
-    run_ranks(by_engine, 2, schedule, 2, None)
+@pytest.mark.parametrize(("num_ranks", "cells"), grouped(CELLS, lambda num_ranks, *_: num_ranks))
+def test_a_schedule_is_one_process(num_ranks: int, cells: list[tuple[Any, ...]]) -> None:
+    run_ranks(each_in_turn, num_ranks, by_engine, [options for _, *options in cells])
 
 
 def by_booster(options: dict[str, Any], max_norm: float | None) -> list[float]:
@@ -79,7 +85,7 @@ def slice_of_batch_of(options: dict[str, Any]) -> dict[str, int]:
     return {"slice_index": int(os.environ["RANK"]) // inner, "num_slices": num_slices}
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
-def test_the_plugin_door_is_one_process(schedule: str) -> None:
-    chunks = {"num_model_chunks": 2} if schedule == "interleaved" else {}
-    run_ranks(by_booster, 4, {"pp_size": 2, "schedule": schedule, **chunks}, 0.1)
+def test_the_plugin_door_is_one_process() -> None:
+    chunks = {"1f1b": {}, "interleaved": {"num_model_chunks": 2}, "zb-v": {}}
+    cells = [({"pp_size": 2, "schedule": schedule, **more}, 0.1) for schedule, more in chunks.items()]
+    run_ranks(each_in_turn, 4, by_booster, cells)

@@ -19,7 +19,6 @@ from colossalai.testing import ParityCase, Subject, check_parity
 from colossalai.utils import load_checkpoint, save_checkpoint
 from tests.model_zoo.test_sequence_mode import BUILD, MAX_NORM, make_batch
 from tests.model_zoo.tiny import criterion_of
-from tests.parity import test_hybrid
 from tests.parity.subjects.doors import Block, Net, make_case
 from tests.parity.subjects.pipeline import NUM_MICROBATCHES, slice_of_batch, subject_of, through_engine
 from tests.ranks import run_ranks
@@ -176,18 +175,9 @@ def cut_sequences(door: str) -> None:
     gpc.destroy()
 
 
-@pytest.mark.parametrize(("door", "num_ranks"), [("engine", 8), ("booster", 4)])
+@pytest.mark.parametrize(("door", "num_ranks"), [("booster", 4), further("engine", 8)])
 def test_cut_sequences(door: str, num_ranks: int) -> None:
     run_ranks(cut_sequences, num_ranks, door)
-
-
-def deep_tensor() -> None:
-    test_hybrid.TENSOR["2.5d"] = {"size": 4, "mode": "2.5d", "depth": 1}
-    test_hybrid.train("gpt", "2.5d", "1f1b", 2, 1)
-
-
-def test_2p5d_in_a_pipeline() -> None:
-    run_ranks(deep_tensor, 8)
 
 
 def resume(size: int, schedule: str, door: str, source: str | None, target: str) -> list[float]:

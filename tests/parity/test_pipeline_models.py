@@ -15,6 +15,7 @@ from colossalai.pipeline import PipelineSharedModuleWrapper
 from colossalai.testing import ParityCase, Subject, check_parity
 from tests.parity.subjects.pipeline import slice_of_batch, subject_of, through_engine
 from tests.ranks import run_ranks
+from tests.turns import each_in_turn
 
 pytestmark = pytest.mark.dist
 
@@ -132,9 +133,9 @@ def sequential(num_chunks: int, uneven: int) -> None:
     gpc.destroy()
 
 
-@pytest.mark.parametrize(("num_chunks", "num_microbatches"), [(1, 4), (1, 3), (2, 2), (3, 4)])
-def test_a_sequential_with_a_smaller_last_microbatch(num_chunks: int, num_microbatches: int) -> None:
-    run_ranks(sequential, 2, num_chunks, num_microbatches)
+def test_a_sequential_with_a_smaller_last_microbatch() -> None:
+    """By number of chunks and of microbatches."""
+    run_ranks(each_in_turn, 2, sequential, [(1, 4), (1, 3), (2, 2), (3, 4)])
 
 
 class HandMade(nn.Module):

@@ -20,7 +20,8 @@ from tests.model_zoo.tiny import SHAPE, criterion_of
 from tests.parity.subjects import pipeline, zero
 from tests.parity.subjects.pipeline import slice_of_batch
 from tests.ranks import run_ranks
-from tests.tiers import after_the_first
+from tests.tiers import further
+from tests.turns import each_in_turn
 
 pytestmark = pytest.mark.dist
 
@@ -155,25 +156,29 @@ def test_on_two_ranks() -> None:
     check(2, [Case(attention="ulysses"), Case(attention="ulysses", name="bert"), Case(attention="ring")])
 
 
-@pytest.mark.parametrize("attention", after_the_first(["ulysses", "ring"]))
-def test_beside_one_other_method(attention: str) -> None:
-    check(
-        4,
-        [
-            Case(attention=attention, tensor="1d"),
-            Case(attention=attention, tensor="1d", name="bert", door="booster"),
-            Case(attention=attention),  # and two replicas
-            Case(attention=attention, stage=1, door="booster"),
-            Case(attention=attention, stage=2),
-            Case(attention=attention, stage=1, tensor="1d"),
-            Case(attention=attention, handler=True, tensor="1d"),
-            Case(attention=attention, pipeline=2),
-        ],
-    )
+def beside_one_other(attention: str) -> tuple[list[Case], list[Case]]:
+    """Return the cases for four ranks of which each has a method of its own, and the others."""
+    first = [
+        Case(attention=attention, tensor="1d", name="bert", door="booster"),
+        Case(attention=attention),  # and two replicas
+        Case(attention=attention, stage=1, door="booster"),
+        Case(attention=attention, stage=2),
+        Case(attention=attention, handler=True, tensor="1d"),
+        Case(attention=attention, pipeline=2),
+    ]
+    return first, [Case(attention=attention, tensor="1d"), Case(attention=attention, stage=1, tensor="1d")]
 
 
-def test_four_ranks_share_a_sequence() -> None:
-    check(4, [Case(attention="ulysses", size=4), Case(attention="ulysses", size=4, name="bert")])
+ULYSSES, RING = beside_one_other("ulysses"), beside_one_other("ring")
+FOUR_SHARE = [Case(attention="ulysses", size=4, name=name) for name in ("gpt", "bert")]
+
+
+@pytest.mark.parametrize(
+    "cases",
+    [[*ULYSSES[0], FOUR_SHARE[0]], further([*ULYSSES[1], FOUR_SHARE[1]]), further([*RING[0], *RING[1]])],
+)
+def test_beside_one_other_method_and_shared_by_all_four_ranks(cases: list[Case]) -> None:
+    check(4, cases)
 
 
 @pytest.mark.long
@@ -213,8 +218,10 @@ def test_a_step_sends_what_the_page_says(size: int, tensor: str | None) -> None:
     tp = TENSOR[tensor]["size"]
     n = BATCH * SEQ // size * SHAPE["hidden_size"] // tp * 4
     mask, layers = BATCH * SEQ // size, SHAPE["num_layers"]
-    for attention in ("ring", "ulysses"):
-        for forward, backward in run_ranks(sent_in_a_step, size * tp, attention, size, tensor):
+    attentions = ("ring", "ulysses")
+    cells = [(attention, size, tensor) for attention in attentions]
+    for of_rank in run_ranks(each_in_turn, size * tp, sent_in_a_step, cells):
+        for attention, (forward, backward) in zip(attentions, of_rank, strict=True):
             loss = 2 * (size - 1) / size * 4  # the sum of a number over the ranks
             if attention == "ring":
                 sent = (size - 1) * (2 * n + mask), (size - 1) * (4 * n + mask)
@@ -246,8 +253,8 @@ def dropped(attention: str, size: int, tensor: str | None) -> tuple[float, list[
 
 def test_dropout_belongs_to_heads_and_tokens_wherever_they_are() -> None:
     ((expected, _),) = run_ranks(dropped, 1, "ring", 1, None)
-    for attention in ("ring", "ulysses"):
-        found = run_ranks(dropped, 4, attention, 2, "1d")
+    cells = [(attention, 2, "1d") for attention in ("ring", "ulysses")]
+    for found in zip(*run_ranks(each_in_turn, 4, dropped, cells), strict=True):
         assert [loss for loss, _ in found] == pytest.approx([expected] * 4, rel=1e-12)
         masks = [mask for _, mask in found]
         assert masks[0] == masks[1] != masks[2] == masks[3]  # neighbours hold the same tokens

@@ -21,6 +21,7 @@ from tests.parity.subjects.zero import (
 from tests.parity.test_pipeline import case_of
 from tests.ranks import run_ranks
 from tests.tiers import further
+from tests.turns import each_in_turn, grouped
 
 pytestmark = pytest.mark.dist
 
@@ -63,12 +64,15 @@ def by_booster(stage: int, accumulation: int, max_norm: float | None, overlap: b
     return losses
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "stage", "accumulation", "overlap"),
-    [(2, 1, 1, True), (2, 2, 4, True), (4, 1, 4, True), (4, 2, 1, True), (2, 1, 2, False), (2, 2, 2, False)],
-)
-def test_the_plugin_door_is_one_process(num_ranks: int, stage: int, accumulation: int, overlap: bool) -> None:
-    run_ranks(by_booster, num_ranks, stage, accumulation, 0.1, overlap)
+CELLS: list[Any] = [
+    *((2, 1, 1, True), (2, 2, 4, True), (4, 1, 4, True), (4, 2, 1, True), (2, 1, 2, False), (2, 2, 2, False)),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "cells"), grouped(CELLS, lambda num_ranks, *_: num_ranks))
+def test_the_plugin_door_is_one_process(num_ranks: int, cells: list[tuple[Any, ...]]) -> None:
+    cells = [(stage, accumulation, 0.1, overlap) for _, stage, accumulation, overlap in cells]
+    run_ranks(each_in_turn, num_ranks, by_booster, cells)
 
 
 def in_pipeline(schedule: str, accumulation: int) -> list[float]:
@@ -87,11 +91,6 @@ def in_pipeline(schedule: str, accumulation: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("schedule", "accumulation"), [("1f1b", 1), ("1f1b", 2), ("zb-v", 1)])
-def test_stage_1_in_a_pipeline_is_one_process(schedule: str, accumulation: int) -> None:
-    run_ranks(in_pipeline, 4, schedule, accumulation)
-
-
 def by_hybrid_plugin() -> list[float]:
     colossalai.launch_from_torch({}, verbose=False)
     case = make_case(max_norm=0.1)
@@ -102,8 +101,18 @@ def by_hybrid_plugin() -> list[float]:
     return losses
 
 
-def test_the_hybrid_plugin_with_stage_1_is_one_process() -> None:
-    run_ranks(by_hybrid_plugin, 4)
+def in_pipelines() -> None:
+    each_in_turn(in_pipeline, [("1f1b", 2), ("zb-v", 1)])
+    by_hybrid_plugin()
+
+
+def test_stage_1_in_a_pipeline_is_one_process_through_both_doors() -> None:
+    run_ranks(in_pipelines, 4)
+
+
+@pytest.mark.long
+def test_stage_1_in_a_pipeline_without_accumulation_is_one_process() -> None:
+    run_ranks(in_pipeline, 4, "1f1b", 1)
 
 
 @pytest.mark.parametrize("method", ["ddp", "fsdp"])

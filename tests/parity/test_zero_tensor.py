@@ -17,6 +17,7 @@ from tests.parity.subjects.zero import subject_of, through_engine, through_pipel
 from tests.parity.test_sequence_parallel import criterion, cut, make_case, with_ring
 from tests.ranks import run_ranks
 from tests.tiers import further
+from tests.turns import each_in_turn, grouped
 
 pytestmark = pytest.mark.dist
 
@@ -63,15 +64,22 @@ def train(mode: str, stage: int, pipeline: int) -> list[float]:
     return losses
 
 
+CELLS: list[Any] = [
+    *(("1d", 2, 1), ("2d", 1, 1), ("1d", 1, 2)),
+    *(further("1d", 1, 1), further("2d", 2, 1)),
+]
+
+
 @pytest.mark.parametrize(
-    ("mode", "stage", "pipeline"),
-    [("1d", 2, 1), ("2d", 1, 1), ("1d", 1, 2), further("1d", 1, 1), further("2d", 2, 1)],
+    ("num_ranks", "cells"),
+    grouped(CELLS, lambda mode, stage, pipeline: TENSOR[mode]["size"] * 2 * pipeline),
 )
-def test_three_steps(mode: str, stage: int, pipeline: int) -> None:
-    run_ranks(train, TENSOR[mode]["size"] * 2 * pipeline, mode, stage, pipeline)
+def test_three_steps(num_ranks: int, cells: list[tuple[str, int, int]]) -> None:
+    run_ranks(each_in_turn, num_ranks, train, cells)
 
 
-@pytest.mark.parametrize(("mode", "stage"), [further("2.5d", 1), ("3d", 2)])
+@pytest.mark.long  # "2d" is above
+@pytest.mark.parametrize(("mode", "stage"), [("2.5d", 1), ("3d", 2)])
 def test_three_steps_in_the_other_modes(mode: str, stage: int) -> None:
     """On eight ranks: two replicas of four in 2.5d, one of eight in 3d, which has nothing to cut."""
     run_ranks(train, 8, mode, stage, 1)
@@ -106,6 +114,5 @@ def on_cut_sequences(stage: int, sequence: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("stage", "sequence"), [(1, 2), (2, 4)])
-def test_cut_sequences(stage: int, sequence: int) -> None:
-    run_ranks(on_cut_sequences, 4, stage, sequence)
+def test_cut_sequences() -> None:
+    run_ranks(each_in_turn, 4, on_cut_sequences, [(1, 2), (2, 4)])

@@ -12,6 +12,7 @@ from colossalai.model_zoo.gpt import GPT, GPTConfig, GPTLMLoss
 from colossalai.testing import Subject, check_parity, full_gradients, full_parameters
 from tests.parity.subjects.doors import make_case, through_engine
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -42,19 +43,24 @@ def compiled(plugin, case, model):
     return Subject(step=step, gradients=gradients, parameters=lambda: full_parameters(boosted))
 
 
-def with_data_and_zero():
+def with_data_and_zero(plugins):
     colossalai.launch_from_torch({"compile": NO_KERNELS, "recompute": True}, verbose=False)
     case = make_case()
     losses = [check_parity(case, lambda model: through_engine(case, 1, model))]
-    for plugin in (TorchFSDPPlugin(), LowLevelZeroPlugin(stage=2, precision="fp32")):
+    for plugin in plugins:
         losses.append(check_parity(case, lambda model, plugin=plugin: compiled(plugin, case, model)))
     gpc.destroy()
     return losses, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def test_data_parallelism_and_zero_against_one_process():
-    for losses, num_graphs in run_ranks(with_data_and_zero, 2):
-        assert [len(of_method) for of_method in losses] == [3, 3, 3]
+SHARDED = TorchFSDPPlugin()
+REDUCED = LowLevelZeroPlugin(stage=2, precision="fp32")
+
+
+@pytest.mark.parametrize("plugins", [[REDUCED], further([SHARDED, REDUCED])])
+def test_data_parallelism_and_zero_against_one_process(plugins):
+    for losses, num_graphs in run_ranks(with_data_and_zero, 2, plugins):
+        assert [len(of_method) for of_method in losses] == [3] * (1 + len(plugins))
         assert num_graphs > 0
 
 

@@ -22,6 +22,7 @@ from colossalai.testing import ParityCase, Subject, check_parity, full_gradients
 from tests.parity.subjects import pipeline, zero
 from tests.ranks import run_ranks
 from tests.shardformer.models import gemma3, gpt2_of_four_blocks, language_loss, llama, t5
+from tests.turns import run_each
 from tests.zero.gemini.test_parity import through_booster as through_gemini
 
 WIDTH = 6
@@ -547,10 +548,9 @@ def with_replicas(name: str) -> int:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("name", METHODS)
-def test_with_replicas(name: str) -> None:
+def test_with_replicas() -> None:
     """Nested segments, where parameters are gathered by hooks of the blocks, or as they are used."""
-    assert run_ranks(with_replicas, 2, name) == [3, 3]
+    assert run_each(2, with_replicas, [(name,) for name in METHODS]) == [[3, 3]] * len(METHODS)
 
 
 def in_a_pipeline() -> int:

@@ -1,5 +1,6 @@
 """/v1/completions: what is asked reaches the engine, and what it says reaches the client, field by field."""
 
+import itertools
 import json
 import math
 from typing import Any
@@ -64,26 +65,26 @@ def test_a_text_is_continued(site: Site) -> None:
     assert answer["id"] == site.service.seen[0].request_id
 
 
-@pytest.mark.parametrize(
-    ("prompt", "expected"),
-    [
+def test_every_form_of_a_prompt(site: Site) -> None:
+    texts_as_tokens = [tuple(site.service.tokenizer(text)["input_ids"]) for text in ("the", "river")]
+    forms: list[tuple[Any, list[tuple[int, ...]]]] = [
         ([5, 6, 7], [(5, 6, 7)]),
         ([[5, 6], [7]], [(5, 6), (7,)]),
-        (["the", "river"], None),
-    ],
-)
-def test_every_form_of_a_prompt(site: Site, prompt: Any, expected: Any) -> None:
-    answer = complete(site, prompt=prompt, max_tokens=3, n=2)
-    found = sorted((each.request_id, each.prompt_token_ids) for each in site.service.seen)
-    given = [tokens for _, tokens in found]
-    if expected is None:
-        expected = [tuple(site.service.tokenizer(text)["input_ids"]) for text in prompt]
-    assert given == expected
-    texts = [choice["text"] for choice in answer["choices"]]
-    assert texts == [expected_text(site.service, tokens, 3, index) for tokens in given for index in range(2)]
-    assert [choice["index"] for choice in answer["choices"]] == list(range(len(texts)))
-    assert answer["usage"]["prompt_tokens"] == sum(map(len, given))
-    assert answer["usage"]["completion_tokens"] == 3 * len(texts)
+        (["the", "river"], texts_as_tokens),
+    ]
+    for prompt, expected in forms:
+        num_seen = len(site.service.seen)
+        answer = complete(site, prompt=prompt, max_tokens=3, n=2)
+        found = sorted((each.request_id, each.prompt_token_ids) for each in site.service.seen[num_seen:])
+        given = [tokens for _, tokens in found]
+        assert given == expected
+        texts = [choice["text"] for choice in answer["choices"]]
+        assert texts == [
+            expected_text(site.service, tokens, 3, index) for tokens in given for index in range(2)
+        ]
+        assert [choice["index"] for choice in answer["choices"]] == list(range(len(texts)))
+        assert answer["usage"]["prompt_tokens"] == sum(map(len, given))
+        assert answer["usage"]["completion_tokens"] == 3 * len(texts)
 
 
 def test_all_arguments_reach_the_engine(start: Any) -> None:
@@ -138,23 +139,19 @@ def test_all_arguments_reach_the_engine(start: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("form", "expected"),
-    [
+def test_structures(site: Site) -> None:
+    schema = {"name": "x", "strict": True, "schema": {"type": "array"}}
+    forms: list[tuple[dict[str, Any], Structure | None]] = [
         ({"type": "text"}, None),
         ({"type": "json_object"}, Structure(kind="json", source='{"type": "object"}')),
         (
-            {
-                "type": "json_schema",
-                "json_schema": {"name": "x", "strict": True, "schema": {"type": "array"}},
-            },
+            {"type": "json_schema", "json_schema": schema},
             Structure(kind="json", source='{"type": "array"}'),
         ),
-    ],
-)
-def test_structures(site: Site, form: Any, expected: Any) -> None:
-    complete(site, prompt="the", max_tokens=1, response_format=form)
-    assert site.service.seen[0].params.structure == expected
+    ]
+    for number, (form, expected) in enumerate(forms):
+        complete(site, prompt="the", max_tokens=1, response_format=form)
+        assert site.service.seen[number].params.structure == expected
 
 
 def test_the_defaults_are_openais(site: Site) -> None:
@@ -204,9 +201,12 @@ def test_logprobs(site: Site) -> None:
     assert bare == {**found, "top_logprobs": None}
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("max_tokens", [0, 2])
-def test_echo_with_logprobs(site: Site, stream: bool, max_tokens: int) -> None:
+def test_echo_with_logprobs(site: Site) -> None:
+    for stream, max_tokens in itertools.product((False, True), (0, 2)):
+        echoes_with_logprobs(site, stream, max_tokens)
+
+
+def echoes_with_logprobs(site: Site, stream: bool, max_tokens: int) -> None:
     text = "the river"
     prompt = site.service.tokenizer(text)["input_ids"]
     body = {"prompt": text, "max_tokens": max_tokens, "n": 2, "logprobs": 1, "echo": True}
@@ -230,12 +230,11 @@ def test_echo_with_logprobs(site: Site, stream: bool, max_tokens: int) -> None:
             assert tokens[len(prompt) :] == [site.service.tokenizer.decode([token]) for token in added]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_what_cannot_be_has_a_number(site: Site, stream: bool) -> None:
+def test_what_cannot_be_has_a_number(site: Site) -> None:
     site.service.logprob_of = lambda token: -math.inf
     body = {"prompt": [5, 6], "max_tokens": 2, "logprobs": 0}
-    (*_, last) = streamed(site, **body) if stream else [complete(site, **body)]
-    assert set(last["choices"][0]["logprobs"]["token_logprobs"]) == {-9999.0}
+    for last in (complete(site, **body), streamed(site, **body)[-1]):
+        assert set(last["choices"][0]["logprobs"]["token_logprobs"]) == {-9999.0}
 
 
 def test_other_answers_wait_for_the_prompts_own_part() -> None:

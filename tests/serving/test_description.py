@@ -63,8 +63,8 @@ def ask(site: Site, num_cases: int) -> dict[str, set[int]]:
     return seen
 
 
-def test_200_generated_requests(described: Site) -> None:
-    seen = ask(described, 200)
+def test_generated_requests(described: Site) -> None:
+    seen = ask(described, 60)
     assert {400} <= set().union(*seen.values())
     assert described.outcomes()["failed"] == 0
 
@@ -129,8 +129,12 @@ class _Links(HTMLParser):
         self.found += [(tag, value or "") for name, value in attrs if name in ("src", "href", "action")]
 
 
-@pytest.mark.parametrize("path", ["/", "/docs"])
-def test_pages_load_nothing_from_elsewhere(site: Site, path: str) -> None:
+def test_pages_load_nothing_from_elsewhere(site: Site) -> None:
+    for path in ("/", "/docs"):
+        loads_nothing_from_elsewhere(site, path)
+
+
+def loads_nothing_from_elsewhere(site: Site, path: str) -> None:
     answer = site.client.get(path)
     assert answer.headers["content-type"].startswith("text/html")
     policy = dict(part.strip().split(" ", 1) for part in answer.headers["content-security-policy"].split(";"))

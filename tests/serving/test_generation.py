@@ -31,25 +31,25 @@ def test_what_may_be_left_out(site: Site) -> None:
     assert site.client.post("/generation", json={"prompt": "the", "max_tokens": 256}).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "a", "max_tokens": 257}, "max_tokens"),
-        ({"prompt": "a", "max_tokens": "8"}, "max_tokens"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": ["a"]}, "prompt"),
-        ({"prompt": "the " * 64}, "prompt"),
-        ({"prompt": "a", "top_k": -2}, "top_k"),
-        ({"prompt": "a", "top_p": 0}, "top_p"),
-        ({"prompt": "a", "temperature": -1}, "temperature"),
-        ({"prompt": "a", "stream": True}, "stream"),
-    ],
-)
-def test_wrong_bodies(site: Site, body: Any, param: str) -> None:
-    status, error = refused(site.client.post("/generation", json=body))
-    assert (status, error["param"]) == (400, param)
-    assert site.service.seen == []
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 257}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": "8"}, "max_tokens"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": ["a"]}, "prompt"),
+    ({"prompt": "the " * 64}, "prompt"),
+    ({"prompt": "a", "top_k": -2}, "top_k"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "temperature": -1}, "temperature"),
+    ({"prompt": "a", "stream": True}, "stream"),
+]
+
+
+def test_wrong_bodies(site: Site) -> None:
+    for body, param in WRONG:
+        status, error = refused(site.client.post("/generation", json=body))
+        assert (status, error["param"]) == (400, param), body
+        assert site.service.seen == [], body
 
 
 def test_weights_are_loaded_where_that_is_allowed(start: Any) -> None:

@@ -254,7 +254,7 @@ def assert_nothing_is_lost(start: Any, num_clients: int, num_requests: int) -> N
 
 
 def test_counters_add_up_under_a_random_load(start: Any) -> None:
-    assert_nothing_is_lost(start, num_clients=6, num_requests=40)
+    assert_nothing_is_lost(start, num_clients=6, num_requests=20)
 
 
 @pytest.mark.long

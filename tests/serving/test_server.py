@@ -37,7 +37,7 @@ def start_draining(site: Site, seconds: float) -> tuple[threading.Thread, list[A
     return thread, results
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [False, further(True)])  # the next test begins with the other one
 def test_running_and_queued_requests_finish(start: Any, stream: bool) -> None:
     site = start(slots=1)
     site.service.hold(1)
@@ -63,7 +63,7 @@ def test_running_and_queued_requests_finish(start: Any, stream: bool) -> None:
         site.client.get("/health")
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [True, further(False)])
 def test_after_the_drain_the_rest_is_aborted_and_told_so(start: Any, stream: bool) -> None:
     site = start(slots=1)
     site.service.hold(2)
@@ -217,7 +217,8 @@ print("ended", flush=True)
 """
 
 
-@pytest.mark.parametrize("signals", [1, further(2)])
+@pytest.mark.long  # the same of a whole command is in test_serve_command
+@pytest.mark.parametrize("signals", [1, 2])
 def test_sigterm(tmp_path: Path, signals: int) -> None:
     """One lets the running request finish; a second one, in the drain, ends it."""
     process = subprocess.Popen(

@@ -17,6 +17,7 @@ from colossalai.shardformer import follow_batches_once, sync_batch_norms
 from tests.ranks import run_ranks
 from tests.shardformer.by_plan import images, train
 from tests.tiers import further
+from tests.turns import each_in_turn, grouped
 
 DP = Layout(data=2)
 PP_DP = Layout(pipeline=2, data=2)
@@ -53,22 +54,23 @@ def test_a_resnet_and_its_collectives():
     assert num_bytes == 8 * sum(2 * channels + 1 for channels in (4, 4, 4, 8, 8, 8))  # to one other rank
 
 
+CELLS = [
+    (2, DP, {"recompute": ["blocks.0", "blocks.1"]}),
+    (2, DP, {"data": FullySharded()}),
+    (4, PP_DP, in_stages("1f1b")),
+    further(2, DP, {"compile": {"backend": "eager"}}),
+    further(2, DP, {"compile": {"backend": "eager"}, "recompute": True}),
+    further(4, PP_DP, in_stages("zb-h1")),
+    further(4, PP_DP, {**in_stages("1f1b"), "recompute": True}),
+]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("layout", "num_ranks", "options"),
-    [
-        (DP, 2, {"recompute": ["blocks.0", "blocks.1"]}),
-        (DP, 2, {"data": FullySharded()}),
-        (PP_DP, 4, in_stages("1f1b")),
-        further(DP, 2, {"compile": {"backend": "eager"}}),
-        further(DP, 2, {"compile": {"backend": "eager"}, "recompute": True}),
-        further(PP_DP, 4, in_stages("zb-h1")),
-        further(PP_DP, 4, {**in_stages("1f1b"), "recompute": True}),
-    ],
-)
-def test_a_resnet_beside_other_methods(layout, num_ranks, options):
-    for _, counts, _ in run_ranks(train_resnet, num_ranks, layout, options):
-        assert counts["all_gather"] > 0
+@pytest.mark.parametrize(("num_ranks", "cells"), grouped(CELLS, lambda num_ranks, *_: num_ranks))
+def test_a_resnet_beside_other_methods(num_ranks, cells):
+    for of_rank in run_ranks(each_in_turn, num_ranks, train_resnet, [cell for _, *cell in cells]):
+        for _, counts, _ in of_rank:
+            assert counts["all_gather"] > 0
 
 
 NORMS = [

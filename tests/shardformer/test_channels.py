@@ -19,6 +19,7 @@ from colossalai.tensor import PaddedSpec, spec_of
 from tests.parity.subjects.tensor import whole
 from tests.ranks import run_ranks
 from tests.shardformer.by_plan import build_plain, images, train
+from tests.turns import each_in_turn
 
 TP = Layout(tensor=2, mode="1d")
 BY_FOUR = Layout(tensor=4, mode="1d")
@@ -57,16 +58,13 @@ def test_a_resnet_and_its_collectives():
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("layout", "num_ranks", "options"),
-    [
-        (DP_TP, 4, {"sync_batch_norm": True}),
-        (BY_FOUR, 4, {"recompute": ["blocks.1"]}),
-        (PP_TP, 4, {"pipeline": STAGES, "data": Bucketed()}),
-    ],
-)
-def test_a_resnet_beside_other_methods(layout, num_ranks, options):
-    run_ranks(train_resnet, num_ranks, layout, SPLITS, options)
+def test_a_resnet_beside_other_methods():
+    cells = [
+        (DP_TP, SPLITS, {"sync_batch_norm": True}),
+        (BY_FOUR, SPLITS, {"recompute": ["blocks.1"]}),
+        (PP_TP, SPLITS, {"pipeline": STAGES, "data": Bucketed()}),
+    ]
+    run_ranks(each_in_turn, 4, train_resnet, cells)
 
 
 class Mixed(nn.Module):

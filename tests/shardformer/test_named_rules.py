@@ -20,6 +20,7 @@ from colossalai.tensor import spec_of
 from tests.ranks import run_ranks
 from tests.shardformer.by_plan import build_plain, images, train
 from tests.tiers import further
+from tests.turns import each_in_turn, grouped
 
 TP = Layout(tensor=2, mode="1d")
 DP_TP = Layout(data=2, tensor=2, mode="1d")
@@ -123,25 +124,28 @@ IN_CHUNKS = {
 }
 
 
+CELLS = [
+    (2, perceptron, PERCEPTRON_CUTS, (), TP, {}),
+    (2, gpt, GPT_CUTS, ("positions",), TP, {}),
+    (2, bert, BERT_CUTS, ("positions",), TP, {}),
+    (2, vit, VIT_CUTS, ("embedding",), TP, {}),
+    (4, gpt, {"blocks.1.mlp": MLP}, ("embedding", "blocks.0", "attention"), DP_TP, {"recompute": True}),
+    (4, gpt, GPT_CUTS, ("positions",), PP_TP, IN_STAGES),
+    further(4, gpt, GPT_CUTS, ("positions",), Layout(tensor=4, mode="1d"), {}),
+    further(4, deep_gpt, DEEP_CUTS, ("positions",), PP_TP, IN_CHUNKS),
+]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("build", "cuts", "uncut", "layout", "num_ranks", "options"),
-    [
-        (perceptron, PERCEPTRON_CUTS, (), TP, 2, {}),
-        (gpt, GPT_CUTS, ("positions",), TP, 2, {}),
-        (gpt, {"blocks.1.mlp": MLP}, ("embedding", "blocks.0", "attention"), DP_TP, 4, {"recompute": True}),
-        (gpt, GPT_CUTS, ("positions",), PP_TP, 4, IN_STAGES),
-        further(gpt, GPT_CUTS, ("positions",), Layout(tensor=4, mode="1d"), 4, {}),
-        further(deep_gpt, DEEP_CUTS, ("positions",), PP_TP, 4, IN_CHUNKS),
-        (gpt2, GPT2_CUTS, ("wpe",), TP, 2, {}),
-        (bert, BERT_CUTS, ("positions",), TP, 2, {}),
-        (vit, VIT_CUTS, ("embedding",), TP, 2, {}),
-    ],
-)
-def test_three_steps(build, cuts, uncut, layout, num_ranks, options):
-    if build is gpt2:
-        pytest.importorskip("transformers")
-    run_ranks(train_by_name, num_ranks, build, cuts, uncut, layout, options)
+@pytest.mark.parametrize(("num_ranks", "cells"), grouped(CELLS, lambda num_ranks, *_: num_ranks))
+def test_three_steps(num_ranks, cells):
+    run_ranks(each_in_turn, num_ranks, train_by_name, [cell for _, *cell in cells])
+
+
+@pytest.mark.dist
+def test_three_steps_of_a_model_of_transformers():
+    pytest.importorskip("transformers")
+    run_ranks(train_by_name, 2, gpt2, GPT2_CUTS, ("wpe",), TP, {})
 
 
 def with_dropout():

@@ -44,6 +44,7 @@ from tests.shardformer.models import (
     wide_opt,
 )
 from tests.tiers import further
+from tests.turns import each_in_turn, grouped
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.dist
@@ -86,21 +87,21 @@ def train(build: Callable[[], nn.Module], config: dict[str, Any], uncut: tuple[s
 
 
 CELLS: list[Any] = [
-    (gpt2, 2, {}, ("wpe",)),
+    further(gpt2, 2, {}, ("wpe",)),
     (llama, 2, {}, ()),
     further(mistral, 2, {}, ()),
     (qwen2, 2, {}, ()),
     (opt, 2, {}, ("embed_positions",)),
     (bert, 2, {}, ("embeddings", "predictions")),
     (gpt2, 2, {"recompute": True}, ("wpe",)),
-    (gpt2, 4, {"zero": {"stage": 2}}, ("wpe",)),
+    further(gpt2, 4, {"zero": {"stage": 2}}, ("wpe",)),
     (gpt2, 4, {"zero": {"stage": 3}}, ("wpe",)),
     further(llama, 4, {"zero": {"stage": 3}}, ()),
     further(wide_opt, 4, BY_FOUR, ("embed_positions",)),
     (t5, 2, {}, ()),
     further(gated_t5, 4, BY_FOUR, ()),
     (bloom, 2, {}, ()),
-    (bloom, 4, BY_FOUR, ()),
+    further(bloom, 4, BY_FOUR, ()),
     further(bloom, 2, {"recompute": True}, ()),
     further(bloom, 4, {"zero": {"stage": 3}}, ()),
     (gpt_neox, 2, {}, ()),
@@ -110,7 +111,7 @@ CELLS: list[Any] = [
     (vit, 2, {}, PATCHES),
     further(vit, 4, BY_FOUR, PATCHES),
     # By the plans of the models:
-    (qwen3, 4, {}, ()),
+    further(qwen3, 4, {}, ()),
     (qwen3, 2, {"recompute": True}, ()),
     further(qwen3, 4, BY_FOUR, ()),
     further(qwen3, 4, {"zero": {"stage": 3}}, ()),
@@ -124,37 +125,40 @@ CELLS: list[Any] = [
     further(phi3, 4, BY_FOUR, ()),
     (olmo2, 2, {}, ()),
     further(olmo2, 4, BY_FOUR, ()),
-    (glm4, 4, BY_FOUR, ()),
-    further(glm4, 2, {}, ()),
+    (glm4, 2, {}, ()),
+    further(glm4, 4, BY_FOUR, ()),
     (mixtral, 2, {}, ("experts", "gate")),
 ]
 
 
-@pytest.mark.parametrize(("build", "num_ranks", "config", "uncut"), CELLS)
-def test_three_steps(
-    build: Callable[[], nn.Module], num_ranks: int, config: dict[str, Any], uncut: tuple[str, ...]
-) -> None:
-    losses = run_ranks(train, num_ranks, build, config, uncut)
-    assert len(set(losses[0])) == 3
+@pytest.mark.parametrize(("num_ranks", "cells"), grouped(CELLS, lambda build, num_ranks, *_: num_ranks))
+def test_three_steps(num_ranks: int, cells: list[tuple[Any, ...]]) -> None:
+    cells = [(build, config, uncut) for build, _, config, uncut in cells]
+    for losses in run_ranks(each_in_turn, num_ranks, train, cells)[0]:
+        assert len(set(losses)) == 3
 
 
-@pytest.mark.parametrize(
-    ("build", "schedule"),
-    [
-        (gpt2, "1f1b"),
-        further(gpt2_of_four_blocks, "zb-v"),
-        (llama, "zb-h1"),
-        further(bert, "1f1b"),
-        (gemma3, "1f1b"),
-        (bloom, "1f1b"),
-        further(gpt_neox, "zb-h1"),
-        further(phi, "1f1b"),
-    ],
-)
-def test_three_steps_in_a_pipeline(build: Callable[[], nn.Module], schedule: str) -> None:
+IN_A_PIPELINE = [
+    further(gpt2, "1f1b"),
+    further(gpt2_of_four_blocks, "zb-v"),
+    (llama, "zb-h1"),
+    further(bert, "1f1b"),
+    (gemma3, "1f1b"),
+    further(bloom, "1f1b"),
+    further(gpt_neox, "zb-h1"),
+    further(phi, "1f1b"),
+]
+
+
+def train_in_a_pipeline(build: Callable[[], nn.Module], schedule: str) -> list[float]:
     config = {
         "parallel": {"pipeline": {"size": 2, "schedule": schedule, "partition": "balanced"}},
         "NUM_MICRO_BATCHES": 4,
     }
-    losses = run_ranks(train, 4, build, config, ("wpe", "embeddings", "predictions"))
-    assert len(set(losses[0])) == 3
+    return train(build, config, ("wpe", "embeddings", "predictions"))
+
+
+@pytest.mark.parametrize(("num_ranks", "cells"), grouped(IN_A_PIPELINE, lambda *_: 4))
+def test_three_steps_in_a_pipeline(num_ranks: int, cells: list[tuple[Any, ...]]) -> None:
+    for losses in run_ranks(each_in_turn, num_ranks, train_in_a_pipeline, cells)[0]:
+        assert len(set(losses)) == 3

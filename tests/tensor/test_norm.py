@@ -1,6 +1,7 @@
 """The norm over all ranks, of replicated and sharded parameters together."""
 
 import os
+from itertools import chain
 
 import pytest
 import torch
@@ -12,10 +13,16 @@ from colossalai.amp import OptimizerWrapper
 from colossalai.core import global_context as gpc
 from colossalai.tensor import count_zero_grads, global_grad_norm, scale_grads
 from tests.ranks import run_ranks
+from tests.tiers import further
+from tests.turns import run_each
+
+
+def norms_of_mixtures(norm_types):
+    dist.init_process_group("gloo")
+    return [norms_of_a_mixture(norm_type) for norm_type in norm_types]
 
 
 def norms_of_a_mixture(norm_type):
-    dist.init_process_group("gloo")
     from torch.distributed.tensor import Shard, distribute_tensor
 
     generator = torch.Generator().manual_seed(1)
@@ -36,10 +43,10 @@ def norms_of_a_mixture(norm_type):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, float("inf")])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_mixture(world_size, norm_type):
-    for found, doubled, expected in run_ranks(norms_of_a_mixture, world_size, norm_type):
+@pytest.mark.parametrize("world_size", [further(2), 4])
+def test_a_mixture(world_size):
+    norm_types = [2.0, 1.0, 3.0, float("inf")]
+    for found, doubled, expected in chain(*run_ranks(norms_of_mixtures, world_size, norm_types)):
         assert found == pytest.approx(expected, rel=1e-12)
         assert doubled == pytest.approx(expected, rel=1e-12)
 
@@ -83,10 +90,10 @@ def dist_size():
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_stages_add_theirs(world_size, norm_type):
-    for expected, found, clipped, after, zeros in run_ranks(norms_over_stages, world_size, norm_type):
+@pytest.mark.parametrize("world_size", [further(2), 4])
+def test_stages_add_theirs(world_size):
+    by_type = run_each(world_size, norms_over_stages, [(2.0,), (1.0,), (float("inf"),)])
+    for expected, found, clipped, after, zeros in chain(*by_type):
         # A stage without parameters holds its norm in float32.
         assert found == pytest.approx(expected, rel=1e-6)
         assert clipped == pytest.approx(expected, rel=1e-6)

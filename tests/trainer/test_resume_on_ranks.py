@@ -88,23 +88,23 @@ def train(folder: Path, kill_at: int = -1, own_loader: bool = False) -> tuple[li
     return params, stopping.state_dict(), len(steps)
 
 
-@pytest.mark.parametrize("own_loader", [False, True])
-def test_fit_goes_on_from_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], own_loader: bool
-) -> None:
+def test_fit_goes_on_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run that is killed after ten steps goes on after nine, in the third epoch, as if it were not."""
     expected = run_ranks(train, 2, tmp_path / "undisturbed")
-    with pytest.raises(RanksError, match="killed"):
-        run_ranks(train, 2, tmp_path / "killed", 10, own_loader)
-    found = run_ranks(train, 2, tmp_path / "killed", -1, own_loader)
-    for (params, state, num_steps), (expected_params, expected_state, _) in zip(found, expected, strict=True):
-        assert all(map(torch.equal, params, expected_params))
-        assert num_steps == 3
-        if expected_state["best_epoch"] < 3:  # the third one is measured from its second step on
-            assert state == expected_state
-    output = capsys.readouterr().out
-    assert f"no training state in {tmp_path / 'undisturbed'}: the training begins" in output
-    assert f"going on from {tmp_path / 'killed'}: 9 steps and 2 epochs are complete" in output
+    for own_loader in (False, True):
+        folder = tmp_path / f"killed, {own_loader=}"
+        with pytest.raises(RanksError, match="killed"):
+            run_ranks(train, 2, folder, 10, own_loader)
+        found = run_ranks(train, 2, folder, -1, own_loader)
+        for (params, state, num_steps), (wanted, wanted_state, _) in zip(found, expected, strict=True):
+            assert all(map(torch.equal, params, wanted))
+            assert num_steps == 3
+            if wanted_state["best_epoch"] < 3:  # the third one is measured from its second step on
+                assert state == wanted_state
+        output = capsys.readouterr().out
+        if not own_loader:
+            assert f"no training state in {tmp_path / 'undisturbed'}: the training begins" in output
+        assert f"going on from {folder}: 9 steps and 2 epochs are complete" in output
 
 
 def stop_and_keep(folder: Path) -> list[int]:

@@ -23,6 +23,7 @@ from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import ArrivingParams, Bucketed, GeminiDDP, zero_model_wrapper, zero_optim_wrapper
 from colossalai.zero import GeminiAdamOptimizer
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -212,7 +213,7 @@ def drop_all(folder: str) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [further(1), 2])
 def test_a_dropped_model_leaves_nothing(num_ranks: int, tmp_path: Path) -> None:
     for found in run_ranks(drop_all, num_ranks, str(tmp_path)):
         assert {name: left for name, left in found.items() if left} == {}

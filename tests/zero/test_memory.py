@@ -12,11 +12,10 @@ from torch import nn
 import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
-from colossalai.cli._memory._report import TrainingSetup, report_of
-from colossalai.cli._memory._shape import shape_of
 from colossalai.communication import ledger
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -115,6 +114,9 @@ def test_bytes_per_rank_without_zero(num_ranks: int, precision: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_the_command_says_the_same(num_ranks: int, stage: int, precision: str) -> None:
     """`colossalai memory`, for what the tests above have measured."""
+    from colossalai.cli._memory._report import TrainingSetup, report_of  # 0.2 s that no rank needs
+    from colossalai.cli._memory._shape import shape_of
+
     report = report_of(
         shape_of("gpt2-small"),
         TrainingSetup(
@@ -157,7 +159,7 @@ def sent(stage: int, num_microbatches: int) -> tuple[float, float, float, int]:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize(("stage", "num_microbatches"), [(1, 1), (1, 3), (2, 1), (2, 3)])
+@pytest.mark.parametrize(("stage", "num_microbatches"), [further(1, 1), (1, 3), further(2, 1), (2, 3)])
 def test_bytes_sent(num_ranks: int, stage: int, num_microbatches: int) -> None:
     """2 Psi in all, on a ring of n ranks (n-1)/n of that; with stage 2 gradients once per microbatch."""
     share = (num_ranks - 1) / num_ranks

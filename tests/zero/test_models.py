@@ -11,6 +11,7 @@ import colossalai
 from colossalai.booster import Booster
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
+from tests.tiers import further
 from tests.zero.training import adamw, assert_same, plugin
 
 pytestmark = pytest.mark.dist
@@ -111,7 +112,12 @@ def train(name: str, stage: int, recompute: bool) -> None:
 
 @pytest.mark.parametrize(
     ("name", "stage", "recompute"),
-    [("bert", 1, True), ("albert", 2, False), ("gpt2 double heads", 2, False), ("vit", 1, False)],
+    [
+        ("bert", 1, True),
+        ("albert", 2, False),
+        further("gpt2 double heads", 2, False),
+        further("vit", 1, False),
+    ],
 )
 def test_three_steps(name: str, stage: int, recompute: bool) -> None:
     run_ranks(partial(train, name, stage, recompute), 2)
@@ -142,7 +148,7 @@ def adapters(stage: int) -> None:
     gpc.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, further(2)])
 def test_adapters_of_peft(stage: int) -> None:
     pytest.importorskip("peft")
     run_ranks(adapters, 2, stage)

@@ -10,6 +10,7 @@ import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.zero import zero_model_wrapper, zero_optim_wrapper
 from tests.ranks import run_ranks
+from tests.tiers import further
 from tests.zero.training import Net, batch_of
 
 pytestmark = pytest.mark.dist
@@ -103,7 +104,7 @@ def one_loss(stage: int) -> None:
     gpc.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [further(1), 2])
 def test_an_overflow_in_one_skips_both(stage: int) -> None:
     run_ranks(one_loss, 2, stage)
 
@@ -123,7 +124,7 @@ def by_turns(stage: int) -> None:
     gpc.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, further(2)])
 def test_losses_by_turns(stage: int) -> None:
     run_ranks(by_turns, 2, stage)
 
@@ -145,7 +146,7 @@ def at_their_own_pace(stage: int, sync: bool) -> None:
     gpc.destroy()
 
 
-@pytest.mark.parametrize(("stage", "sync"), [(1, True), (1, False), (2, True)])
+@pytest.mark.parametrize(("stage", "sync"), [further(1, True), (1, False), (2, True)])
 def test_gradients_that_wait_follow_the_scale(stage: int, sync: bool) -> None:
     run_ranks(at_their_own_pace, 2, stage, sync)
 

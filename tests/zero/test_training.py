@@ -14,8 +14,8 @@ from colossalai.core import global_context as gpc
 from colossalai.nn.optimizer import DiskOptions, HybridAdam
 from colossalai.zero import declare_elementwise, is_elementwise
 from tests.ranks import run_ranks
-from tests.tiers import after_the_first
-from tests.zero.training import Case, Net, adamw, compare
+from tests.tiers import further
+from tests.zero.training import Case, Net, adamw, compare, compare_all
 
 pytestmark = pytest.mark.dist
 
@@ -197,10 +197,14 @@ CASES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("name", CASES)
-def test_a_case_is_one_process(name: str, stage: int) -> None:
-    run_ranks(run_case, 2, name, stage)
+def run_cases(turn: int) -> None:
+    compare_all({name: (case, 1 + (place + turn) % 2) for place, (name, case) in enumerate(CASES.items())})
+
+
+@pytest.mark.parametrize("turn", [0, further(1)])
+def test_each_case_is_one_process(turn: int) -> None:
+    """Cases have the two stages by turns, all of them in one job."""
+    run_ranks(run_cases, 2, turn)
 
 
 def run_case(name: str, stage: int) -> None:
@@ -255,6 +259,7 @@ OPTIMIZERS = {
     "FusedLAMB": {"weight_decay": 0.1, "max_grad_norm": 0.0},
 }
 ABOUT_WHOLE_TENSORS = ("Adafactor", "Muon", "Lamb", "Lars", "FusedLAMB")
+ELEMENTWISE = tuple(name for name in OPTIMIZERS if name not in ABOUT_WHOLE_TENSORS)
 
 
 def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
@@ -263,18 +268,22 @@ def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     return cls(params, lr=0.05, **OPTIMIZERS[name])
 
 
-def run_optimizer(name: str, stage: int) -> None:
-    compare(Case(build=Branches, loss=on_one_rank, optimizer=partial(build_optimizer, name)), stage)
+def run_optimizers(stages: dict[str, int]) -> None:
+    """Train with optimizers, each under a stage."""
+    cases = {}
+    for name, stage in stages.items():
+        case = Case(build=Branches, loss=on_one_rank, optimizer=partial(build_optimizer, name))
+        cases[name] = case, stage
+    compare_all(cases)
 
 
-@pytest.mark.parametrize("name", after_the_first(OPTIMIZERS, 8))
-def test_an_optimizer_does_the_same(name: str) -> None:
-    run_ranks(run_optimizer, 2, name, 1 if name < "M" else 2)
+@pytest.mark.parametrize("names", [ELEMENTWISE, further(ABOUT_WHOLE_TENSORS)], ids=["elementwise", "whole"])
+def test_an_optimizer_does_the_same(names: tuple[str, ...]) -> None:
+    run_ranks(run_optimizers, 2, {name: 1 if name < "M" else 2 for name in names})
 
 
-@pytest.mark.parametrize("name", ABOUT_WHOLE_TENSORS)
-def test_whole_tensors_on_four_ranks(name: str) -> None:
-    run_ranks(run_optimizer, 4, name, 2)
+def test_whole_tensors_on_four_ranks() -> None:
+    run_ranks(run_optimizers, 4, dict.fromkeys(ABOUT_WHOLE_TENSORS, 2))
 
 
 @pytest.mark.unit

@@ -15,6 +15,7 @@ from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
 from colossalai.zero import LowLevelZeroOptimizer, zero_model_wrapper, zero_optim_wrapper
 from tests.ranks import run_ranks
+from tests.tiers import further
 from tests.zero.training import Net, adamw, assert_same, batch_of, plugin
 
 pytestmark = pytest.mark.dist
@@ -62,7 +63,7 @@ def two_optimizers(stage: int) -> None:
     gpc.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, further(2)])
 def test_two_optimizers_of_one_model(stage: int) -> None:
     run_ranks(two_optimizers, 2, stage)
 
@@ -97,7 +98,7 @@ def adversaries(stage: int) -> None:
     gpc.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [further(1), 2])
 def test_two_models_that_play_against_each_other(stage: int) -> None:
     run_ranks(adversaries, 2, stage)
 
@@ -172,7 +173,7 @@ def loops(stage: int) -> None:  # noqa: PLR0915 - one run
     gpc.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [further(1), 2])
 def test_the_shapes_of_a_loop(stage: int) -> None:
     run_ranks(loops, 2, stage)
 
@@ -212,7 +213,7 @@ def batch_norm(stage: int) -> None:
     gpc.destroy()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, further(2)])
 def test_batch_normalization_is_that_of_ddp(stage: int) -> None:
     run_ranks(batch_norm, 2, stage)
 
@@ -375,6 +376,6 @@ def from_an_optimizer_alone(partition_grad: bool) -> None:
     gpc.destroy()
 
 
-@pytest.mark.parametrize("partition_grad", [False, True])
+@pytest.mark.parametrize("partition_grad", [further(False), True])
 def test_an_optimizer_alone_is_cut(partition_grad: bool) -> None:
     run_ranks(from_an_optimizer_alone, 2, partition_grad)

@@ -1,7 +1,7 @@
 """Train a model under ZeRO and its twin in one process, and compare them after every step."""
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -76,7 +76,22 @@ def plugin(stage: int, **options) -> LowLevelZeroPlugin:
 
 def compare(case: Case, stage: int) -> None:
     """Run on every rank: train under ZeRO, train the twin on the whole batch, compare all parameters."""
+    compare_all({"the case": (case, stage)})
+
+
+def compare_all(cases: Mapping[str, tuple[Case, int]]) -> None:
+    """Compare as `compare` does, one case with its stage after the other, in one job."""
     colossalai.launch_from_torch({}, verbose=False)
+    for name, (case, stage) in cases.items():
+        try:
+            _compare(case, stage)
+        except Exception as error:
+            error.add_note(f"in {name!r} under stage {stage}")
+            raise
+    gpc.destroy()
+
+
+def _compare(case: Case, stage: int) -> None:
     replicas = gpc.mesh.axis("dp")
     num_parts, part = replicas.size, replicas.rank
     torch.manual_seed(0)
@@ -97,7 +112,6 @@ def compare(case: Case, stage: int) -> None:
         booster.backward(case.loss(model, parts[part], step, part), optimizer)
         optimizer.step()
         assert_same(model, twin, step, case.tolerance)
-    gpc.destroy()
 
 
 def assert_same(model: nn.Module, twin: nn.Module, step: int, tolerance: float = 1e-10) -> None:

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
+from functools import cache
 
 import psutil
 import pytest
@@ -24,6 +25,7 @@ from tests.auto_parallel.checkpoint.traced_models import (
     traced,
     train,
 )
+from tests.tiers import further
 
 pytestmark = pytest.mark.unit
 
@@ -33,6 +35,12 @@ Solve = Callable[[TracedGraph], TracedGraph]
 def rotor(graph: TracedGraph, free_memory: float = 1.0, **options: float) -> TracedGraph:
     """Solve for bytes of activations alone."""
     return CheckpointSolverRotor(graph, free_memory=free_memory, optim_multiplier=0.0, **options).solve()
+
+
+@cache
+def graph_of(name: str) -> TracedGraph:
+    """Return the graph of a model, which is a value, for tests that need nothing else."""
+    return traced(name)[0].graph
 
 
 def least_of(graph: TracedGraph) -> int:
@@ -55,8 +63,9 @@ def chen(graph: TracedGraph) -> TracedGraph:
     return CheckpointSolverChen(graph).solve()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("solve", [half, least, chen])
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", list(BUILDERS))
 def test_a_solved_model_trains_as_it_did_in_fewer_bytes(name: str, solve: Solve) -> None:
     gm, twin, arguments = traced(name)
     plain = counted_bytes(gm, arguments)
@@ -70,7 +79,7 @@ def test_a_solved_model_trains_as_it_did_in_fewer_bytes(name: str, solve: Solve)
     assert counted_bytes(gm, arguments) <= gm.graph.peak_bytes < 0.85 * plain
 
 
-@pytest.mark.parametrize("name", ["stack", "gpt"])
+@pytest.mark.parametrize("name", [further("stack"), "gpt"])
 def test_a_larger_budget_is_kept_and_takes_no_longer(name: str) -> None:
     gm, _, arguments = traced(name)
     whole, fewest = gm.graph.peak_bytes, least_of(gm.graph)
@@ -85,13 +94,13 @@ def test_a_larger_budget_is_kept_and_takes_no_longer(name: str) -> None:
     assert gm.graph.segments == ()
 
 
-def test_the_least_that_is_named_works_and_nothing_less() -> None:
-    for name in BUILDERS:
-        graph = traced(name)[0].graph
-        fewest = least_of(graph)
-        assert rotor(graph, fewest).peak_bytes <= fewest
-        with pytest.raises(ValueError, match=f"{graph.model} needs whatever is recomputed: give at least "):
-            rotor(graph, fewest - 1)
+@pytest.mark.parametrize("name", ["stack", further("masked"), "gpt", further("resnet")])
+def test_the_least_that_is_named_works_and_nothing_less(name: str) -> None:
+    graph = graph_of(name)
+    fewest = least_of(graph)
+    assert rotor(graph, fewest).peak_bytes <= fewest
+    with pytest.raises(ValueError, match=f"{graph.model} needs whatever is recomputed: give at least "):
+        rotor(graph, fewest - 1)
 
 
 def test_a_head_that_needs_most_is_known() -> None:
@@ -123,18 +132,18 @@ def test_parameters_are_taken_off_first() -> None:
 
 
 def test_without_a_number_it_is_what_the_host_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    gm, *_ = traced("stack")
-    free = (gm.graph.peak_bytes + least_of(gm.graph)) // 2
-    assert CheckpointSolverRotor(gm.graph).solve().segments == ()
-    memory = psutil.virtual_memory()._replace(available=free + gm.graph.param_bytes)
+    graph = graph_of("stack")
+    free = (graph.peak_bytes + least_of(graph)) // 2
+    assert CheckpointSolverRotor(graph).solve().segments == ()
+    memory = psutil.virtual_memory()._replace(available=free + graph.param_bytes)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    solved = CheckpointSolverRotor(gm.graph).solve()
-    assert solved == rotor(gm.graph, free)
+    solved = CheckpointSolverRotor(graph).solve()
+    assert solved == rotor(graph, free)
     assert solved.segments
 
 
 def test_more_slots_find_better_answers() -> None:
-    graph = traced("stack")[0].graph
+    graph = graph_of("stack")
     free = 0.55 * graph.peak_bytes
     few, many = rotor(graph, free, memory_slots=2), rotor(graph, free, memory_slots=500)
     assert many.peak_bytes <= free
@@ -143,7 +152,7 @@ def test_more_slots_find_better_answers() -> None:
 
 
 def test_segments_of_chen() -> None:
-    graph = traced("stack")[0].graph
+    graph = graph_of("stack")
     assert len(chen(graph).segments) == 2  # and the third keeps all
     assert chen(graph).recomputed == tuple(map(str, range(6)))
     for number in range(1, 10):
@@ -189,7 +198,7 @@ def test_in_evaluation_nothing_is_recomputed() -> None:
 
 
 def test_a_graph_is_a_value() -> None:
-    graph = traced("stack")[0].graph
+    graph = graph_of("stack")
     solved = half(graph)
     assert graph.segments == ()
     assert solved.trace is graph.trace
@@ -204,7 +213,7 @@ def test_a_graph_is_a_value() -> None:
 
 
 def test_masks_are_shared() -> None:
-    graph = traced("masked")[0].graph
+    graph = graph_of("masked")
     assert (
         half(graph)
         == CheckpointSolverRotor(
@@ -232,7 +241,7 @@ def test_masks_are_shared() -> None:
     ],
 )
 def test_numbers_out_of_range_are_refused(options: dict[str, float], message: str) -> None:
-    graph = traced("stack")[0].graph
+    graph = graph_of("stack")
     with pytest.raises(ValueError, match=message):
         CheckpointSolverRotor(graph, **options)
 

@@ -19,6 +19,7 @@ from tests.auto_parallel.checkpoint.chains import (
     even_chain,
     segmentations,
 )
+from tests.tiers import further
 
 pytestmark = pytest.mark.unit
 
@@ -60,9 +61,16 @@ def test_rotor_is_the_best_of_all_segments(chain: Chain) -> None:
     check_rotor(chain, end_in_segments=True)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(chains(most_blocks=6))
 def test_rotor_is_the_best_in_longer_chains(chain: Chain) -> None:
+    check_rotor(chain, end_in_segments=False)
+
+
+@pytest.mark.long
+@settings(max_examples=40)
+@given(chains(most_blocks=6))
+def test_rotor_is_the_best_in_more_of_the_longer_chains(chain: Chain) -> None:
     check_rotor(chain, end_in_segments=False)
 
 
@@ -80,9 +88,21 @@ def least_of(solver: Solver, chain: Chain) -> int:
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(chains(most_blocks=10))
 def test_larger_budgets_never_take_longer(solver: str, chain: Chain) -> None:
+    check_budgets(solver, chain)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("solver", SOLVERS)
+@settings(max_examples=25)
+@given(chains(most_blocks=10))
+def test_larger_budgets_never_take_longer_in_more_chains(solver: str, chain: Chain) -> None:
+    check_budgets(solver, chain)
+
+
+def check_budgets(solver: str, chain: Chain) -> None:
     """With slots that are far too coarse, too; and what is found is always within the budget."""
     whole = simulate(chain, ()).peak_bytes
     slowest = math.inf
@@ -105,7 +125,7 @@ def test_few_slots_are_no_faster_than_many(chain: Chain, percent: int, slots: in
     assert exact.seconds <= few.seconds
 
 
-@pytest.mark.parametrize("percent", [5, 10, 25, 50, 90])
+@pytest.mark.parametrize("percent", [further(5), 10, 25, further(50), further(90)])
 def test_96_equal_blocks_lose_little_to_slots(percent: int) -> None:
     """By seconds of recomputation: the usual slots against as many as bytes."""
     chain = even_chain(96)

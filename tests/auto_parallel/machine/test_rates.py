@@ -1,5 +1,6 @@
 """Rates: fits of known figures, counted bytes, and a quick measurement of this machine."""
 
+from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import numpy as np
@@ -11,12 +12,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import colossalai
+from colossalai.auto_parallel.machine import _measure
 from colossalai.auto_parallel.machine._machine import MachineProfile, measure_machine, time_of
 from colossalai.auto_parallel.machine._measure import ByteCounter, measure_rates
 from colossalai.auto_parallel.machine._rates import FlopRate, Kind, Rates, curve_through, fit_flop_rate
-from colossalai.auto_parallel.machine._samples import DEVICE_POOL, POOL, Operands, all_samples
+from colossalai.auto_parallel.machine._samples import DEVICE_POOL, POOL, Operands, Sample, all_samples
 from colossalai.core import global_context as gpc
+from colossalai.device import _profile
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 SHAPES = [(4, 4, 4), (512, 512, 512), (1, 512, 512), (512, 8, 512), (512, 512, 16), (1024, 64, 64)]
 
@@ -109,6 +113,11 @@ def test_mistakes_are_said() -> None:
         measure_rates(seconds=0)
 
 
+def smaller_samples(*, scale: int, largest: int) -> Iterator[Sample]:
+    """Yield samples of all kinds, those of a few bytes where there are larger ones."""
+    return all_samples(scale=scale, largest=largest // 64)
+
+
 def check_structure(rates: Rates, *, num_ranks: int) -> None:
     """Check what holds on any machine, however busy."""
     assert rates.num_ranks == num_ranks
@@ -137,9 +146,13 @@ def test_the_operands_of_each_sample_are_in_the_pool(scale: int, pool: int) -> N
 
 
 @pytest.mark.unit
-def test_a_quick_profile_of_this_machine() -> None:
+@pytest.mark.parametrize(("seconds", "samples"), [(0.1, smaller_samples), further(1.0, all_samples)])
+def test_a_quick_profile_of_this_machine(
+    seconds: float, samples: Callable[..., Iterator[Sample]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_measure, "all_samples", samples)
     state = torch.random.get_rng_state()
-    profile = measure_machine(dtypes=(torch.float32,), seconds=1.0, show_progress=False)
+    profile = measure_machine(dtypes=(torch.float32,), seconds=seconds, show_progress=False)
     assert torch.equal(torch.random.get_rng_state(), state)
     check_structure(profile.rates, num_ranks=1)
     assert profile.links == ()
@@ -150,9 +163,11 @@ def test_a_quick_profile_of_this_machine() -> None:
     assert large > time_of(profile, flops=0, kind="product", **costs)
 
 
-def measured() -> str:
+def measured(seconds: float, num_sizes: int, samples: Callable[..., Iterator[Sample]]) -> str:
+    _measure.all_samples = samples
     colossalai.launch_from_torch({}, verbose=False)
-    profile = measure_machine(name="two", dtypes=(torch.float32,), seconds=0.5, show_progress=False)
+    _profile.PROFILE_SIZES = _profile.PROFILE_SIZES[:num_sizes]  # of links
+    profile = measure_machine(name="two", dtypes=(torch.float32,), seconds=seconds, show_progress=False)
     check_structure(profile.rates, num_ranks=2)
     assert len(profile.links) == 1
     assert profile.mesh_speed((2,)).machine == profile.machine
@@ -162,7 +177,12 @@ def measured() -> str:
 
 
 @pytest.mark.dist
-def test_two_ranks_have_the_same_profile() -> None:
-    one, other = run_ranks(measured, 2)
+@pytest.mark.parametrize(
+    ("seconds", "num_sizes", "samples"), [(0.1, 4, smaller_samples), further(0.5, 8, all_samples)]
+)
+def test_two_ranks_have_the_same_profile(
+    seconds: float, num_sizes: int, samples: Callable[..., Iterator[Sample]]
+) -> None:
+    one, other = run_ranks(measured, 2, seconds, num_sizes, samples)
     assert one == other
     assert MachineProfile.from_json(one).name == "two"

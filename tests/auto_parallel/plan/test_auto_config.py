@@ -146,7 +146,7 @@ def train_three_ways(build: Callable[[], nn.Module], batch: int, path: str) -> s
 @pytest.mark.parametrize(
     ("build", "batch", "links", "expected"),
     [
-        (gpt, 1, FAST, "tp 2"),
+        further(gpt, 1, FAST, "tp 2"),
         (gpt, 8, FAST, "ZeRO 1"),
         (gpt, 8, SLOW, "pp 2"),
         further(resnet, 1, FAST, "tp 2"),
@@ -233,7 +233,7 @@ def refused_models(path: str) -> dict[str, list[str]]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("batch", [8, 1])
+@pytest.mark.parametrize("batch", [8, further(1)])
 def test_another_model_is_refused_by_both_doors_before_anything_is_changed(
     batch: int, tmp_path: Path
 ) -> None:

@@ -123,12 +123,12 @@ def ratios_of(problem: PlanProblem, setting: Setting, front: list[Point]) -> lis
     ("build", "links", "setting"),
     [
         (partial(mlp, 2), FAST, SETTING),
-        (partial(mlp, 2), SLOW, SETTING),
-        (partial(gpt, 2), EVEN, SETTING),
-        (partial(gpt, 2), SLOW, SETTING),
+        further(partial(mlp, 2), SLOW, SETTING),
+        further(partial(gpt, 2), EVEN, SETTING),
+        further(partial(gpt, 2), SLOW, SETTING),
         (partial(gpt, 2), SLOW, replace(SETTING, microbatches=2)),
-        (partial(gpt, 2, vocab=512), SLOW, SETTING),
-        (partial(mlp, 3), SLOW, SETTING),
+        further(partial(gpt, 2, vocab=512), SLOW, SETTING),
+        further(partial(mlp, 3), SLOW, SETTING),
         further(partial(gpt, 2), FAST, SETTING),
         further(partial(gpt, 3), SLOW, SETTING),
         further(partial(gpt, 3), SLOW, replace(SETTING, microbatches=2)),
@@ -143,7 +143,7 @@ def test_the_search_finds_what_trying_everything_finds(build: Build, links: floa
     assert ratios == pytest.approx([1.0] * len(front), rel=1e-6)
 
 
-@pytest.mark.parametrize("num_tried", [0, 5])
+@pytest.mark.parametrize("num_tried", [further(0), 5])
 def test_what_is_left_out_is_in_the_gap(num_tried: int) -> None:
     """Where there is no time for all choices, the answer says how much faster one of the rest may be."""
     problem = posed(partial(gpt, 2, vocab=512), SLOW)
@@ -160,8 +160,11 @@ def test_what_is_left_out_is_in_the_gap(num_tried: int) -> None:
 
 
 # See [Note: the bound of a choice].
-@pytest.mark.parametrize(("build", "links"), [(partial(mlp, 3), 1e3), (partial(gpt, 2, vocab=512), EVEN)])
-@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize(
+    ("build", "links"),
+    [(partial(mlp, 2), 1e3), further(partial(mlp, 3), 1e3), (partial(gpt, 2, vocab=512), EVEN)],
+)
+@pytest.mark.parametrize("microbatches", [further(1), 2])
 def test_no_answer_is_faster_than_the_bound_of_its_cuts(
     build: Build, links: float, microbatches: int
 ) -> None:
@@ -188,7 +191,8 @@ def test_no_answer_is_faster_than_the_bound_of_its_cuts(
 
 # See [Note: the bound of a choice].
 @pytest.mark.parametrize(
-    ("build", "links"), [(partial(mlp, 3), 1e3), (partial(mlp, 2, batch=512), 1e3), (partial(gpt, 2), SLOW)]
+    ("build", "links"),
+    [further(partial(mlp, 3), 1e3), (partial(mlp, 2, batch=512), 1e3), (partial(gpt, 2), SLOW)],
 )
 def test_bytes_of_a_bound_are_those_of_predictions(build: Build, links: float) -> None:
     """And where they just fit, whether all is kept, half or nothing, the bound is not above the seconds."""

@@ -2,6 +2,8 @@
 
 import resource
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,7 @@ from colossalai.cli._main import main
 from colossalai.shardformer import check_shards
 from tests.auto_parallel.plan.models import arguments_of, gpt, mixtral, resnet, slow_machine
 from tests.shardformer.models import mixtral_with_lora
+from tests.tiers import further
 
 pytestmark = pytest.mark.unit
 HOW = {"profile": slow_machine(), "optimizer": "momentum"}
@@ -94,11 +97,16 @@ def test_ranks_that_share_experts_divide_them(world_size: int, num_experts: int,
     assert all(each.shape == (each.data, 1, 1) and each.zero <= 1 for each in settings if each.expert > 1)
 
 
+@cache
+def plan_of_one() -> AutoPlan:
+    return make_plan(gpt(), arguments_of(gpt, 8), world_size=1, **HOW)
+
+
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 def test_what_the_runtime_refuses_under_a_precision_is_not_proposed(precision: str) -> None:
     given = arguments_of(gpt, 4)
     problem = pose_problem(gpt(), given, world_size=4, precision=precision, limits=SearchLimits(), **HOW)
-    made = make_plan(gpt(), given, world_size=1, precision=precision, **HOW).make_precision()
+    made = replace(plan_of_one(), precision=precision).make_precision()
     try:
         refuse_misfit(made, shards_parameters=True)
         stages = {0, 1, 2, 3}
@@ -123,7 +131,7 @@ def test_words_say_the_layout_and_why_a_layer_is_cut() -> None:
 @pytest.mark.parametrize("build", [gpt, resnet])
 def test_the_peak_of_a_plain_step_is_not_below_that_of_its_walk(build: Callable[[], torch.nn.Module]) -> None:
     model, given = build(), arguments_of(build, 8)
-    plan = make_plan(model, given, world_size=1, **HOW)
+    plan = plan_of_one() if build is gpt else make_plan(model, given, world_size=1, **HOW)
     trace = trace_model(model, given)
     expected = live_bytes(trace, profile_operations(trace))
     found = plan.bytes["activations"] + plan.bytes["working memory"]
@@ -133,23 +141,19 @@ def test_the_peak_of_a_plain_step_is_not_below_that_of_its_walk(build: Callable[
 
 def test_half_of_the_bytes_of_activations_are_half_of_what_predictions_leave_out() -> None:
     """The walk, which is what the rest is known from, counts tensors in the model's own types."""
-    plans = [
-        make_plan(gpt(), arguments_of(gpt, 8), world_size=1, precision=each, **HOW)
-        for each in ("fp32", "bf16_master")
-    ]
+    in_half = make_plan(gpt(), arguments_of(gpt, 8), world_size=1, precision="bf16_master", **HOW)
+    plans = [plan_of_one(), in_half]
     whole, half = (plan.bytes["activations"] + plan.bytes["working memory"] for plan in plans)
     assert 0.4 * whole < half < 0.65 * whole
 
 
-@pytest.mark.parametrize("budget", [None, 0.45])
-def test_equal_blocks_are_computed_once(budget: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def plan() -> AutoPlan:
-        how = {"world_size": 4, "profile": slow_machine(), "optimizer": "momentum"}
-        free = make_plan(gpt(), arguments_of(gpt, 8), **how)
-        if budget is None:
-            return free
-        return make_plan(gpt(), arguments_of(gpt, 8), memory_budget=budget * free.peak_bytes, **how)
-
+@pytest.mark.parametrize(("world_size", "budget"), [further(4, None), (2, 0.7), further(4, 0.45)])
+def test_equal_blocks_are_computed_once(
+    world_size: int, budget: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = partial(make_plan, gpt(), arguments_of(gpt, 8), world_size=world_size, **HOW)
+    if budget is not None:
+        plan = partial(plan, memory_budget=budget * plan().peak_bytes)
     found = plan()
     monkeypatch.setattr(InnerProblem, "kind_of_block", lambda *_: None)
     each = plan()
@@ -186,19 +190,22 @@ def test_ranks_are_there_to_share() -> None:
     assert make_plan(gpt(), arguments_of(gpt, 1), world_size=2).setting.tensor == 2
 
 
-def test_a_budget_is_kept_and_more_of_it_never_takes_longer() -> None:
-    free = make_plan(gpt(), arguments_of(gpt, 8), world_size=4, **HOW)
+@pytest.mark.parametrize(("world_size", "shares"), [(2, (0.4, 0.7)), further(4, (0.4, 0.5, 0.7, 0.9))])
+def test_a_budget_is_kept_and_more_of_it_never_takes_longer(
+    world_size: int, shares: tuple[float, ...]
+) -> None:
+    free = make_plan(gpt(), arguments_of(gpt, 8), world_size=world_size, **HOW)
     seconds = []
-    for share in (0.4, 0.5, 0.7, 0.9):
+    for share in shares:
         budget = share * free.peak_bytes
-        plan = make_plan(gpt(), arguments_of(gpt, 8), world_size=4, memory_budget=budget, **HOW)
+        plan = make_plan(gpt(), arguments_of(gpt, 8), world_size=world_size, memory_budget=budget, **HOW)
         assert plan.peak_bytes <= budget
         seconds.append(plan.step_seconds)
     assert seconds == sorted(seconds, reverse=True)
     with pytest.raises(ValueError, match="smallest budget that was found to work is") as refused:
-        make_plan(gpt(), arguments_of(gpt, 8), world_size=4, memory_budget=1000, **HOW)
+        make_plan(gpt(), arguments_of(gpt, 8), world_size=world_size, memory_budget=1000, **HOW)
     least = int(str(refused.value).rpartition(" ")[2].replace(",", ""))
-    assert make_plan(gpt(), arguments_of(gpt, 8), world_size=4, memory_budget=least, **HOW)
+    assert make_plan(gpt(), arguments_of(gpt, 8), world_size=world_size, memory_budget=least, **HOW)
 
 
 def test_a_model_without_blocks_or_layers_to_cut_has_a_smallest_budget() -> None:
@@ -216,7 +223,7 @@ def test_a_model_without_blocks_or_layers_to_cut_has_a_smallest_budget() -> None
         ({"optimizer": "adamx"}, "optimizer='adamx'"),
         ({"precision": "fp7"}, "precision='fp7'"),
         ({"memory_budget": -1}, "memory_budget=-1"),
-        ({"world_size": 131}, "cannot be shared by 131 ranks"),
+        further({"world_size": 131}, "cannot be shared by 131 ranks"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, object], said: str) -> None:

@@ -117,13 +117,11 @@ def refused(plan: AutoPlan, model: nn.Module) -> str:
     return str(found.value)
 
 
-def refusals_of_rank() -> Mapping[str, str]:
+def refusals_of_rank(plan: AutoPlan, larger: AutoPlan) -> Mapping[str, str]:
     colossalai.launch_from_torch({}, verbose=False)
-    plan = make_plan(gpt(), arguments_of(gpt, 1), world_size=2, **HOW)
-    assert plan.setting.tensor == 2
     mlp = {"columns": ["expansion"], "rows": ["projection"]}
     found = {
-        "world size": refused(make_plan(gpt(), arguments_of(gpt, 8), world_size=4, **HOW), gpt()),
+        "world size": refused(larger, gpt()),
         "model": refused(plan, resnet()),
         "layer": refused(changed(plan, rules={"blocks.0.mlp": {**mlp, "rows": ["proj"]}}), gpt()),
     }
@@ -133,7 +131,10 @@ def refusals_of_rank() -> Mapping[str, str]:
 
 @pytest.mark.dist
 def test_plans_for_something_else() -> None:
-    found, other = run_ranks(refusals_of_rank, 2)
+    plan = make_plan(gpt(), arguments_of(gpt, 1), world_size=2, **HOW)
+    assert plan.setting.tensor == 2
+    larger = make_plan(gpt(), arguments_of(gpt, 8), world_size=4, **HOW)
+    found, other = run_ranks(refusals_of_rank, 2, plan, larger)
     assert found == other
     assert "the plan is for 4 ranks (dp 4, tp 1, pp 1, ZeRO 1), and the job has 2" in found["world size"]
     assert "blocks." in found["model"]

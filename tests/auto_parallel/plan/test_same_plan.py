@@ -7,7 +7,7 @@ import sys
 import pytest
 
 import colossalai
-from colossalai.auto_parallel import make_plan
+from colossalai.auto_parallel import AutoPlan, make_plan
 from colossalai.core import global_context as gpc
 from tests.auto_parallel.plan.models import arguments_of, gpt, slow_machine
 from tests.ranks import run_ranks
@@ -16,14 +16,24 @@ from tests.ranks import run_ranks
 HOW = {"profile": slow_machine(), "optimizer": "momentum", "verify": False}
 
 
-def texts_of_plans() -> list[str]:
-    """Return plans for 2 ranks, of cuts, of cuts and recomputation, and one for 4 ranks."""
-    free = make_plan(gpt(), arguments_of(gpt, 7), world_size=2, **HOW)
-    tight = make_plan(gpt(), arguments_of(gpt, 7), world_size=2, memory_budget=0.9 * free.peak_bytes, **HOW)
+def free_plan() -> AutoPlan:
+    """Return a plan for 2 ranks."""
+    return make_plan(gpt(), arguments_of(gpt, 7), world_size=2, **HOW)
+
+
+def text_of_cuts_and_recomputation(budget: float) -> str:
+    """Return a plan for 2 ranks that has both."""
+    tight = make_plan(gpt(), arguments_of(gpt, 7), world_size=2, memory_budget=budget, **HOW)
     assert tight.rules
     assert tight.segments
+    return tight.to_json()
+
+
+def texts_of_plans() -> list[str]:
+    """Return plans for 2 ranks, of cuts, of cuts and recomputation, and one for 4 ranks."""
+    free = free_plan()
     larger = make_plan(gpt(), arguments_of(gpt, 2), world_size=4, **HOW)
-    return [plan.to_json() for plan in (free, tight, larger)]
+    return [free.to_json(), text_of_cuts_and_recomputation(0.9 * free.peak_bytes), larger.to_json()]
 
 
 @pytest.mark.long
@@ -41,9 +51,9 @@ def test_a_process_that_hashes_otherwise_has_the_same_plan() -> None:
     assert found.stdout == f"{texts_of_plans()}\n"
 
 
-def texts_of_rank() -> tuple[list[str], str]:
+def texts_of_rank(budget: float | None) -> tuple[list[str], str]:
     colossalai.launch_from_torch({}, verbose=False)
-    texts = texts_of_plans()
+    texts = texts_of_plans() if budget is None else [text_of_cuts_and_recomputation(budget)]
     with pytest.raises(ValueError, match="smallest budget that was found to work is") as refused:
         make_plan(gpt(), arguments_of(gpt, 1), memory_budget=1000, **HOW)
     gpc.destroy()
@@ -52,6 +62,15 @@ def texts_of_rank() -> tuple[list[str], str]:
 
 @pytest.mark.dist
 def test_all_ranks_have_the_plan_of_one_process() -> None:
-    one, other = run_ranks(texts_of_rank, 2)
+    budget = 0.9 * free_plan().peak_bytes
+    one, other = run_ranks(texts_of_rank, 2, budget)
+    assert one == other
+    assert one[0] == [text_of_cuts_and_recomputation(budget)]
+
+
+@pytest.mark.long
+@pytest.mark.dist
+def test_all_ranks_have_all_plans_of_one_process() -> None:
+    one, other = run_ranks(texts_of_rank, 2, None)
     assert one == other
     assert one[0] == texts_of_plans()

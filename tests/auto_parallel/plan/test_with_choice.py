@@ -58,11 +58,10 @@ def test_figures_are_those_of_the_changed_plan() -> None:
 def test_neighbours_change_where_they_must_and_no_others() -> None:
     plan, model, given = planned()
     how = {"model": model, "meta_args": given, "profile": slow_machine()}
+    changed = plan.with_choice(EXPANSION, "whole", **how)
     # Its ranks have parts of the features no longer: the next layer takes its part of them itself.
-    assert changes(plan, plan.with_choice(EXPANSION, "whole", **how)) == {EXPANSION: "whole"}
-    before, after = (
-        each.rules["blocks.0.mlp"] for each in (plan, plan.with_choice(EXPANSION, "whole", **how))
-    )
+    assert changes(plan, changed) == {EXPANSION: "whole"}
+    before, after = (each.rules["blocks.0.mlp"] for each in (plan, changed))
     assert (before.columns, before.rows) == (("expansion",), ("projection",))
     assert (after.columns, after.splits) == ((), ("projection",))
     # What was chosen before stays, though it is not the fastest.
@@ -78,11 +77,10 @@ def test_neighbours_change_where_they_must_and_no_others() -> None:
 
 @pytest.mark.unit
 def test_what_is_recomputed_and_the_other_sizes_stay() -> None:
-    model, given = gpt(), arguments_of(gpt, 8)
-    free = make_plan(model, given, world_size=4, **HOW)
-    plan = make_plan(model, given, world_size=4, memory_budget=0.4 * free.peak_bytes, **HOW)
+    model, given = gpt().double(), arguments_of(gpt, 8)
+    plan = plan_of(gpt, 8, 4, 0.4, FAST)
     assert plan.setting.pipeline == plan.setting.tensor == 2
-    how = {"model": model, "meta_args": given, "profile": slow_machine()}
+    how = {"model": model, "meta_args": given, "profile": slow_machine(link_bytes_per_s=FAST)}
     loose = replace(plan, memory_budget=None)
     changed = loose.with_choice(EXPANSION, "input", **how)
     assert changed.setting == plan.setting
@@ -99,11 +97,13 @@ def test_what_is_recomputed_and_the_other_sizes_stay() -> None:
     [
         (EXPANSION, "rows", {}, "cut='rows': choose one of whole, output, input, vocab, channel, expert"),
         (EXPANSION, "vocab", {}, f"cut='vocab': '{EXPANSION}' .* choose one of whole, output, input$"),
-        ("blocks.0.attention.qkv", "input", {}, "choose one of whole, output$"),
-        ("head", "expert", {}, "cut='expert': 'head' cannot be cut so, choose one of whole, output, input$"),
+        further("blocks.0.attention.qkv", "input", {}, "choose one of whole, output$"),
+        further(
+            "head", "expert", {}, "cut='expert': 'head' cannot be cut so, choose one of whole, output, input$"
+        ),
         ("blocks.0.mlp", "whole", {}, f"'blocks.0.mlp' has several layers: choose one of '{EXPANSION}', "),
         ("blocks.0.mlp.expansoin", "whole", {}, f"no layer .* could be cut: it has '{EXPANSION}'"),
-        ("blocks.9", "whole", {}, "no layer 'blocks.9' that could be cut: it has "),
+        further("blocks.9", "whole", {}, "no layer 'blocks.9' that could be cut: it has "),
         (EXPANSION, "whole", {"model": None}, "does not hold the model, .*give model=... and meta_args=..."),
         (EXPANSION, "whole", {"meta_args": None}, "give model=... and meta_args=..."),
         (
@@ -112,7 +112,7 @@ def test_what_is_recomputed_and_the_other_sizes_stay() -> None:
             {"meta_args": arguments_of(gpt, 2)},
             "made for another trace: of GPT, for a batch",
         ),
-        (EXPANSION, "whole", {"model": gpt().eval()}, "made for another trace"),
+        further(EXPANSION, "whole", {"model": gpt().eval()}, "made for another trace"),
         (EXPANSION, "whole", {"profile": None}, "by the profile 'slow', which is not shipped: give it by"),
         (EXPANSION, "whole", {"profile": "h100"}, "by the profile 'slow', and this is 'h100'"),
     ],
@@ -137,14 +137,14 @@ def test_a_plan_without_tensor_parallel_ranks_has_nothing_to_choose() -> None:
 @pytest.mark.parametrize(
     ("build", "batch", "num_ranks", "share", "name", "cut"),
     [
-        (gpt, 1, 2, None, EXPANSION, "whole"),
-        (gpt, 1, 2, None, PROJECTION, "output"),
-        (gpt, 1, 2, None, "head", "whole"),
-        (gpt, 1, 2, None, "blocks.1.attention.qkv", "whole"),
+        further(gpt, 1, 2, None, EXPANSION, "whole"),
+        further(gpt, 1, 2, None, PROJECTION, "output"),
+        further(gpt, 1, 2, None, "head", "whole"),
+        further(gpt, 1, 2, None, "blocks.1.attention.qkv", "whole"),
         (resnet, 1, 2, None, "blocks.0.conv1", "output"),
-        (resnet, 1, 2, None, "stem.1", "whole"),
+        further(resnet, 1, 2, None, "stem.1", "whole"),
         further(resnet, 1, 2, None, "blocks.0.conv2", "whole"),
-        further(gpt, 8, 4, 0.4, EXPANSION, "input"),
+        (gpt, 8, 4, 0.4, EXPANSION, "input"),
     ],
 )
 def test_a_changed_plan_trains_as_one_process_does(

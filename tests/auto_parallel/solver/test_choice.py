@@ -141,9 +141,20 @@ def test_classes_that_do_not_fit_are_refused() -> None:
         merge_equal(problem, "xy").expand((0,))
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(choice_problems(max_nodes=6), st.integers(0, 40))
 def test_dropped_options_are_not_missed(problem: ChoiceProblem, budget: int) -> None:
+    check_dropped(problem, budget)
+
+
+@pytest.mark.long
+@settings(max_examples=300)
+@given(choice_problems(max_nodes=6), st.integers(0, 40))
+def test_dropped_options_of_many_are_not_missed(problem: ChoiceProblem, budget: int) -> None:
+    check_dropped(problem, budget)
+
+
+def check_dropped(problem: ChoiceProblem, budget: int) -> None:
     smaller, kept = drop_dominated(problem)
     wanted = BruteForce(problem)
     assert BruteForce(smaller).least_cost(budget) == pytest.approx(wanted.least_cost(budget))

@@ -20,9 +20,16 @@ pytestmark = pytest.mark.unit
 prices = st.sampled_from([0.0, 0.25, 1.0, 3.0])
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(choice_problems(), prices)
 def test_elimination_is_brute_force(problem: ChoiceProblem, price: float) -> None:
+    check(problem, price)
+
+
+@pytest.mark.long
+@settings(max_examples=300)
+@given(choice_problems(), prices)
+def test_elimination_of_many_is_brute_force(problem: ChoiceProblem, price: float) -> None:
     check(problem, price)
 
 
@@ -50,9 +57,20 @@ def check(problem: ChoiceProblem, price: float) -> None:
     assert found.method == "elimination"
 
 
-@settings(max_examples=200)
+@settings(max_examples=50)
 @given(choice_problems(max_nodes=7), prices)
 def test_min_marginals_are_brute_force(problem: ChoiceProblem, price: float) -> None:
+    check_marginals(problem, price)
+
+
+@pytest.mark.long
+@settings(max_examples=200)
+@given(choice_problems(max_nodes=7), prices)
+def test_min_marginals_of_many_are_brute_force(problem: ChoiceProblem, price: float) -> None:
+    check_marginals(problem, price)
+
+
+def check_marginals(problem: ChoiceProblem, price: float) -> None:
     brute = BruteForce(problem)
     cost = brute.cost + price * brute.memory
     for node, found in enumerate(Elimination(problem).min_marginals(price)):
@@ -60,9 +78,20 @@ def test_min_marginals_are_brute_force(problem: ChoiceProblem, price: float) -> 
         assert found == pytest.approx(wanted)
 
 
-@settings(max_examples=200)
+@settings(max_examples=70)
 @given(choice_problems(max_nodes=6))
 def test_choices_come_in_the_order_of_their_costs(problem: ChoiceProblem) -> None:
+    check_order(problem)
+
+
+@pytest.mark.long
+@settings(max_examples=200)
+@given(choice_problems(max_nodes=6))
+def test_choices_of_many_come_in_the_order_of_their_costs(problem: ChoiceProblem) -> None:
+    check_order(problem)
+
+
+def check_order(problem: ChoiceProblem) -> None:
     """All that are allowed, each once."""
     brute = BruteForce(problem)
     found = list(Elimination(problem).cheapest_first())

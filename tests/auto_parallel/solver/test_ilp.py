@@ -44,9 +44,16 @@ def check(problem: ChoiceProblem, budget: float | None, *, gap: float = 0.0) -> 
     assert found.gap <= gap + EXACT
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(choice_problems(), budgets)
 def test_a_budget_is_kept_at_the_least_cost(problem: ChoiceProblem, budget: int) -> None:
+    check(problem, budget)
+
+
+@pytest.mark.long
+@settings(max_examples=200)
+@given(choice_problems(), budgets)
+def test_a_budget_is_kept_at_the_least_cost_of_many(problem: ChoiceProblem, budget: int) -> None:
     check(problem, budget)
 
 
@@ -73,9 +80,20 @@ def test_without_a_budget(problem: ChoiceProblem) -> None:
     check(problem, None)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(choice_problems(max_nodes=5), budgets)
 def test_what_is_too_wide_for_elimination(problem: ChoiceProblem, budget: int) -> None:
+    check_without_elimination(problem, budget)
+
+
+@pytest.mark.long
+@settings(max_examples=100)
+@given(choice_problems(max_nodes=5), budgets)
+def test_more_that_is_too_wide_for_elimination(problem: ChoiceProblem, budget: int) -> None:
+    check_without_elimination(problem, budget)
+
+
+def check_without_elimination(problem: ChoiceProblem, budget: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_elimination, "LARGEST_TABLE", 0)
         check(problem, budget)

@@ -13,6 +13,7 @@ from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.model_zoo.resnet import resnet18
 from colossalai.model_zoo.vit import ViT, ViTConfig
 from tests.nn.live_bytes import LiveBytes
+from tests.tiers import further
 
 VOCAB, SEQ = 50, 16
 HIDDEN, HEADS, LAYERS = 32, 4, 2
@@ -87,6 +88,7 @@ CASES: dict[str, Case] = {
     "vit": (vit, _images),
     "resnet": (resnet, _images),
 }
+IN_TIERS = [further(name) if name in ("gpt2-sdpa", "bert-sdpa", "llama-eager") else name for name in CASES]
 
 
 def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -47,14 +47,28 @@ PARTS = {
 }
 
 
-@settings(max_examples=15)
-@given(
+some_chains = given(
     st.lists(st.sampled_from([name for name in PARTS if name not in ("view", "flat")]), max_size=5),
     st.sampled_from([8, 16]),
     st.integers(1, 20),
     st.booleans(),
 )
+
+
+@settings(max_examples=5)
+@some_chains
 def test_peaks_of_chains(names, width, rows, with_param_grads):
+    check_peak(names, width, rows, with_param_grads)
+
+
+@pytest.mark.long
+@settings(max_examples=15)
+@some_chains
+def test_peaks_of_more_chains(names, width, rows, with_param_grads):
+    check_peak(names, width, rows, with_param_grads)
+
+
+def check_peak(names, width, rows, with_param_grads):
     layers = [PARTS[name](width) for name in ("linear", "view", "flat", *names, "linear")]
     model = nn.Sequential(*layers, Squares()).train()
     arguments = {"input": torch.rand(rows, width)}

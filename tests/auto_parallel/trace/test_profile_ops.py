@@ -11,7 +11,7 @@ from colossalai.auto_parallel.trace import _profile_ops
 from colossalai.auto_parallel.trace._profile_ops import OpProfile, profile_operations, saved_bytes
 from colossalai.auto_parallel.trace._trace import ModelTrace, trace_model
 from tests.auto_parallel.trace.cases import (
-    CASES,
+    IN_TIERS,
     OF_TRANSFORMERS,
     built,
 )
@@ -33,7 +33,7 @@ def of(trace: ModelTrace, profiles: Mapping[str, OpProfile], target: str) -> OpP
     return profiles[operation.name]
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=IN_TIERS)
 def case(request) -> tuple[nn.Module, dict[str, Tensor]]:
     if request.param in OF_TRANSFORMERS:
         pytest.importorskip("transformers")
@@ -56,6 +56,12 @@ def test_attention_of_one_kernel_has_the_products_of_attention_by_parts():
     assert fused == parts
 
 
+@pytest.fixture(scope="module")
+def traced_gpt() -> tuple[nn.Module, dict[str, Tensor], ModelTrace]:
+    model, arguments = built("zoo_gpt")
+    return model, arguments, trace_model(model, arguments)
+
+
 NOTHING_SAVED = {"saved": (), "extra_saved_bytes": 0}
 
 
@@ -72,9 +78,9 @@ NOTHING_SAVED = {"saved": (), "extra_saved_bytes": 0}
         ("scaled_dot_product_attention", lambda each: {"backward_flops": 0}, {"backward_flops"}),
     ],
 )
-def test_a_broken_rule_is_found(kind, change, found, monkeypatch):
+def test_a_broken_rule_is_found(kind, change, found, traced_gpt, monkeypatch):
     """As if the costs of one kind of operation were taken wrongly."""
-    model, arguments = built("zoo_gpt")
+    model, arguments, trace = traced_gpt
     named, broken = _profile_ops._named, []
 
     def wrong(measured, operation, trace):
@@ -85,7 +91,7 @@ def test_a_broken_rule_is_found(kind, change, found, monkeypatch):
         return replace(profile, **change(profile))
 
     monkeypatch.setattr(_profile_ops, "_named", wrong)
-    trace, profiles = profiled(model, arguments)
+    profiles = profile_operations(trace)
     assert broken, sorted({each.target for each in trace.operations})
     assert found <= set(disagreements(model, arguments, trace, profiles))
 
@@ -185,8 +191,9 @@ def test_experts_are_grouped_products_whatever_the_model_runs():
     rows, width, inner = 8 * 6 * 2, model.config.hidden_size, model.config.intermediate_size
     products = [each for each in trace.operations if "grouped_mm" in each.target]
     assert len(products) == 2 * model.config.num_hidden_layers
+    profiles = profile_operations(trace)
     for each, features in zip(products, (2 * inner, inner) * model.config.num_hidden_layers, strict=True):
-        profile = profile_operations(trace)[each.name]
+        profile = profiles[each.name]
         assert profile.forward_flops == 2 * rows * width * features
         assert profile.backward_flops == 2 * profile.forward_flops
 

@@ -19,7 +19,7 @@ from colossalai.auto_parallel.trace._trace import (
     trace_model,
 )
 from colossalai.lazy import LazyInitContext
-from tests.auto_parallel.trace.cases import CASES, OF_TRANSFORMERS, SEQ, built, gpt2
+from tests.auto_parallel.trace.cases import IN_TIERS, OF_TRANSFORMERS, SEQ, built, gpt2
 
 pytestmark = pytest.mark.unit
 
@@ -81,7 +81,7 @@ def branches() -> ModelTrace:
     return trace_model(Branches(), {"x": torch.rand(3, 4)})
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", IN_TIERS)
 def test_every_operation_has_its_module(name):
     if name in OF_TRANSFORMERS:
         pytest.importorskip("transformers")

@@ -21,6 +21,7 @@ from tests.chat.test_grpo import digits, prompts
 from tests.chat.test_ppo import value_model
 from tests.chat.tiny import PLUGINS, causal, tokenizer
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -72,10 +73,10 @@ def answer_shortly(name: str, plan: str, way: str) -> Any:
 @pytest.mark.parametrize(
     ("name", "plan", "way"),
     [
-        ("grpo", "ddp", "empty"),
+        further("grpo", "ddp", "empty"),
         ("ppo", "zero 2", "empty"),
-        pytest.param("grpo", "zero 1", "short", marks=pytest.mark.long),
-        pytest.param("ppo", "ddp", "short", marks=pytest.mark.long),
+        further("grpo", "zero 1", "short"),
+        further("ppo", "ddp", "short"),
     ],
 )
 def test_a_rank_whose_answers_are_empty_or_short_is_no_hang(name: str, plan: str, way: str) -> None:
@@ -89,9 +90,13 @@ def test_a_rank_whose_answers_are_empty_or_short_is_no_hang(name: str, plan: str
     assert 1.0 < lengths[0] < 5.0  # of both ranks; later ones may be of prompts of one rank alone
 
 
+def answer_nothing() -> dict[str, Any]:
+    return {name: answer_shortly(name, "ddp", "empty") for name in METHODS}
+
+
 def test_empty_answers_alone_are_learned_from() -> None:
-    for name in METHODS:
-        ((records, _),) = run_ranks(answer_shortly, 1, name, "ddp", "empty")
+    (found,) = run_ranks(answer_nothing, 1)
+    for name, (records, _) in found.items():
         assert [each["length"] for each in records if "length" in each] == [1.0] * (
             4 if name == "grpo" else 2
         )
@@ -117,17 +122,17 @@ def take_turns(ways: tuple[str, ...]) -> Any:
             return [each["loss"] for each in fit(policy, *pairs[number], boosters[number], **more)]
 
         if way == "alone":
-            losses = [[learn(number, seed)[0] for seed in range(3)] for number in range(2)]
+            losses = [[learn(number, seed)[0] for seed in range(2)] for number in range(2)]
         elif way == "turns":
-            turns = [[learn(number, seed)[0] for number in range(2)] for seed in range(3)]
+            turns = [[learn(number, seed)[0] for number in range(2)] for seed in range(2)]
             losses = [list(each) for each in zip(*turns, strict=True)]
         else:
-            seeds, inner = iter(range(3)), []
+            seeds, inner = iter(range(2)), []
 
             def on_step(record: Any, inner: Any = inner, seeds: Any = seeds, learn: Any = learn) -> None:
                 inner += learn(1, next(seeds))
 
-            losses = [learn(0, 0, steps=3, on_step=on_step), inner]
+            losses = [learn(0, 0, steps=2, on_step=on_step), inner]
         found.append(losses)
         gpc.destroy()
     return found
@@ -168,6 +173,7 @@ def teach(_: Any = None) -> Any:
     return [(each["loss"], each["reward/judge"], each["reward"]) for each in records]
 
 
+@pytest.mark.long  # `make test` has two policies that learn by turns, above
 def test_a_student_and_its_teacher_learn_by_turns_as_in_one_process() -> None:
     (alone,) = run_ranks(teach, 1)
     assert len({judged for _, judged, _ in alone}) == 3

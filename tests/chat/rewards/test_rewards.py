@@ -60,6 +60,7 @@ def scorer(reward: Any) -> Any:
 
 
 @pytest.mark.unit
+@pytest.mark.long  # its processes import torch; one that is killed is in ..._hangs_on_one_rank_...
 def test_processes_call_a_function_and_are_ended() -> None:
     at_work = scorer(TimedReward(function=of_process, seconds=LONG_S, workers=2))
     try:
@@ -189,8 +190,8 @@ def test_mistakes() -> None:
         ModelReward(model=model, tokenizer=tokenizer())
 
 
-def hang_on_rank_1(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
-    if os.environ["RANK"] == "1" and row["number"] >= 2:
+def hang(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
+    if row["number"] >= 2:
         time.sleep(LONG_S)
     return float(len(answer))
 
@@ -227,9 +228,15 @@ def fail(reward: Any) -> str:
     return str(caught.value)
 
 
+def fail_on_rank_1() -> str:
+    """Call in a process on rank 1 alone: that on rank 0 would import torch for nothing."""
+    assert multiprocessing.active_children() == []
+    return fail(TimedReward(function=hang, seconds=1.0) if os.environ["RANK"] == "1" else length)
+
+
 @pytest.mark.dist
 def test_a_call_that_hangs_on_one_rank_is_heard_of_on_all() -> None:
-    found = run_ranks(fail, 2, TimedReward(function=hang_on_rank_1, seconds=1.0))
+    found = run_ranks(fail_on_rank_1, 2)
     assert found[0] == found[1]
     assert found[0].startswith("the reward failed on rank 1, and no step was made: of the answer ")
     assert found[0].endswith("it took longer than seconds=1.0")
@@ -246,6 +253,7 @@ def test_a_part_that_is_no_number_is_named() -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.long  # `make test` has the parts of a sum in one process, and the means over ranks of any record
 def test_parts_are_written_down_as_in_one_process() -> None:
     reward = RewardSum({"length": (0.5, length), "right": (2.0, right)})
     (alone,) = run_ranks(fit, 1, reward, 3)

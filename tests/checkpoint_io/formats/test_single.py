@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossalai.checkpoint_io.formats import _safetensors
@@ -21,6 +21,7 @@ from colossalai.checkpoint_io.formats._single import (
 )
 from colossalai.checkpoint_io.formats._whole_writer import ByteStream
 from colossalai.checkpoint_io.resharding._tensors import stored_view
+from tests.tiers import further
 
 pytestmark = pytest.mark.unit
 
@@ -45,9 +46,17 @@ def tensors_of(spec: dict[str, tuple[list[int], torch.dtype]]) -> dict[str, torc
     return {name: (torch.randn(shape) * 9).to(dtype) for name, (shape, dtype) in spec.items()}
 
 
-@given(spec=specs)
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-def test_round_trip(spec: dict[str, tuple[list[int], torch.dtype]], tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_files", [12, further(40)])
+def test_round_trip(num_files: int, tmp_path: Path) -> None:
+    @given(spec=specs)
+    @settings(max_examples=num_files)
+    def check(spec: dict[str, tuple[list[int], torch.dtype]]) -> None:
+        come_back(spec, tmp_path)
+
+    check()
+
+
+def come_back(spec: dict[str, tuple[list[int], torch.dtype]], tmp_path: Path) -> None:
     tensors = tensors_of(spec)
     write_torch(tmp_path / "a", tensors)
     write_safetensors(tmp_path / "b", tensors, header={"note": "é"})

@@ -16,7 +16,7 @@ from colossalai.tensor import Box
 from tests.checkpoint_io.layouts import FURTHER, LAYOUTS, Run, layout_of
 from tests.ranks import run_ranks
 
-QUICK = ("pp2-tp2", "fsdp", "gemini2-tp2")
+QUICK = ("pp2-tp2", "gemini2-tp2")
 
 
 def gather(name: str, folder: Path) -> float:

@@ -17,10 +17,9 @@ from colossalai.checkpoint_io import (
     load_training_state,
     save_training_state,
 )
+from tests.tiers import further
 
 pytestmark = pytest.mark.unit
-
-NUM_KILLS = 8
 
 
 def state_of(step: int) -> TrainingState:
@@ -54,14 +53,15 @@ def killed_after(seconds: float, folder: Path, first_step: int) -> None:
     assert os.WIFSIGNALED(status), "the writer ended by itself"
 
 
-def test_kill_at_any_moment(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [3, further(8)])
+def test_kill_at_any_moment(num_kills: int, tmp_path: Path) -> None:
     generator = random.Random(20)
     for _ in range(2):  # the second tells how long a save takes on this machine, just now
         begin = time.monotonic()
         save_training_state(tmp_path, state_of(0), step=0)
     seconds = time.monotonic() - begin
     last = 0
-    for _ in range(NUM_KILLS):
+    for _ in range(num_kills):
         killed_after(seconds * generator.uniform(0.5, 6), tmp_path, last + 1)
         path = latest_training_state(tmp_path)
         assert path is not None, "no complete training state is left"
@@ -72,4 +72,4 @@ def test_kill_at_any_moment(tmp_path: Path) -> None:
         for parameter in loaded.model.parameters():
             assert parameter.detach().eq(told).all()
             assert loaded.optimizer.state[parameter]["momentum_buffer"].eq(told).all()
-    assert last > NUM_KILLS, "the writer never got anything done"
+    assert last > num_kills, "the writer never got anything done"

@@ -20,19 +20,20 @@ from tests.communication.shared_memory.programs import (
     scatter_single,
 )
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 
 @pytest.mark.dist
-@settings(
-    max_examples=12,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.generate,),
-)
-@given(drawn=programs())
-def test_programs_of_calls(drawn):
-    num_ranks, groups, program = drawn
-    wrong = run_ranks(run_program, num_ranks, groups, program)
-    assert not any(wrong), "\n".join(line for lines in wrong for line in lines)
+@pytest.mark.parametrize("num_programs", [4, further(12)])
+def test_programs_of_calls(num_programs):
+    @settings(max_examples=num_programs, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
+    @given(drawn=programs())
+    def check(drawn):
+        num_ranks, groups, program = drawn
+        wrong = run_ranks(run_program, num_ranks, groups, program)
+        assert not any(wrong), "\n".join(line for lines in wrong for line in lines)
+
+    check()
 
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int32)
@@ -79,7 +80,7 @@ def add_sparse(num_cases):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [3, further(1), further(2)])
 def test_sums_of_sparse_tensors(num_ranks):
     wrong = run_ranks(add_sparse, num_ranks, 40)
     assert not any(wrong), "\n".join(line for lines in wrong for line in lines)
@@ -141,7 +142,7 @@ def lend(cases):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+@pytest.mark.parametrize("num_ranks", [3, further(2), further(4)])
 def test_operands_that_are_read_where_they_lie(num_ranks):
     everybody = tuple(range(num_ranks))
     cases = [

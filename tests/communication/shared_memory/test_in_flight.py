@@ -12,6 +12,7 @@ from colossalai.communication.shared_memory import _counters, _membership
 from tests.communication.shared_memory.programs import Step, run_program
 from tests.communication.shared_memory.ranks_that_end import group, wait_for_file
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -101,9 +102,9 @@ def test_messages_and_collectives_do_not_hold_up_one_another(tmp_path):
 
 
 def compute_while_a_message_passes(path):
-    """Rank 0 sends 64 MB and computes, rank 1 has asked and computes: the message passes meanwhile."""
+    """Rank 0 sends 16 MB and computes, rank 1 has asked and computes: the message passes meanwhile."""
     with group(path) as rank:
-        tensor = torch.ones(16 << 20) if rank == 0 else torch.zeros(16 << 20)
+        tensor = torch.ones(4 << 20) if rank == 0 else torch.zeros(4 << 20)
         work = dist.isend(tensor, 1) if rank == 0 else dist.irecv(tensor, 0)
         begun, end = time.monotonic(), time.monotonic() + 20
         while time.monotonic() < end and tensor[-1].item() != 1.0:
@@ -154,11 +155,12 @@ def run_with_fences():
     return run_program([[0, 1, 2], [0, 2]], _program())
 
 
-@pytest.mark.parametrize("is_ordered", [True, False])
+@pytest.mark.parametrize("is_ordered", [False, further(True)])
 def test_the_portable_wait_gives_the_same(is_ordered):
     assert run_ranks(run_without_a_futex, 3, is_ordered) == [[], [], []]
 
 
+@pytest.mark.long  # the fences with the portable wait are above
 def test_the_wait_of_processors_without_order_gives_the_same():
     if not isinstance(_counters.waiting_of_this_system(), _counters.Futex):
         pytest.skip("no futex here")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 import colossalai
 from colossalai.communication.shared_memory import _meeting, how_ranks_talk
 from tests.communication.shared_memory.programs import Runner, Step, programs
-from tests.communication.shared_memory.ranks_that_end import error_of
+from tests.communication.shared_memory.ranks_that_end import error_of, wait_for_file
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 BOTH = "shared memory, and gloo between machines"
@@ -55,21 +57,22 @@ def _shares(ranks: list[int], machines: list[int]) -> bool:
     return len(ranks) == 1 or len({machines[rank] for rank in ranks}) < len(ranks)
 
 
-@settings(
-    max_examples=6,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.generate,),
-)
-@given(drawn=programs(most=4), machines=st.lists(st.integers(0, 2), min_size=4, max_size=4))
-def test_programs_of_calls(drawn: tuple[int, list[list[int]], list[Any]], machines: list[int]) -> None:
-    num_ranks, groups, program = drawn
-    machines = [machines[0], *machines][:num_ranks]  # two share one, so that the world is not gloo's alone
-    groups = [ranks if _shares(ranks, machines) else groups[0] for ranks in groups]
-    wrong = run_ranks(run_program, num_ranks, groups, program, machines)
-    assert not any(wrong), "\n".join(line for lines in wrong for line in lines)
+@pytest.mark.parametrize("num_programs", [3, further(6)])
+def test_programs_of_calls(num_programs: int) -> None:
+    @settings(max_examples=num_programs, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
+    @given(drawn=programs(most=4), machines=st.lists(st.integers(0, 2), min_size=4, max_size=4))
+    def check(drawn: tuple[int, list[list[int]], list[Any]], machines: list[int]) -> None:
+        num_ranks, groups, program = drawn
+        machines = [machines[0], *machines][:num_ranks]  # two share one: the world is not gloo's alone
+        groups = [ranks if _shares(ranks, machines) else groups[0] for ranks in groups]
+        wrong = run_ranks(run_program, num_ranks, groups, program, machines)
+        assert not any(wrong), "\n".join(line for lines in wrong for line in lines)
+
+    check()
 
 
-def test_sums_go_in_the_order_of_machines() -> None:
+@pytest.mark.parametrize("machines", [[2, 0, 1, 0], further([0, 1, 2, 2])], ids=["2010", "0122"])
+def test_sums_go_in_the_order_of_machines(machines: list[int]) -> None:
     """Of three, as the order of two changes no bit: whole tensors, sections, at a root, scattered."""
     program = [
         Step(operation, 0, dtype, shape, reduction, root, False, False, root)
@@ -78,9 +81,8 @@ def test_sums_go_in_the_order_of_machines() -> None:
         for operation in ("all_reduce", "reduce", "reduce_scatter")
         for root, reduction in enumerate(("SUM", "AVG", "SUM", "PRODUCT"))
     ]
-    for machines in ([0, 1, 2, 2], [2, 0, 1, 0]):
-        wrong = run_ranks(run_program, 4, [[0, 1, 2, 3]], program, machines)
-        assert not any(wrong), "\n".join(line for lines in wrong for line in lines)
+    wrong = run_ranks(run_program, 4, [[0, 1, 2, 3]], program, machines)
+    assert not any(wrong), "\n".join(line for lines in wrong for line in lines)
 
 
 def talk(machines: list[int]) -> tuple[list[str], list[tuple[int, int]]]:
@@ -117,6 +119,7 @@ def test_a_machine_sends_as_much_as_one_rank_in_its_place() -> None:
         assert other[1] == [(0, 0)]
 
 
+@pytest.mark.long  # of two machines above, and what three give is right by the sums
 def test_three_machines_send_sections() -> None:
     """2 (H-1)/H of a sum, and to each of the two others what the machine's ranks give to a gather."""
     *leaders, other = run_ranks(talk, 4, [0, 1, 2, 2])
@@ -159,7 +162,7 @@ def disagree(machines: list[int], odd: int) -> tuple[str, str, float]:
         return kind, text, time.monotonic() - begun
 
 
-@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("odd", [2, further(0)])
 def test_ranks_that_disagree_are_named_across_machines(odd: int) -> None:
     """Rank 2 is alone: only the leaders can see it. Rank 0 is not: its neighbor sees it at once."""
     for kind, text, seconds in run_ranks(disagree, 3, [0, 0, 1], odd)[: 3 if odd else 2]:
@@ -169,19 +172,22 @@ def test_ranks_that_disagree_are_named_across_machines(odd: int) -> None:
         assert seconds < 5
 
 
-def comes_late(machines: list[int]) -> tuple[str, float]:
+def comes_late(machines: list[int], folder: Path) -> tuple[str, float]:
     with on_machines(machines) as rank:
         dist.barrier()
         begun = time.monotonic()
         if rank == 2:
-            time.sleep(4.0)
+            for other in range(2):
+                wait_for_file(folder / f"told-{other}")
             return "", 0.0
         barrier = dist.group.WORLD.monitored_barrier  # type: ignore[union-attr]
-        return error_of(lambda: barrier(timedelta(seconds=1)))[1], time.monotonic() - begun
+        error, seconds = error_of(lambda: barrier(timedelta(seconds=1)))[1], time.monotonic() - begun
+        (folder / f"told-{rank}").touch()
+        return error, seconds
 
 
-def test_a_limit_holds_across_machines() -> None:
-    for error, seconds in run_ranks(comes_late, 3, [0, 0, 1])[:2]:
+def test_a_limit_holds_across_machines(tmp_path: Path) -> None:
+    for error, seconds in run_ranks(comes_late, 3, [0, 0, 1], tmp_path)[:2]:
         assert "barrier #2 of group '0'" in error
         assert "within 1 s" in error
         assert seconds < 3
@@ -202,7 +208,7 @@ def dies(machines: list[int], victim: int) -> str:
         return found
 
 
-@pytest.mark.parametrize("victim", [1, 2])
+@pytest.mark.parametrize("victim", [2, further(1)])
 def test_a_death_ends_the_wait_on_all_machines(victim: int) -> None:
     errors = run_ranks(dies, 4, [0, 0, 1, 1], victim)
     for rank, error in enumerate(errors):

@@ -14,6 +14,7 @@ from colossalai.communication.shared_memory import how_ranks_talk
 from colossalai.communication.shared_memory._membership import members
 from tests.communication.shared_memory.ranks_that_end import group
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 THREAD_END_S = 2.0
@@ -85,14 +86,14 @@ def test_nothing_is_left_of_a_group_that_is_destroyed(tmp_path):
         assert after == before
 
 
-def make_many_at_once(path):
+def make_many_at_once(path, count):
     with group(path / "before"):
         pass
     before = taken()
     with group(path / "many") as rank:
-        groups = [dist.new_group() for _ in range(200)]
+        groups = [dist.new_group() for _ in range(count)]
         talk = {how_ranks_talk(pg) for pg in groups}
-        tensors = [torch.full((100,), float(number)) for number in range(200)]
+        tensors = [torch.full((100,), float(number)) for number in range(count)]
         works = [
             dist.all_reduce(tensor, group=pg, async_op=True)
             for pg, tensor in zip(groups, tensors, strict=True)
@@ -105,14 +106,15 @@ def make_many_at_once(path):
     return talk, is_right, before, during, taken(before)
 
 
-def test_200_groups_at_once(tmp_path):
-    for talk, is_right, before, during, after in run_ranks(make_many_at_once, 2, tmp_path):
+@pytest.mark.parametrize("count", [50, further(200)])
+def test_many_groups_at_once(tmp_path, count):
+    for talk, is_right, before, during, after in run_ranks(make_many_at_once, 2, tmp_path, count):
         assert talk == {"shared memory"}
         assert is_right
-        assert during["segments"] == before["segments"] + 201 + 1  # and the arena of the other process
+        assert during["segments"] == before["segments"] + count + 1 + 1  # and the arena of the other process
         # Two for each segment, as Python's mmap has its own one; that of the other process is shared by all,
         # and so is its arena, which is mapped by one.
-        assert during["descriptors"] <= before["descriptors"] + 2 * 201 + 2
+        assert during["descriptors"] <= before["descriptors"] + 2 * (count + 1) + 2
         assert after == before
 
 

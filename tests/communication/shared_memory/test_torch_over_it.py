@@ -155,7 +155,7 @@ def pipeline(folder: Path) -> None:
     end()
 
 
-@pytest.mark.parametrize("job", [ddp, sparse_gradients, fsdp, tensors, pipeline, further(compiled)])
+@pytest.mark.parametrize("job", [ddp, fsdp, tensors, pipeline, further(sparse_gradients), further(compiled)])
 def test_gives_what_one_process_gives(job: Callable[[Path], None], tmp_path: Path) -> None:
     run_ranks(job, 2, tmp_path)
 

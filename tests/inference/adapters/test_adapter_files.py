@@ -200,17 +200,31 @@ ENDS = st.sampled_from(["q_proj", "mlp.up_proj", "1.mlp.up_proj", "lm_head", "la
 PATTERNS = st.sampled_from([r".*\.(q_proj|up_proj)", r"lm_head", r".*layers\.[12]\..*_proj", r"q_proj"])
 
 
-@settings(max_examples=150)
-@given(
-    targets=st.one_of(st.lists(ENDS, min_size=1, max_size=3, unique=True), PATTERNS),
-    excluded=st.one_of(st.none(), st.lists(ENDS, max_size=2, unique=True), PATTERNS),
-    blocks=st.one_of(st.none(), st.integers(0, 3), st.lists(st.integers(0, 3), max_size=2)),
-    block_patterns=st.one_of(st.none(), st.just("layers"), st.just(["h", "layers"]), st.just("blocks")),
-    ranks=st.dictionaries(st.sampled_from(["q_proj", r"1\.mlp\.up_proj", r".*head"]), st.integers(1, 9)),
-    alphas=st.dictionaries(st.sampled_from(["up_proj", r"layers\.2\..*", "lm_head"]), st.integers(1, 9)),
-    use_rslora=st.booleans(),
-)
-def test_the_config_names_the_layers_that_peft_adapts(
+ADAPTED = {
+    "targets": st.one_of(st.lists(ENDS, min_size=1, max_size=3, unique=True), PATTERNS),
+    "excluded": st.one_of(st.none(), st.lists(ENDS, max_size=2, unique=True), PATTERNS),
+    "blocks": st.one_of(st.none(), st.integers(0, 3), st.lists(st.integers(0, 3), max_size=2)),
+    "block_patterns": st.one_of(st.none(), st.just("layers"), st.just(["h", "layers"]), st.just("blocks")),
+    "ranks": st.dictionaries(st.sampled_from(["q_proj", r"1\.mlp\.up_proj", r".*head"]), st.integers(1, 9)),
+    "alphas": st.dictionaries(st.sampled_from(["up_proj", r"layers\.2\..*", "lm_head"]), st.integers(1, 9)),
+    "use_rslora": st.booleans(),
+}
+
+
+@settings(max_examples=40)
+@given(**ADAPTED)
+def test_the_config_names_the_layers_that_peft_adapts(**fields: Any) -> None:
+    check_names(**fields)
+
+
+@pytest.mark.long
+@settings(max_examples=300)
+@given(**ADAPTED)
+def test_any_of_many_configs_names_the_layers_that_peft_adapts(**fields: Any) -> None:
+    check_names(**fields)
+
+
+def check_names(
     targets: Any, excluded: Any, blocks: Any, block_patterns: Any, ranks: Any, alphas: Any, use_rslora: bool
 ) -> None:
     from peft import LoraConfig, get_peft_model

@@ -21,6 +21,7 @@ from tests.inference.adapters.made import LLAMA, OTHERS, in_codes, merged
 from tests.inference.models import MIXED, greedy, prompts, tiny
 from tests.inference.test_quantized import TIES, assert_same_but_ties
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.dist
@@ -79,14 +80,14 @@ def saved(folder: Path, family: str, **more: int) -> dict[str | None, Any]:
 
 
 CELLS = [
-    ("Llama", 2, 1, {}),
     ("Llama", 2, 2, {}),
-    ("Llama", 2, 1, {"is_batch_invariant": True}),
+    further("Llama", 2, 1, {}),
+    further("Llama", 2, 1, {"is_batch_invariant": True}),
     ("GPT2", 2, 1, {}),
-    ("Bloom", 1, 2, {}),
-    pytest.param("Llama", 1, 2, {}, marks=pytest.mark.long),
-    pytest.param("OPT", 2, 1, {}, marks=pytest.mark.long),
-    pytest.param("Bloom", 2, 2, {}, marks=pytest.mark.long),
+    further("Bloom", 1, 2, {}),
+    further("Llama", 1, 2, {}),
+    further("OPT", 2, 1, {}),
+    further("Bloom", 2, 2, {}),
 ]
 
 
@@ -94,7 +95,7 @@ CELLS = [
 def test_texts_are_those_of_generate(
     family: str, tp: int, pp: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    models = saved(tmp_path, family)
+    models = saved(tmp_path, family, num_hidden_layers=2)
     found, *others = run_ranks(answers, tp * pp, str(tmp_path), tp, pp, options)
     assert others == [None] * (tp * pp - 1)
     assert found == [
@@ -102,6 +103,7 @@ def test_texts_are_those_of_generate(
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("way", ["int8-weights"])
 def test_quantized_and_cut_with_adapters_in_float(way: str, tmp_path: Path) -> None:
     models = saved(tmp_path, "Llama", hidden_size=64, intermediate_size=64)
@@ -116,11 +118,12 @@ def test_quantized_and_cut_with_adapters_in_float(way: str, tmp_path: Path) -> N
 
 def slices(folder: str, tp: int, pp: int) -> dict[str, Any]:
     """Return by layer and adapter what this rank holds of A and B, and what is added to which rows."""
-    mesh = launched(tp, pp)
+    mesh = launched(tp, pp) if tp * pp > 1 else None
     settings = EngineOptions(kv_memory=2**22)
     model = load_model(f"{folder}/base", settings, mesh)
-    runner, *_ = _make_runner(model, settings, StepLink(mesh, torch.device("cpu")))
-    received = None if mesh.axis("pp").rank == 0 else random_like(torch.zeros(1, 3, 32), 3)
+    link = None if mesh is None else StepLink(mesh, torch.device("cpu"))
+    runner, *_ = _make_runner(model, settings, link)
+    received = None if mesh is None or mesh.axis("pp").rank == 0 else random_like(torch.zeros(1, 3, 32), 3)
     deltas = load_adapters(runner, folders(folder), received)
     names = {part: name for name, part in model.named_modules()}
     return {
@@ -131,8 +134,8 @@ def slices(folder: str, tp: int, pp: int) -> dict[str, Any]:
 
 
 def test_each_rank_holds_its_slices_of_its_own_layers(tmp_path: Path) -> None:
-    saved(tmp_path, "Llama")
-    (whole,) = run_ranks(slices, 1, str(tmp_path), 1, 1)
+    saved(tmp_path, "Llama", num_hidden_layers=2)
+    whole = slices(str(tmp_path), 1, 1)
     cut = run_ranks(slices, 2, str(tmp_path), 2, 1)
     for key, (first, second) in whole.items():
         parts = [rank[key] for rank in cut]

@@ -53,6 +53,7 @@ KINDS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"is_batch_invariant": True}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_request_whose_logits_are_nan_fails_alone(kind, options):

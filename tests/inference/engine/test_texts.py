@@ -19,6 +19,7 @@ from tests.inference.engine.setups import (
     texts,
 )
 from tests.inference.models import MIXED, greedy, prompts, tiny
+from tests.tiers import after_the_first, further
 
 pytestmark = pytest.mark.unit
 
@@ -34,6 +35,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_texts_are_those_of_generate(family, name):
@@ -46,7 +48,7 @@ def test_greedy_texts_are_those_of_generate(family, name):
     assert bool(llm.engine.stats().prefix_hit_tokens) == SETTINGS[name].get("has_prefix_cache", True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", after_the_first(FAMILIES))
 def test_a_prompt_alone_has_the_text_of_generate(family):
     llm = LLM(model(family), kv_memory=POOL)
     for prompt, text in zip(prompts(*MIXED), expected(family), strict=True):
@@ -59,7 +61,7 @@ def test_a_model_with_faster_parts_has_the_texts_of_generate(family):
     assert texts(llm.generate(prompts(*MIXED), GREEDY)) == expected(family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", after_the_first(FAMILIES, 2))
 def test_preempted_requests_have_the_texts_of_generate(family):
     llm = LLM(model(family), kv_memory=small_pool(family, 140), max_length=132, block_size=2)
     assert llm.engine.scheduler.pool.num_blocks == 70
@@ -107,7 +109,9 @@ SAMPLED = (
 )
 
 
-@pytest.mark.parametrize("name", ["as_it_is", "small_chunks", "few_at_a_time", "invariant"])
+@pytest.mark.parametrize(
+    "name", [further("as_it_is"), further("small_chunks"), "few_at_a_time", further("invariant")]
+)
 def test_seeded_samples_are_the_same_alone_and_in_any_company(name):
     llm = LLM(model("Llama"), kv_memory=POOL, **SETTINGS[name])
     batch = prompts(*MIXED)
@@ -213,8 +217,19 @@ def test_a_prompt_whose_logprobs_are_asked_for_needs_blocks_for_itself_only():
 WIDE = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 1000, "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize("is_owned", [False, True])
-@pytest.mark.parametrize("family", [*FAMILIES, "wide"])
+@pytest.mark.parametrize(
+    ("family", "is_owned"),
+    [
+        *(further("Llama", is_owned) for is_owned in (False, True)),
+        ("GPT2", False),
+        further("GPT2", True),
+        *(further("OPT", is_owned) for is_owned in (False, True)),
+        further("Qwen3", False),
+        ("Qwen3", True),
+        further("wide", False),
+        ("wide", True),
+    ],
+)
 def test_log_probabilities_are_bit_for_bit_the_same_in_any_company(family, is_owned):
     made = tiny("Llama", **WIDE) if family == "wide" else tiny(family)
     llm = LLM(made, kv_memory=2**24, is_batch_invariant=True, is_owned=is_owned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from colossalai.inference.products import QuantizedLinear
 from colossalai.inference.products._quantized_products import pack_codes
 from tests.inference.models import tiny
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytest.importorskip("transformers")
 
@@ -32,13 +34,15 @@ SIZES: dict[str, dict[str, int]] = {
     "Mixtral": {"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 2},
 }
 CELLS = [
-    ("Llama", None, "auto", 2, 2),
-    ("Llama", "int8", "int8", 2, 1),
+    further("Llama", None, "auto", 2, 2),
+    further("Llama", "int8", "int8", 2, 1),
     ("GPT2", "int4:32", "auto", 1, 2),
-    ("OPT", "int8-weights", "auto", 2, 2),
+    further("OPT", "int8-weights", "auto", 2, 2),
+    ("OPT", "int8-weights", "auto", 2, 1),
     ("Bloom", "int8", "auto", 2, 2),
     ("Phi3", None, "auto", 2, 1),
-    ("Mixtral", "int8", "auto", 2, 1),
+    ("Mixtral", "int8", "int8", 2, 1),
+    further("Mixtral", "int8", "auto", 2, 1),
 ]
 
 
@@ -136,6 +140,13 @@ def _collect(value: Any, found: dict[int, torch.Tensor], seen: set[int]) -> None
         _collect(vars(value), found, seen)
 
 
+@cache
+def stage_of_bloom(quantize: str | None) -> StageMemory:
+    """Return the one stage of the largest model on eight ranks; it takes most of a second to count."""
+    (stage,) = serving_memory("bloom_175B", EngineOptions(quantize=quantize), tp=8).stages
+    return stage
+
+
 @pytest.mark.unit
 @pytest.mark.parametrize(("quantize", "bits"), [(None, 16), ("int8", 8), ("int4:128", 4)])
 def test_bloom_of_175_billion_on_eight_ranks(quantize: str | None, bits: int) -> None:
@@ -147,11 +158,11 @@ def test_bloom_of_175_billion_on_eight_ranks(quantize: str | None, bits: int) ->
         expected += vocab * hidden * bits / 8 / ranks  # the head has codes of its own beside the embedding
     if bits == 4:
         expected += (matrices + vocab * hidden) / 128 * 4 / ranks  # a scale and a zero point, bfloat16 each
-    (stage,) = serving_memory("bloom_175B", EngineOptions(quantize=quantize), tp=ranks).stages
+    stage = stage_of_bloom(quantize)
     assert stage.weight_bytes == pytest.approx(expected, rel=0.03)
     assert stage.block_bytes == 16 * blocks * 2 * hidden * 2 // ranks
-    (plain,) = serving_memory("bloom_175B", EngineOptions(), tp=ranks).stages
     if quantize == "int8":
+        plain = stage_of_bloom(None)
         assert stage.weight_bytes / plain.weight_bytes == pytest.approx(0.5, abs=0.03)
     assert all(rank in stage.ranks for rank in range(ranks))
 

@@ -160,7 +160,7 @@ def check(setup, dtype):
 
 
 @given(setups(), st.sampled_from((torch.float64, torch.float32)))
-@settings(max_examples=300)
+@settings(max_examples=80)
 def test_any_chunks(setup, dtype):
     check(setup, dtype)
 

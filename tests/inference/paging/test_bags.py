@@ -30,9 +30,20 @@ def seen(found: BagIndices) -> list[list[list[int]]]:
     ]
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(st.data())
 def test_indices_that_go_on_are_those_that_are_made_anew(data: st.DataObject) -> None:
+    check_going_on(data)
+
+
+@pytest.mark.long
+@settings(max_examples=300)
+@given(st.data())
+def test_any_of_many_indices_that_go_on(data: st.DataObject) -> None:
+    check_going_on(data)
+
+
+def check_going_on(data: st.DataObject) -> None:
     memo = BagsMemo()
     fresh_block = iter(range(1000)).__next__
     sequences = [

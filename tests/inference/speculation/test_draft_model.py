@@ -16,6 +16,7 @@ from tests.inference.models import MIXED, greedy, prompts, tiny
 from tests.inference.speculation.makers import speculating
 from tests.inference.speculation.test_ngram import sequence_of
 from tests.inference.tiny_tokenizers import metaspace
+from tests.tiers import further
 
 pytestmark = pytest.mark.unit
 
@@ -51,18 +52,28 @@ def plainly(served, tokens, number):
 PLAIN = tiny("GPT2", n_layer=2, n_positions=128)
 
 
-@given(
-    st.lists(st.integers(1, 20), min_size=1, max_size=4),
-    st.lists(
-        st.lists(
-            st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 199)), min_size=4, max_size=4
-        ),
-        min_size=4,
-        max_size=4,
-    ),
+some_lengths = st.lists(st.integers(1, 20), min_size=1, max_size=4)
+some_rounds = st.lists(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 199)), min_size=4, max_size=4),
+    min_size=4,
+    max_size=4,
 )
-@settings(max_examples=25)
+
+
+@given(some_lengths, some_rounds)
+@settings(max_examples=8)
 def test_guesses_are_those_of_generate_whatever_was_refused(folder, lengths, rounds):
+    check_guesses(folder, lengths, rounds)
+
+
+@pytest.mark.long
+@given(some_lengths, some_rounds)
+@settings(max_examples=40)
+def test_any_of_many_guesses_is_that_of_generate_whatever_was_refused(folder, lengths, rounds):
+    check_guesses(folder, lengths, rounds)
+
+
+def check_guesses(folder, lengths, rounds):
     """In each round a sequence wants so many guesses; so many of them are taken, and another token."""
     drafts = maker(folder, num_blocks=60)
     sequences = [sequence_of(prompt) for prompt in prompts(*lengths)]
@@ -134,7 +145,7 @@ def test_nothing_is_guessed_behind_the_window(folder):
     ]
 
 
-@pytest.mark.parametrize("num_running", [1, 16])
+@pytest.mark.parametrize("num_running", [further(1), 16])
 def test_texts_are_those_of_generate(folder, num_running):
     llm = speculating("Llama", speculate=f"{folder}:4", max_running=num_running)
     assert texts(llm.generate(prompts(*MIXED), GREEDY)) == expected("Llama")

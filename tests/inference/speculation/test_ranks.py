@@ -1,5 +1,6 @@
 """Drafts on several ranks, with several steps under way: the texts are those of one process."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,14 @@ from colossalai.inference._request import Request
 from tests.inference.models import MIXED, greedy, prompts, tiny
 from tests.inference.speculation.makers import Oracle, still
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 NUM_TOKENS = 12
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
 
 
+@cache
 def right_texts() -> list[tuple[int, ...]]:
     return [greedy(tiny("Llama"), prompt, NUM_TOKENS) for prompt in prompts(*MIXED)]
 
@@ -57,7 +60,7 @@ def drafted(tp: int, pp: int, known: list[list[int]], speculate: str) -> Any:
     return [collector.output().token_ids for collector in collectors], engine.stats().accepted_draft_tokens
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (1, 2), pytest.param(2, 2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("tp", "pp"), [further(2, 1), (1, 2), further(2, 2)])
 def test_texts_are_those_of_generate(tp: int, pp: int) -> None:
     texts = right_texts()
     known = [[*prompt, *text] for prompt, text in zip(prompts(*MIXED), texts, strict=True)]

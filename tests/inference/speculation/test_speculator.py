@@ -10,6 +10,7 @@ from tests.inference.engine.setups import GREEDY, POOL, expected, heard, model, 
 from tests.inference.models import MIXED, prompts
 from tests.inference.speculation.makers import Oracle, speculating, still
 from tests.inference.speculation.test_ngram import sequence_of
+from tests.tiers import further
 
 pytestmark = pytest.mark.unit
 
@@ -72,7 +73,7 @@ def test_drafts_are_long_where_rows_are_free_and_guesses_right():
     assert sum(simulation.lengths[-50:]) > 50 * 4 * 3.5
 
 
-@pytest.mark.parametrize("probability", [0.5, 0.9])
+@pytest.mark.parametrize("probability", [further(0.5), 0.9])
 def test_no_drafts_where_a_row_costs_as_much_as_a_step_gives(probability):
     simulation = Simulation(16, arithmetic, probability)
     rate = simulation.run(2000)
@@ -129,7 +130,7 @@ def test_the_pace_between_and_beyond_what_was_measured():
     assert pace.seconds(4) == pytest.approx(2.5)  # the measurement at 4 has been forgotten
 
 
-@pytest.mark.parametrize("num_requests", [1, 16])
+@pytest.mark.parametrize("num_requests", [further(1), 4, further(16)])
 def test_a_maker_that_is_always_wrong_costs_few_rows(num_requests):
     batch = prompts(*MIXED)[-num_requests:]
     whole = LLM(model("Llama"), kv_memory=POOL).generate(batch, LONG)

@@ -23,6 +23,7 @@ from tests.inference.engine.setups import (
 from tests.inference.engine.test_texts import SAMPLED, SETTINGS
 from tests.inference.models import MIXED, prompts, tiny
 from tests.inference.speculation.makers import Oracle, speculating
+from tests.tiers import after_the_first, further
 
 pytestmark = pytest.mark.unit
 
@@ -35,6 +36,7 @@ def known(family):
     return [[*prompt, *text] for prompt, text in zip(BATCH, expected(family), strict=True)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_texts_are_those_of_generate(family, name):
@@ -44,12 +46,12 @@ def test_greedy_texts_are_those_of_generate(family, name):
     assert 5 < stats.accepted_draft_tokens < stats.draft_tokens
     assert stats.generated_tokens == NUM_TOKENS * len(BATCH)
     assert is_empty(llm.engine)
-    alone = [texts(llm.generate([prompt], GREEDY))[0] for prompt in BATCH]
-    assert alone == expected(family)
+    alone = [texts(llm.generate([prompt], GREEDY))[0] for prompt in BATCH[::3]]
+    assert alone == expected(family)[::3]
     assert is_empty(llm.engine)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", after_the_first(FAMILIES))
 def test_preempted_requests_have_the_texts_of_generate(family):
     small = {"kv_memory": small_pool(family, 140), "max_length": 132, "block_size": 2}
     llm = speculating(family, Oracle(known(family), 0.7), **small)
@@ -83,7 +85,7 @@ def test_a_repeating_text_takes_fewer_steps():
     assert drafted.engine.stats().steps < 40
 
 
-@pytest.mark.parametrize("family", ["Llama", "GPT2"])
+@pytest.mark.parametrize("family", after_the_first(FAMILIES))
 def test_bits_are_the_same_with_and_without_drafts(family):
     params = SamplingParams(max_tokens=8, temperature=0, logprobs=2)
     batch = prompts(*MIXED[:6])
@@ -121,7 +123,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("name", ENDS)
-@pytest.mark.parametrize("probability", [1.0, 0.6])
+@pytest.mark.parametrize("probability", [further(1.0), 0.6])
 def test_structures_stops_and_penalties(name, probability):
     served, tokenizer = speaker()
     settings = {"served": served, "tokenizer": tokenizer, "is_batch_invariant": True, "kv_memory": POOL}
@@ -164,12 +166,12 @@ def test_a_guess_takes_no_block_from_a_prompt_or_an_answer():
     assert llm.engine.stats().draft_tokens > 0
 
 
-@pytest.mark.parametrize("is_drafted", [True, False])
+@pytest.mark.parametrize("is_drafted", [True, further(False)])
 def test_tokens_without_a_seed_have_the_distribution_of_the_model(is_drafted, monkeypatch):
     """Chi-square over pairs of tokens; drafts are guesses that a draw agrees with now and then."""
     for name, value in (("_LEAST_CHANCE", 0.0), ("_MARGIN", 0.0)):  # though guesses are mostly wrong
         monkeypatch.setattr(_speculator, name, value)
-    served = tiny("Llama", torch.float64)
+    served = tiny("Llama", torch.float64, num_hidden_layers=1)
     (prompt,) = prompts(9)
     num_requests, kept = 3000, 4
     params = SamplingParams(max_tokens=3, top_k=kept, temperature=1.0)

@@ -19,11 +19,12 @@ from colossalai.inference.products._products import PackedProduct
 from tests.inference.metaseq import write_metaseq
 from tests.inference.models import tiny
 from tests.inference.weights.pairs import POOL, new_model, old_model, saved_pair, texts
+from tests.tiers import further
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit
 WAYS = (None, "int8", "int8-weights", "int4:32")
-FIRST_CELLS = {("Llama", None), ("Llama", "int4:32"), ("GPT2", None), ("GPT2", "int8"), ("OPT", None)}
+FIRST_CELLS = {("Llama", "int4:32"), ("GPT2", "int8"), ("OPT", None)}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,7 @@ def test_every_layout_of_a_checkpoint(tmp_path: Path) -> None:
         assert texts(llm) == before
 
 
-@pytest.mark.parametrize("is_tied", [False, True], ids=["own head", "tied head"])
+@pytest.mark.parametrize("is_tied", [further(False), True], ids=["own head", "tied head"])
 def test_codes_that_were_saved_and_values_update_the_same_model(is_tied: bool, tmp_path: Path) -> None:
     old, new = saved_pair(tmp_path, tie_word_embeddings=is_tied)
     for name, folder in (("old", old), ("new", new)):
@@ -219,8 +220,8 @@ def test_updates_leave_nothing_behind_and_take_one_part_at_a_time(
     gc.collect()
     products, tensors, most = len(alive), num_tensors(), 0
     assert products == 4 * 5 + 1
-    for number in range(50):
-        llm.update_weights((old, new)[number // 10 % 2] if number % 10 == 0 else model)
+    for number in range(12):
+        llm.update_weights((old, new)[number // 4 % 2] if number % 4 == 0 else model)
     assert num_tensors() == tensors
     assert len(alive) == products
     assert most <= products + 2  # gate and up are there before their old ones go

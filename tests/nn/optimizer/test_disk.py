@@ -397,37 +397,23 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytes
     assert_same(mine, theirs)
 
 
-@pytest.fixture
-def crashed(tmp_path: Path) -> Path:
+def test_folders_after_the_end_and_after_a_crash(tmp_path: Path) -> None:
+    """The default folder goes with its process; leftovers of a crash go at the next start.
+
+    One interpreter for both: it takes seconds to import torch, so the one that crashes is its fork.
+    """
+    default, crashed = tmp_path / "default", tmp_path / "crashed"
+    default.mkdir()
+    crashed.mkdir()
     code = f"""
-import os, signal, torch
-from colossalai.logging import get_dist_logger
-from colossalai.nn.optimizer import CPUAdam
+import tempfile, os, signal, torch
+from colossalai.nn.optimizer import CPUAdam, HybridAdam
 param = torch.nn.Parameter(torch.ones(10)); param.grad = torch.ones(10)
-optimizer = CPUAdam([param], nvme_offload_fraction=1.0, nvme_offload_dir={str(tmp_path)!r})
-optimizer.step()
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
-    return tmp_path
-
-
-def test_leftovers_of_a_crash_go_at_the_next_start(crashed: Path) -> None:
-    assert len(list(crashed.iterdir())) == 1
-    living = CPUAdam(make_params(), nvme_offload_fraction=1.0, nvme_offload_dir=crashed)
-    folders = list(crashed.iterdir())
-    assert len(folders) == 1
-    second = CPUAdam(make_params(), nvme_offload_fraction=1.0, nvme_offload_dir=crashed)
-    assert len(list(crashed.iterdir())) == 2, "the folder of a living optimizer must stay"
-    del living, second
-    assert not list(crashed.iterdir())
-
-
-def test_the_default_folder_goes_with_the_process(tmp_path: Path) -> None:
-    code = """
-import tempfile, os, torch
-from colossalai.nn.optimizer import HybridAdam
-param = torch.nn.Parameter(torch.ones(10)); param.grad = torch.ones(10)
+if os.fork() == 0:
+    optimizer = CPUAdam([param], nvme_offload_fraction=1.0, nvme_offload_dir={str(crashed)!r})
+    optimizer.step()
+    os.kill(os.getpid(), signal.SIGKILL)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
 optimizer = HybridAdam([param], nvme_offload_fraction=1.0)
 optimizer.step()
 assert os.listdir(tempfile.gettempdir()), "no folder"
@@ -436,9 +422,17 @@ if os.fork() == 0:
 os.wait()
 assert os.listdir(tempfile.gettempdir()), "the fork has removed it"
 """
-    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "TMPDIR": str(default)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-    assert not [path for path in tmp_path.iterdir() if "states" in path.name]
+    assert not [path for path in default.iterdir() if "states" in path.name]
+    assert len(list(crashed.iterdir())) == 1
+    living = CPUAdam(make_params(), nvme_offload_fraction=1.0, nvme_offload_dir=crashed)
+    folders = list(crashed.iterdir())
+    assert len(folders) == 1
+    second = CPUAdam(make_params(), nvme_offload_fraction=1.0, nvme_offload_dir=crashed)
+    assert len(list(crashed.iterdir())) == 2, "the folder of a living optimizer must stay"
+    del living, second
+    assert not list(crashed.iterdir())
 
 
 def test_options_without_effect_warn(

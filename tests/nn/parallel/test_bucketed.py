@@ -15,6 +15,8 @@ from colossalai.nn.parallel import ArrivingParams, Bucketed
 from colossalai.nn.parallel._buckets import make_buckets
 from colossalai.testing import ParityCase, Subject, check_parity, full_gradients, full_parameters
 from tests.ranks import run_ranks
+from tests.tiers import further
+from tests.turns import run_each
 
 TINY_MB = 300 / 2**20  # 37 float64 elements
 
@@ -119,12 +121,15 @@ def parity(options, accumulation):
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("world_size", "options", "accumulation"),
-    [(2, {}, 1), (2, {}, 4), (4, {}, 2), (2, {"overlap": False}, 2), (2, {"bucket_cap_mb": 25}, 2)],
+    ("world_size", "cases"),
+    [
+        (2, [({}, 1), ({}, 4), ({"overlap": False}, 2), ({"bucket_cap_mb": 25}, 2)]),
+        further(4, [({}, 2)]),
+    ],
 )
-def test_parity(world_size, options, accumulation):
-    losses = run_ranks(parity, world_size, options, accumulation)
-    assert all(len(of_rank) == 4 for of_rank in losses)
+def test_parity(world_size, cases):
+    for losses in run_each(world_size, parity, cases):
+        assert all(len(of_rank) == 4 for of_rank in losses)
 
 
 def parts_of_a_pipeline():
@@ -212,7 +217,7 @@ def what_is_sent(overlap):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [further(2), 4])
 def test_gradients_are_sent_once_and_early(world_size):
     p = world_size
     num_bytes = 6 * 64 + 6 * 4  # and one element for each parameter

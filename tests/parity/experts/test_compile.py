@@ -13,6 +13,10 @@ from tests.shardformer.models import VOCAB, language_loss, mixtral_of_eight
 from tests.tiers import further
 
 
+def plain_and_compiled(kind: str) -> list[list[float]]:
+    return [losses(kind, compiled) for compiled in (False, {"backend": "aot_eager"})]
+
+
 def losses(kind: str, compiled: Any) -> list[float]:
     colossalai.launch_from_torch({"parallel": {"moe": 2}, "compile": compiled}, verbose=False)
     torch.manual_seed(0)
@@ -38,7 +42,5 @@ def losses(kind: str, compiled: Any) -> list[float]:
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", [further("mixtral"), "layers"])
 def test_compiled_blocks_train_as_others_do(kind: str) -> None:
-    plain = run_ranks(losses, 2, kind, False)
-    compiled = run_ranks(losses, 2, kind, {"backend": "aot_eager"})
-    for ours, truth in zip(compiled, plain, strict=True):
+    for truth, ours in run_ranks(plain_and_compiled, 2, kind):
         assert ours == pytest.approx(truth, rel=1e-5)

@@ -26,6 +26,8 @@ from tests.parity.subjects.experts import Experts, Net, cut_copy, make_batches
 from tests.parity.subjects.pipeline import slice_of_batch
 from tests.parity.subjects.tensor import whole
 from tests.ranks import run_ranks
+from tests.tiers import further
+from tests.turns import each_in_turn, grouped
 
 MAX_NORM = 0.2  # of a norm of about 1
 
@@ -125,12 +127,24 @@ def by_both_doors(method: str, accumulation: int) -> None:
     gpc.destroy()
 
 
+CELLS: list[Any] = [
+    *(("ddp", 2), ("zero 1", 2), ("handler", 4), ("zero 2", 4), ("fsdp", 4)),
+    *(
+        further("handler", 2),
+        further("zero 2", 2),
+        further("fsdp", 2),
+        further("ddp", 4),
+        further("zero 1", 4),
+    ),
+]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("method", CONFIGS)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_both_doors_against_one_process(method: str, world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "cells"), grouped(CELLS, lambda method, world_size: world_size))
+def test_both_doors_against_one_process(world_size: int, cells: list[tuple[str, int]]) -> None:
     """On two ranks no other one holds the same expert: nothing is summed, and still divided by two."""
-    run_ranks(by_both_doors, world_size, method, 2 if world_size == 4 else 1)
+    accumulation = 2 if world_size == 4 else 1
+    run_ranks(each_in_turn, world_size, by_both_doors, [(method, accumulation) for method, _ in cells])
 
 
 def with_options_of_ddp() -> None:
@@ -142,11 +156,6 @@ def with_options_of_ddp() -> None:
     ]
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
     gpc.destroy()
-
-
-@pytest.mark.dist
-def test_options_of_ddp() -> None:
-    run_ranks(with_options_of_ddp, 4)
 
 
 def in_buckets(plain: nn.Module, case: ParityCase) -> Subject:
@@ -196,11 +205,6 @@ def buckets_and_pipeline() -> None:
         gpc.destroy()
 
 
-@pytest.mark.dist
-def test_buckets_alone_and_in_a_pipeline() -> None:
-    run_ranks(buckets_and_pipeline, 4)
-
-
 def whole_slices() -> None:
     """With an optimizer that takes no slices each parameter has one owner of those that hold it."""
     colossalai.launch_from_torch(
@@ -211,9 +215,15 @@ def whole_slices() -> None:
     gpc.destroy()
 
 
+def options_buckets_and_whole_slices() -> None:
+    with_options_of_ddp()
+    buckets_and_pipeline()
+    whole_slices()
+
+
 @pytest.mark.dist
-def test_optimizers_of_whole_tensors_under_zero() -> None:
-    run_ranks(whole_slices, 4)
+def test_options_of_ddp_and_buckets_in_a_pipeline_and_optimizers_of_whole_tensors() -> None:
+    run_ranks(options_buckets_and_whole_slices, 4)
 
 
 def low_precision(config: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], dict[int, Any]]:
@@ -285,12 +295,16 @@ def one_step(folder: str, config: dict[str, Any], expert_size: int, first: int) 
     return params
 
 
+PLANS = [(4, "zero 1", 2), (4, "fsdp", 2), (1, "ddp", 1)]
+FURTHER = [(4, "zero 1", 2), (1, "ddp", 1), (4, "fsdp", 2), (4, "ddp", 4)]
+
+
 @pytest.mark.dist
-def test_a_run_goes_on_under_other_plans(tmp_path: Path) -> None:
+@pytest.mark.parametrize("plans", [PLANS, further(FURTHER)])
+def test_a_run_goes_on_under_other_plans(plans: list[tuple[int, str, int]], tmp_path: Path) -> None:
     torch.manual_seed(1024)
     plain = Net().double()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.05)
-    plans = [(4, "zero 1", 2), (1, "ddp", 1), (4, "fsdp", 2), (4, "ddp", 4)]
     for step, (world_size, method, expert_size) in enumerate(plans):
         x, y = make_batches(4)[step]
         optimizer.zero_grad()

@@ -20,7 +20,8 @@ from colossalai.testing import ParityCase, check_parity
 from tests.parity.subjects import moe
 from tests.parity.subjects.pipeline import slice_of_batch
 from tests.ranks import run_ranks
-from tests.tiers import pairwise
+from tests.tiers import further, pairwise
+from tests.turns import each_in_turn, grouped
 
 MAX_NORM = 0.3  # of a norm of about 1
 
@@ -77,37 +78,32 @@ def parity(
     gpc.destroy()
 
 
+# Each method, router, kind of experts and skew once before the further cells.
+CELLS: list[Any] = [
+    (2, "recompute", "top2", 2, 1, "ffn", "none", 2),
+    (4, "zero 2", "top2", 4, 1, "any", "none", 2),
+    (4, "fsdp recompute", "top1 capacity", 2, 1, "ffn", "none", 1),
+    (4, "handler", "top2 capacity", 2, 2, "ffn", "none", 1),
+    (4, "ddp", "top1", 2, 1, "ffn", "one", 2),
+    (4, "ddp", "top3", 2, 2, "tp", "half", 1),
+    further(2, "ddp", "top1", 2, 1, "any", "none", 1),
+    further(4, "ddp", "top3", 2, 1, "any", "none", 2),
+    further(4, "zero 1", "top2", 4, 1, "any", "none", 2),
+    further(4, "zero 2", "top3", 2, 1, "ffn", "none", 1),
+    further(4, "fsdp", "top2", 2, 1, "any", "none", 1),
+    further(4, "fsdp recompute", "top1 capacity", 4, 1, "ffn", "none", 1),
+    further(4, "ddp", "top2 capacity", 2, 1, "any", "none", 2),
+    further(4, "ddp", "top1", 2, 2, "any", "none", 1),
+    further(4, "ddp", "top1", 2, 1, "ffn", "one", 1),
+    further(4, "zero 1", "top2", 2, 1, "any", "half", 1),
+    further(4, "ddp", "top2", 2, 1, "tp", "none", 1),
+]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("world_size", "method", "router", "ep_size", "tp_size", "experts", "skew", "accumulation"),
-    [
-        (2, "ddp", "top1", 2, 1, "any", "none", 1),
-        (2, "recompute", "top2", 2, 1, "ffn", "none", 2),
-        (4, "ddp", "top3", 2, 1, "any", "none", 2),
-        (4, "zero 1", "top2", 4, 1, "any", "none", 2),
-        (4, "zero 2", "top3", 2, 1, "ffn", "none", 1),
-        (4, "fsdp", "top2", 2, 1, "any", "none", 1),
-        (4, "fsdp recompute", "top1 capacity", 4, 1, "ffn", "none", 1),
-        (4, "ddp", "top2 capacity", 2, 1, "any", "none", 2),
-        (4, "ddp", "top1", 2, 2, "any", "none", 1),
-        (4, "handler", "top2 capacity", 2, 2, "ffn", "none", 1),
-        (4, "ddp", "top1", 2, 1, "ffn", "one", 1),
-        (4, "zero 1", "top2", 2, 1, "any", "half", 1),
-        (4, "ddp", "top2", 2, 1, "tp", "none", 1),
-        (4, "ddp", "top3", 2, 2, "tp", "half", 1),
-    ],
-)
-def test_both_doors(
-    world_size: int,
-    method: str,
-    router: str,
-    ep_size: int,
-    tp_size: int,
-    experts: str,
-    skew: str,
-    accumulation: int,
-) -> None:
-    run_ranks(parity, world_size, method, router, ep_size, tp_size, experts, skew, accumulation)
+@pytest.mark.parametrize(("world_size", "cells"), grouped(CELLS, lambda world_size, *_: world_size))
+def test_both_doors(world_size: int, cells: list[tuple[Any, ...]]) -> None:
+    run_ranks(each_in_turn, world_size, parity, [options for _, *options in cells])
 
 
 METHODS = ("ddp", "recompute", "zero 1", "zero 2", "fsdp")

@@ -14,6 +14,7 @@ from tests.parity.subjects import moe, pipeline, zero
 from tests.parity.subjects.pipeline import slice_of_batch
 from tests.ranks import run_ranks
 from tests.tiers import further
+from tests.turns import each_in_turn, grouped
 
 MICROBATCHES = 2
 
@@ -42,20 +43,18 @@ def parity(schedule: str, router: str, ep_size: int, tp_size: int, more: dict[st
     return losses
 
 
+CELLS: list[Any] = [
+    (4, "zb-h1", "top2", 2, 1, {}),
+    (4, "interleaved", "top3", 2, 1, {}),
+    (4, "1f1b", "top1 capacity", 2, 1, {"zero": {"stage": 1}, "recompute": True}),
+    further(2, "1f1b", "top2", 1, 1, {}),
+    further(4, "zb-v", "top2", 2, 1, {}),
+    further(8, "1f1b", "top2", 2, 2, {}),
+]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("world_size", "schedule", "router", "ep_size", "tp_size", "more"),
-    [
-        (2, "1f1b", "top2", 1, 1, {}),
-        (4, "zb-h1", "top2", 2, 1, {}),
-        (4, "interleaved", "top3", 2, 1, {}),
-        (4, "1f1b", "top1 capacity", 2, 1, {"zero": {"stage": 1}, "recompute": True}),
-        further(4, "zb-v", "top2", 2, 1, {}),
-        further(8, "1f1b", "top2", 2, 2, {}),
-    ],
-)
-def test_all_stages(
-    world_size: int, schedule: str, router: str, ep_size: int, tp_size: int, more: dict[str, Any]
-) -> None:
-    losses = run_ranks(parity, world_size, schedule, router, ep_size, tp_size, more)
-    assert torch.tensor(losses[0]).unique().numel() == 3
+@pytest.mark.parametrize(("world_size", "cells"), grouped(CELLS, lambda world_size, *_: world_size))
+def test_all_stages(world_size: int, cells: list[tuple[Any, ...]]) -> None:
+    for losses in run_ranks(each_in_turn, world_size, parity, [options for _, *options in cells])[0]:
+        assert torch.tensor(losses).unique().numel() == 3

@@ -13,6 +13,8 @@ from colossalai.pipeline.execution._nested import microbatch_weights, split_batc
 from colossalai.pipeline.schedules._generators import make_schedule
 from colossalai.pipeline.stages._stage import PipelineStage
 from tests.ranks import run_ranks
+from tests.tiers import further
+from tests.turns import run_each
 
 pytestmark = pytest.mark.dist
 
@@ -144,23 +146,24 @@ def parity(name, kind, size, num_samples, inner_sizes, options):
     return executor.peak_live
 
 
-@pytest.mark.parametrize("name", NUM_CHUNKS)
-@pytest.mark.parametrize("size", [2, 4])
-def test_parity(name, size):
-    peaks = run_ranks(parity, size, name, "plain", size, 4 * size, [(3,)], {})
-    if name == "1f1b":
-        assert peaks == [[size - rank] for rank in range(size)]
-    if name == "gpipe":
-        assert peaks == [[2 * size]] * size
+@pytest.mark.parametrize("size", [further(2), 4])
+def test_parity(size):
+    cases = [(name, "plain", size, 4 * size, [(3,)], {}) for name in NUM_CHUNKS]
+    peaks = dict(zip(NUM_CHUNKS, run_each(size, parity, cases), strict=True))
+    assert peaks["1f1b"] == [[size - rank] for rank in range(size)]
+    assert peaks["gpipe"] == [[2 * size]] * size
 
 
+def test_nested_outputs_uneven_microbatches_changing_and_fixed_shapes():
+    shapes = [(3,), (4, 2), (3,)]
+    pairs = zip(["1f1b", "zb-v", "interleaved"], ["masked", "named", "own"], strict=True)
+    options = {"tensor_shape": (2, 3, WIDTH), "dtype": torch.float64}
+    fixed = [(name, "plain", 2, 8, [(3,), (3,)], options) for name in ("1f1b", "zb-v")]
+    run_each(2, parity, [*((name, kind, 2, 11, shapes, {}) for name, kind in pairs), *fixed])
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved"])
 @pytest.mark.parametrize("kind", ["masked", "named", "own"])
-def test_nested_outputs_uneven_microbatches_and_changing_shapes(name, kind):
+def test_all_kinds_of_outputs_under_all_schedules(name, kind):
     run_ranks(parity, 2, name, kind, 2, 11, [(3,), (4, 2), (3,)], {})
-
-
-@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_fixed_shape(name):
-    options = {"tensor_shape": (2, 3, WIDTH), "dtype": torch.float64}
-    run_ranks(parity, 2, name, "plain", 2, 8, [(3,), (3,)], options)

@@ -13,6 +13,7 @@ from colossalai.core import global_context as gpc
 from colossalai.pipeline.execution._executor import PipelineExecutor
 from colossalai.pipeline.schedules._generators import make_schedule
 from tests.ranks import RanksError, run_ranks
+from tests.turns import run_each
 
 pytestmark = pytest.mark.dist
 
@@ -107,9 +108,8 @@ def one_rank(name):
     assert len(result.losses) == 4
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v", "interleaved"])
-def test_one_rank(name):
-    run_ranks(one_rank, 1, name)
+def test_one_rank():
+    run_each(1, one_rank, [(name,) for name in ("1f1b", "zb-h1", "zb-v", "interleaved")])
 
 
 def kept_losses():
@@ -175,9 +175,8 @@ def hooks_and_contexts(name):
         assert mine == [index] * 3 + [f"last {index}", index]
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
-def test_last_backward_is_announced(name):
-    run_ranks(hooks_and_contexts, 2, name)
+def test_last_backward_is_announced():
+    run_each(2, hooks_and_contexts, [(name,) for name in ("1f1b", "zb-h1", "zb-v")])
 
 
 def fails(kind):
@@ -280,9 +279,8 @@ def scattered(width):
     return sizes.count(3 * width), sizes.count(3 * width // 2)
 
 
-@pytest.mark.parametrize(("width", "expected"), [(4, (0, 8)), (5, (8, 0))])
-def test_each_tensor_rank_sends_its_part(width, expected):
-    assert run_ranks(scattered, 4, width) == [expected] * 4
+def test_each_tensor_rank_sends_its_part():
+    assert run_each(4, scattered, [(4,), (5,)]) == [[(0, 8)] * 4, [(8, 0)] * 4]
 
 
 def count_messages(name, fixed):
@@ -301,15 +299,12 @@ def count_messages(name, fixed):
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "fixed", "expected"),
-    [
+def test_number_of_messages():
+    expected = {
         # First run: a greeting, a token, a spec with its length, 4 activations; later the token and those.
-        ("1f1b", False, [[1 + 1 + 1 + 4, 5, 5], [1 + 4, 4, 4]]),
-        ("1f1b", True, [[1 + 4, 4, 4], [1 + 4, 4, 4]]),
+        ("1f1b", False): [[1 + 1 + 1 + 4, 5, 5], [1 + 4, 4, 4]],
+        ("1f1b", True): [[1 + 4, 4, 4], [1 + 4, 4, 4]],
         # Stage 1 and 2 are both on rank 1, 3 on rank 0: each rank sends activations and gradients.
-        ("zb-v", False, [[1 + 1 + 1 + 4 + 4, 9, 9]] * 2),
-    ],
-)
-def test_number_of_messages(name, fixed, expected):
-    assert run_ranks(count_messages, 2, name, fixed) == expected
+        ("zb-v", False): [[1 + 1 + 1 + 4 + 4, 9, 9]] * 2,
+    }
+    assert run_each(2, count_messages, expected) == list(expected.values())

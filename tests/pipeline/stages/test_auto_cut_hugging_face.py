@@ -9,6 +9,7 @@ from colossalai.pipeline.stages._split_model import cut_model
 from colossalai.pipeline.stages._trace import can_try, dissect, guess_sample, run_trial
 from tests.pipeline.stages.chain import check_cut
 from tests.pipeline.stages.models import VOCAB, Case, hugging_face, images, tokens
+from tests.tiers import further
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit
@@ -26,13 +27,13 @@ def test_text_model_is_the_same_in_stages(name, num_stages, attention):
     check_cut(case, num_stages)
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [further(2), 4])
 def test_a_bloom_is_the_same_in_stages(num_stages):
     """Its biases for positions are made once, before the blocks, and read in each of them."""
     check_cut(Case(hugging_face("BloomForCausalLM"), tokens), num_stages)
 
 
-@pytest.mark.parametrize(("num_stages", "attention"), [(2, "eager"), (4, "sdpa")])
+@pytest.mark.parametrize(("num_stages", "attention"), [further(2, "eager"), (4, "sdpa")])
 def test_image_model_is_the_same_in_stages(num_stages, attention):
     case = Case(hugging_face("ViTForImageClassification", attn_implementation=attention), images)
     check_cut(case, num_stages)

@@ -15,6 +15,7 @@ from colossalai.pipeline.stages._split_model import cut_model
 from tests.pipeline.stages.chain import check_cut
 from tests.pipeline.stages.models import TEXT, ZOO
 from tests.ranks import run_ranks
+from tests.turns import run_each
 
 pytestmark = pytest.mark.dist
 
@@ -31,11 +32,12 @@ def _cut_with_tensor_parallel(name, mode, size):
     return parts
 
 
-@pytest.mark.parametrize(("name", "mode", "size"), [("gpt", "1d", 2), ("bert", "1d", 2), ("vit", "2d", 4)])
-def test_tensor_parallel_models_are_cut_without_a_trial(name, mode, size):
-    behind = ["head"] if name == "bert" else ["head", "norm"]
-    for parts in run_ranks(_cut_with_tensor_parallel, size, name, mode, size):
-        assert parts == [["blocks", "embedding"], ["blocks", *behind]]
+@pytest.mark.parametrize(("mode", "size", "names"), [("1d", 2, ("gpt", "bert")), ("2d", 4, ("vit",))])
+def test_tensor_parallel_models_are_cut_without_a_trial(mode, size, names):
+    found = run_each(size, _cut_with_tensor_parallel, [(name, mode, size) for name in names])
+    for name, by_rank in zip(names, found, strict=True):
+        behind = ["head"] if name == "bert" else ["head", "norm"]
+        assert by_rank == [[["blocks", "embedding"], ["blocks", *behind]]] * size
 
 
 def _peak_of_building_a_stage(lazily):

@@ -116,32 +116,32 @@ def test_a_question_that_does_not_fit_is_told_what_would(site: Site) -> None:
     assert "max_new_tokens=" not in error["message"]
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"history": []}, "history"),
-        ({"history": [turn("")]}, "history[0].instruction"),
-        ({"history": [turn("a", "b")]}, "history[0].response"),
-        ({"history": [turn("a"), turn("b", "c")]}, "history[1].response"),
-        ({"history": [{"response": ""}]}, "history[0].instruction"),
-        ({"history": [{"instruction": "a", "input": "b"}]}, "history[0].input"),
-        ({"history": "a"}, "history"),
-        ({"history": [turn("\ud800")]}, "history[0]"),
-        ({"history": [turn("a")], "max_new_tokens": 0}, "max_new_tokens"),
-        ({"history": [turn("a")], "top_p": 2}, "top_p"),
-        ({"history": [turn("a")], "top_k": -2}, "top_k"),
-        ({"history": [turn("a")], "temperature": -1}, "temperature"),
-        ({"history": [turn("a")], "repetition_penalty": 0}, "repetition_penalty"),
-        ({"history": [turn("a")], "stream": True}, "stream"),
-    ],
-)
-def test_wrong_bodies(site: Site, body: Any, param: str) -> None:
-    for path in ("/generate", "/generate/stream"):
-        content = json.dumps(body)
-        headers = {"content-type": "application/json"}
-        status, error = refused(site.client.post(path, content=content, headers=headers))
-        assert (status, error["param"]) == (400, param)
-    assert site.service.seen == []
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"history": []}, "history"),
+    ({"history": [turn("")]}, "history[0].instruction"),
+    ({"history": [turn("a", "b")]}, "history[0].response"),
+    ({"history": [turn("a"), turn("b", "c")]}, "history[1].response"),
+    ({"history": [{"response": ""}]}, "history[0].instruction"),
+    ({"history": [{"instruction": "a", "input": "b"}]}, "history[0].input"),
+    ({"history": "a"}, "history"),
+    ({"history": [turn("\ud800")]}, "history[0]"),
+    ({"history": [turn("a")], "max_new_tokens": 0}, "max_new_tokens"),
+    ({"history": [turn("a")], "top_p": 2}, "top_p"),
+    ({"history": [turn("a")], "top_k": -2}, "top_k"),
+    ({"history": [turn("a")], "temperature": -1}, "temperature"),
+    ({"history": [turn("a")], "repetition_penalty": 0}, "repetition_penalty"),
+    ({"history": [turn("a")], "stream": True}, "stream"),
+]
+
+
+def test_wrong_bodies(site: Site) -> None:
+    for body, param in WRONG:
+        for path in ("/generate", "/generate/stream"):
+            content = json.dumps(body)
+            headers = {"content-type": "application/json"}
+            status, error = refused(site.client.post(path, content=content, headers=headers))
+            assert (status, error["param"]) == (400, param), body
+        assert site.service.seen == [], body
 
 
 def test_what_a_template_does_not_take(start: Any, tmp_path: Any) -> None:

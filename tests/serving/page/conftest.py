@@ -20,9 +20,9 @@ KEY_S = 5.0
 ARGUMENTS = ["--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Any]:
-    """Return the browser; a module's, since its event loop stands in the way of others in this thread."""
+    """Return the browser; this folder's, since its event loop stands in the way of others in this thread."""
     api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:

@@ -9,6 +9,7 @@ import pytest
 from tests.serving.conftest import Site, wait_until
 from tests.serving.page.conftest import Tab
 from tests.serving.test_leaving import open_request
+from tests.tiers import further
 
 pytestmark = pytest.mark.unit
 POINTS = "document.querySelector('#{} polyline').getAttribute('points')"
@@ -67,7 +68,7 @@ def test_nothing_is_asked_while_nobody_looks(site: Site, open_tab: Callable[...,
     wait_until(lambda: num_asked() > 2)
 
 
-@pytest.mark.parametrize("path", ["/", "/docs"])
+@pytest.mark.parametrize("path", ["/", further("/docs")])
 def test_the_policy(site: Site, open_tab: Callable[..., Tab], path: str) -> None:
     policy = site.client.get(path).headers["content-security-policy"].split("; ")
     assert policy[0] == "default-src 'none'"

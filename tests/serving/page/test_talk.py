@@ -8,6 +8,7 @@ import pytest
 from tests.serving.conftest import Site, wait_until
 from tests.serving.fake import FakeService, make_tokenizer
 from tests.serving.page.conftest import Tab
+from tests.tiers import further
 
 pytestmark = pytest.mark.unit
 MARKUP = '<img src=x onerror="window.ran = 1"><script>window.ran = 1</script><b>bold</b> & &lt;'
@@ -141,6 +142,7 @@ def test_nothing_is_sent_before_the_page_is_ready(site: Site, tab: Tab) -> None:
     assert [len(held), len(site.service.seen)] == [0, 1]
 
 
+@pytest.mark.long  # Stop does the same above, and other clients that leave in test_leaving
 def test_a_closed_tab_gives_the_blocks_back(site: Site, tab: Tab) -> None:
     site.service.hold(2)
     tab.send("the river")
@@ -150,7 +152,7 @@ def test_a_closed_tab_gives_the_blocks_back(site: Site, tab: Tab) -> None:
     assert site.outcomes()["aborted"] == 1
 
 
-@pytest.mark.parametrize("template", [None, "{% for m in messages %}{{ m.content }}{% endfor %}"])
+@pytest.mark.parametrize("template", ["{% for m in messages %}{{ m.content }}{% endfor %}", further(None)])
 def test_markup_of_a_model_is_text(start: Any, open_tab: Any, tmp_path: Any, template: str | None) -> None:
     tokenizer = make_tokenizer(tmp_path, template=template)
     site = start(tokenizer=tokenizer, window=512)

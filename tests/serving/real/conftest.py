@@ -24,6 +24,7 @@ from colossalai.serving import Server, ServerOptions
 from tests.serving.conftest import wait_until
 from tests.serving.fake import LIMIT_S, totals
 from tests.serving.served_folder import ServedFolder, save_tiny, serve_folder
+from tests.tiers import further
 
 KEY = "swordfish-on-a-stick-82"
 
@@ -50,6 +51,24 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield command.wait_until_ready()
     finally:
         command.command.end()
+
+
+@dataclass
+class Reached:
+    """A server that asks for `KEY`, and what it has logged so far."""
+
+    port: int
+    log: Callable[[], str]
+
+
+@pytest.fixture(params=["in this process", further("colossalai serve")])
+def reached(request: pytest.FixtureRequest, capfd: pytest.CaptureFixture[str]) -> Reached:
+    """The model behind a server."""
+    if request.param == "colossalai serve":
+        served: ServedFolder = request.getfixturevalue("served")
+        return Reached(served.port, lambda: served.log)
+    site: RealSite = request.getfixturevalue("site")(options={"api_key": KEY})
+    return Reached(site.server.port, lambda: capfd.readouterr().err)
 
 
 @dataclass
@@ -107,7 +126,7 @@ def site(folder: Path) -> Iterator[Callable[..., RealSite]]:
             server = Server(service, ServerOptions(**{"port": 0, **(options or {})}))
             server.start()
             ends.callback(server.stop, 0.0)
-            client = httpx.Client(base_url=server.url, timeout=LIMIT_S, trust_env=False)
+            client = httpx.Client(base_url=server.url, timeout=LIMIT_S, verify=False, trust_env=False)
             ends.callback(client.close)
             return RealSite(made, service, server, client)
 

@@ -1,5 +1,6 @@
 """Each request has one end, whatever comes between: timeouts, failures, the end of the server, of clients."""
 
+import itertools
 import json
 import socket
 import threading
@@ -14,6 +15,7 @@ from tests.serving.conftest import wait_until
 from tests.serving.fake import LIMIT_S
 from tests.serving.real.conftest import RealSite
 from tests.serving.test_leaving import head_of
+from tests.tiers import further
 
 pytestmark = pytest.mark.unit
 LONG = {"prompt": "the quick", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -58,7 +60,7 @@ def ends_so(site: RealSite, **counts: int) -> None:
     wait_until(site.is_empty)
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [2, further(1)])
 def test_time_is_over_for_those_who_run_and_those_who_wait(site: Callable[..., RealSite], n: int) -> None:
     it = site(max_running=2, options={"request_timeout_s": 0.5})
     pace = Pace(it)
@@ -76,7 +78,7 @@ def test_time_is_over_for_those_who_run_and_those_who_wait(site: Callable[..., R
     ends_so(it, finished=4)
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [True, further(False)])
 def test_an_engine_that_fails_fails_all(site: Callable[..., RealSite], stream: bool) -> None:
     it = site(max_running=1)
     pace = Pace(it)
@@ -147,7 +149,7 @@ def test_the_server_ends_while_some_run_and_some_wait(site: Callable[..., RealSi
     assert 'colossalai_requests_received_total{model="tiny"} 3.0' in text
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [True, further(False)])
 def test_clients_leave_while_they_run_and_while_they_wait(
     site: Callable[..., RealSite], stream: bool
 ) -> None:
@@ -177,10 +179,9 @@ BAD_STRUCTURES = (
 )
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_structures_that_cannot_be_compiled_are_rejected(site: Callable[..., RealSite], stream: bool) -> None:
+def test_structures_that_cannot_be_compiled_are_rejected(site: Callable[..., RealSite]) -> None:
     it = site()
-    for structure in BAD_STRUCTURES:
+    for stream, structure in itertools.product((False, True), BAD_STRUCTURES):
         answer = it.client.post(
             "/v1/completions", json={**SHORT, "response_format": structure, "stream": stream}
         )
@@ -192,4 +193,4 @@ def test_structures_that_cannot_be_compiled_are_rejected(site: Callable[..., Rea
             json={**SHORT, "prompt": prompts, "response_format": structure, "stream": stream},
         )
         assert refused.status_code == 400
-    ends_so(it, rejected=2 * len(BAD_STRUCTURES))
+    ends_so(it, rejected=4 * len(BAD_STRUCTURES))

@@ -25,6 +25,8 @@ from colossalai.tensor import ColoParameter, ProcessGroup, as_colo_parameter
 from colossalai.zero import ColoInitContext, GeminiAdamOptimizer
 from tests.ranks import run_ranks
 from tests.tensor.colo.gpt2 import batch, build, cut, loss_of, slice_like, trained_alone
+from tests.tiers import after_the_first, further
+from tests.turns import in_turn
 
 pytestmark = pytest.mark.dist
 
@@ -86,13 +88,14 @@ def train_plainly(tp_degree: int) -> int:
     return book.count()
 
 
-@pytest.mark.parametrize("tp_degree", [1, 2, 4])
+@pytest.mark.parametrize("tp_degree", [1, further(2), 4])
 def test_the_recipe_is_one_process(tp_degree: int) -> None:
     """Of two blocks each two gathers and a sum forward, two sums backward; embeddings, and the head."""
     for num_collectives in run_ranks(train_plainly, tp_degree, tp_degree):
         assert num_collectives == (0 if tp_degree == 1 else 16)
 
 
+@functools.cache
 def norm_alone() -> float:
     """Return the norm of the first gradients of one process."""
     model = build()
@@ -124,11 +127,6 @@ def train_boosted(name: str) -> None:
     gpc.destroy()
 
 
-@pytest.mark.parametrize("name", list(PLUGINS))
-def test_a_door_trains_it_as_one_process(name: str) -> None:
-    run_ranks(train_boosted, 4, name)
-
-
 def train_by_engine() -> None:
     """Train by the door of a config, which lays the ranks out."""
     config = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}, "zero": {"stage": 1}}
@@ -143,10 +141,6 @@ def train_by_engine() -> None:
         engine.step()
     compare(raw, [], 2)
     gpc.destroy()
-
-
-def test_the_door_of_a_config_trains_it_as_one_process() -> None:
-    run_ranks(train_by_engine, 4)
 
 
 def train_in_chunks() -> None:
@@ -170,8 +164,10 @@ def train_in_chunks() -> None:
     gpc.destroy()
 
 
-def test_the_documented_door_of_chunks_trains_it_as_one_process() -> None:
-    run_ranks(train_in_chunks, 4)
+def test_every_door_trains_it_as_one_process() -> None:
+    """Plugins, a config, and chunks without a Booster, beside one training in one process."""
+    plugins = [(train_boosted, name) for name in PLUGINS]
+    run_ranks(in_turn, 4, [*plugins, (train_by_engine,), (train_in_chunks,)])
 
 
 def checkpoint(folder: str, tp_degree: int, saves: bool) -> None:
@@ -196,7 +192,9 @@ def checkpoint(folder: str, tp_degree: int, saves: bool) -> None:
     gpc.destroy()
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [((2, 2), (4, 4)), ((4, 2), (1, 1)), ((1, 1), (4, 2))])
+@pytest.mark.parametrize(
+    ("saved", "loaded"), after_the_first([((2, 2), (4, 4)), ((4, 2), (1, 1)), ((1, 1), (4, 2))])
+)
 def test_a_checkpoint_loads_at_another_size(
     tmp_path: Path, saved: tuple[int, int], loaded: tuple[int, int]
 ) -> None:

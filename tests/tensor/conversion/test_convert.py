@@ -99,12 +99,12 @@ def run_conversions(examples):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", [4, further(8)])
-def test_values_and_gradients_are_slices_of_the_whole(world_size):
+@pytest.mark.parametrize(("world_size", "num_examples"), [(4, 50), further(4, 150), further(8, 150)])
+def test_values_and_gradients_are_slices_of_the_whole(world_size, num_examples):
     """Hypothesis draws; the ranks are started once for all that it draws."""
     examples = []
 
-    @settings(max_examples=150, database=None)
+    @settings(max_examples=num_examples, database=None)
     @given(st.sampled_from(MESHES[world_size]).flatmap(lambda e: st.tuples(st.just(e), conversions(e))))
     def draw(example):
         examples.append(example)

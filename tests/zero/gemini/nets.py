@@ -14,7 +14,7 @@ from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import ArrivingParams
 from colossalai.zero.gemini import ChunkSizes, InChunks
 
-CHECKPOINTING = ("none", "once", "reentrant", "nested")
+CHECKPOINTING = ("once", "nested", "reentrant", "none")
 
 
 class Block(nn.Module):

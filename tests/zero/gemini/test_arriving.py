@@ -19,6 +19,7 @@ from colossalai.core import global_context as gpc
 from colossalai.lazy import LazyInitContext, is_lazy
 from colossalai.zero.gemini import GeminiDDP
 from tests.ranks import run_ranks
+from tests.tiers import further
 from tests.zero.gemini.nets import HardNet, batch
 from tests.zero.gemini.test_memory import CHUNK, NUM_LAYERS, WIDTH, Peak, build, float_bytes
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.dist
 
 SMALL: dict[str, Any] = {"min_chunk_size_mb": 2000 / 2**20, "search_range_mb": 0, "hidden_dim": 16}
 PRECISIONS = ("fp32", "bf16", "fp16")
+FEW = ("fp32", "fp16")  # without masters and with them
 
 
 class Awkward(nn.Module):
@@ -64,10 +66,10 @@ def trained(model: nn.Module, precision: str) -> tuple[list[float], dict[str, to
     return losses, model.state_dict(), optimizer.state_dict()
 
 
-def lazily_and_eagerly() -> None:
+def lazily_and_eagerly(precisions: tuple[str, ...]) -> None:
     """Compare a lazily built model with one built at once, both of seeds that differ between ranks."""
     colossalai.launch_from_torch({}, verbose=False)
-    for precision in PRECISIONS:
+    for precision in precisions:
         torch.manual_seed(dist.get_rank())
         eager = Awkward()
         torch.manual_seed(dist.get_rank())
@@ -93,9 +95,14 @@ def _rounded(tensor: torch.Tensor, precision: str) -> torch.Tensor:
     return tensor.detach().to(dtypes[precision]).float()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_a_lazy_model_trains_as_one_that_was_built_at_once(num_ranks: int) -> None:
-    run_ranks(lazily_and_eagerly, num_ranks)
+@pytest.mark.parametrize(
+    ("num_ranks", "precisions"),
+    [further(1, PRECISIONS), (2, FEW), further(2, ("bf16",)), further(4, PRECISIONS)],
+)
+def test_a_lazy_model_trains_as_one_that_was_built_at_once(
+    num_ranks: int, precisions: tuple[str, ...]
+) -> None:
+    run_ranks(lazily_and_eagerly, num_ranks, precisions)
 
 
 def peak_at_the_door(put: Callable[[nn.Module], Any], *, lazy: bool) -> float:
@@ -112,11 +119,10 @@ def peak_at_the_door(put: Callable[[nn.Module], Any], *, lazy: bool) -> float:
         kept = put(model)
     assert float_bytes() <= peak.bytes
     del kept
-    gc.unfreeze()
     return peak.bytes / CHUNK
 
 
-def peaks_at_doors() -> list[tuple[float, float, float]]:
+def peaks_at_doors(precisions: tuple[str, ...]) -> list[tuple[float, float, float]]:
     """Return for each precision what a lazy model takes, a model on the host, and that at the other door."""
     colossalai.launch_from_torch({}, verbose=False)
     sizes: dict[str, Any] = {
@@ -126,7 +132,7 @@ def peaks_at_doors() -> list[tuple[float, float, float]]:
     }
     Booster(plugin=GeminiPlugin()).boost(nn.Linear(1, 1))  # it imports a lot
     found = []
-    for precision in PRECISIONS:
+    for precision in precisions:
 
         def boost(model: nn.Module, precision: str = precision) -> Any:
             plugin = GeminiPlugin(precision=precision, **sizes)
@@ -147,11 +153,15 @@ def peaks_at_doors() -> list[tuple[float, float, float]]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_no_rank_ever_has_the_whole_model_beside_what_it_was_given(num_ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "precisions"), [further(2, PRECISIONS), (4, FEW), further(4, ("bf16",))]
+)
+def test_no_rank_ever_has_the_whole_model_beside_what_it_was_given(
+    num_ranks: int, precisions: tuple[str, ...]
+) -> None:
     share = NUM_LAYERS / num_ranks
-    for of_rank in run_ranks(peaks_at_doors, num_ranks):
-        for precision, (lazy, boosted, wrapped) in zip(PRECISIONS, of_rank, strict=True):
+    for of_rank in run_ranks(peaks_at_doors, num_ranks, precisions):
+        for precision, (lazy, boosted, wrapped) in zip(precisions, of_rank, strict=True):
             section = 4 if precision == "fp32" else 2 + 4  # with its master
             chunk = 4 if precision == "fp32" else 4 + 2  # as it was built, and cast
             end = share * section + section / num_ranks  # an optimizer takes masters chunk by chunk

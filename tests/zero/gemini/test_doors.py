@@ -33,6 +33,7 @@ from colossalai.zero import (
 from colossalai.zero.gemini import ChunkSizes, get_static_torch_model
 from colossalai.zero.gemini.chunk import init_chunk_manager
 from tests.ranks import run_ranks
+from tests.tiers import further
 from tests.zero.gemini.nets import HardNet, batch, twins
 
 pytestmark = pytest.mark.dist
@@ -117,6 +118,12 @@ def documented_script(fraction: float, folder: str, precision: str | None) -> li
     return losses
 
 
+def documented_scripts(folder: str) -> list[list[float]]:
+    """Run it with states in memory, with states on disk, and in float32."""
+    cases = ((0.0, f"{folder}/a", None), (1.0, f"{folder}/b", None), (0.0, folder, "fp32"))
+    return [documented_script(*case) for case in cases]
+
+
 def plain_losses(num_ranks: int) -> list[float]:
     """The same in one process, in float32; the losses of rank 0."""
     model = gpt2()
@@ -132,17 +139,13 @@ def plain_losses(num_ranks: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [further(1), 2])
 def test_the_documented_script_runs_with_states_in_memory_and_on_disk(num_ranks: int, tmp_path: Path) -> None:
     wanted = plain_losses(num_ranks)
-    (first, *_), (on_disk, *_) = (
-        run_ranks(documented_script, num_ranks, fraction, str(tmp_path / str(fraction)), None)
-        for fraction in (0.0, 1.0)
-    )
+    first, on_disk, exact = run_ranks(documented_scripts, num_ranks, str(tmp_path))[0]
     assert first == on_disk
     assert first == pytest.approx(wanted, abs=0.02)  # float16
     assert first[-1] < first[0]
-    (exact, *_) = run_ranks(documented_script, num_ranks, 0.0, str(tmp_path), "fp32")
     assert exact == pytest.approx(wanted, abs=1e-5)
 
 
@@ -203,7 +206,7 @@ def all_doors() -> dict[str, float]:
     return far
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [further(1), 2])
 def test_every_door_trains_as_one_process(num_ranks: int) -> None:
     for far in run_ranks(all_doors, num_ranks):
         assert set(far) == set(DOORS)

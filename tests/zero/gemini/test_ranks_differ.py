@@ -21,6 +21,7 @@ from colossalai.zero._exchange import Stamp, start_meeting
 from colossalai.zero.gemini import ChunkSizes, InChunks
 from tests.monitor.hanging import notices, wait_for
 from tests.ranks import RanksError, run_ranks
+from tests.tiers import further
 from tests.zero.gemini.nets import trained
 
 pytestmark = pytest.mark.dist
@@ -195,7 +196,7 @@ def is_slow(backend: str, folder: Path) -> tuple[list[str], float]:
         return told(), far
 
 
-@pytest.mark.parametrize("backend", ["gloo", "shared_memory"])
+@pytest.mark.parametrize("backend", [further("gloo"), "shared_memory"])
 def test_a_rank_that_is_slow_is_waited_for(tmp_path: Path, backend: str) -> None:
     (lines, *far), (_, also_far) = run_ranks(is_slow, 2, backend, tmp_path)
     assert max(*far, also_far) < 1e-12

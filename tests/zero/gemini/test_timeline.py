@@ -19,6 +19,7 @@ from colossalai.zero.gemini._residence import Residence
 from colossalai.zero.gemini._uses import place_of
 from colossalai.zero.gemini.planning import Home, OtherBytes
 from tests.ranks import run_ranks
+from tests.tiers import further
 from tests.zero.gemini.nets import Block
 
 NUM_STEPS = 2
@@ -111,7 +112,7 @@ def runs(folder: str) -> list[Any]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [further(1), 2])
 def test_moments_are_what_is_there_and_stay_within_the_budget(num_ranks: int, tmp_path: Any) -> None:
     for of_rank in run_ranks(runs, num_ranks, str(tmp_path)):
         others = [other_in_forward(iterations[-1]) for _, iterations, *_ in of_rank]

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import colossalai
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
+from tests.tiers import further
 from tests.zero.gemini.nets import CHECKPOINTING, batch, put, trained, twins
 
 pytestmark = pytest.mark.dist
@@ -60,7 +61,7 @@ def train(checkpointing: str, accumulation: int) -> tuple[float, float, int, flo
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-@pytest.mark.parametrize(("num_ranks", "accumulation"), [(1, 1), (2, 1), (2, 2), (4, 1)])
+@pytest.mark.parametrize(("num_ranks", "accumulation"), [(1, 1), (2, 1), (2, 2), further(4, 1)])
 def test_training_is_that_of_one_process_with_two_chunks_present(
     num_ranks: int, accumulation: int, checkpointing: str
 ) -> None:
@@ -176,7 +177,7 @@ def look_inside() -> tuple[dict[str, bool], bool, bool]:
     return alike, is_kept, is_left
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize("num_ranks", [1, further(2), 3])
 def test_inside_of_gathered_values_are_read_and_written(num_ranks: int) -> None:
     for alike, is_kept, is_left in run_ranks(look_inside, num_ranks):
         assert all(alike.values()), alike

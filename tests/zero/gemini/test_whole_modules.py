@@ -20,6 +20,7 @@ from colossalai.nn.parallel import ArrivingParams, GeminiDDP
 from colossalai.testing import ParityCase, check_parity
 from colossalai.zero.gemini import ChunkSizes, InChunks
 from tests.ranks import run_ranks
+from tests.tiers import further
 from tests.zero.gemini.experts import GUISES, Mixture, Routing, batches
 from tests.zero.gemini.nets import trained
 from tests.zero.gemini.test_parity import SMALL, case_of, through_booster
@@ -51,7 +52,7 @@ def train(accumulation: int) -> None:
     gpc.destroy()
 
 
-@pytest.mark.parametrize(("num_ranks", "accumulation"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("num_ranks", "accumulation"), [(2, 2), further(4, 1)])
 def test_experts_chosen_by_data_are_one_process(num_ranks: int, accumulation: int) -> None:
     run_ranks(train, num_ranks, accumulation)
 
@@ -81,6 +82,7 @@ def train_mixtral(options: dict[str, Any], accumulation: int) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("num_ranks", "options", "accumulation"),
     [(2, {"recompute": True}, 2), (4, {}, 1)],

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ from colossalai.nn.layer.moe import (
 )
 from colossalai.tensor import gradient_sync, spec_of
 from tests.ranks import run_ranks
+from tests.tiers import further
+from tests.turns import run_each
 
 WIDTH, NUM_EXPERTS = 6, 4
 
@@ -149,10 +152,10 @@ def values_of_ranks(ep_size: int, tp_size: int) -> dict[str, Tensor]:
 @pytest.mark.dist
 def test_a_model_starts_the_same_on_any_ranks() -> None:
     (alone,) = run_ranks(values_of_ranks, 1, 1, 1)
-    for ep_size, tp_size, world_size in ((2, 1, 2), (4, 1, 4), (2, 2, 4)):
-        for found in run_ranks(values_of_ranks, world_size, ep_size, tp_size):
-            assert found.keys() == alone.keys()
-            assert all(torch.equal(found[name], value) for name, value in alone.items())
+    on_two = run_each(2, values_of_ranks, [(2, 1)])
+    for found in chain(*on_two, *run_each(4, values_of_ranks, [(4, 1), (2, 2)])):
+        assert found.keys() == alone.keys()
+        assert all(torch.equal(found[name], value) for name, value in alone.items())
 
 
 @pytest.mark.unit
@@ -278,9 +281,9 @@ def in_two_dimensions(mode: str, size: int, depth: int) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("mode", "size", "depth"), [("2d", 4, 1), ("2.5d", 4, 1), ("3d", 8, 1)])
-def test_other_tensor_modes(mode: str, size: int, depth: int) -> None:
-    run_ranks(in_two_dimensions, size, mode, size, depth)
+@pytest.mark.parametrize(("size", "modes"), [(4, ("2d", "2.5d")), further(8, ("3d",))])
+def test_other_tensor_modes(size: int, modes: tuple[str, ...]) -> None:
+    run_each(size, in_two_dimensions, [(mode, size, 1) for mode in modes])
 
 
 @pytest.mark.unit

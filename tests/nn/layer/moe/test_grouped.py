@@ -64,20 +64,21 @@ def exact(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.detach().double().requires_grad_()
 
 
-@given(
-    seed=st.integers(0, 2**31),
-    sizes=st.lists(st.sampled_from([0, 0, 1, 2, 5, 17]), min_size=1, max_size=9).flatmap(
+OPERANDS: dict[str, Any] = {
+    "seed": st.integers(0, 2**31),
+    "sizes": st.lists(st.sampled_from([0, 0, 1, 2, 5, 17]), min_size=1, max_size=9).flatmap(
         lambda sizes: st.sampled_from([sizes, 7 * sizes])  # few experts, and many
     ),
-    num_in=st.sampled_from(FEATURES),
-    num_out=st.sampled_from(FEATURES),
-    dtype=st.sampled_from(list(TOLERANCES)),
-    transposed=st.booleans(),
-    has_bias=st.booleans(),
-    is_strided=st.booleans(),
-)
-@settings(max_examples=400)
-def test_as_one_after_the_other(
+    "num_in": st.sampled_from(FEATURES),
+    "num_out": st.sampled_from(FEATURES),
+    "dtype": st.sampled_from(list(TOLERANCES)),
+    "transposed": st.booleans(),
+    "has_bias": st.booleans(),
+    "is_strided": st.booleans(),
+}
+
+
+def compare_with_a_loop(
     seed: int,
     sizes: list[int],
     num_in: int,
@@ -109,6 +110,19 @@ def test_as_one_after_the_other(
     for expert, size in enumerate(sizes):
         if size == 0:
             assert all(torch.count_nonzero(grad[expert]) == 0 for grad in grads[1:])
+
+
+@settings(max_examples=100)
+@given(**OPERANDS)
+def test_as_one_after_the_other(**case: Any) -> None:
+    compare_with_a_loop(**case)
+
+
+@pytest.mark.long
+@settings(max_examples=400)
+@given(**OPERANDS)
+def test_as_one_after_the_other_for_longer(**case: Any) -> None:
+    compare_with_a_loop(**case)
 
 
 class CountsProducts(TorchDispatchMode):

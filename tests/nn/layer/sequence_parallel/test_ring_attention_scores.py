@@ -12,6 +12,7 @@ from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer.sequence_parallel import RingAV, RingQK, TransformerSelfAttentionRing
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -75,7 +76,7 @@ def products(size, dtype):
             call()
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, further(2), 4])
 def test_products(size):
     run_ranks(products, size, size, torch.bfloat16)
 

@@ -21,6 +21,7 @@ from colossalai.nn.layer.sequence_parallel import (
     ulysses_attention,
 )
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 BATCH, HEADS, SEQ, HEAD = 2, 4, 16, 5
 PADDINGS = (None, "some", "all of a sample", "what a query sees")
@@ -78,7 +79,7 @@ def parity(size: int) -> list[tuple[Any, float]]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, further(2), 4])
 def test_values_and_gradients(size: int) -> None:
     for worst in run_ranks(parity, size, size):
         assert len(worst) == 16
@@ -138,7 +139,7 @@ def bytes_sent(size: int) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [further(2), 4])
 def test_bytes_are_those_of_the_formula(size: int) -> None:
     run_ranks(bytes_sent, size, size)
 

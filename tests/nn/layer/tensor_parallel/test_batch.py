@@ -7,8 +7,8 @@ from colossalai.communication import ledger
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer import parallel_2d, parallel_2p5d, parallel_3d, restart
-from tests.nn.modes import MODES, TOLERANCE, distance, launch, slice_like
-from tests.ranks import run_ranks
+from tests.nn.modes import MODES, TOLERANCE, distance, launch, run_in_turn, slice_like
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -43,14 +43,8 @@ def both(name):
     return max(*errors, distance(x.grad, 2 * whole * (1 + 1 / num_parts)))
 
 
-@pytest.mark.parametrize("name", [name for name in MODES if name != "1d"])
-def test_parts_and_sums(name):
-    for error in run_ranks(both, MODES[name]["size"], name):
-        assert error < TOLERANCE
-
-
-def tensor_3d():
-    launch("3d")
+def tensor_3d(name):
+    launch(name)
     x = torch.arange(12.0).view(2, 6).requires_grad_()
     modes = (ParallelMode.PARALLEL_3D_INPUT, ParallelMode.PARALLEL_3D_WEIGHT, ParallelMode.PARALLEL_3D_OUTPUT)
     for parallel_mode in modes:
@@ -64,12 +58,8 @@ def tensor_3d():
     assert book.count() == 0
 
 
-def test_split_tensor_3d():
-    run_ranks(tensor_3d, 8)
-
-
-def refusals():
-    launch("2d")
+def refusals(name):
+    launch(name)
     with ledger() as book:
         with pytest.raises(
             ValueError, match=r"split_batch_2d cuts dimension 0 of .* is 7, which the 2 ranks along col"
@@ -84,5 +74,11 @@ def refusals():
     assert book.count() == 0
 
 
-def test_what_does_not_fit_is_said_before_any_collective():
-    run_ranks(refusals, 4)
+OF_ONE_MODE = {"2d": [refusals], "3d": [tensor_3d]}
+
+
+@pytest.mark.parametrize("name", ["2d", further("2.5d"), "3d"])
+def test_parts_and_sums(name):
+    """And a tensor over any axis of 3d, and what is refused before any collective."""
+    errors, *_ = run_in_turn(MODES[name]["size"], name, both, *OF_ONE_MODE.get(name, []))
+    assert max(errors) < TOLERANCE

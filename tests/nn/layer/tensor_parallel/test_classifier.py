@@ -17,10 +17,10 @@ from tests.nn.modes import (
     distance,
     gradient_errors,
     launch,
+    run_in_turn,
     same_start,
     slice_like,
 )
-from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -84,11 +84,6 @@ def all_cases(name):
     return errors
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_values_and_gradients(name):
-    assert_small(run_ranks(all_cases, MODES[name]["size"], name))
-
-
 def shapes(name):
     """What a rank holds of 16 classes of 8 features, and of the logits of a batch of 8."""
     mode = launch(name)
@@ -99,20 +94,6 @@ def shapes(name):
         y = layer(slice_like(torch.randn(8, FEATURES), cut))
         found.append((tuple(layer.weight.shape), tuple(y.shape)))
     return found
-
-
-@pytest.mark.parametrize(
-    ("name", "whole_classes", "cut_classes"),
-    [
-        ("1d", ((16, 8), (8, 16)), ((8, 8), (8, 8))),
-        ("2d", ((16, 4), (4, 16)), ((8, 4), (4, 8))),
-        ("2.5d", ((16, 4), (2, 16)), ((8, 4), (2, 8))),
-        ("3d", ((16, 4), (2, 16)), ((4, 4), (2, 8))),
-    ],
-)
-def test_shapes(name, whole_classes, cut_classes):
-    size = MODES[name]["size"]
-    assert run_ranks(shapes, size, name) == [[whole_classes, cut_classes]] * size
 
 
 def refusals(name):
@@ -141,5 +122,18 @@ def refusals(name):
     assert book.count() == 0
 
 
-def test_what_does_not_fit_is_said_before_any_collective():
-    run_ranks(refusals, 4, "2d")
+@pytest.mark.parametrize(
+    ("name", "whole_classes", "cut_classes"),
+    [
+        ("1d", ((16, 8), (8, 16)), ((8, 8), (8, 8))),
+        ("2d", ((16, 4), (4, 16)), ((8, 4), (4, 8))),
+        ("2.5d", ((16, 4), (2, 16)), ((8, 4), (2, 8))),
+        ("3d", ((16, 4), (2, 16)), ((4, 4), (2, 8))),
+    ],
+)
+def test_shapes_values_and_gradients(name, whole_classes, cut_classes):
+    """And, in 2d, what is refused before any collective."""
+    size = MODES[name]["size"]
+    found, errors, *_ = run_in_turn(size, name, shapes, all_cases, *[refusals] * (name == "2d"))
+    assert list(found) == [[whole_classes, cut_classes]] * size
+    assert_small(errors)

@@ -9,8 +9,9 @@ import colossalai.nn as col_nn
 from colossalai.context import ParallelMode, get_states, set_mode
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer import Cut, ParallelDropout, next_linear, restart
-from tests.nn.modes import MODES, launch
+from tests.nn.modes import MODES, launch, run_in_turn
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -32,7 +33,7 @@ def masks(name):
     return found
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", ["1d", "2d", further("2.5d"), "3d"])
 def test_masks_differ_with_the_slices_alone(name):
     for point in zip(*run_ranks(masks, MODES[name]["size"], name), strict=True):
         for axes, place, mask, second_mask in point:
@@ -49,11 +50,6 @@ def follows_the_flow(name):
     layer = col_nn.Dropout(0.5)
     assert layer.cut == Cut(batch=("col",))
     return gpc.mesh.axis_rank("col"), mask_of(layer)
-
-
-def test_dropout_behind_a_gathered_output():
-    for place, mask in (results := run_ranks(follows_the_flow, 4, "2d")):
-        assert [mask == other for _, other in results] == [place == other for other, _ in results]
 
 
 def data_parallel():
@@ -78,8 +74,10 @@ def saved_state(name):
     assert mask_of(layer) == first
 
 
-def test_the_state_can_be_restored():
-    run_ranks(saved_state, 4, "2d")
+def test_dropout_behind_a_gathered_output_and_a_state_that_is_restored():
+    results, _ = run_in_turn(4, "2d", follows_the_flow, saved_state)
+    for place, mask in results:
+        assert [mask == other for _, other in results] == [place == other for other, _ in results]
 
 
 @pytest.mark.unit

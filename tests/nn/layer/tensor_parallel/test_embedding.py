@@ -15,11 +15,12 @@ from tests.nn.modes import (
     distance,
     gradient_errors,
     launch,
+    run_in_turn,
     same_start,
     slice_like,
     whole,
 )
-from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -96,11 +97,6 @@ def all_cases(name):
     return errors
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_values_and_gradients(name):
-    assert_small(run_ranks(all_cases, MODES[name]["size"], name))
-
-
 def initializers(name):
     """An initializer sees the whole weight, so its values do not depend on the mode."""
     mode = launch(name)
@@ -115,11 +111,6 @@ def initializers(name):
     assert torch.equal(whole(layer.weight, layer.weight), wanted)
 
 
-@pytest.mark.parametrize("name", ["1d", "3d"])
-def test_an_initializer_fills_the_whole(name):
-    run_ranks(initializers, MODES[name]["size"], name)
-
-
 def the_limit(name):
     """`col_nn.Embedding` cuts the vocabulary above the limit alone."""
     suffix = SUFFIXES[launch(name)]
@@ -128,10 +119,6 @@ def the_limit(name):
     assert type(whole_rows) is getattr(col_nn, f"Embedding{suffix}")
     assert type(cut_rows) is getattr(col_nn, f"VocabParallelEmbedding{suffix}")
     assert whole_rows.weight.shape[0] == VOCAB > cut_rows.weight.shape[0]
-
-
-def test_the_vocabulary_is_cut_above_a_limit():
-    run_ranks(the_limit, 2, "1d")
 
 
 def refusals(name):
@@ -178,6 +165,11 @@ def patch_refusals(name):
     assert book.count() == 0
 
 
-@pytest.mark.parametrize("refuse", [refusals, patch_refusals])
-def test_what_does_not_fit_is_said_before_any_collective(refuse):
-    run_ranks(refuse, 4, "2d")
+OF_ONE_MODE = {"1d": [initializers, the_limit], "2d": [refusals, patch_refusals], "3d": [initializers]}
+
+
+@pytest.mark.parametrize("name", ["1d", "2d", further("2.5d"), "3d"])
+def test_values_and_gradients(name):
+    """And initializers, the limit above which a vocabulary is cut, and what is refused."""
+    errors, *_ = run_in_turn(MODES[name]["size"], name, all_cases, *OF_ONE_MODE.get(name, []))
+    assert_small(errors)

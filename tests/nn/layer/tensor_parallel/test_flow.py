@@ -11,7 +11,7 @@ import colossalai.nn as col_nn
 from colossalai.communication import ledger, split_forward_gather_backward
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer import Cut, current_cut, first_cut, mark_cut, recorded_cut
-from tests.nn.modes import MODES, distance, launch, slice_like, whole
+from tests.nn.modes import MODES, distance, launch, run_in_turn, slice_like, whole
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -79,13 +79,8 @@ REFUSALS = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSALS)
-def test_layers_that_share_an_input(name):
-    run_ranks(attention, MODES[name]["size"], name)
-
-
-def order_3d():
-    launch("3d")
+def order_3d(name):
+    launch(name)
     first, second, third = (col_nn.Linear(WIDTH, WIDTH) for _ in range(3))
     x = slice_like(torch.randn(8, WIDTH), first_cut("3d"))
     for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -110,13 +105,9 @@ def order_3d():
     assert "RecordedTensor" not in str(pickle.dumps(frozen))
 
 
-def test_the_order_is_checked_with_and_without_a_graph():
-    run_ranks(order_3d, 8)
-
-
-def told():
+def told(name):
     """What can be said, what is refused when it is built, and what was moved by hand."""
-    launch("3d")
+    launch(name)
     start = first_cut("3d")
     first = col_nn.Linear(WIDTH, WIDTH)
     beside = col_nn.Linear(WIDTH, WIDTH, input_cut=first.input_cut)
@@ -155,8 +146,11 @@ def told():
                 late(head(beside(x)), labels)
 
 
-def test_what_can_be_said():
-    run_ranks(told, 8)
+@pytest.mark.parametrize(
+    ("name", "functions"), [("1d", (attention,)), ("3d", (attention, order_3d, told))], ids=["1d", "3d"]
+)
+def test_layers_that_share_an_input_their_order_and_what_can_be_said(name, functions):
+    run_in_turn(MODES[name]["size"], name, *functions)
 
 
 def dropouts():

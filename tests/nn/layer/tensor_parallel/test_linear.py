@@ -1,6 +1,7 @@
 """The linear layer in every mode: documented shapes, values, gradients, and the bytes of the formula."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from colossalai.communication import copy_forward_reduce_backward, ledger
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer import mark_cut, next_linear, restart
 from colossalai.tensor import cut_dims, spec_of
-from tests.ranks import run_ranks
+from tests.nn.modes import run_in_turn
 
 pytestmark = pytest.mark.dist
 
@@ -49,13 +50,7 @@ def shapes(name):
     return [tuple(t.shape) for t in (layers[0].weight, layers[1].weight, x, hidden, layers[1](hidden))]
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_documented_shapes(name):
-    size = MODES[name]["size"]
-    assert run_ranks(shapes, size, name) == [SHAPES[name]] * size
-
-
-def parity(name, num_layers, bias, in_panels):
+def parity(name, *, num_layers, bias, in_panels):
     """Layers between a (batch, seq, features) input and a weighted sum, against torch.nn.Linear."""
     mode = launch(name)
     torch.set_default_dtype(torch.float64)
@@ -92,16 +87,6 @@ def parity(name, num_layers, bias, in_panels):
     return torch.stack(errors).max().item()
 
 
-@pytest.mark.parametrize("in_panels", [True, False])
-@pytest.mark.parametrize(("num_layers", "bias"), [(2, True), (3, False)])
-@pytest.mark.parametrize("name", MODES)
-def test_values_and_gradients(name, num_layers, bias, in_panels):
-    if not in_panels and name not in ("2d", "2.5d"):
-        pytest.skip("only 2d and 2.5d have panels")
-    for error in run_ranks(parity, MODES[name]["size"], name, num_layers, bias, in_panels):
-        assert error < 1e-12
-
-
 def bytes_sent(name):
     mode = launch(name)
     cut = restart(mode)
@@ -126,13 +111,6 @@ def bytes_sent(name):
     return found
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_bytes_are_those_of_the_formula(name):
-    for found in run_ranks(bytes_sent, MODES[name]["size"], name):
-        for sent, formula in found:
-            assert sent == pytest.approx(formula)
-
-
 def refusals(name):
     mode = launch(name)
     restart(mode)
@@ -145,5 +123,23 @@ def refusals(name):
     assert copy_forward_reduce_backward(torch.ones(1), gpc.mesh.axis("dp")).item() == 1
 
 
-def test_what_does_not_fit_is_said_before_any_collective():
-    run_ranks(refusals, 4, "2d")
+def cases_of(name):
+    """Yield what is compared with torch's layers in a mode; only 2d and 2.5d have panels."""
+    for num_layers, bias in ((2, True), (3, False)):
+        for in_panels in (True, False) if name in ("2d", "2.5d") else (True,):
+            yield partial(parity, num_layers=num_layers, bias=bias, in_panels=in_panels)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_bytes_shapes_values_and_gradients(name):
+    """The bytes of the formula, the documented shapes, and torch's values, in one start of ranks."""
+    functions = [bytes_sent, *[shapes] * (name in SHAPES), *[refusals] * (name == "2d")]
+    cases = list(cases_of(name))
+    by_function = list(run_in_turn(MODES[name]["size"], name, *functions, *cases))
+    for found in by_function[0]:
+        for sent, formula in found:
+            assert sent == pytest.approx(formula)
+    if name in SHAPES:
+        assert set(map(tuple, by_function[1])) == {tuple(SHAPES[name])}
+    for case, errors in zip(cases, by_function[len(functions) :], strict=True):
+        assert max(errors) < 1e-12, case

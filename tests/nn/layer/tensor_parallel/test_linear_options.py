@@ -18,10 +18,12 @@ from tests.nn.modes import (
     distance,
     gradient_errors,
     launch,
+    run_in_turn,
     same_start,
     slice_like,
 )
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -57,11 +59,6 @@ def gathered(name):
     errors = against_torch(lambda *sizes: kind(*sizes, gather_output=True), cut, Cut(batch=batch))
     assert current_cut(mode) == Cut(batch=batch)
     return errors
-
-
-@pytest.mark.parametrize("name", MODES)
-def test_gather_output(name):
-    assert_small(run_ranks(gathered, MODES[name]["size"], name))
 
 
 def columns_and_rows():
@@ -117,11 +114,6 @@ def biases_apart(name):
     return errors
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_a_bias_that_is_left_to_the_caller(name):
-    assert_small(run_ranks(biases_apart, MODES[name]["size"], name))
-
-
 def in_chunks():
     """Parts of the output are summed while the next ones are computed: the same values, in more messages."""
     launch("1d")
@@ -157,13 +149,8 @@ def all_classes(name):
     return {"y": distance(layer(slice_like(x, cut)), wanted)}
 
 
-@pytest.mark.parametrize("name", ["1d", "3d"])
-def test_a_classifier_that_gathers_its_classes(name):
-    assert_small(run_ranks(all_classes, MODES[name]["size"], name))
-
-
-def refusals_1d():
-    launch("1d")
+def refusals_1d(name):
+    launch(name)
     with ledger() as book:
         with pytest.raises(ValueError, match=r"Linear2D needs a job launched with .*mode='2d'.* is '1d'"):
             col_nn.Linear2D(*SIZES)
@@ -185,9 +172,8 @@ def refusals_1d():
     assert book.count() == 0
 
 
-def refusals_3d():
-    launch("3d")
-    restart("3d")
+def refusals_3d(name):
+    restart(launch(name))
     with ledger() as book:
         with pytest.raises(
             ValueError, match=r"weight of Linear3D: dimension 1 .* is 6, .* 4 ranks along inp x wgt"
@@ -210,11 +196,21 @@ def refusals_without_a_mode():
     assert type(col_nn.Linear(*SIZES)) is nn.Linear
 
 
-@pytest.mark.parametrize(
-    ("refuse", "num_ranks"), [(refusals_1d, 2), (refusals_3d, 8), (refusals_without_a_mode, 1)]
-)
-def test_what_does_not_fit_is_said_before_any_collective(refuse, num_ranks):
-    run_ranks(refuse, num_ranks)
+def test_without_a_mode_layers_that_need_one_are_refused():
+    run_ranks(refusals_without_a_mode, 1)
+
+
+OF_ONE_MODE = {"1d": [refusals_1d, all_classes], "3d": [refusals_3d, all_classes]}
+
+
+@pytest.mark.parametrize("name", ["1d", "2d", further("2.5d"), "3d"])
+def test_an_output_that_is_gathered_and_a_bias_that_is_left_to_the_caller(name):
+    """And, in a mode along one dimension and along three, what is refused before any collective."""
+    functions = [gathered, biases_apart, *OF_ONE_MODE.get(name, [])]
+    found = list(run_in_turn(MODES[name]["size"], name, *functions))
+    for function, reports in zip(functions, found, strict=True):
+        if function not in (refusals_1d, refusals_3d):
+            assert_small(reports)
 
 
 def half_precision_errors(dtype):

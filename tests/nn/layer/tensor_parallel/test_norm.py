@@ -15,10 +15,11 @@ from tests.nn.modes import (
     distance,
     gradient_errors,
     launch,
+    run_in_turn,
     same_start,
     slice_like,
 )
-from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -61,11 +62,6 @@ def all_cases(name):
     }
 
 
-@pytest.mark.parametrize("name", MODES)
-def test_values_and_gradients(name):
-    assert_small(run_ranks(all_cases, MODES[name]["size"], name))
-
-
 def half_precision(name):
     """Statistics of bfloat16 are taken in float32: a large common offset does not drown the variance."""
     mode = launch(name)
@@ -76,12 +72,6 @@ def half_precision(name):
     y = layer(slice_like(x_whole, restart(mode)))
     assert y.dtype is torch.bfloat16
     return distance(y.double(), slice_like(wanted, layer.cut))
-
-
-@pytest.mark.parametrize("name", ["2d", "3d"])
-def test_statistics_are_in_float32(name):
-    for error in run_ranks(half_precision, MODES[name]["size"], name):
-        assert error <= 2**-7  # half a unit in the last place of bfloat16 from 2 to 4
 
 
 def refusals(name):
@@ -100,5 +90,13 @@ def refusals(name):
     assert book.count() == 0
 
 
-def test_what_does_not_fit_is_said_before_any_collective():
-    run_ranks(refusals, 4, "2d")
+OF_ONE_MODE = {"2d": [half_precision, refusals], "3d": [half_precision]}
+
+
+@pytest.mark.parametrize("name", ["1d", "2d", further("2.5d"), "3d"])
+def test_values_and_gradients(name):
+    """And statistics in float32, and what is refused before any collective."""
+    errors, *more = run_in_turn(MODES[name]["size"], name, all_cases, *OF_ONE_MODE.get(name, []))
+    assert_small(errors)
+    for error in more[0] if more else ():
+        assert error <= 2**-7  # half a unit in the last place of bfloat16 from 2 to 4

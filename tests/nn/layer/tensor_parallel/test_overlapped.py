@@ -9,6 +9,7 @@ from colossalai.core import global_context as gpc
 from colossalai.nn.layer import COLUMN, ROW, Linear, ParallelLinear, restart
 from colossalai.nn.layer.tensor_parallel import _matmul
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -82,6 +83,6 @@ def mixed_precision(mode: str, size: int) -> None:
         torch.testing.assert_close(grad, target, rtol=0.05, atol=0.2)
 
 
-@pytest.mark.parametrize(("mode", "size"), [("1d", 2), ("2d", 4), ("3d", 8)])
+@pytest.mark.parametrize(("mode", "size"), [("1d", 2), further("2d", 4), ("3d", 8)])
 def test_autocast_reaches_into_the_product(mode: str, size: int):
     run_ranks(mixed_precision, size, mode, size)

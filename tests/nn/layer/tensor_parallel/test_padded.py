@@ -9,6 +9,7 @@ from colossalai.tensor import spec_of
 from colossalai.tensor._padded import PaddedSpec, pad_to, padded_size
 from tests.nn.modes import SUFFIXES, launch
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 
 @pytest.mark.unit
@@ -61,7 +62,7 @@ def padded_layers(name):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("name", "ranks"), [("1d", 2), ("2d", 4), ("2.5d", 8), ("3d", 8)])
+@pytest.mark.parametrize(("name", "ranks"), [("1d", 2), further("2d", 4), further("2.5d", 8), ("3d", 8)])
 def test_padding_stays_zero_and_its_logits_minus_infinity(name, ranks):
     wrong, padded, total = zip(*run_ranks(padded_layers, ranks, name), strict=True)
     assert not any(wrong)
