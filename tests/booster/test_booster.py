@@ -146,7 +146,7 @@ def load_everything(method, folder):
 @pytest.mark.parametrize(
     ("save", "load", "shard", "use_safetensors", "gather"),
     [further(("ddp", 2), ("fsdp", 2), False, False, True),
-     further(("fsdp", 2), ("ddp", 1), True, True, True), (("fsdp", 2), ("fsdp", 4), True, False, True),
+     further(("fsdp", 2), ("ddp", 1), True, True, True), further(("fsdp", 2), ("fsdp", 4), True, False, True),
      (("ddp", 1), ("fsdp", 2), False, True, True), (("fsdp", 2), ("ddp", 1), False, False, False)],
 )  # fmt: skip
 def test_training_goes_on_under_another_plugin(tmp_path, save, load, shard, use_safetensors, gather):

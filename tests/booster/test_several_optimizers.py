@@ -23,6 +23,7 @@ from colossalai.core import global_context as gpc
 from colossalai.testing import assert_close, full_parameters
 from tests.booster.test_accumulate import Model, make_model
 from tests.ranks import run_ranks
+from tests.tiers import further
 from tests.turns import run_each
 
 pytestmark = pytest.mark.dist
@@ -182,10 +183,11 @@ def gan(method: str) -> dict[str, torch.Tensor]:
     return values_of(model, method)
 
 
-def test_a_gan_in_one_module() -> None:
+@pytest.mark.parametrize("methods", [("ddp", "gemini"), further(("zero1", "fsdp"))], ids="-".join)
+def test_a_gan_in_one_module(methods: tuple[str, ...]) -> None:
     expected = GAN()
     play(expected, players_of(expected), lambda loss, _: loss.backward(), lambda x: x)
-    for by_rank in run_each(2, gan, [("ddp",), ("zero1",), ("fsdp",), ("gemini",)]):
+    for by_rank in run_each(2, gan, [(method,) for method in methods]):
         for params in by_rank:
             for name, value in params.items():
                 assert_close(value, expected.get_parameter(name), rtol=1e-10, atol=1e-10)

@@ -102,7 +102,7 @@ def resume(folder: str) -> Any:
     return whole, fit("zero 1", "grpo", **parts)
 
 
-@pytest.mark.long  # `make test` resumes a run that is not ahead: tests/chat/test_grpo.py
+@pytest.mark.long  # `make test` resumes a run that is not ahead: tests/chat/test_ppo.py
 def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(tmp_path: Path) -> None:
     for whole, parts in run_ranks(resume, 2, str(tmp_path)):
         assert whole[3]["kl"] > 1e-9  # between states it is a step ahead

@@ -13,6 +13,7 @@ from colossalai.chat import DPO, SFT, RewardModeling, chat_data, with_value_head
 from colossalai.chat.data import make_toy_data, make_toy_tokenizer
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -54,12 +55,13 @@ def learn(name: str) -> tuple[Any, Any]:
     return before, after
 
 
+@pytest.mark.long  # `make test` has what is learned from comparisons, below
 def test_answers_are_learned() -> None:
     before, after = run_ranks(learn, 1, "sft")[0]
     assert after["loss"] < 0.5 * before["loss"]
 
 
-@pytest.mark.parametrize("name", ["reward", "dpo"])
+@pytest.mark.parametrize("name", [further("reward"), "dpo"])
 def test_comparisons_are_learned(name: str) -> None:
     before, after = run_ranks(learn, 1, name)[0]
     assert after["accuracy"] >= 0.95

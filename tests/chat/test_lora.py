@@ -151,7 +151,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.dist
 def test_on_two_ranks(tmp_path: Path) -> None:
-    cells = [("sft", "zero 2", "llama"), ("reward", "pp 2", "opt"), ("dpo", "tp 2", "gpt2")]
+    cells = [("reward", "pp 2", "opt"), ("dpo", "tp 2", "gpt2")]  # ZeRO is with a model as its own reference
     check(cells, 2, tmp_path)
 
 

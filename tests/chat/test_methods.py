@@ -76,9 +76,13 @@ def check(cells: list[tuple[str, str, str]], num_ranks: int) -> None:
 
 
 def test_on_two_ranks() -> None:
-    cells = [("sft", plan, "llama") for plan in ("ddp", "zero 1", "gemini")]
-    cells += [("reward", "zero 2", "opt"), ("reward", "tp 2", "opt")]
-    check([*cells, ("dpo", "fsdp", "opt"), ("dpo", "pp 2", "opt"), ("ipo", "tp 2", "gpt2")], 2)
+    cells = [("sft", "gemini", "llama"), ("reward", "zero 2", "opt")]
+    check([*cells, ("dpo", "pp 2", "opt"), ("ipo", "tp 2", "gpt2")], 2)
+
+
+@pytest.mark.long
+def test_further_families_on_two_ranks() -> None:
+    check([("reward", "tp 2", "opt"), ("dpo", "fsdp", "opt")], 2)
 
 
 @pytest.mark.long

@@ -87,7 +87,7 @@ def check(cells: list[tuple[str, str, dict[str, Any]]], num_ranks: int) -> None:
 
 
 def test_on_two_ranks() -> None:
-    check([("tp 2", "gpt2", WAYS[1]), ("pp 2", "gpt2", WAYS[2])], 2)
+    check([("pp 2", "gpt2", {**WAYS[2], "has_reward_model": True})], 2)
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from colossalai.chat import load_reward_model, save_pretrained, with_value_head
 from colossalai.core import global_context as gpc
 from tests.chat.tiny import PLUGINS, causal, tokenizer
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -44,10 +45,10 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("family", "plan"),
     [
-        ("llama", "tp 2"),
+        further("llama", "tp 2"),
         ("gpt2", "pp 2"),
-        ("opt", "fsdp"),
-        pytest.param("opt", "pp 2", marks=pytest.mark.long),
+        further("opt", "fsdp"),
+        further("opt", "pp 2"),
     ],
 )
 def test_folders_open_in_transformers(tmp_path: Path, family: str, plan: str) -> None:

@@ -126,6 +126,7 @@ def load(name: str, folder: Path, buffer_size: float = 512) -> float:
     return peak.extra
 
 
+@pytest.mark.long  # for the next test
 def test_the_measurement_sees_a_copy() -> None:
     with measured() as peak:
         copy = torch.ones(ROWS, COLUMNS)
@@ -133,9 +134,8 @@ def test_the_measurement_sees_a_copy() -> None:
     del copy
 
 
-@pytest.mark.parametrize(
-    "name", ["columns", *(pytest.param(name, marks=pytest.mark.long) for name in ("fsdp", "turned"))]
-)
+@pytest.mark.long  # of single files it is in test_whole_writer, and of what is read in test_bytes_read
+@pytest.mark.parametrize("name", ["columns", "fsdp", "turned"])
 def test_extra_memory_of_saving_and_loading(name: str, tmp_path: Path) -> None:
     saving = run_ranks(save, 2, FROM[name], tmp_path)
     loading = run_ranks(load, 2, name, tmp_path)

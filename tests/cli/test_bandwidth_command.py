@@ -30,6 +30,7 @@ def launch_forked(job: Job) -> int:
 
 
 @pytest.mark.dist
+@pytest.mark.long  # `make test` has what ranks measure as JSON, and a table of many ranks
 def test_ranks_measure_and_a_table_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_command, "launch", launch_forked)
     result = invoke("--bandwidth", "--mesh", "1x2")
@@ -116,6 +117,7 @@ def test_the_mesh_is_an_option_of_bandwidth_only(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.dist
+@pytest.mark.long  # `make test` ends jobs of the launcher by SIGINT: tests/launcher/hosts/test_ends.py
 def test_ctrl_c_ends_it(tmp_path: Path) -> None:
     command = start(tmp_path / "job", "check", "--bandwidth", "--nproc_per_node", "2")
     try:

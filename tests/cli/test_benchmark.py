@@ -182,7 +182,7 @@ def _measured(
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [further(0), 1])
 def test_figures_are_those_of_the_layers(number: int):
     settings = _settings(4)
     configuration = settings.configurations[number]

@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -67,6 +69,21 @@ def test_check_wants_to_know_what():
 
 
 LIBRARIES = (("safetensors", "safetensors", "checkpoints"), ("nosuch", "nosuch", "nothing"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def measured_once() -> Iterator[None]:
+    """Have the speed of the processor measured once: it takes half a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        found: list[Any] = []
+        measure_speed = _doctor.measure_speed
+
+        def measured(*args: Any) -> Any:
+            found.extend([] if found else [measure_speed(*args)])
+            return found[0]
+
+        patch.setattr(_doctor, "measure_speed", measured)
+        yield
 
 
 def test_check_as_json(monkeypatch: pytest.MonkeyPatch):

@@ -39,6 +39,7 @@ def test_the_figures_are_those_of_the_package():
     assert (found["tp"], found["pp"], found["quantize"], found["max_length"]) == (2, 2, "int8", 1000)
 
 
+@pytest.mark.long  # `make test` has the same command with its output on the page: test_memory_command.py
 def test_the_table_fits_80_columns():
     result = invoke("--serve", "bloom_175B", "--tp", "8", "--quantize", "int8", "--memory", "80GiB")
     assert result.exit_code == 0, result.output

@@ -29,23 +29,49 @@ def launch_forked(job: Job) -> int:
     return 0
 
 
-@pytest.mark.dist
-def test_a_trace_is_drawn_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr(_trace, "launch", launch_forked)
-    monkeypatch.chdir(tmp_path)
-    plain = ("--model", "vit-lite", "--dp", "2", "--trace", "plain.png", "--precision", "fp32")
-    result = invoke(*plain)
+PLAIN = ("--model", "vit-lite", "--dp", "2", "--trace", "plain.png", "--precision", "fp32")
+
+
+def check_table(result: Result, policy: str) -> list[str]:
+    """Return the lines of a table, with one space between words."""
     assert result.exit_code == 0, result.output
     assert Path("plain.png").read_bytes().startswith(PNG)
     assert all(len(line) <= 80 for line in result.stdout.splitlines()[1:])
     lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
-    assert lines[0].startswith("vit-lite, 4 of 7 blocks, fp32, batch 1 x 65; rank 0 of 2, 'cpu'")
-    assert "moved in from below 0 B" in lines
+    assert lines[0].startswith(f"vit-lite, 4 of 7 blocks, fp32, batch 1 x 65; rank 0 of 2, '{policy}'")
     assert "--blocks 7 trains the whole model." in lines
+    return lines
 
-    budget = ("--memory-budget", "12MiB", "--offload-dir", "chunks", "--batch", "1", "--json")
-    result = invoke(*plain, "--trace", "budget.png", *budget)
+
+@pytest.mark.dist
+@pytest.mark.long  # `make test` shows a trace with a budget
+def test_a_trace_without_a_budget_is_drawn_and_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(_trace, "launch", launch_forked)
+    monkeypatch.chdir(tmp_path)
+    assert "moved in from below 0 B" in check_table(invoke(*PLAIN), "cpu")
+
+
+@pytest.mark.dist
+def test_a_trace_is_drawn_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    written: list[str] = []
+
+    def launch_once(job: Job) -> int:
+        file = Path(str(job.args[1]))
+        if written:  # the same again, in other words
+            file.write_text(written[0])
+        else:
+            launch_forked(job)
+            written.append(file.read_text())
+        return 0
+
+    monkeypatch.setattr(_trace, "launch", launch_once)
+    budget = ("--memory-budget", "12MiB", "--offload-dir", "chunks", "--batch", "1")
+    result = invoke(*PLAIN, "--trace", "budget.png", *budget, "--json")
     assert result.exit_code == 0, result.output
     assert Path("budget.png").read_bytes().startswith(PNG)
     found = json.loads(result.stdout)
@@ -61,8 +87,11 @@ def test_a_trace_is_drawn_and_counted(tmp_path: Path, monkeypatch: pytest.Monkey
         kinds = ("gathered", "section", "gradient", "state", "other")
         sums = [sum(moment[f"{kind}_bytes"] for kind in kinds) for moment in before_step]
         assert max(sums) <= 12 * 2**20
+    lines = check_table(invoke(*PLAIN, *budget), "auto")
+    assert any(line.startswith("moved in from below ") for line in lines)
 
-    result = invoke(*plain, "--memory-budget", "1MiB", "--offload-dir", "chunks")
+    monkeypatch.setattr(_trace, "launch", launch_forked)
+    result = invoke(*PLAIN, "--memory-budget", "1MiB", "--offload-dir", "chunks")
     assert result.exit_code == 2
     assert "memory_budget=" in result.output
     assert "would do" in result.output

@@ -14,9 +14,9 @@ from colossalai.cli._pipeline._command import stage_costs
 from colossalai.pipeline.schedules._csv import write_schedule
 from colossalai.pipeline.schedules._generators import SCHEDULES, make_schedule
 from colossalai.pipeline.schedules._simulate import Costs, simulate
+from tests.tiers import after_the_first
 
 pytestmark = pytest.mark.unit
-
 PNG = b"\x89PNG\r\n\x1a\n"
 EIGHT = ("--stages", "8", "--microbatches", "32")
 
@@ -159,7 +159,7 @@ def test_the_page_has_commands():
     assert len(ON_THE_PAGE) == 2
 
 
-@pytest.mark.parametrize(("commands", "output"), ON_THE_PAGE)
+@pytest.mark.parametrize(("commands", "output"), after_the_first(ON_THE_PAGE))
 def test_the_commands_of_the_page_run(
     commands: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

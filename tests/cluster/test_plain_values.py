@@ -151,7 +151,10 @@ def test_nothing_in_the_package_unpickles_what_others_send():
     calls |= {"send_object_list", "recv_object_list"}
     found = set()
     for path in (ROOT / "colossalai").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        if not any(word in text for word in ("loads", "Unpickler", *calls)):
+            continue  # to parse all of them takes longer than all else here
+        for node in ast.walk(ast.parse(text)):
             name = node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
             is_load = name in ("loads", "Unpickler") and "pickle" in ast.unparse(node)
             if is_load or name in calls:

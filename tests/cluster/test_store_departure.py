@@ -24,6 +24,7 @@ from colossalai.core import global_context as gpc
 from colossalai.monitor import PeerProcess
 from colossalai.zero.gemini import _positions
 from tests.ranks import ROOT, run_ranks
+from tests.tiers import further
 
 WORLD_SIZE = 4
 
@@ -184,7 +185,7 @@ SCRIPT = """
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(("how", "backend"), [("ends", "gloo"), ("dies", "shared_memory")])
+@pytest.mark.parametrize(("how", "backend"), [("ends", "gloo"), further("dies", "shared_memory")])
 def test_a_script_without_destroy(tmp_path: Path, job_port: int, how: str, backend: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))

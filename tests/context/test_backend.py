@@ -17,6 +17,7 @@ from colossalai.context import ParallelMode
 from colossalai.context._launch_arguments import chosen_backend
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 CPU = torch.device("cpu")
 
@@ -64,7 +65,7 @@ def makes_a_group_late(backend: str) -> bool:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("backend", ["auto", "gloo"])
+@pytest.mark.parametrize("backend", ["gloo", further("auto")])
 def test_the_store_stays_until_the_last_rank_has_made_its_groups(backend: str) -> None:
     assert run_ranks(makes_a_group_late, 4, backend) == [True] * 4
 
@@ -93,7 +94,7 @@ def gets_a_group(backend: str) -> bool:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("backend", ["auto", "gloo"])
+@pytest.mark.parametrize("backend", ["auto", further("gloo")])
 def test_a_group_is_there_when_all_members_have_it(backend: str) -> None:
     assert run_ranks(gets_a_group, 4, backend) == [True] * 4
 

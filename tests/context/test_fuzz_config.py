@@ -19,7 +19,7 @@ from tests.tiers import further
 
 pytestmark = pytest.mark.mesh
 
-NUM_EXAMPLES = [200, further(2_000)]
+NUM_EXAMPLES = [60, further(2_000)]
 EXAMPLE_TIMEOUT = 5.0  # for one of them; a hundredth of a second is usual
 
 MODES = ["1d", "2d", "2.5d", "3d", "sequence"]

@@ -27,6 +27,7 @@ from colossalai.context import (
 from colossalai.core import global_context as gpc
 from colossalai.registry import DIST_GROUP_INITIALIZER
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 M = ParallelMode
 
@@ -49,7 +50,9 @@ def sums_of_every_mode(parallel, modes):
     ("parallel", "modes"),
     [
         ({"pipeline": 2, "tensor": {"size": 2, "mode": "1d"}}, [M.DATA, M.PIPELINE, M.TENSOR, M.MODEL]),
-        ({"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}, [M.PARALLEL_2P5D_XZ, M.PARALLEL_2P5D_ROW]),
+        further(
+            {"tensor": {"size": 8, "mode": "2.5d", "depth": 2}}, [M.PARALLEL_2P5D_XZ, M.PARALLEL_2P5D_ROW]
+        ),
         ({"tensor": {"size": 8, "mode": "3d"}}, [M.PARALLEL_3D_OUTPUT_X_WEIGHT, M.PARALLEL_3D_INPUT]),
     ],
 )  # fmt: skip
@@ -164,18 +167,24 @@ def test_random_states_agree_where_slices_agree():
     assert len({tuple(rank[M.TENSOR]) for rank in drawn}) == 4
 
 
-def absent_rank(wait):
-    if os.environ["RANK"] == "1":
-        time.sleep(wait)  # alive, but never launches
+def absent_rank(folder):
+    rank = int(os.environ["RANK"])
+    if rank == 1:  # alive, but never launches
+        end = time.monotonic() + 60.0
+        while len(list(folder.iterdir())) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
         return None
-    with pytest.raises(ConnectionError) as caught:
-        colossalai.launch_from_torch(config={}, timeout=1.0)
+    try:
+        with pytest.raises(ConnectionError) as caught:
+            colossalai.launch_from_torch(config={}, timeout=1.0)
+    finally:
+        (folder / str(rank)).touch()
     return str(caught.value)
 
 
 @pytest.mark.dist
-def test_missing_ranks_are_named():
-    message = run_ranks(absent_rank, 3, 2.5)[0]
+def test_missing_ranks_are_named(tmp_path):
+    message = run_ranks(absent_rank, 3, tmp_path)[0]
     assert "2 of 3 ranks arrived; missing are ranks [1]" in message
 
 
@@ -198,7 +207,9 @@ def reason_against(host, port, *, rank=1):
     [
         (False, "127.0.0.1", 1, r"rank 1 got no answer .* within 0.5 s.*\(Connection refused\)"),
         (True, "127.0.0.1", 1, r"rank 1 got no answer .*\(it closes the connection\)"),
-        (False, "no.such.host.invalid", 1, r"rank 1 got no answer .*'no.such.host.invalid' is not known"),
+        further(
+            False, "no.such.host.invalid", 1, r"rank 1 got no answer .*'no.such.host.invalid' is not known"
+        ),
         (False, "no.such.host.invalid", 0, r"rank 0 has no store at no.such.host.invalid:.* is not known"),
     ],
 )

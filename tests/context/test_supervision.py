@@ -36,6 +36,7 @@ def run_script(folder: Path, how: str, *before: str) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
+@pytest.mark.long  # of a job it is in tests/checkpoint_io/storage/test_background.py
 def test_it_is_the_exit_code(tmp_path: Path) -> None:
     done = run_script(tmp_path, "ends")
     assert done.returncode == 120
@@ -50,6 +51,7 @@ def test_the_error_of_the_script_comes_first(tmp_path: Path) -> None:
     assert "and at the end of the script: OSError: the disk is gone" in done.stderr
 
 
+@pytest.mark.long  # how a rank that fails is named is in tests/launcher/test_run.py
 def test_the_launcher_names_it(tmp_path: Path) -> None:
     done = run_script(tmp_path, "ends", "-m", "colossalai.cli", "run", "--nproc_per_node", "2")
     assert done.returncode in (1, 120), done.stderr  # 1 if its message is there before its end

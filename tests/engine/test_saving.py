@@ -67,7 +67,7 @@ def test_accumulation_windows(tmp_path: Path) -> None:
 
 def loads_while_saving(folder: str) -> None:
     engine, *_ = build()
-    make_slow(0.2)
+    make_slow(0.1)
     engine.save(folder, step=1, save_async=True)
     assert engine.load(folder).step == 1
     path = engine.save(folder, step=2, save_async=True)

@@ -21,7 +21,7 @@ TINY = {
     "heads": 2,
     "layers": 1,
     "learning-rate": 0.01,
-    "steps": 40,
+    "steps": 24,
 }
 
 

@@ -254,7 +254,7 @@ def cut_over_ranks(config: Callable[[], Any], num_stages: int, path: str) -> Non
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("config", "num_stages"),
-    [(tiny_opt, 2), (tiny_bloom, 1), (tiny_neox, 1), further(tiny_opt, 1), further(tiny_bloom, 2)],
+    [further(tiny_opt, 2), (tiny_bloom, 1), further(tiny_neox, 1), (tiny_opt, 1), further(tiny_bloom, 2)],
 )
 def test_a_model_that_is_cut_over_ranks(tmp_path: Path, config: Callable[[], Any], num_stages: int) -> None:
     if config is tiny_opt:

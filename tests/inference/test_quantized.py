@@ -27,6 +27,7 @@ from colossalai.inference.products._products import PlainProduct
 from colossalai.inference.products._quantized_linear import make_product
 from colossalai.inference.products._quantized_products import DequantizingProduct
 from tests.inference.models import MIXED, greedy, prompts, tiny
+from tests.tiers import further
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit
@@ -209,7 +210,7 @@ TIES = {"int8-weights": 1e-3, "int8": 0.03, "int4:32": 0.03}
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("name", WAYS)
-@pytest.mark.parametrize("family", ["Llama", "GPT2", "OPT", "Qwen3"])
+@pytest.mark.parametrize("family", ["Llama", "GPT2", "OPT", further("Qwen3")])
 def test_texts_are_those_of_the_dequantized_model(name: str, family: str, tmp_path: Path) -> None:
     sizes = {"Llama": {"intermediate_size": 64}, "Qwen3": {"intermediate_size": 64}, "OPT": {"ffn_dim": 64}}
     tiny(family, **sizes.get(family, {})).save_pretrained(tmp_path)

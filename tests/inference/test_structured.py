@@ -90,9 +90,21 @@ def schemas(draw, depth=2):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(schema=schemas(), seed=st.integers(0, 2**32))
 def test_a_text_under_a_schema_parses_and_validates(kind, schema, seed):
+    check_schema(kind, schema, seed)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=60)
+@given(schema=schemas(), seed=st.integers(0, 2**32))
+def test_a_text_under_any_of_many_schemas_parses_and_validates(kind, schema, seed):
+    check_schema(kind, schema, seed)
+
+
+def check_schema(kind, schema, seed):
     matcher = COMPILERS[kind].compile(Structure(kind="json", source=json.dumps(schema)))
     text = walk(kind, matcher, seed)
     if text is not None:

@@ -36,12 +36,25 @@ cuts = st.one_of(st.just(range(1000)), st.lists(st.integers(0, 60), max_size=20)
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_streamed", [True, False])
-@settings(max_examples=300)
+@settings(max_examples=80)
 @given(text=texts, cuts=cuts)
 @example(text=" a", cuts=range(1000))
 @example(text="   a", cuts=range(1000))
 @example(text="😀😀😀😀😀😀😀😀a", cuts=range(1000))
 def test_pieces_of_a_text_are_the_decoded_tokens(kind, is_streamed, text, cuts):
+    check_pieces(kind, is_streamed, text, cuts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_streamed", [True, False])
+@settings(max_examples=300)
+@given(text=texts, cuts=cuts)
+def test_pieces_of_any_of_many_texts_are_the_decoded_tokens(kind, is_streamed, text, cuts):
+    check_pieces(kind, is_streamed, text, cuts)
+
+
+def check_pieces(kind, is_streamed, text, cuts):
     tokenizer = KINDS[kind]()
     if kind == "byte_fallback":
         text = text.replace("\ufffd", "")
@@ -55,20 +68,44 @@ def test_pieces_of_a_text_are_the_decoded_tokens(kind, is_streamed, text, cuts):
 @pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
 @pytest.mark.parametrize("skips", [True, False])
-@settings(max_examples=300)
+@settings(max_examples=80)
 @given(data=st.data(), cuts=cuts)
 def test_any_tokens_give_what_they_decode_to(kind, skips, data, cuts):
     """Also bytes that are no text, special tokens, and characters that are cut at the end."""
+    check_tokens(kind, skips, data, cuts)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["byte_level", "metaspace"])
+@pytest.mark.parametrize("skips", [True, False])
+@settings(max_examples=300)
+@given(data=st.data(), cuts=cuts)
+def test_any_of_many_tokens_give_what_they_decode_to(kind, skips, data, cuts):
+    check_tokens(kind, skips, data, cuts)
+
+
+def check_tokens(kind, skips, data, cuts):
     tokenizer = KINDS[kind]()
     token_ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=60))
     stream = TextStream(tokenizer, skip_special_tokens=skips)
     assert "".join(pushed(stream, token_ids, cuts)) == tokenizer.decode(token_ids, skip_special_tokens=skips)
 
 
-@settings(max_examples=300)
+@settings(max_examples=80)
 @given(data=st.data(), cuts=cuts)
 def test_bytes_that_are_no_text_change_no_other_text(data, cuts):
     """With byte fallback: the same text in any pieces, as decoded where each run of bytes is text."""
+    check_bytes(data, cuts)
+
+
+@pytest.mark.long
+@settings(max_examples=300)
+@given(data=st.data(), cuts=cuts)
+def test_many_bytes_that_are_no_text_change_no_other_text(data, cuts):
+    check_bytes(data, cuts)
+
+
+def check_bytes(data, cuts):
     tokenizer = byte_fallback()
     token_ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=60))
     plain = "".join(pushed(TextStream(tokenizer), token_ids, range(1000)))

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.launcher.command import ROOT, Command, is_gone, wait_until
-from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -63,7 +62,8 @@ def pids_of(command: Command) -> dict[str, int]:
     return {rank: int(pid) for rank, pid in words if rank in "01"}
 
 
-@pytest.mark.parametrize("max_restarts", [1, further(0)])
+@pytest.mark.long  # so ends the service of tests/serving/test_serve_command.py
+@pytest.mark.parametrize("max_restarts", [1, 0])
 def test_the_first_rank_ends_the_job(begin: Callable[..., tuple[Command, dict[str, int]]], max_restarts: int):
     command, pids = begin(2, 60.0, max_restarts)
     command.process.terminate()

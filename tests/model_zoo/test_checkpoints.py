@@ -43,11 +43,11 @@ def go_on(tensor, seed, source, target):
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        (MODES["2d"], MODES["1d-4"]),
+        (MODES["1d"], None),
+        further(MODES["2d"], MODES["1d-4"]),
         further(MODES["2d"], SEQUENCE),
         further(SEQUENCE, MODES["1d"]),
         further(MODES["3d"], MODES["1d-4"]),
-        further(MODES["1d"], None),
         further(None, MODES["2.5d"]),
     ],
 )

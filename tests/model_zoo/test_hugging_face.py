@@ -121,7 +121,7 @@ def compare(name, mode, theirs, inputs, expected, *, padded=0):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("mode", ["1d", "2d", "2.5d", further("3d")])  # 3d: with a padded vocabulary below
+@pytest.mark.parametrize("mode", ["1d", "2d", further("2.5d"), further("3d")])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_same_logits_in_every_mode(name, mode):
     model = hugging_face(name).double()
@@ -134,7 +134,7 @@ def test_same_logits_in_every_mode(name, mode):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("mode", "padded"), [("1d", 1), ("3d", 3)])
+@pytest.mark.parametrize(("mode", "padded"), [("1d", 1), further("3d", 3)])
 @pytest.mark.parametrize("name", ["gpt", "bert"])
 def test_same_logits_of_a_vocabulary_that_is_padded(name, mode, padded):
     model = hugging_face(name, vocab_size=13).double()

@@ -64,7 +64,7 @@ def build() -> Widenet:
 
 CELLS: list[Any] = [
     ({"parallel": {"moe": {"size": 2}}, "zero": {"stage": 1}, "recompute": True}, 4),
-    ({"parallel": {"moe": {"size": 2}, "tensor": {"size": 2, "mode": "1d"}}}, 2),
+    further({"parallel": {"moe": {"size": 2}, "tensor": {"size": 2, "mode": "1d"}}}, 2),
     further({"parallel": {"moe": {"size": 2}}}, 4),
 ]
 
@@ -94,6 +94,7 @@ def parity(config: dict[str, Any], num_parts: int) -> None:
     gpc.destroy()
 
 
+@pytest.mark.long  # the script is below, layers with experts are in tests/parity/experts
 @pytest.mark.dist
 @pytest.mark.parametrize(("num_ranks", "cells"), grouped(CELLS, lambda *_: 4))
 def test_parity(num_ranks: int, cells: list[tuple[dict[str, Any], int]]) -> None:

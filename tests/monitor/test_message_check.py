@@ -10,6 +10,7 @@ import colossalai
 from colossalai.core import global_context as gpc
 from tests.monitor.hanging import meet
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -74,7 +75,7 @@ def has_no_partner(sends):
 
 
 @pytest.mark.parametrize(
-    ("sends", "op", "way", "verb"), [(False, "recv", "from", "sent"), (True, "send", "to", "received")]
+    ("sends", "op", "way", "verb"), [further(False, "recv", "from", "sent"), (True, "send", "to", "received")]
 )
 def test_a_message_without_its_other_half_is_named(sends, op, way, verb):
     error, _ = run_ranks(has_no_partner, 2, sends)

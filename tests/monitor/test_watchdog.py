@@ -203,6 +203,7 @@ def leaves_messages_alone(folder):
     return len(kept)
 
 
+@pytest.mark.long  # such are left below, too
 def test_a_message_that_nobody_waits_for_is_no_wait(tmp_path):
     run_ranks(leaves_messages_alone, 2, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -243,6 +244,7 @@ def _continue_after_report(folder, pid):
     threading.Thread(target=go, daemon=True).start()
 
 
+@pytest.mark.long  # rank 0 is stopped in test_watchdog_without_rank_0
 def test_a_stopped_rank_is_named(tmp_path):
     assert run_ranks(is_stopped, 2, tmp_path) == [2.0, 2.0]
     assert "is stopped (SIGSTOP, or a debugger); awaited by rank 0 in all_reduce" in report(tmp_path)
@@ -274,14 +276,18 @@ def test_through_shared_memory_it_is_named_at_once(tmp_path):
 
 
 def is_slow(folder):
-    """Each wait is shorter than the timeout, all together are longer."""
+    """Each wait is shorter than the timeout, all together are longer; for some messages nobody waits."""
     rank = launch(folder, timeout=1.0)
+    kept = [dist.irecv(torch.ones(3), src=1 - rank)]
+    if rank == 0:
+        kept.append(dist.isend(torch.ones(3), dst=1, tag=1))
     for number in range(4):
         if rank == number % 2:
             time.sleep(0.3)
         all_reduce(torch.ones(2), TP)
         with section("the forward"):
             time.sleep(0.3)
+    del kept
     gpc.destroy()
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("colossalai")]
 
@@ -350,6 +356,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.long  # any error of a rank is shown so, as in tests/launcher/test_run.py
 def test_the_launcher_names_the_rank_that_was_waited_for(tmp_path):
     command = start(tmp_path, "run", "--nproc_per_node", "2", "job.py", "sleeps", "auto", script=JOB)
     try:
@@ -415,6 +422,7 @@ def loses_rank_2(folder):
     return None
 
 
+@pytest.mark.long  # rank 0 dies in test_watchdog_without_rank_0
 def test_a_dead_rank_is_named(tmp_path):
     *_, pid = run_ranks(loses_rank_2, 3, tmp_path)
     lines = report(tmp_path).splitlines()

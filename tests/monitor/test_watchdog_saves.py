@@ -19,6 +19,7 @@ from colossalai.monitor import section, still_moving
 from colossalai.monitor._sections import innermost_sections
 from tests.monitor.hanging import TIMEOUT_S, launch, report, wait_for_report
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 
 @pytest.mark.unit
@@ -56,7 +57,7 @@ def save_with_a_dead_server(folder: Path, dead: tuple[int, ...], waits: bool) ->
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("waits", [False, further(True)])  # the next test waits
 def test_a_writer_that_hangs_is_named(waits: bool, tmp_path: Path) -> None:
     run_ranks(save_with_a_dead_server, 2, tmp_path, (1,), waits)
     first = report(tmp_path).splitlines()[1]

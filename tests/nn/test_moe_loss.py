@@ -15,6 +15,7 @@ from colossalai.nn import CrossEntropyLoss, MoeCrossEntropyLoss, MoeLoss, checkp
 from colossalai.nn.layer.moe import FFNExperts, MoeLayer, TopKRouter, auxiliary_loss
 from tests.parity.subjects.moe import auxiliary, collecting
 from tests.ranks import run_ranks
+from tests.tiers import further
 from tests.turns import run_each
 
 WIDTH, NUM_EXPERTS = 6, 4
@@ -188,21 +189,23 @@ def biases(config: dict[str, Any]) -> list[float]:
     return found.tolist()
 
 
+MOE = {"moe": {"size": 2}}
+BESIDE: list[dict[str, Any]] = [
+    {"parallel": {**MOE, "tensor": {"size": 2, "mode": "1d"}}},
+    {"parallel": MOE, "zero": {"stage": 3}},
+]
+FURTHER: list[dict[str, Any]] = [{"parallel": MOE}, {"parallel": MOE, "zero": {"stage": 1}}]
+
+
 @pytest.mark.dist
-def test_the_bias_follows_the_load_of_all_ranks() -> None:
+@pytest.mark.parametrize("configs", [BESIDE, further(FURTHER)])
+def test_the_bias_follows_the_load_of_all_ranks(configs: list[dict[str, Any]]) -> None:
     accumulating = {"gradient_accumulation": 2}
     (alone,) = run_ranks(biases, 1, accumulating)
     assert alone != [0.0] * NUM_EXPERTS
     assert all(abs(value) < 0.0031 for value in alone)
-    moe = {"moe": {"size": 2}}
-    configs = (
-        {"parallel": moe},
-        {"parallel": {**moe, "tensor": {"size": 2, "mode": "1d"}}},
-        {"parallel": moe, "zero": {"stage": 1}},
-        {"parallel": moe, "zero": {"stage": 3}},
-    )
     for found in run_each(4, biases, [({**accumulating, **config},) for config in configs]):
         assert found == [alone] * 4
     low = {"fp16": {"mode": "naive", "initial_scale": 2.0**8}}
-    for found in run_ranks(biases, 2, {"parallel": moe, **accumulating, **low}):
+    for found in run_ranks(biases, 2, {"parallel": MOE, **accumulating, **low}):
         assert found != [0.0] * NUM_EXPERTS

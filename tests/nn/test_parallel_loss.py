@@ -22,7 +22,7 @@ from tests.nn.modes import (
     run_in_turn,
     slice_like,
 )
-from tests.tiers import pairwise
+from tests.tiers import further, pairwise
 
 pytestmark = pytest.mark.dist
 
@@ -183,7 +183,7 @@ def padded_classes(name, *, classes):
 OF_ONE_MODE = {"1d": [large_logits], "2d": [sent_bytes, refusals, nothing_counts]}
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", ["1d", "2d", *map(further, ("2.5d", "3d"))])  # 3d: tests/parity
 def test_values_and_gradients(name):
     """Of all cases, behind classifiers, with classes that are padded; and what one mode stands for."""
     compared = [

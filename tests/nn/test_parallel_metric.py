@@ -57,7 +57,7 @@ def refusals(name):
     assert book.count() == 0
 
 
-@pytest.mark.parametrize("name", ["1d", "2d", further("2.5d"), "3d"])
+@pytest.mark.parametrize("name", ["1d", "2d", further("2.5d"), further("3d")])
 def test_counts_are_those_of_one_process(name):
     """And, in 2d, what is refused before any collective."""
     wanted = [int((logits.argmax(-1) == labels).sum()) for logits, labels in batches()]

@@ -203,33 +203,39 @@ def tensor(mode: str) -> dict[str, Any]:
     return {"parallel": {"tensor": {"size": 2, "mode": mode}}, **CLIPPED}
 
 
-def test_two_ranks() -> None:
-    jobs: list[tuple[dict[str, Any], str]] = [
-        ({}, "pair"),
-        (CLIPPED, "mean"),
-        (CLIPPED | HANDLER, "pair"),
-        (CLIPPED | {"zero": {"stage": 1}}, "own mean"),
-        ({"zero": {"stage": 2}}, "pair"),
-        (CLIPPED | {"zero": {"stage": 3}}, "own mean"),
-        (pipeline(), "pair"),
-        (pipeline("zb-h1"), "pair"),
-        (tensor("sequence"), "mean"),
-        (tensor("sequence"), "pair"),
-    ]
+ON_TWO_RANKS: list[tuple[dict[str, Any], str]] = [
+    (CLIPPED, "mean"),
+    (CLIPPED | HANDLER, "pair"),
+    ({"zero": {"stage": 2}}, "pair"),
+    (CLIPPED | {"zero": {"stage": 3}}, "own mean"),
+    (pipeline(), "pair"),
+    (tensor("sequence"), "pair"),
+]
+FURTHER_ON_TWO: list[tuple[dict[str, Any], str]] = [
+    ({}, "pair"),
+    (CLIPPED | {"zero": {"stage": 1}}, "own mean"),
+    (pipeline("zb-h1"), "pair"),
+    (tensor("sequence"), "mean"),
+]
+
+
+@pytest.mark.parametrize("jobs", [ON_TWO_RANKS, further(FURTHER_ON_TWO)])
+def test_two_ranks(jobs: list[tuple[dict[str, Any], str]]) -> None:
     run_ranks(several, 2, jobs)
 
 
 ON_FOUR_RANKS: list[tuple[dict[str, Any], str]] = [
-    (pipeline(tensor={"size": 2, "mode": "sequence"}), "pair"),
     (tensor("1d") | {"zero": {"stage": 2}}, "pair"),
 ]
 FURTHER: list[tuple[dict[str, Any], str]] = [
+    (pipeline(tensor={"size": 2, "mode": "sequence"}), "pair"),
     (pipeline() | {"zero": {"stage": 1}}, "pair"),
     (tensor("sequence") | {"zero": {"stage": 1}}, "mean"),
 ]
 
 
-@pytest.mark.parametrize("jobs", [ON_FOUR_RANKS, further(FURTHER)])
+@pytest.mark.long
+@pytest.mark.parametrize("jobs", [ON_FOUR_RANKS, FURTHER])
 def test_all_together_on_four_ranks(jobs: list[tuple[dict[str, Any], str]]) -> None:
     run_ranks(several, 4, jobs)
 
@@ -339,7 +345,7 @@ def in_float16(mode: AMP_TYPE, scale: str) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize(
-    ("mode", "scale"), [(AMP_TYPE.TORCH, "init_scale"), (AMP_TYPE.NAIVE, "initial_scale")]
+    ("mode", "scale"), [further(AMP_TYPE.TORCH, "init_scale"), (AMP_TYPE.NAIVE, "initial_scale")]
 )
 def test_float16_keeps_its_scale(mode: AMP_TYPE, scale: str) -> None:
     model = start("net")

@@ -57,11 +57,10 @@ def by_engine(schedule: str, accumulation: int, max_norm: float | None) -> list[
 
 # Number of ranks, schedule, accumulation, what the norm is clipped to.
 CELLS: list[Any] = [
-    *((2, "gpipe", 1, 0.1), (2, "interleaved", 1, 0.1), (2, "zb-v", 1, 0.1)),
-    *((2, "1f1b", 2, None), (2, "zb-v", 2, None)),
-    *((4, "1f1b", 1, 0.1), (4, "zb-h1", 1, 0.1)),
-    *(further(2, schedule, 1, 0.1) for schedule in ("1f1b", "zb-h1")),
-    *(further(4, schedule, 1, 0.1) for schedule in ("gpipe", "interleaved", "zb-v")),
+    *((2, "gpipe", 1, 0.1), (2, "interleaved", 1, 0.1)),
+    *((2, "1f1b", 2, None), (2, "zb-v", 2, None), (4, "zb-h1", 1, 0.1)),
+    *(further(2, schedule, 1, 0.1) for schedule in ("1f1b", "zb-h1", "zb-v")),
+    *(further(4, schedule, 1, 0.1) for schedule in ("gpipe", "1f1b", "interleaved", "zb-v")),
 ]
 
 
@@ -85,7 +84,8 @@ def slice_of_batch_of(options: dict[str, Any]) -> dict[str, int]:
     return {"slice_index": int(os.environ["RANK"]) // inner, "num_slices": num_slices}
 
 
-def test_the_plugin_door_is_one_process() -> None:
+@pytest.mark.parametrize("schedules", [("interleaved",), further(("1f1b", "zb-v"))])
+def test_the_plugin_door_is_one_process(schedules: tuple[str, ...]) -> None:
     chunks = {"1f1b": {}, "interleaved": {"num_model_chunks": 2}, "zb-v": {}}
-    cells = [({"pp_size": 2, "schedule": schedule, **more}, 0.1) for schedule, more in chunks.items()]
+    cells = [({"pp_size": 2, "schedule": schedule, **chunks[schedule]}, 0.1) for schedule in schedules]
     run_ranks(each_in_turn, 4, by_booster, cells)

@@ -15,6 +15,7 @@ from colossalai.pipeline import PipelineSharedModuleWrapper
 from colossalai.testing import ParityCase, Subject, check_parity
 from tests.parity.subjects.pipeline import slice_of_batch, subject_of, through_engine
 from tests.ranks import run_ranks
+from tests.tiers import further
 from tests.turns import each_in_turn
 
 pytestmark = pytest.mark.dist
@@ -77,7 +78,7 @@ def hugging_face(schedule: str, lazily: bool) -> None:
     gpc.destroy()
 
 
-@pytest.mark.parametrize(("schedule", "lazily"), [("1f1b", True), ("zb-v", False)])
+@pytest.mark.parametrize(("schedule", "lazily"), [("1f1b", True), further("zb-v", False)])
 def test_a_gpt2_of_transformers(schedule: str, lazily: bool) -> None:
     run_ranks(hugging_face, 2, schedule, lazily)
 

@@ -158,6 +158,7 @@ def parity(method, max_norm, sequence):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.long  # with models of the zoo in tests/model_zoo/test_sequence_mode.py
 @pytest.mark.parametrize(("world_size", "sequence", "max_norm"), [(2, 2, None), (4, 2, 0.3), (4, 4, None)])
 @pytest.mark.parametrize("method", ["ddp", "handler", further("fsdp")])
 def test_cut_sequences_against_one_process(method, world_size, sequence, max_norm):

@@ -119,7 +119,7 @@ CELLS = [
     ("1d", 1, 1, True, True),
     ("1d", 2, 2, True, True),
     ("1d-4", 1, 1, False, False),
-    ("2d", 2, 1, True, True),
+    ("2d", 1, 2, True, True),
     ("3d", 1, 2, True, True),
     *(
         further(name, 1, 1, tied, vocab_parallel)
@@ -129,7 +129,7 @@ CELLS = [
         if (name, tied, vocab_parallel) not in (("1d", True, True), ("1d-4", False, False))
     ),
     further("1d", 2, 1, True, True),
-    further("2d", 1, 2, True, True),
+    further("2d", 2, 1, True, True),
     further("2.5d", 1, 2, True, True),
 ]
 

@@ -21,7 +21,7 @@ from tests.parity.subjects.zero import (
 from tests.parity.test_pipeline import case_of
 from tests.ranks import run_ranks
 from tests.tiers import further
-from tests.turns import each_in_turn, grouped
+from tests.turns import each_in_turn, grouped, in_turn
 
 pytestmark = pytest.mark.dist
 
@@ -65,7 +65,8 @@ def by_booster(stage: int, accumulation: int, max_norm: float | None, overlap: b
 
 
 CELLS: list[Any] = [
-    *((2, 1, 1, True), (2, 2, 4, True), (4, 1, 4, True), (4, 2, 1, True), (2, 1, 2, False), (2, 2, 2, False)),
+    *((2, 2, 4, True), (4, 1, 4, True), (2, 1, 2, False), (2, 2, 2, False)),
+    *(further(2, 1, 1, True), further(4, 2, 1, True)),
 ]
 
 
@@ -101,24 +102,27 @@ def by_hybrid_plugin() -> list[float]:
     return losses
 
 
-def in_pipelines() -> None:
-    each_in_turn(in_pipeline, [("1f1b", 2), ("zb-v", 1)])
-    by_hybrid_plugin()
-
-
 def test_stage_1_in_a_pipeline_is_one_process_through_both_doors() -> None:
-    run_ranks(in_pipelines, 4)
+    run_ranks(in_turn, 4, [(in_pipeline, "1f1b", 2), (by_hybrid_plugin,)])
 
 
 @pytest.mark.long
-def test_stage_1_in_a_pipeline_without_accumulation_is_one_process() -> None:
-    run_ranks(in_pipeline, 4, "1f1b", 1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_stage_1_in_a_pipeline_without_accumulation_is_one_process(schedule: str) -> None:
+    run_ranks(in_pipeline, 4, schedule, 1)
 
 
 @pytest.mark.parametrize("method", ["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("world_size", "accumulation", "max_norm"),
-    [(2, 1, None), (2, 4, 0.5), (4, 2, None), further(2, 2, None), further(2, 1, 0.5), further(4, 4, 0.5)],
+    [
+        (2, 1, None),
+        (2, 4, 0.5),
+        further(4, 2, None),
+        further(2, 2, None),
+        further(2, 1, 0.5),
+        further(4, 4, 0.5),
+    ],
 )
 def test_replicas_and_fsdp(method: str, world_size: int, accumulation: int, max_norm: float | None) -> None:
     for by_engine, by_booster in run_ranks(both_doors, world_size, method, accumulation, max_norm):

@@ -65,8 +65,8 @@ def train(mode: str, stage: int, pipeline: int) -> list[float]:
 
 
 CELLS: list[Any] = [
-    *(("1d", 2, 1), ("2d", 1, 1), ("1d", 1, 2)),
-    *(further("1d", 1, 1), further("2d", 2, 1)),
+    ("1d", 2, 1),
+    *(further("1d", 1, 2), further("2d", 1, 1), further("1d", 1, 1), further("2d", 2, 1)),
 ]
 
 
@@ -78,7 +78,7 @@ def test_three_steps(num_ranks: int, cells: list[tuple[str, int, int]]) -> None:
     run_ranks(each_in_turn, num_ranks, train, cells)
 
 
-@pytest.mark.long  # "2d" is above
+@pytest.mark.long
 @pytest.mark.parametrize(("mode", "stage"), [("2.5d", 1), ("3d", 2)])
 def test_three_steps_in_the_other_modes(mode: str, stage: int) -> None:
     """On eight ranks: two replicas of four in 2.5d, one of eight in 3d, which has nothing to cut."""
@@ -114,5 +114,6 @@ def on_cut_sequences(stage: int, sequence: int) -> list[float]:
     return losses
 
 
-def test_cut_sequences() -> None:
-    run_ranks(each_in_turn, 4, on_cut_sequences, [(1, 2), (2, 4)])
+@pytest.mark.parametrize(("stage", "sequence"), [(1, 2), further(2, 4)])
+def test_cut_sequences(stage: int, sequence: int) -> None:
+    run_ranks(on_cut_sequences, 4, stage, sequence)

@@ -85,7 +85,7 @@ def test_after_the_drain_the_rest_is_aborted_and_told_so(start: Any, stream: boo
 
 def test_what_never_says_its_last_word_is_cut_off(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("colossalai.serving._streams.ABORT_S", 0.05)
-    monkeypatch.setattr("colossalai.serving._server._CLOSE_S", 1)
+    monkeypatch.setattr("colossalai.serving._server._CLOSE_S", 0.2)
     site = start()
     site.service.hold(1)
     site.service.abort = lambda request_id: None

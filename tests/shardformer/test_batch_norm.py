@@ -55,7 +55,7 @@ def test_a_resnet_and_its_collectives():
 
 
 CELLS = [
-    (2, DP, {"recompute": ["blocks.0", "blocks.1"]}),
+    further(2, DP, {"recompute": ["blocks.0", "blocks.1"]}),  # test_a_recomputed_batch_is_followed_once
     (2, DP, {"data": FullySharded()}),
     (4, PP_DP, in_stages("1f1b")),
     further(2, DP, {"compile": {"backend": "eager"}}),

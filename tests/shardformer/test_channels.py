@@ -19,6 +19,7 @@ from colossalai.tensor import PaddedSpec, spec_of
 from tests.parity.subjects.tensor import whole
 from tests.ranks import run_ranks
 from tests.shardformer.by_plan import build_plain, images, train
+from tests.tiers import further
 from tests.turns import each_in_turn
 
 TP = Layout(tensor=2, mode="1d")
@@ -57,13 +58,16 @@ def test_a_resnet_and_its_collectives():
     assert counts == {("all_reduce", "tp"): 2 * 2 + 1, ("all_gather", "tp"): 1}
 
 
+CELLS = [
+    (PP_TP, SPLITS, {"pipeline": STAGES, "data": Bucketed()}),
+    (DP_TP, SPLITS, {"sync_batch_norm": True}),
+    (BY_FOUR, SPLITS, {"recompute": ["blocks.1"]}),
+]
+
+
 @pytest.mark.dist
-def test_a_resnet_beside_other_methods():
-    cells = [
-        (DP_TP, SPLITS, {"sync_batch_norm": True}),
-        (BY_FOUR, SPLITS, {"recompute": ["blocks.1"]}),
-        (PP_TP, SPLITS, {"pipeline": STAGES, "data": Bucketed()}),
-    ]
+@pytest.mark.parametrize("cells", [CELLS[:1], further(CELLS[1:])])
+def test_a_resnet_beside_other_methods(cells):
     run_ranks(each_in_turn, 4, train_resnet, cells)
 
 
@@ -127,8 +131,7 @@ def train_mixed(num_dims):
 
 @pytest.mark.dist
 def test_every_kind_of_cut():
-    for num_dims in (1, 2, 3):
-        run_ranks(train_mixed, 2, num_dims)
+    run_ranks(each_in_turn, 2, train_mixed, [(num_dims,) for num_dims in (1, 2, 3)])
 
 
 def outputs_of(path, layout, saves):

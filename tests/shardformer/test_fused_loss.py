@@ -182,11 +182,13 @@ def test_a_rule_of_the_user(batch: Any) -> None:
 
 
 CELLS: dict[str, dict[str, Any]] = {
+    "tensor 1d, recomputed": {"parallel": {"tensor": TENSOR}, "recompute": True},
+    "pipeline": {"parallel": {"pipeline": PIPELINE}, "NUM_MICRO_BATCHES": 4},
+}
+FURTHER: dict[str, dict[str, Any]] = {
     "data parallel, accumulated": {"gradient_accumulation": 2},
     "ZeRO 1": {"zero": {"stage": 1}},
     "ZeRO 3": {"zero": {"stage": 3}},
-    "tensor 1d, recomputed": {"parallel": {"tensor": TENSOR}, "recompute": True},
-    "pipeline": {"parallel": {"pipeline": PIPELINE}, "NUM_MICRO_BATCHES": 4},
 }
 FOUR_RANKS: dict[str, dict[str, Any]] = {
     "tensor 1d and a pipeline": {
@@ -202,7 +204,8 @@ FOUR_RANKS: dict[str, dict[str, Any]] = {
     ("build", "num_ranks", "cells"),
     [
         (gpt2, 2, CELLS),
-        pytest.param(llama, 2, CELLS, marks=pytest.mark.long),
+        pytest.param(gpt2, 2, FURTHER, marks=pytest.mark.long),
+        pytest.param(llama, 2, CELLS | FURTHER, marks=pytest.mark.long),
         (gemma, 2, {"by a plan": {"parallel": {"tensor": TENSOR}}}),
         pytest.param(gpt2, 4, FOUR_RANKS, marks=pytest.mark.long),
     ],

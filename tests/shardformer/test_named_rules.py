@@ -127,9 +127,11 @@ IN_CHUNKS = {
 CELLS = [
     (2, perceptron, PERCEPTRON_CUTS, (), TP, {}),
     (2, gpt, GPT_CUTS, ("positions",), TP, {}),
-    (2, bert, BERT_CUTS, ("positions",), TP, {}),
+    further(2, bert, BERT_CUTS, ("positions",), TP, {}),
     (2, vit, VIT_CUTS, ("embedding",), TP, {}),
-    (4, gpt, {"blocks.1.mlp": MLP}, ("embedding", "blocks.0", "attention"), DP_TP, {"recompute": True}),
+    further(
+        4, gpt, {"blocks.1.mlp": MLP}, ("embedding", "blocks.0", "attention"), DP_TP, {"recompute": True}
+    ),
     (4, gpt, GPT_CUTS, ("positions",), PP_TP, IN_STAGES),
     further(4, gpt, GPT_CUTS, ("positions",), Layout(tensor=4, mode="1d"), {}),
     further(4, deep_gpt, DEEP_CUTS, ("positions",), PP_TP, IN_CHUNKS),

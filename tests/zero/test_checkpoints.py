@@ -76,7 +76,7 @@ def load(name: str, stage: int, folder: Path) -> None:
     ("name", "saved", "loaded"),
     [
         ("AdamW", (1, 4), (2, 2)),
-        ("AdamW", (2, 2), (0, 1)),
+        further("AdamW", (2, 2), (0, 1)),
         further("AdamW", (0, 1), (1, 4)),
         further("SGD", (2, 4), (1, 2)),
         further("Adafactor", (1, 2), (2, 4)),

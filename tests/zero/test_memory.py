@@ -88,7 +88,7 @@ def measure(stage: int, precision: str, num_microbatches: int) -> Bytes:
     )
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [further(1), 2, 4])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize(("precision", "num_microbatches"), [("bf16", 1), ("bf16", 3), ("fp32", 1)])
 def test_bytes_per_rank(num_ranks: int, stage: int, precision: str, num_microbatches: int) -> None:
@@ -98,7 +98,7 @@ def test_bytes_per_rank(num_ranks: int, stage: int, precision: str, num_microbat
         assert tuple(found) == pytest.approx((element, grads, state / num_ranks), rel=0.05)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("num_ranks", [further(1), further(2), 4])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_bytes_per_rank_without_zero(num_ranks: int, precision: str) -> None:
     """Stage 0 is data parallelism; with masters it has float32 gradients beside those that are sent."""

@@ -113,7 +113,7 @@ def train(name: str, stage: int, recompute: bool) -> None:
 @pytest.mark.parametrize(
     ("name", "stage", "recompute"),
     [
-        ("bert", 1, True),
+        further("bert", 1, True),
         ("albert", 2, False),
         further("gpt2 double heads", 2, False),
         further("vit", 1, False),

@@ -211,6 +211,7 @@ def run_case(name: str, stage: int) -> None:
     compare(CASES[name], stage)
 
 
+@pytest.mark.long
 def test_a_case_on_four_ranks() -> None:
     run_ranks(run_case, 4, "unused on some ranks", 2)
 
@@ -277,11 +278,12 @@ def run_optimizers(stages: dict[str, int]) -> None:
     compare_all(cases)
 
 
-@pytest.mark.parametrize("names", [ELEMENTWISE, further(ABOUT_WHOLE_TENSORS)], ids=["elementwise", "whole"])
+@pytest.mark.parametrize("names", [ELEMENTWISE, ABOUT_WHOLE_TENSORS], ids=["elementwise", "whole"])
 def test_an_optimizer_does_the_same(names: tuple[str, ...]) -> None:
     run_ranks(run_optimizers, 2, {name: 1 if name < "M" else 2 for name in names})
 
 
+@pytest.mark.long
 def test_whole_tensors_on_four_ranks() -> None:
     run_ranks(run_optimizers, 4, dict.fromkeys(ABOUT_WHOLE_TENSORS, 2))
 

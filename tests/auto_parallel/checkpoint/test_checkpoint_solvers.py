@@ -65,7 +65,9 @@ def chen(graph: TracedGraph) -> TracedGraph:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("solve", [half, least, chen])
-@pytest.mark.parametrize("name", list(BUILDERS))
+@pytest.mark.parametrize(
+    "name", [further(name) if name in ("stack", "resnet") else name for name in BUILDERS]
+)
 def test_a_solved_model_trains_as_it_did_in_fewer_bytes(name: str, solve: Solve) -> None:
     gm, twin, arguments = traced(name)
     plain = counted_bytes(gm, arguments)
@@ -79,7 +81,7 @@ def test_a_solved_model_trains_as_it_did_in_fewer_bytes(name: str, solve: Solve)
     assert counted_bytes(gm, arguments) <= gm.graph.peak_bytes < 0.85 * plain
 
 
-@pytest.mark.parametrize("name", [further("stack"), "gpt"])
+@pytest.mark.parametrize("name", ["stack", further("gpt")])
 def test_a_larger_budget_is_kept_and_takes_no_longer(name: str) -> None:
     gm, _, arguments = traced(name)
     whole, fewest = gm.graph.peak_bytes, least_of(gm.graph)

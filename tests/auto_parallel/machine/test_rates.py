@@ -167,8 +167,14 @@ def measured(seconds: float, num_sizes: int, samples: Callable[..., Iterator[Sam
     _measure.all_samples = samples
     colossalai.launch_from_torch({}, verbose=False)
     _profile.PROFILE_SIZES = _profile.PROFILE_SIZES[:num_sizes]  # of links
+    state = torch.random.get_rng_state()
     profile = measure_machine(name="two", dtypes=(torch.float32,), seconds=seconds, show_progress=False)
+    assert torch.equal(torch.random.get_rng_state(), state)
     check_structure(profile.rates, num_ranks=2)
+    assert not profile.is_published
+    costs = {"dtype": torch.float32, "bytes": 0}
+    large = time_of(profile, flops=1e9, kind="product", **costs)
+    assert large > time_of(profile, flops=0, kind="product", **costs)
     assert len(profile.links) == 1
     assert profile.mesh_speed((2,)).machine == profile.machine
     assert profile.mesh_speed((4, 2)).cost("all_reduce", 1e6, "0") > 0
@@ -178,7 +184,7 @@ def measured(seconds: float, num_sizes: int, samples: Callable[..., Iterator[Sam
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("seconds", "num_sizes", "samples"), [(0.1, 4, smaller_samples), further(0.5, 8, all_samples)]
+    ("seconds", "num_sizes", "samples"), [further(0.1, 4, smaller_samples), further(0.5, 8, all_samples)]
 )
 def test_two_ranks_have_the_same_profile(
     seconds: float, num_sizes: int, samples: Callable[..., Iterator[Sample]]

@@ -147,7 +147,7 @@ def train_three_ways(build: Callable[[], nn.Module], batch: int, path: str) -> s
     ("build", "batch", "links", "expected"),
     [
         further(gpt, 1, FAST, "tp 2"),
-        (gpt, 8, FAST, "ZeRO 1"),
+        further(gpt, 8, FAST, "ZeRO 1"),
         (gpt, 8, SLOW, "pp 2"),
         further(resnet, 1, FAST, "tp 2"),
         further(resnet, 8, FAST, "dp 2"),

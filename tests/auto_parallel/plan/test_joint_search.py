@@ -126,7 +126,8 @@ def ratios_of(problem: PlanProblem, setting: Setting, front: list[Point]) -> lis
         further(partial(mlp, 2), SLOW, SETTING),
         further(partial(gpt, 2), EVEN, SETTING),
         further(partial(gpt, 2), SLOW, SETTING),
-        (partial(gpt, 2), SLOW, replace(SETTING, microbatches=2)),
+        (partial(mlp, 2), EVEN, replace(SETTING, microbatches=2)),
+        further(partial(gpt, 2), SLOW, replace(SETTING, microbatches=2)),
         further(partial(gpt, 2, vocab=512), SLOW, SETTING),
         further(partial(mlp, 3), SLOW, SETTING),
         further(partial(gpt, 2), FAST, SETTING),
@@ -162,7 +163,7 @@ def test_what_is_left_out_is_in_the_gap(num_tried: int) -> None:
 # See [Note: the bound of a choice].
 @pytest.mark.parametrize(
     ("build", "links"),
-    [(partial(mlp, 2), 1e3), further(partial(mlp, 3), 1e3), (partial(gpt, 2, vocab=512), EVEN)],
+    [(partial(mlp, 2), 1e3), further(partial(mlp, 3), 1e3), further(partial(gpt, 2, vocab=512), EVEN)],
 )
 @pytest.mark.parametrize("microbatches", [further(1), 2])
 def test_no_answer_is_faster_than_the_bound_of_its_cuts(
@@ -192,7 +193,7 @@ def test_no_answer_is_faster_than_the_bound_of_its_cuts(
 # See [Note: the bound of a choice].
 @pytest.mark.parametrize(
     ("build", "links"),
-    [further(partial(mlp, 3), 1e3), (partial(mlp, 2, batch=512), 1e3), (partial(gpt, 2), SLOW)],
+    [further(partial(mlp, 3), 1e3), (partial(mlp, 2, batch=512), 1e3), further(partial(gpt, 2), SLOW)],
 )
 def test_bytes_of_a_bound_are_those_of_predictions(build: Build, links: float) -> None:
     """And where they just fit, whether all is kept, half or nothing, the bound is not above the seconds."""

@@ -87,7 +87,7 @@ def train_as_one_process(plan, build, batch):
         (resnet, 1, 2, None, FAST, "tp 2, output, channel"),
         further(resnet, 2, 4, None, FAST, "dp 2, tp 2, channel"),
         further(gpt2, 8, 4, 0.6, FAST, "recomputed"),
-        (gpt2, 1, 2, None, FAST, "tp 2, output, input, vocab"),
+        further(gpt2, 1, 2, None, FAST, "tp 2, output, input, vocab"),
         further(gpt2, 8, 4, 0.45, FAST, "tp 2, pp 2, output, input, vocab"),
         (mixtral, 8, 2, None, FAST, "dp 2, ZeRO 1, ep 2, expert"),
         further(mixtral, 8, 4, None, FAST, "dp 4, ep 4, expert"),

@@ -129,6 +129,7 @@ def refusals_of_rank(plan: AutoPlan, larger: AutoPlan) -> Mapping[str, str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.dist
 def test_plans_for_something_else() -> None:
     plan = make_plan(gpt(), arguments_of(gpt, 1), world_size=2, **HOW)

@@ -52,6 +52,9 @@ def test_figures_are_those_of_the_changed_plan() -> None:
     back = whole.with_choice("embedding.positions", "vocab", **how)
     assert replace(back, gap=plan.gap) == plan
     assert plan.with_choice("embedding.positions", "vocab", **how) is plan
+    tight = replace(plan, memory_budget=plan.peak_bytes)
+    with pytest.raises(ValueError, match=rf"a rank needs [\d,]+ bytes, .* budget of {plan.peak_bytes:,.0f}"):
+        tight.with_choice("blocks.0.attention", "whole", **how)
 
 
 @pytest.mark.unit
@@ -64,17 +67,27 @@ def test_neighbours_change_where_they_must_and_no_others() -> None:
     before, after = (each.rules["blocks.0.mlp"] for each in (plan, changed))
     assert (before.columns, before.rows) == (("expansion",), ("projection",))
     assert (after.columns, after.splits) == ((), ("projection",))
-    # What was chosen before stays, though it is not the fastest.
-    twice = plan.with_choice("embedding.positions", "whole", **how).with_choice(EXPANSION, "whole", **how)
-    assert changes(plan, twice) == {"embedding.positions": "whole", EXPANSION: "whole"}
     # Layers with one rule, and layers with one parameter, change together.
     attention = dict.fromkeys(("blocks.1.attention.qkv", "blocks.1.attention.projection"), "whole")
-    for name in (*attention, "blocks.1.attention"):
-        assert changes(plan, plan.with_choice(name, "whole", **how)) == attention
+    assert changes(plan, plan.with_choice("blocks.1.attention", "whole", **how)) == attention
     tied = plan.with_choice("head", "whole", **how)
     assert changes(plan, tied) == {"head": "whole", "embedding.tokens": "whole"}
 
 
+@pytest.mark.long
+@pytest.mark.unit
+def test_layers_of_one_rule_change_by_each_of_their_names_and_earlier_choices_stay() -> None:
+    plan, model, given = planned()
+    how = {"model": model, "meta_args": given, "profile": slow_machine()}
+    # Though it is not the fastest.
+    twice = plan.with_choice("embedding.positions", "whole", **how).with_choice(EXPANSION, "whole", **how)
+    assert changes(plan, twice) == {"embedding.positions": "whole", EXPANSION: "whole"}
+    attention = dict.fromkeys(("blocks.1.attention.qkv", "blocks.1.attention.projection"), "whole")
+    for name in attention:
+        assert changes(plan, plan.with_choice(name, "whole", **how)) == attention
+
+
+@pytest.mark.long
 @pytest.mark.unit
 def test_what_is_recomputed_and_the_other_sizes_stay() -> None:
     model, given = gpt().double(), arguments_of(gpt, 8)
@@ -96,7 +109,7 @@ def test_what_is_recomputed_and_the_other_sizes_stay() -> None:
     ("name", "cut", "options", "said"),
     [
         (EXPANSION, "rows", {}, "cut='rows': choose one of whole, output, input, vocab, channel, expert"),
-        (EXPANSION, "vocab", {}, f"cut='vocab': '{EXPANSION}' .* choose one of whole, output, input$"),
+        further(EXPANSION, "vocab", {}, f"cut='vocab': '{EXPANSION}' .* choose one of whole, output, input$"),
         further("blocks.0.attention.qkv", "input", {}, "choose one of whole, output$"),
         further(
             "head", "expert", {}, "cut='expert': 'head' cannot be cut so, choose one of whole, output, input$"
@@ -105,7 +118,7 @@ def test_what_is_recomputed_and_the_other_sizes_stay() -> None:
         ("blocks.0.mlp.expansoin", "whole", {}, f"no layer .* could be cut: it has '{EXPANSION}'"),
         further("blocks.9", "whole", {}, "no layer 'blocks.9' that could be cut: it has "),
         (EXPANSION, "whole", {"model": None}, "does not hold the model, .*give model=... and meta_args=..."),
-        (EXPANSION, "whole", {"meta_args": None}, "give model=... and meta_args=..."),
+        further(EXPANSION, "whole", {"meta_args": None}, "give model=... and meta_args=..."),
         (
             EXPANSION,
             "whole",
@@ -114,7 +127,7 @@ def test_what_is_recomputed_and_the_other_sizes_stay() -> None:
         ),
         further(EXPANSION, "whole", {"model": gpt().eval()}, "made for another trace"),
         (EXPANSION, "whole", {"profile": None}, "by the profile 'slow', which is not shipped: give it by"),
-        (EXPANSION, "whole", {"profile": "h100"}, "by the profile 'slow', and this is 'h100'"),
+        further(EXPANSION, "whole", {"profile": "h100"}, "by the profile 'slow', and this is 'h100'"),
     ],
 )
 def test_what_cannot_be_chosen_is_refused_by_name(
@@ -144,7 +157,7 @@ def test_a_plan_without_tensor_parallel_ranks_has_nothing_to_choose() -> None:
         (resnet, 1, 2, None, "blocks.0.conv1", "output"),
         further(resnet, 1, 2, None, "stem.1", "whole"),
         further(resnet, 1, 2, None, "blocks.0.conv2", "whole"),
-        (gpt, 8, 4, 0.4, EXPANSION, "input"),
+        further(gpt, 8, 4, 0.4, EXPANSION, "input"),
     ],
 )
 def test_a_changed_plan_trains_as_one_process_does(

@@ -88,7 +88,8 @@ CASES: dict[str, Case] = {
     "vit": (vit, _images),
     "resnet": (resnet, _images),
 }
-IN_TIERS = [further(name) if name in ("gpt2-sdpa", "bert-sdpa", "llama-eager") else name for name in CASES]
+FURTHER = ("gpt2-sdpa", "gpt2-eager", "bert-sdpa", "llama-eager", "vit")
+IN_TIERS = [further(name) if name in FURTHER else name for name in CASES]
 
 
 def built(name: str) -> tuple[nn.Module, dict[str, Tensor]]:

@@ -139,8 +139,13 @@ def take_turns(ways: tuple[str, ...]) -> Any:
 
 
 def test_two_policies_in_one_job_do_not_disturb_each_other() -> None:
-    for alone, turns, nested in run_ranks(take_turns, 2, ("alone", "turns", "nested")):
+    for alone, turns in run_ranks(take_turns, 2, ("alone", "turns")):
         assert turns == alone
+
+
+@pytest.mark.long
+def test_a_policy_within_the_steps_of_another_does_not_disturb_it() -> None:
+    for alone, nested in run_ranks(take_turns, 2, ("alone", "nested")):
         assert nested[1] == alone[1]
         assert nested[0][0] == alone[0][0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import logging
 import math
@@ -24,6 +25,7 @@ from tests.chat.test_grpo import digits, prompts
 from tests.chat.test_ppo import value_model
 from tests.chat.tiny import causal, tokenizer
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -144,24 +146,36 @@ def test_gaps_are_of_log_probabilities_before_the_temperature() -> None:
     assert all(record["logprob_gap_largest"] < 1e-5 for record in records)
 
 
-def loggers(folder: str) -> None:
-    places = (TensorboardLogger(f"{folder}/tb"), CSVLogger(f"{folder}/csv"))
+def loggers(folder: str, has_tensorboard: bool) -> None:
+    places: tuple[Any, ...] = (CSVLogger(f"{folder}/csv"),)
+    if has_tensorboard:
+        places = (TensorboardLogger(f"{folder}/tb"), *places)
     for steps in (2, 4):
         course = {"steps": steps, "log": f"{folder}/log", "loggers": places, "samples_every": 2}
         fit("grpo", {"group_size": 3}, {**course, "save": f"{folder}/state", "resume": f"{folder}/state"})
 
 
-def test_records_go_to_loggers_and_samples_to_a_file(tmp_path: Path) -> None:
+def check_events(folder: Path, lines: list[dict[str, float]]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    run_ranks(loggers, 2, str(tmp_path))
-    lines = [json.loads(each) for each in (tmp_path / "log/steps.jsonl").read_text().splitlines()]
-    events = EventAccumulator(str(tmp_path / "tb")).Reload()
+    events = EventAccumulator(str(folder)).Reload()
     for name in ("loss", "reward", "logprob_gap_largest"):
         found = events.Scalars(f"train/{name}")
         assert [each.step for each in found] == [1, 2, 3, 4]
         assert [each.value for each in found] == pytest.approx([each[name] for each in lines], rel=1e-6)
+
+
+@pytest.mark.parametrize("has_tensorboard", [False, further(True)])  # whose import takes a second
+def test_records_go_to_loggers_and_samples_to_a_file(has_tensorboard: bool, tmp_path: Path) -> None:
+    run_ranks(loggers, 2, str(tmp_path), has_tensorboard)
+    lines = [json.loads(each) for each in (tmp_path / "log/steps.jsonl").read_text().splitlines()]
+    if has_tensorboard:
+        check_events(tmp_path / "tb", lines)
     assert len((tmp_path / "csv/train.csv").read_text().splitlines()) == 5
+    rows = list(csv.DictReader((tmp_path / "csv/train.csv").read_text().splitlines()))
+    for name in ("loss", "reward", "logprob_gap_largest"):
+        values = [float(each[name]) for each in rows]
+        assert values == pytest.approx([each[name] for each in lines], rel=1e-6)
     samples = [json.loads(each) for each in (tmp_path / "log/samples.jsonl").read_text().splitlines()]
     assert {each["step"] for each in samples} == {2, 4}
     for each in samples:

@@ -106,7 +106,8 @@ def load(plan: str, folder: Path) -> float:
     return found[0]
 
 
-@pytest.mark.parametrize("plan", ["tp2", pytest.param("pp2", marks=pytest.mark.long)])
+@pytest.mark.long  # so with a training state below
+@pytest.mark.parametrize("plan", ["tp2", "pp2"])
 def test_of_a_folder_of_hugging_face_a_rank_reads_its_slices(plan: str, tmp_path: Path) -> None:
     """Such a folder has no checksums, for which all of it would be read once."""
     weight_map = {}

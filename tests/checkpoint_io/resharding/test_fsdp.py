@@ -163,6 +163,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@pytest.mark.long  # both ways in every format are above, and the same bits in the training state below
 def test_round_trip_is_exact(tmp_path: Path) -> None:
     run_ranks(round_trip_bit_for_bit, 2, tmp_path)
 

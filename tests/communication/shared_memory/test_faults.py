@@ -191,8 +191,9 @@ def be_interrupted(folder):
                 begun = time.monotonic()
                 found = error_of(call)[0], time.monotonic() - begun < 0.3 + SOON_S
                 timer.join()
+                path.with_suffix(".over").touch()
                 return found
-            time.sleep(0.5)
+            wait_for_file(path.with_suffix(".over"))
             return error_of(lambda: dist.all_gather_object([None] * 2, name))[1]
 
     big = torch.ones(4 << 20)

@@ -22,6 +22,7 @@ from tests.inference.models import MIXED, greedy, prompts, tiny
 from tests.inference.test_quantized import TIES, assert_same_but_ties
 from tests.ranks import run_ranks
 from tests.tiers import further
+from tests.turns import run_each
 
 pytest.importorskip("peft")
 pytestmark = pytest.mark.dist
@@ -83,7 +84,7 @@ CELLS = [
     ("Llama", 2, 2, {}),
     further("Llama", 2, 1, {}),
     further("Llama", 2, 1, {"is_batch_invariant": True}),
-    ("GPT2", 2, 1, {}),
+    further("GPT2", 2, 1, {}),
     further("Bloom", 1, 2, {}),
     further("Llama", 1, 2, {}),
     further("OPT", 2, 1, {}),
@@ -136,7 +137,7 @@ def slices(folder: str, tp: int, pp: int) -> dict[str, Any]:
 def test_each_rank_holds_its_slices_of_its_own_layers(tmp_path: Path) -> None:
     saved(tmp_path, "Llama", num_hidden_layers=2)
     whole = slices(str(tmp_path), 1, 1)
-    cut = run_ranks(slices, 2, str(tmp_path), 2, 1)
+    cut, stages = run_each(2, slices, [(str(tmp_path), 2, 1), (str(tmp_path), 1, 2)])
     for key, (first, second) in whole.items():
         parts = [rank[key] for rank in cut]
         if key.startswith("lm_head"):
@@ -148,7 +149,6 @@ def test_each_rank_holds_its_slices_of_its_own_layers(tmp_path: Path) -> None:
         else:
             assert torch.equal(torch.cat([b for _, b in parts]), second)
             assert all(torch.equal(a, first) for a, _ in parts)
-    stages = run_ranks(slices, 2, str(tmp_path), 1, 2)
     assert not stages[0].keys() & stages[1].keys()
     assert stages[0].keys() | stages[1].keys() == whole.keys()
 

@@ -61,8 +61,8 @@ def texts_of(llm: LLM, lengths: tuple[int, ...] = MIXED) -> list[tuple[int, ...]
     "options",
     [
         {},
-        {"max_tokens_per_step": 16, "max_running": 5},
-        {"has_prefix_cache": False, "block_size": 4},
+        further({"max_tokens_per_step": 16, "max_running": 5}),
+        further({"has_prefix_cache": False, "block_size": 4}),
         {"is_batch_invariant": True},
     ],
     ids=["all_at_once", "in_chunks", "small_blocks", "batch_invariant"],
@@ -92,6 +92,7 @@ def test_one_prompt_under_two_adapters_and_none_with_the_prefix_cache_on(adapted
     assert [output.token_ids for output in together] == expected
 
 
+@pytest.mark.long  # `make test` has several answers to one prompt without adapters: engine/test_texts.py
 def test_all_answers_to_a_prompt_are_the_adapters(adapted: Adapted) -> None:
     llm = adapted.llm()
     drawn = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.5, seed=3, n=3)
@@ -117,6 +118,7 @@ def test_quantized_layers_with_adapters_in_float(way: str, tmp_path: Path) -> No
                 assert_same_but_ties(reference, prompt, text, expected, TIES[way])
 
 
+@pytest.mark.long  # `make test` has bytes in the cache and adapters one by one
 def test_keys_and_values_in_8_bits(adapted: Adapted) -> None:
     found = adapted.llm(kv_dtype="int8").generate(prompts(*MIXED), GREEDY, adapter=ASKED)
     for name in adapted.models:

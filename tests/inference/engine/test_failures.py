@@ -26,6 +26,7 @@ from tests.inference.engine.setups import (
     speaking,
 )
 from tests.inference.models import VOCAB, greedy, prompts, tiny
+from tests.tiers import further
 
 pytestmark = pytest.mark.unit
 
@@ -51,11 +52,12 @@ KINDS = {
     "scored": replace(GREEDY, prompt_logprobs=2),
     "scored_alone": replace(GREEDY, prompt_logprobs=2, max_tokens=0),
 }
+FIRST_KINDS = ("narrow", "several", "scored")
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("options", [{}, {"kv_dtype": "int8"}, {"is_batch_invariant": True}], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [kind if kind in FIRST_KINDS else further(kind) for kind in KINDS])
 def test_a_request_whose_logits_are_nan_fails_alone(kind, options):
     # A pool so small that the blocks in which the NaN was are given to others.
     options = {**options, "block_size": 4, "kv_memory": 2**18, "max_length": 80}

@@ -31,16 +31,16 @@ SIZES: dict[str, dict[str, int]] = {
     "OPT": {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 64},
     "Bloom": {"hidden_size": 64, "vocab_size": 203},
     "Phi3": {"hidden_size": 64, "intermediate_size": 64},
-    "Mixtral": {"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 2},
+    "Mixtral": {"hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 2, "vocab_size": 203},
 }
 CELLS = [
     further("Llama", None, "auto", 2, 2),
     further("Llama", "int8", "int8", 2, 1),
     ("GPT2", "int4:32", "auto", 1, 2),
     further("OPT", "int8-weights", "auto", 2, 2),
-    ("OPT", "int8-weights", "auto", 2, 1),
-    ("Bloom", "int8", "auto", 2, 2),
-    ("Phi3", None, "auto", 2, 1),
+    further("OPT", "int8-weights", "auto", 2, 1),
+    further("Bloom", "int8", "auto", 2, 2),
+    further("Phi3", None, "auto", 2, 1),
     ("Mixtral", "int8", "int8", 2, 1),
     further("Mixtral", "int8", "auto", 2, 1),
 ]
@@ -92,7 +92,7 @@ def test_a_folder_that_was_saved_in_codes_is_counted_in_codes(tmp_path: Path) ->
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize("quantize", [None, "int8", "int8-weights", "int4"])
+@pytest.mark.parametrize("quantize", [None, "int8", further("int8-weights"), further("int4")])
 def test_what_packing_on_a_cpu_adds(quantize: str | None, tmp_path: Path) -> None:
     """Integer products keep an offset of 8 bytes for each output, and oneDNN, on some machines, 4 of sums."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 512}
@@ -148,7 +148,7 @@ def stage_of_bloom(quantize: str | None) -> StageMemory:
 
 
 @pytest.mark.unit
-@pytest.mark.parametrize(("quantize", "bits"), [(None, 16), ("int8", 8), ("int4:128", 4)])
+@pytest.mark.parametrize(("quantize", "bits"), [(None, 16), ("int8", 8), further("int4:128", 4)])
 def test_bloom_of_175_billion_on_eight_ranks(quantize: str | None, bits: int) -> None:
     """Table 3 of 2211.05100: 70 blocks of 14,336 features, 250,880 tokens; the headline of the tutorial."""
     hidden, blocks, vocab, ranks = 14336, 70, 250880, 8

@@ -160,7 +160,7 @@ def check(setup, dtype):
 
 
 @given(setups(), st.sampled_from((torch.float64, torch.float32)))
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_any_chunks(setup, dtype):
     check(setup, dtype)
 
@@ -190,6 +190,7 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("way", [{}, {"bags_only": True}, {"gathers": True}], ids=["", "bags", "gathered"])
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

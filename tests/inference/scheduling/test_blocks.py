@@ -114,7 +114,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class TestPool(PoolMachine.TestCase):
-    settings = settings(max_examples=100, stateful_step_count=30)
+    settings = settings(max_examples=50, stateful_step_count=30)
 
 
 @pytest.mark.long

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 
 
 @given(schedules())
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_any_schedule(plan):
     Player(plan).play()
 

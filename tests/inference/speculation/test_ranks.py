@@ -19,7 +19,7 @@ from colossalai.inference._request import Request
 from tests.inference.models import MIXED, greedy, prompts, tiny
 from tests.inference.speculation.makers import Oracle, still
 from tests.ranks import run_ranks
-from tests.tiers import further
+from tests.turns import run_each
 
 pytestmark = pytest.mark.dist
 NUM_TOKENS = 12
@@ -60,21 +60,26 @@ def drafted(tp: int, pp: int, known: list[list[int]], speculate: str) -> Any:
     return [collector.output().token_ids for collector in collectors], engine.stats().accepted_draft_tokens
 
 
-@pytest.mark.parametrize(("tp", "pp"), [further(2, 1), (1, 2), further(2, 2)])
+def known() -> list[list[int]]:
+    return [[*prompt, *text] for prompt, text in zip(prompts(*MIXED), right_texts(), strict=True)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (2, 2)])
 def test_texts_are_those_of_generate(tp: int, pp: int) -> None:
-    texts = right_texts()
-    known = [[*prompt, *text] for prompt, text in zip(prompts(*MIXED), texts, strict=True)]
-    (found, num_accepted), *others = run_ranks(drafted, tp * pp, tp, pp, known, "ngram:4")
-    assert found == texts
+    (found, num_accepted), *others = run_ranks(drafted, tp * pp, tp, pp, known(), "ngram:4")
+    assert found == right_texts()
     assert num_accepted > 20
     assert others == [None] * (tp * pp - 1)
 
 
-def test_a_small_model_on_the_first_of_two_ranks(tmp_path: Path) -> None:
+def test_two_stages_and_a_small_model_on_the_first_of_two_ranks(tmp_path: Path) -> None:
     tiny("Llama").save_pretrained(tmp_path)
-    (found, num_accepted), _ = run_ranks(drafted, 2, 2, 1, [], f"{tmp_path}:3")
-    assert found == right_texts()
-    assert num_accepted > 20
+    cases = [(1, 2, known(), "ngram:4"), (2, 1, [], f"{tmp_path}:3")]
+    for (found, num_accepted), other in run_each(2, drafted, cases):
+        assert found == right_texts()
+        assert num_accepted > 20
+        assert other is None
 
 
 @pytest.mark.long

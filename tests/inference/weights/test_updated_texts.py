@@ -24,7 +24,7 @@ from tests.tiers import further
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit
 WAYS = (None, "int8", "int8-weights", "int4:32")
-FIRST_CELLS = {("Llama", "int4:32"), ("GPT2", "int8"), ("OPT", None)}
+FIRST_CELLS = {("Llama", "int4:32"), ("GPT2", "int8")}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_texts_are_those_of_an_engine_with_the_new_values(
     assert (stats.weight_updates, stats.weights_version) == (4, 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [further(torch.float64), torch.bfloat16])
 def test_other_dtypes_keep_nothing_of_a_source(dtype: torch.dtype, tmp_path: Path) -> None:
     old, new = saved_pair(tmp_path)
     name = str(dtype).removeprefix("torch.")
@@ -220,7 +220,7 @@ def test_updates_leave_nothing_behind_and_take_one_part_at_a_time(
     gc.collect()
     products, tensors, most = len(alive), num_tensors(), 0
     assert products == 4 * 5 + 1
-    for number in range(12):
+    for number in range(5):
         llm.update_weights((old, new)[number // 4 % 2] if number % 4 == 0 else model)
     assert num_tensors() == tensors
     assert len(alive) == products

@@ -21,6 +21,7 @@ from torch import nn
 from colossalai.logging import get_dist_logger
 from colossalai.nn.optimizer import CPUAdam, DiskOptions, HybridAdam
 from colossalai.nn.optimizer._disk_file import StateFile
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.unit
 
@@ -75,6 +76,7 @@ def state_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != "owner")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("fraction", [0.5, 1.0])
 @pytest.mark.parametrize(
@@ -115,6 +117,7 @@ def test_groups_that_come_later_have_files_of_their_own(tmp_path: Path) -> None:
     assert_same(mine, theirs)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("source_on_disk", [True, False])
 @pytest.mark.parametrize("target_on_disk", [True, False])
@@ -220,6 +223,7 @@ def test_a_full_disk_at_the_first_step_changes_nothing(
     assert_same(mine, theirs)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("number", [0, 1, 2, 5, 9, 12])
 @pytest.mark.parametrize(("function", "steps_before"), [("preadv", 2), ("pwritev", 2), ("pwritev", 0)])
@@ -397,6 +401,49 @@ def test_short_reads_and_writes_are_continued(tmp_path: Path, monkeypatch: pytes
     assert_same(mine, theirs)
 
 
+def crash_and_fork(crashed: str, kept: str) -> None:
+    """Leave the folder of a process that was killed; a fork leaves that of its parent alone."""
+    param = nn.Parameter(torch.ones(10))
+    param.grad = torch.ones(10)
+    options: dict[str, Any] = {"nvme_offload_fraction": 1.0}
+    if os.fork() == 0:
+        optimizer = CPUAdam([param], nvme_offload_dir=crashed, **options)
+        optimizer.step()
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == -signal.SIGKILL
+    optimizer = CPUAdam([param], nvme_offload_dir=kept, **options)
+    optimizer.step()
+    if os.fork() == 0:
+        del optimizer
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+    assert os.listdir(kept), "the fork has removed it"
+    del optimizer
+    assert not os.listdir(kept)
+
+
+@pytest.mark.dist
+def test_folders_after_a_crash_and_after_a_fork(tmp_path: Path) -> None:
+    """Leftovers of a crash go at the next start."""
+    crashed, kept = tmp_path / "crashed", tmp_path / "kept"
+    crashed.mkdir()
+    kept.mkdir()
+    run_ranks(crash_and_fork, 1, str(crashed), str(kept))
+    check_that_leftovers_go(crashed)
+
+
+def check_that_leftovers_go(crashed: Path) -> None:
+    assert len(list(crashed.iterdir())) == 1
+    living = CPUAdam(make_params(), nvme_offload_fraction=1.0, nvme_offload_dir=crashed)
+    folders = list(crashed.iterdir())
+    assert len(folders) == 1
+    second = CPUAdam(make_params(), nvme_offload_fraction=1.0, nvme_offload_dir=crashed)
+    assert len(list(crashed.iterdir())) == 2, "the folder of a living optimizer must stay"
+    del living, second
+    assert not list(crashed.iterdir())
+
+
+@pytest.mark.long  # it waits for torch to be imported
 def test_folders_after_the_end_and_after_a_crash(tmp_path: Path) -> None:
     """The default folder goes with its process; leftovers of a crash go at the next start.
 
@@ -425,14 +472,7 @@ assert os.listdir(tempfile.gettempdir()), "the fork has removed it"
     environment = {**os.environ, "TMPDIR": str(default)}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
     assert not [path for path in default.iterdir() if "states" in path.name]
-    assert len(list(crashed.iterdir())) == 1
-    living = CPUAdam(make_params(), nvme_offload_fraction=1.0, nvme_offload_dir=crashed)
-    folders = list(crashed.iterdir())
-    assert len(folders) == 1
-    second = CPUAdam(make_params(), nvme_offload_fraction=1.0, nvme_offload_dir=crashed)
-    assert len(list(crashed.iterdir())) == 2, "the folder of a living optimizer must stay"
-    del living, second
-    assert not list(crashed.iterdir())
+    check_that_leftovers_go(crashed)
 
 
 def test_options_without_effect_warn(

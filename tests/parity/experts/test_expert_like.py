@@ -27,7 +27,7 @@ from tests.parity.subjects.pipeline import slice_of_batch
 from tests.parity.subjects.tensor import whole
 from tests.ranks import run_ranks
 from tests.tiers import further
-from tests.turns import each_in_turn, grouped
+from tests.turns import each_in_turn, grouped, in_turn
 
 MAX_NORM = 0.2  # of a norm of about 1
 
@@ -128,12 +128,16 @@ def by_both_doors(method: str, accumulation: int) -> None:
 
 
 CELLS: list[Any] = [
-    *(("ddp", 2), ("zero 1", 2), ("handler", 4), ("zero 2", 4), ("fsdp", 4)),
+    ("handler", 4),  # the others with layers of experts: in test_moe.py, and pairs with ZeRO 3
     *(
+        further("fsdp", 4),
+        further("ddp", 2),
+        further("zero 1", 2),
         further("handler", 2),
         further("zero 2", 2),
         further("fsdp", 2),
         further("ddp", 4),
+        further("zero 2", 4),
         further("zero 1", 4),
     ),
 ]
@@ -187,11 +191,15 @@ def in_buckets(plain: nn.Module, case: ParityCase) -> Subject:
     )
 
 
-def buckets_and_pipeline() -> None:
+def with_buckets() -> None:
     colossalai.launch_from_torch({"parallel": {"moe": {"size": 2}}}, verbose=False)
     case = make_case()
     check_parity(case, partial(in_buckets, case=case))
     gpc.destroy()
+
+
+def in_a_pipeline() -> None:
+    case = make_case()
     stages = {"pipeline": {"size": 2, "partition": "uniform"}, "moe": {"size": 2}}
     for zero_config in ({}, {"zero": {"stage": 1}}):
         config = {"parallel": stages, "NUM_MICRO_BATCHES": 2, "clip_grad_norm": MAX_NORM, **zero_config}
@@ -215,15 +223,15 @@ def whole_slices() -> None:
     gpc.destroy()
 
 
-def options_buckets_and_whole_slices() -> None:
-    with_options_of_ddp()
-    buckets_and_pipeline()
-    whole_slices()
-
-
 @pytest.mark.dist
-def test_options_of_ddp_and_buckets_in_a_pipeline_and_optimizers_of_whole_tensors() -> None:
-    run_ranks(options_buckets_and_whole_slices, 4)
+def test_options_of_ddp_and_buckets_and_optimizers_of_whole_tensors() -> None:
+    run_ranks(in_turn, 4, [(with_options_of_ddp,), (with_buckets,), (whole_slices,)])
+
+
+@pytest.mark.long  # layers of experts in a pipeline, with ZeRO, are in test_pipeline.py
+@pytest.mark.dist
+def test_in_a_pipeline() -> None:
+    run_ranks(in_a_pipeline, 4)
 
 
 def low_precision(config: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], dict[int, Any]]:
@@ -295,12 +303,13 @@ def one_step(folder: str, config: dict[str, Any], expert_size: int, first: int) 
     return params
 
 
-PLANS = [(4, "zero 1", 2), (4, "fsdp", 2), (1, "ddp", 1)]
+PLANS = [(4, "zero 1", 2), (1, "ddp", 1)]
+THREE = [(4, "zero 1", 2), (4, "fsdp", 2), (1, "ddp", 1)]
 FURTHER = [(4, "zero 1", 2), (1, "ddp", 1), (4, "fsdp", 2), (4, "ddp", 4)]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("plans", [PLANS, further(FURTHER)])
+@pytest.mark.parametrize("plans", [PLANS, further(THREE), further(FURTHER)])
 def test_a_run_goes_on_under_other_plans(plans: list[tuple[int, str, int]], tmp_path: Path) -> None:
     torch.manual_seed(1024)
     plain = Net().double()

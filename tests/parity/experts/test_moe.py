@@ -78,14 +78,14 @@ def parity(
     gpc.destroy()
 
 
-# Each method, router, kind of experts and skew once before the further cells.
+# Recomputation, FSDP, handlers and other routers: in the other files of this folder and in tests/nn.
 CELLS: list[Any] = [
-    (2, "recompute", "top2", 2, 1, "ffn", "none", 2),
     (4, "zero 2", "top2", 4, 1, "any", "none", 2),
-    (4, "fsdp recompute", "top1 capacity", 2, 1, "ffn", "none", 1),
-    (4, "handler", "top2 capacity", 2, 2, "ffn", "none", 1),
-    (4, "ddp", "top1", 2, 1, "ffn", "one", 2),
+    further(4, "fsdp recompute", "top1 capacity", 2, 1, "ffn", "none", 1),
     (4, "ddp", "top3", 2, 2, "tp", "half", 1),
+    further(2, "recompute", "top2", 2, 1, "ffn", "none", 2),
+    further(4, "handler", "top2 capacity", 2, 2, "ffn", "none", 1),
+    further(4, "ddp", "top1", 2, 1, "ffn", "one", 2),
     further(2, "ddp", "top1", 2, 1, "any", "none", 1),
     further(4, "ddp", "top3", 2, 1, "any", "none", 2),
     further(4, "zero 1", "top2", 4, 1, "any", "none", 2),

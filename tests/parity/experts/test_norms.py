@@ -19,12 +19,11 @@ TP = {"tensor": {"size": 2, "mode": "1d"}}
 PP = {"pipeline": {"size": 2, "partition": "uniform"}}
 # By number of ranks: the expert-parallel size, further parallelism, the stage of ZeRO.
 LAYOUTS: dict[int, list[tuple[int, dict[str, Any], int]]] = {
-    2: [(1, {}, 1), (2, {}, 3)],
-    4: [(2, {}, 0), (2, {}, 2), (2, TP, 0), (2, PP, 1)],
+    4: [(2, TP, 0), (2, PP, 1)],
 }
 FURTHER: dict[int, list[tuple[int, dict[str, Any], int]]] = {
-    2: [(2, {}, 0), (2, {}, 1), (2, {}, 2)],
-    4: [(4, {}, 0), (2, {}, 1), (2, {}, 3), (2, PP, 0)],
+    2: [(1, {}, 1), (2, {}, 3), (2, {}, 0), (2, {}, 1), (2, {}, 2)],
+    4: [(2, {}, 2), (2, {}, 0), (4, {}, 0), (2, {}, 1), (2, {}, 3), (2, PP, 0)],
     8: [(2, {**TP, **PP}, 0), (2, TP, 1)],
 }
 ROUTER = "top2"

@@ -44,9 +44,9 @@ def parity(schedule: str, router: str, ep_size: int, tp_size: int, more: dict[st
 
 
 CELLS: list[Any] = [
-    (4, "zb-h1", "top2", 2, 1, {}),
-    (4, "interleaved", "top3", 2, 1, {}),
     (4, "1f1b", "top1 capacity", 2, 1, {"zero": {"stage": 1}, "recompute": True}),
+    further(4, "interleaved", "top3", 2, 1, {}),
+    further(4, "zb-h1", "top2", 2, 1, {}),
     further(2, "1f1b", "top2", 1, 1, {}),
     further(4, "zb-v", "top2", 2, 1, {}),
     further(8, "1f1b", "top2", 2, 2, {}),

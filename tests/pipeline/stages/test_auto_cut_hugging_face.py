@@ -9,7 +9,7 @@ from colossalai.pipeline.stages._split_model import cut_model
 from colossalai.pipeline.stages._trace import can_try, dissect, guess_sample, run_trial
 from tests.pipeline.stages.chain import check_cut
 from tests.pipeline.stages.models import VOCAB, Case, hugging_face, images, tokens
-from tests.tiers import further
+from tests.tiers import after_the_first, further
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.unit
@@ -20,7 +20,7 @@ TEXT += ["GPTNeoXForCausalLM", "PhiForCausalLM"]
 
 # Where a model is cut and how it attends have nothing to do with each other: not every pair is tried.
 @pytest.mark.each_value
-@pytest.mark.parametrize("name", TEXT)
+@pytest.mark.parametrize("name", after_the_first(TEXT, 4))
 @pytest.mark.parametrize(("num_stages", "attention"), [(2, "sdpa"), (3, "eager"), (4, "sdpa")])
 def test_text_model_is_the_same_in_stages(name, num_stages, attention):
     case = Case(hugging_face(name, attn_implementation=attention), tokens)
@@ -51,16 +51,19 @@ def translation() -> dict[str, torch.Tensor]:
     return {**tokens(), "decoder_input_ids": torch.arange(1, 21).reshape(4, 5)}
 
 
-@pytest.mark.parametrize("sample", [None, translation()])
+@pytest.mark.parametrize("sample", [further(None), translation()])
 def test_encoder_decoder_is_cut_along_its_encoder(sample):
     """Blocks hand on a tuple with None in it; the decoder runs behind them and uses the embedding, too."""
     stages = check_cut(Case(t5, translation), 3, sample=sample)
     assert [tie.stages for tie in stages[0].ties] == [(0, 2)]
 
 
-def test_models_of_hugging_face_get_a_trial_run(caplog):
+@pytest.mark.parametrize(
+    "names", [(TEXT[1], "ViTForImageClassification"), further((TEXT[0], *TEXT[2:], "BloomForCausalLM"))]
+)
+def test_models_of_hugging_face_get_a_trial_run(names):
     """Which parts run before and after the blocks is seen, not taken from the order of registration."""
-    for name in [*TEXT, "BloomForCausalLM", "ViTForImageClassification"]:
+    for name in names:
         model = hugging_face(name)()
         anatomy = dissect(model)
         assert can_try(model)

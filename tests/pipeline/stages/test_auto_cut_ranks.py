@@ -15,6 +15,7 @@ from colossalai.pipeline.stages._split_model import cut_model
 from tests.pipeline.stages.chain import check_cut
 from tests.pipeline.stages.models import TEXT, ZOO
 from tests.ranks import run_ranks
+from tests.tiers import further
 from tests.turns import run_each
 
 pytestmark = pytest.mark.dist
@@ -32,7 +33,7 @@ def _cut_with_tensor_parallel(name, mode, size):
     return parts
 
 
-@pytest.mark.parametrize(("mode", "size", "names"), [("1d", 2, ("gpt", "bert")), ("2d", 4, ("vit",))])
+@pytest.mark.parametrize(("mode", "size", "names"), [("1d", 2, ("gpt", "bert")), further("2d", 4, ("vit",))])
 def test_tensor_parallel_models_are_cut_without_a_trial(mode, size, names):
     found = run_each(size, _cut_with_tensor_parallel, [(name, mode, size) for name in names])
     for name, by_rank in zip(names, found, strict=True):

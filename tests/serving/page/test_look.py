@@ -123,7 +123,8 @@ def test_a_phone(start: Any, open_tab: Callable[..., Tab]) -> None:
     assert tab.one("#max-tokens").is_visible()  # what is wrong is shown
 
 
-@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.long)])
+@pytest.mark.long  # of colors alone
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_texts_can_be_read(site: Site, open_tab: Callable[..., Tab], scheme: str) -> None:
     site.service.fail_at = 2
     tab = open_tab(site, color_scheme=scheme)

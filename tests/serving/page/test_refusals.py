@@ -62,6 +62,7 @@ def test_a_key_that_has_changed_meanwhile(start: Any, open_tab: Any) -> None:
     assert tab.problem() == ""
 
 
+@pytest.mark.long  # a failure of the engine and a server that is gone are below
 def test_a_request_that_is_not_taken(site: Site, tab: Tab) -> None:
     site.service.refuse = lambda request: True
     tab.send("first")

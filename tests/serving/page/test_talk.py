@@ -80,6 +80,7 @@ def test_a_model_without_a_chat_template_continues_texts(start: Any, open_tab: A
     assert site.service.seen[2].params.max_tokens == 64 - len(site.service.seen[2].prompt_token_ids)
 
 
+@pytest.mark.long  # the next test sees a part of an answer
 def test_tokens_are_shown_as_they_come(site: Site, tab: Tab) -> None:
     site.service.hold(1)
     tab.set("#max-tokens", "4")

@@ -68,7 +68,7 @@ def test_time_is_over_for_those_who_run_and_those_who_wait(site: Callable[..., R
     threads = [asked(it, **LONG, n=n) for _ in range(4)]
     wait_until(lambda: it.service._num_waiting + len(it.engine._open) >= 4 and pace.num_steps > 0)
     # No step ends before the time of all is over.
-    end = threading.Timer(1.0, pace.may_go.set)
+    end = threading.Timer(0.6, pace.may_go.set)
     end.start()
     for thread, answers in threads:
         thread.join()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.serving.conftest import wait_until
 from tests.serving.real.conftest import RealSite
 from tests.serving.test_description import CHECKS
-from tests.tiers import further, soaked
+from tests.tiers import soaked
 
 pytestmark = pytest.mark.unit
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/generation")
@@ -82,6 +82,7 @@ def holds(begin: Callable[..., RealSite], num_cases: int) -> None:
     site.engine.scheduler.pool.check([])
 
 
-@pytest.mark.parametrize("num_cases", [60, further(soaked(5000))])
+@pytest.mark.long  # the same requests to an engine without a model are in test_description
+@pytest.mark.parametrize("num_cases", [soaked(5000)])
 def test_generated_requests(site: Callable[..., RealSite], num_cases: int) -> None:
     holds(site, num_cases)

@@ -164,9 +164,10 @@ def train_in_chunks() -> None:
     gpc.destroy()
 
 
-def test_every_door_trains_it_as_one_process() -> None:
+@pytest.mark.parametrize("names", [("hybrid", "gemini"), further(("ddp", "zero1", "zero2"))])
+def test_every_door_trains_it_as_one_process(names: tuple[str, ...]) -> None:
     """Plugins, a config, and chunks without a Booster, beside one training in one process."""
-    plugins = [(train_boosted, name) for name in PLUGINS]
+    plugins = [(train_boosted, name) for name in names]
     run_ranks(in_turn, 4, [*plugins, (train_by_engine,), (train_in_chunks,)])
 
 

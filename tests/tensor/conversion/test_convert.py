@@ -99,7 +99,7 @@ def run_conversions(examples):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("world_size", "num_examples"), [(4, 50), further(4, 150), further(8, 150)])
+@pytest.mark.parametrize(("world_size", "num_examples"), [(4, 20), further(4, 150), further(8, 150)])
 def test_values_and_gradients_are_slices_of_the_whole(world_size, num_examples):
     """Hypothesis draws; the ranks are started once for all that it draws."""
     examples = []

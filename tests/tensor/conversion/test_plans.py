@@ -106,6 +106,7 @@ def assert_cheapest(planner, source, target):
     return exact.cost < greedy.cost
 
 
+@pytest.mark.each_value
 @pytest.mark.unit
 @pytest.mark.parametrize("extents", [(2, 2), (2, 4), (2, 2, 2)], ids=str)
 @pytest.mark.parametrize("num_dims", [1, 2, 3])

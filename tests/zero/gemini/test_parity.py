@@ -125,11 +125,11 @@ def by_booster(name: str, options: dict[str, Any], accumulation: int, max_norm: 
 @pytest.mark.parametrize(
     ("name", "num_ranks", "options", "accumulation", "max_norm"),
     [
-        ("net", 1, {}, 2, 0.1),
+        further("net", 1, {}, 2, 0.1),
         ("net", 2, {"recompute": True}, 2, 0.1),
         further("net", 4, {"placement_policy": "auto"}, 1, None),
         further("gpt", 2, {"min_chunk_size_mb": 0.002, "recompute": True}, 2, 0.1),
-        ("gpt2", 2, {"min_chunk_size_mb": 0.002}, 2, 0.1),
+        further("gpt2", 2, {"min_chunk_size_mb": 0.002}, 2, 0.1),
         further("bert", 4, {"min_chunk_size_mb": 0.002, "recompute": True}, 1, None),
     ],
 )
@@ -151,7 +151,7 @@ def by_engine(accumulation: int, max_norm: float) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("num_ranks", "accumulation", "max_norm"), [(2, 4, 0.1), further(4, 1, 0.0)])
+@pytest.mark.parametrize(("num_ranks", "accumulation", "max_norm"), [further(2, 4, 0.1), further(4, 1, 0.0)])
 def test_the_config_door_is_one_process(num_ranks: int, accumulation: int, max_norm: float) -> None:
     for losses in run_ranks(by_engine, num_ranks, accumulation, max_norm):
         assert losses[-1] < losses[0]

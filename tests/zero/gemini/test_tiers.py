@@ -221,7 +221,7 @@ def leave_the_trace(precision: Precision, folder: str) -> tuple[list[list[float]
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    "precision", [further(FullPrecision()), PureBF16(), NaiveFP16(initial_scale=2.0**30)]
+    "precision", [further(FullPrecision()), further(PureBF16()), NaiveFP16(initial_scale=2.0**30)]
 )
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_iteration_that_leaves_the_trace_trains_to_the_same_values(

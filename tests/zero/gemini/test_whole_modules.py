@@ -224,6 +224,7 @@ def test_what_is_no_module_of_the_model_is_refused_at_the_door() -> None:
     assert issubclass(ConfigException, ValueError)
 
 
+@pytest.mark.long
 def test_fp16_with_experts_trains_through_the_door_without_booster() -> None:
     run_ranks(train_fp16, 2)
 

@@ -13,6 +13,7 @@ from colossalai.communication import ledger
 from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer.moe import dispatch
+from tests.tiers import further
 from tests.turns import run_each
 
 NUM_EXPERTS, FEATURES, CHOICES = 8, 6, 3
@@ -106,7 +107,7 @@ def against_a_loop(tp_size: int, kind: str) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [further(2), 4])
 def test_against_a_loop(world_size: int) -> None:
     kinds = ("even", "one expert", "first rank", "dropped")
     tp_sizes = (1,) if world_size == 2 else (1, 2)

@@ -362,6 +362,6 @@ def parts_of_experts(tp_size: int) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("tp_size", [1, 2])
+@pytest.mark.parametrize("tp_size", [further(1), 2])
 def test_parts_of_experts(tp_size: int) -> None:
     run_ranks(parts_of_experts, 4, tp_size)

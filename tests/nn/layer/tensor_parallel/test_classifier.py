@@ -21,6 +21,7 @@ from tests.nn.modes import (
     same_start,
     slice_like,
 )
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -127,8 +128,8 @@ def refusals(name):
     [
         ("1d", ((16, 8), (8, 16)), ((8, 8), (8, 8))),
         ("2d", ((16, 4), (4, 16)), ((8, 4), (4, 8))),
-        ("2.5d", ((16, 4), (2, 16)), ((8, 4), (2, 8))),
-        ("3d", ((16, 4), (2, 16)), ((4, 4), (2, 8))),
+        further("2.5d", ((16, 4), (2, 16)), ((8, 4), (2, 8))),
+        further("3d", ((16, 4), (2, 16)), ((4, 4), (2, 8))),
     ],
 )
 def test_shapes_values_and_gradients(name, whole_classes, cut_classes):

@@ -13,6 +13,7 @@ from colossalai.core import global_context as gpc
 from colossalai.nn.layer import mark_cut, next_linear, restart
 from colossalai.tensor import cut_dims, spec_of
 from tests.nn.modes import run_in_turn
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -123,14 +124,22 @@ def refusals(name):
     assert copy_forward_reduce_backward(torch.ones(1), gpc.mesh.axis("dp")).item() == 1
 
 
-def cases_of(name):
+def cases_of(name, *, all_of_them=False):
     """Yield what is compared with torch's layers in a mode; only 2d and 2.5d have panels."""
-    for num_layers, bias in ((2, True), (3, False)):
-        for in_panels in (True, False) if name in ("2d", "2.5d") else (True,):
+    for (num_layers, bias), panels in (((2, True), True), ((3, False), False)):
+        for in_panels in (True, False) if all_of_them else (panels or name not in ("2d", "2.5d"),):
             yield partial(parity, num_layers=num_layers, bias=bias, in_panels=in_panels)
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["2d", "2.5d"])
+def test_with_and_without_panels(name):
+    cases = list(cases_of(name, all_of_them=True))
+    for case, errors in zip(cases, run_in_turn(MODES[name]["size"], name, *cases), strict=True):
+        assert max(errors) < 1e-12, case
+
+
+@pytest.mark.parametrize("name", ["1d", further("1d-4"), "2d", "2.5d", "3d"])
 def test_bytes_shapes_values_and_gradients(name):
     """The bytes of the formula, the documented shapes, and torch's values, in one start of ranks."""
     functions = [bytes_sent, *[shapes] * (name in SHAPES), *[refusals] * (name == "2d")]

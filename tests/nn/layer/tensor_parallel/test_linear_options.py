@@ -203,7 +203,7 @@ def test_without_a_mode_layers_that_need_one_are_refused():
 OF_ONE_MODE = {"1d": [refusals_1d, all_classes], "3d": [refusals_3d, all_classes]}
 
 
-@pytest.mark.parametrize("name", ["1d", "2d", further("2.5d"), "3d"])
+@pytest.mark.parametrize("name", ["1d", "2d", further("2.5d"), further("3d")])
 def test_an_output_that_is_gathered_and_a_bias_that_is_left_to_the_caller(name):
     """And, in a mode along one dimension and along three, what is refused before any collective."""
     functions = [gathered, biases_apart, *OF_ONE_MODE.get(name, [])]

@@ -83,6 +83,6 @@ def mixed_precision(mode: str, size: int) -> None:
         torch.testing.assert_close(grad, target, rtol=0.05, atol=0.2)
 
 
-@pytest.mark.parametrize(("mode", "size"), [("1d", 2), further("2d", 4), ("3d", 8)])
+@pytest.mark.parametrize(("mode", "size"), [("1d", 2), further("2d", 4), further("3d", 8)])
 def test_autocast_reaches_into_the_product(mode: str, size: int):
     run_ranks(mixed_precision, size, mode, size)

@@ -188,6 +188,7 @@ def test_least_recently_used_never_moves_fewer_bytes(case: Case) -> None:
     recompute=st.booleans(),
     data=st.data(),
 )
+@pytest.mark.long
 def test_a_gpt_moves_no_more_than_least_recently_used(
     num_blocks: int, per_block: int, microbatches: int, recompute: bool, data: st.DataObject
 ) -> None:
