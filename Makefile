@@ -60,7 +60,7 @@ check: setup
 	@echo "$(BIN)/mypy, and beside it the tests of layers and surface"
 	@log=$$(mktemp); types=0; rules=0; \
 	$(BIN)/mypy > "$$log" 2>&1 & job=$$!; \
-	$(BIN)/python -m pytest -m "not long" tests/layers tests/surface || rules=$$?; \
+	$(PYTEST) -m "not long" tests/layers tests/surface || rules=$$?; \
 	wait "$$job" || types=$$?; \
 	cat "$$log"; rm "$$log"; \
 	exit $$((rules != 0 ? rules : types))

@@ -9,6 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.unit
 
+MOST_MODULES = 375  # with a user's first names: 349 of the package and 16 others; it may only shrink
 MOST = 0.18  # of what `import torch` takes in the same process: a slow or busy machine slows both
 NUM_RUNS = 8  # in a process, a quarter of a second each
 NUM_PROCESSES = 4  # at most: what torch takes is measured once in each, and is as noisy as the rest
@@ -70,37 +71,43 @@ print(json.dumps(runs))
 """
 
 
-@pytest.fixture(scope="module")
-def runs() -> list[tuple[float, list[str]]]:
-    command = [sys.executable, "-c", MEASURE, str(NUM_RUNS)]
+def measure(num_runs: int) -> list[tuple[float, list[str]]]:
+    """Return of each run the share of what torch takes, and the modules that came."""
+    command = [sys.executable, "-c", MEASURE, str(num_runs)]
     # As users have it: the first of the runs compiles what is new, the others find it compiled.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
-    found: list[tuple[float, list[str]]] = []
-    for _ in range(NUM_PROCESSES):
-        run = subprocess.run(
-            command, capture_output=True, text=True, timeout=120, check=False, env=environment
-        )
-        assert run.returncode == 0, run.stderr
-        found += json.loads(run.stdout)
-        if min(share for share, _ in found) < MOST:
-            break
+    run = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
+    assert run.returncode == 0, run.stderr
+    found: list[tuple[float, list[str]]] = json.loads(run.stdout)
     return found
 
 
-def test_import_is_cheap(runs: list[tuple[float, list[str]]]) -> None:
+@pytest.fixture(scope="module")
+def modules() -> list[str]:
+    ((_, modules),) = measure(1)
+    return modules
+
+
+def test_import_is_cheap(modules: list[str]) -> None:
+    assert len(modules) <= MOST_MODULES
+
+
+@pytest.mark.long
+def test_import_takes_a_fraction_of_what_torch_takes() -> None:
     """Processor time, and the quickest run counts: other work on the machine must not make the test fail."""
-    assert min(share for share, _ in runs) < MOST
+    shares: list[float] = []
+    while not shares or (min(shares) >= MOST and len(shares) < NUM_PROCESSES * NUM_RUNS):
+        shares += [share for share, _ in measure(NUM_RUNS)]
+    assert min(shares) < MOST
 
 
-def test_nothing_heavy_is_imported(runs: list[tuple[float, list[str]]]) -> None:
-    _, modules = runs[0]
+def test_nothing_heavy_is_imported(modules: list[str]) -> None:
     assert "colossalai.context" in modules
     heavy = [name for name in modules if f"{name}.".startswith(tuple(f"{heavy}." for heavy in HEAVY))]
     assert heavy == []
 
 
-def test_sub_packages_that_are_not_needed_are_not_imported(runs: list[tuple[float, list[str]]]) -> None:
-    _, modules = runs[0]
+def test_sub_packages_that_are_not_needed_are_not_imported(modules: list[str]) -> None:
     facades = ("colossalai.utils", "colossalai.testing", "colossalai.cli", "colossalai.trainer")
     of_one_method = (
         "colossalai.zero._wrappers",
