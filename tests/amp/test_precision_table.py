@@ -20,7 +20,7 @@ from tests.model_zoo.tiny import VOCAB, build, criterion_of
 from tests.ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs/features/mixed_precision.md"
-NUM_STEPS = 2  # the second loss is that of updated parameters
+NUM_STEPS = 3
 LENGTH = 8  # zigzag order cuts it into four
 PLUGINS = {
     "TorchDDPPlugin": (2, TorchDDPPlugin),

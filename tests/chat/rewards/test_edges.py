@@ -122,17 +122,17 @@ def take_turns(ways: tuple[str, ...]) -> Any:
             return [each["loss"] for each in fit(policy, *pairs[number], boosters[number], **more)]
 
         if way == "alone":
-            losses = [[learn(number, seed)[0] for seed in range(2)] for number in range(2)]
+            losses = [[learn(number, seed)[0] for seed in range(3)] for number in range(2)]
         elif way == "turns":
-            turns = [[learn(number, seed)[0] for number in range(2)] for seed in range(2)]
+            turns = [[learn(number, seed)[0] for number in range(2)] for seed in range(3)]
             losses = [list(each) for each in zip(*turns, strict=True)]
         else:
-            seeds, inner = iter(range(2)), []
+            seeds, inner = iter(range(3)), []
 
             def on_step(record: Any, inner: Any = inner, seeds: Any = seeds, learn: Any = learn) -> None:
                 inner += learn(1, next(seeds))
 
-            losses = [learn(0, 0, steps=2, on_step=on_step), inner]
+            losses = [learn(0, 0, steps=3, on_step=on_step), inner]
         found.append(losses)
         gpc.destroy()
     return found

@@ -11,6 +11,7 @@ from colossalai.inference import LLM, SamplingParams
 from tests.inference.models import MIXED, prompts, tiny
 
 NUM_TOKENS = 6
+FULL = SamplingParams(max_tokens=12, temperature=0)  # with `MIXED`: what the long tier compares
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
 POOL = 2**22
 _DIVISIBLE = {"Llama": {"intermediate_size": 64}, "Qwen3": {"intermediate_size": 64}, "OPT": {"ffn_dim": 64}}

@@ -6,7 +6,7 @@ import pytest
 
 from colossalai.inference import LLM, SamplingParams
 from tests.inference.models import MIXED
-from tests.inference.weights.pairs import POOL, new_model, saved_pair, texts
+from tests.inference.weights.pairs import FULL, POOL, new_model, saved_pair, texts
 from tests.serving.served_folder import save_tiny, serve_folder
 
 pytest.importorskip("transformers")
@@ -29,18 +29,18 @@ def test_texts_on_ranks_are_those_of_new_values(
 ) -> None:
     old, new = saved_pair(tmp_path, family)
     with LLM(new, tp_size=tp, pp_size=pp, kv_memory=POOL, quantize=way) as other:
-        expected = texts(other, MIXED)
+        expected = texts(other, MIXED, FULL)
     with LLM(old, tp_size=tp, pp_size=pp, kv_memory=POOL, quantize=way) as llm:
-        before = texts(llm, MIXED)
+        before = texts(llm, MIXED, FULL)
         assert before != expected
         for source, wanted in ((new, expected), (old, before), (new_model(family), expected)):
             llm.update_weights(source)
-            assert texts(llm, MIXED) == wanted
+            assert texts(llm, MIXED, FULL) == wanted
         with pytest.raises(ValueError, match="nothing was loaded"):
             llm.update_weights({})
         with pytest.raises((OSError, ValueError)):
             llm.update_weights(tmp_path / "missing")
-        assert texts(llm, MIXED) == expected
+        assert texts(llm, MIXED, FULL) == expected
 
 
 @pytest.mark.long

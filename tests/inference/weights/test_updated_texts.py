@@ -17,8 +17,8 @@ from colossalai.inference.loading._served_weights import ServedWeights
 from colossalai.inference.products import QuantizedWeight
 from colossalai.inference.products._products import PackedProduct
 from tests.inference.metaseq import write_metaseq
-from tests.inference.models import tiny
-from tests.inference.weights.pairs import POOL, new_model, old_model, saved_pair, texts
+from tests.inference.models import MIXED, tiny
+from tests.inference.weights.pairs import FULL, POOL, new_model, old_model, saved_pair, texts
 from tests.tiers import further
 
 pytest.importorskip("transformers")
@@ -40,18 +40,19 @@ def test_texts_are_those_of_an_engine_with_the_new_values(
 ) -> None:
     old, new = saved_pair(tmp_path, family)
     llm = LLM(old, kv_memory=POOL, quantize=way)
-    before, expected = texts(llm), texts(LLM(new, kv_memory=POOL, quantize=way))
+    given = () if (family, way) in FIRST_CELLS else (MIXED, FULL)
+    before, expected = texts(llm, *given), texts(LLM(new, kv_memory=POOL, quantize=way), *given)
     assert before != expected
     model = new_model(family)
     for source, wanted in ((new, expected), (old, before), (model, expected)):
         llm.update_weights(source)
-        assert texts(llm) == wanted
+        assert texts(llm, *given) == wanted
     llm.update_weights(old_model(family).state_dict().items())
-    assert texts(llm) == before
+    assert texts(llm, *given) == before
     with torch.no_grad():  # nothing of a source is kept
         for param in model.parameters():
             param.fill_(torch.nan)
-    assert texts(llm) == before
+    assert texts(llm, *given) == before
     stats = llm.engine.stats()
     assert (stats.weight_updates, stats.weights_version) == (4, 4)
 
@@ -195,8 +196,9 @@ def test_an_update_that_fails_on_the_way_refuses_requests_until_one_succeeds(
     assert texts(llm) == texts(LLM(new, kv_memory=POOL))
 
 
+@pytest.mark.parametrize(("num_updates", "stride"), [(5, 4), further(50, 10)])
 def test_updates_leave_nothing_behind_and_take_one_part_at_a_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    num_updates: int, stride: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: WeakSet[PackedProduct] = WeakSet()
     most = 0
@@ -220,8 +222,8 @@ def test_updates_leave_nothing_behind_and_take_one_part_at_a_time(
     gc.collect()
     products, tensors, most = len(alive), num_tensors(), 0
     assert products == 4 * 5 + 1
-    for number in range(5):
-        llm.update_weights((old, new)[number // 4 % 2] if number % 4 == 0 else model)
+    for number in range(num_updates):
+        llm.update_weights((old, new)[number // stride % 2] if number % stride == 0 else model)
     assert num_tensors() == tensors
     assert len(alive) == products
     assert most <= products + 2  # gate and up are there before their old ones go
