@@ -368,7 +368,7 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
             store=store, rank=rank, world_size=world_size, is_served_here=is_served_here, timeout=timeout
         )
         try:
-            departure.announce()
+            departure.announce()  # before the arrival: where all have arrived, each process can be found
             store.set(keys[rank], network_of_this_process())
             store.wait(keys, _until(deadline))
             if keep_gloo_here(store.multi_get(keys)):

@@ -301,7 +301,8 @@ class ParallelContext:
         try:
             prepare_end()
         finally:
-            stop_watching()
+            stop_watching()  # before this rank has left: its watchdog writes to the store a last time
+            # Rank 0 keeps its groups for peers that are about to end, and its store for those that are not.
             keep_store = leave_store()
             if self.is_launched:
                 self.mesh.forget_groups()

@@ -33,7 +33,7 @@ class Cost:
 
 
 def by_folder(costs: Mapping[str, Cost], num_parts: int = 2) -> dict[str, Cost]:
-    """Add up the costs of tests by the first parts of their paths, the dearest folder first.
+    """Add up the costs of tests by the first parts of their paths, the slowest folder first.
 
     Args:
         costs: Of each test, by node id.
@@ -45,21 +45,21 @@ def by_folder(costs: Mapping[str, Cost], num_parts: int = 2) -> dict[str, Cost]:
     return dict(sorted(folders.items(), key=lambda item: -item[1].processor_s))
 
 
-def table(costs: Mapping[str, Cost], whole: Cost, num_dearest: int = 10) -> Iterable[str]:
-    """Return the lines of a table: folders, the run as a whole, the dearest tests.
+def table(costs: Mapping[str, Cost], whole: Cost, num_slowest: int = 10) -> Iterable[str]:
+    """Return the lines of a table: folders, the run as a whole, the slowest tests.
 
     Args:
         costs: Of each test, by node id.
         whole: Of the run; its processor time has the imports and the collection, too.
-        num_dearest: How many tests are named.
+        num_slowest: How many tests are named.
     """
     row = "{:<48} {:>6} {:>9} {:>11}".format
     yield row("", "tests", "wall s", "processor s")
     for folder, cost in by_folder(costs).items():
         yield row(folder, cost.num_tests, f"{cost.wall_s:.0f}", f"{cost.processor_s:.0f}")
     yield row("the run", whole.num_tests, f"{whole.wall_s:.0f}", f"{whole.processor_s:.0f}")
-    dearest = sorted(costs.items(), key=lambda item: -item[1].processor_s)[:num_dearest]
-    if dearest:
-        yield "the dearest tests, in processor seconds:"
-    for name, cost in dearest:
+    slowest = sorted(costs.items(), key=lambda item: -item[1].processor_s)[:num_slowest]
+    if slowest:
+        yield "the slowest tests, in processor seconds:"
+    for name, cost in slowest:
         yield f"{cost.processor_s:6.1f}  {name}"

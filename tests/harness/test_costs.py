@@ -49,18 +49,18 @@ def test_folders_are_those_of_the_first_two_parts() -> None:
         "tests/a": Cost(2, 3.0, 0.75),
         ".": Cost(1, 0.0, 0.0),
     }
-    assert list(by_folder(COSTS)) == ["tests", "tests/a", "."]  # the dearest first
+    assert list(by_folder(COSTS)) == ["tests", "tests/a", "."]  # the slowest first
 
 
 def test_the_table() -> None:
-    lines = list(table(COSTS, Cost(4, 6.0, 5.0), num_dearest=1))
+    lines = list(table(COSTS, Cost(4, 6.0, 5.0), num_slowest=1))
     assert [line.split() for line in lines] == [
         ["tests", "wall", "s", "processor", "s"],
         ["tests", "1", "4", "3"],
         ["tests/a", "2", "3", "1"],
         [".", "1", "0", "0"],
         ["the", "run", "4", "6", "5"],
-        ["the", "dearest", "tests,", "in", "processor", "seconds:"],
+        ["the", "slowest", "tests,", "in", "processor", "seconds:"],
         ["3.0", "tests/test_g.py::test_h"],
     ]
     assert max(map(len, lines)) <= 80
