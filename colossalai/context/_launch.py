@@ -48,6 +48,7 @@ from colossalai.context._random import get_seeds, seed_all_modes, seed_layout_mo
 from colossalai.context._supervision import (
     before_end,
     fail_at_end,
+    interrupt_at_end,
     leave_store,
     let_gloo_threads_rest,
     prepare_end,
@@ -306,13 +307,20 @@ def _destroy_at_exit() -> None:
             prepare_end()
         except Exception as error:
             fail_at_end(error)
-        global_context.destroy()
+        try:
+            global_context.destroy()
+        except KeyboardInterrupt:  # while this rank waited for others
+            interrupt_at_end()
+            global_context.destroy()
         let_gloo_threads_rest()
 
 
 def _leave_at_exit() -> None:
     """Leave the store of a script that does not end its job."""
-    leave_store()()
+    try:
+        leave_store()()
+    except KeyboardInterrupt:
+        interrupt_at_end()
 
 
 def _connect(store: dist.Store, requested: str, device: torch.device, *, rank: int, world_size: int) -> str:

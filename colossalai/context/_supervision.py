@@ -13,11 +13,13 @@ give up the lock until all of these threads sleep.
 What Python calls when it ends (`atexit`) cannot change the exit code: an error there is printed, and the code
 is 0 if the script got it so far. `os._exit` would cut off what others do after us. But if the last thing that
 the interpreter does, to flush stdout and stderr, fails, then the exit code is 120 (`sys.exit` documents it).
-So from then on stderr fails there, and only there.
+So from then on stderr fails there, and only there. After a Ctrl-C at the end the process ends there by
+SIGINT, as it does after one in the script: 130 in a shell.
 """
 
 import atexit
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -198,8 +200,25 @@ def fail_at_end(error: Exception) -> None:
     if getattr(sys, "last_type", None) is not None:
         get_dist_logger().error(f"and at the end of the script: {type(error).__name__}: {error}")
         return
-    sys.stderr = _FailingAtEnd(sys.stderr)
+    sys.stderr = _FailingAtEnd(sys.stderr, _raise_at_end)
     sys.excepthook(type(error), error, error.__traceback__)
+
+
+def interrupt_at_end() -> None:
+    """Let the process end by SIGINT, when all that is to be done at its end has been done.
+
+    See [Note: the exit code of an error at the end].
+    """
+    sys.stderr = _FailingAtEnd(sys.stderr, _interrupt)
+
+
+def _raise_at_end() -> None:
+    raise OSError("something at the end of the script has failed")
+
+
+def _interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGINT)
 
 
 class _FailingAtEnd:
@@ -207,19 +226,21 @@ class _FailingAtEnd:
 
     Args:
         stream: The other one.
+        fail: What is done after that flush.
     """
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, fail: Callable[[], object]) -> None:
         self._stream = stream
+        self._fail = fail
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """Flush; raise if it is the interpreter that asks, at its end: it is silent about it."""
+        """Flush; fail if it is the interpreter that asks, at its end: it is silent about it."""
         self._stream.flush()
         if sys.is_finalizing():
-            raise OSError("something at the end of the script has failed")
+            self._fail()
 
 
 def let_gloo_threads_rest() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -161,13 +162,14 @@ def test_held_ranks_build_their_models_while_rank_0_comes_to_its_end(tmp_path: P
 
 
 SCRIPT = """
-    import atexit, os, signal, sys, time
+    import atexit, json, os, signal, sys, time
     from pathlib import Path
 
     import torch.distributed as dist
     import colossalai
 
     rank, how, backend = int(os.environ["RANK"]), *sys.argv[1:]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if rank == 0:
         atexit.register(lambda: print("rank 0 has gone", flush=True))  # what is registered first is done last
     colossalai.launch_from_torch({}, backend=backend, verbose=False, timeout=600)
@@ -177,6 +179,9 @@ SCRIPT = """
         store.wait(["left/0"])
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
+        if how == "interrupts":
+            os.kill(json.loads(store.get("process/0"))["pid"], signal.SIGINT)
+            signal.pause()
         for _ in range(200):  # a rank 0 that does not wait is gone before
             store.add("number", 1)
             time.sleep(0.005)
@@ -184,24 +189,39 @@ SCRIPT = """
 """
 
 
-@pytest.mark.unit
-@pytest.mark.parametrize(("how", "backend"), [("ends", "gloo"), further("dies", "shared_memory")])
-def test_a_script_without_destroy(tmp_path: Path, job_port: int, how: str, backend: str) -> None:
-    script = tmp_path / "script.py"
+def start_two(folder: Path, port: int, *words: str) -> list[subprocess.Popen[str]]:
+    script = folder / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    ranks = [
+    return [
         subprocess.Popen(
-            [sys.executable, script, how, backend],
+            [sys.executable, script, *words],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env={
                 **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(job_port), "PYTHONPATH": str(ROOT),
+                "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": str(ROOT),
             },
         )
         for rank in range(2)
     ]  # fmt: skip
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(("how", "backend"), [("ends", "gloo"), further("dies", "shared_memory")])
+def test_a_script_without_destroy(tmp_path: Path, job_port: int, how: str, backend: str) -> None:
+    ranks = start_two(tmp_path, job_port, how, backend)
     (first, errors), (second, others) = (rank.communicate() for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0 if how == "ends" else -9], errors + others
     assert first == "rank 0 has gone\n"
     assert second == ("rank 1 has had its store\n" if how == "ends" else "")
     assert "has waited" not in errors
+
+
+@pytest.mark.unit
+def test_an_interrupt_ends_the_wait(tmp_path: Path, job_port: int) -> None:
+    first, second = start_two(tmp_path, job_port, "interrupts", "gloo")
+    out, errors = first.communicate()
+    second.kill()
+    second.communicate()
+    assert first.returncode == -signal.SIGINT, errors
+    assert out == "rank 0 has gone\n"
+    assert "Traceback" not in errors
