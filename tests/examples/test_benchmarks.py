@@ -27,7 +27,7 @@ ALONE = (
         "soak",
         "speculation",
     ),
-    *("auto_memory", "auto_solve", "chat", "weight_update"),
+    *("auto_memory", "auto_solve", "chat", "import_time", "weight_update"),
 )
 SLOW = {
     "chat",
@@ -84,6 +84,7 @@ SMALLEST = {
         ),
     ),
     "gemini_disk": (*("--hidden", "64", "--seq", "8", "--chunk-mb", "0.5", "--times", "0.9"), *ROUNDS),
+    "import_time": ("--rounds", "1"),
     "linear_cross_entropy": ("--sizes", "16x8x32", *ROUNDS),
     "moe": ("--seq", "8", "--batch", "1", *ROUNDS),
     "operator_share": ("--layers", "1", "--batch", "1", "--rounds", "1"),
