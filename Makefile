@@ -30,7 +30,8 @@ help:
 	@echo "make test-all  the same, and long, gloo, matrix and cluster, before a piece of work is called done"
 	@echo "make long    further cells of matrices: pairs of methods, precisions, compiled models"
 	@echo "make gloo    jobs whose numbers matter over gloo, in place of shared memory"
-	@echo "make soak    properties with as many examples as are promised: 10,000 schedules, 5,000 requests"
+	@echo "make soak    properties with as many examples as are promised: 10,000 schedules, 5,000 requests;"
+	@echo "             and the costliest further cells"
 	@echo "make matrix  every checkpoint layout saved and loaded in every other"
 	@echo "make cluster jobs on several hosts, made of network namespaces; as root"
 	@echo "make check   format, lint, types, layers, surface"
@@ -81,8 +82,7 @@ gloo: setup
 		tests/zero/test_*.py tests/zero/gemini/test_doors.py tests/communication/test_*.py tests/pipeline/execution tests/nn/layer
 
 soak: setup
-	SOAK=1 PYTEST_ADDOPTS="-o faulthandler_timeout=10800" $(PYTEST) --silence=14400 $(WORKERS) -m long tests/inference/scheduling tests/inference/paging \
-		tests/serving tests/examples/test_benchmarks.py
+	SOAK=1 PYTEST_ADDOPTS="-o faulthandler_timeout=10800" $(PYTEST) --silence=14400 $(WORKERS) -m soak
 	$(BIN)/python benchmarks/soak.py
 
 matrix: setup

@@ -4,7 +4,8 @@ Two rules. A test of ranks with several `parametrize` decorators is a matrix: `m
 each parameter once, along the diagonal, and `make long` the other combinations; the marker `every_cell` is
 for a test whose combinations are features of their own, `each_value` for one without ranks that takes long
 all the same. Within one list `make test` runs all but those that are marked as further ones.
-What takes minutes for its number of examples alone has as many as were promised in `make soak`.
+What takes minutes for its number of examples alone has as many as were promised in `make soak`, which also
+runs the costliest further cells: those that meet nothing new, but for a size or a family.
 """
 
 import itertools
@@ -27,14 +28,24 @@ def after_the_first(cells: Iterable[Any], num_first: int = 1) -> list[Any]:
     return [*cells[:num_first], *rest]
 
 
-def in_soak(*cell: Any) -> Any:
-    """Return a cell for `parametrize` that belongs to `make soak`, since it takes minutes to begin."""
-    skip = pytest.mark.skipif(not os.environ.get("SOAK"), reason="it takes minutes: make soak runs it")
-    return pytest.param(*cell, marks=[pytest.mark.long, skip])
+OF_SOAK = (
+    pytest.mark.long,
+    pytest.mark.soak,
+    pytest.mark.skipif(not os.environ.get("SOAK"), reason="it is costly: make soak runs it"),
+)
+"""The marks of a cell that `make soak` alone runs."""
+
+
+def in_soak(*cell: Any, **options: Any) -> Any:
+    """Return a cell for `parametrize` that belongs to `make soak`, since it is costly."""
+    return pytest.param(*cell, marks=OF_SOAK, **options)
 
 
 def soaked(most: int) -> int:
-    """Return how many examples of a property a long test tries: `most` in `make soak`, else an eighth."""
+    """Return how many examples of a property a test with the marks `long` and `soak` tries.
+
+    `most` in `make soak`, else an eighth.
+    """
     return most if os.environ.get("SOAK") else most // 8
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.examples.scripts import run_script
 from tests.ranks import run_ranks
+from tests.tiers import OF_SOAK
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted(
@@ -44,8 +45,8 @@ def output_after(text):
     return found.group(1).splitlines() if found else []
 
 
-def blocks():
-    for document in DOCUMENTS:
+def blocks(documents=DOCUMENTS):
+    for document in documents:
         text = document.read_text()
         for number, block in enumerate(BLOCK.finditer(text)):
             name = f"{document.relative_to(ROOT)}:{number}"
@@ -56,9 +57,11 @@ def blocks():
 LONG_BLOCKS = {"docs/chat/grpo.md:0", "docs/chat/ppo.md:0", "docs/chat/serve.md:0"}
 
 
-def is_long(name):
-    """Return whether a block is one of make long: a further one of its page, a translated one, a long one."""
-    return not name.endswith(":0") or ".zh.md" in name or name in LONG_BLOCKS
+def marks_of(name):
+    """Return those of a block: further ones of a page are long, translated ones, being the same, of soak."""
+    if ".zh.md" in name:
+        return OF_SOAK
+    return pytest.mark.long if not name.endswith(":0") or name in LONG_BLOCKS else ()
 
 
 def assert_printed(output, text):
@@ -73,10 +76,7 @@ def num_ranks(block):
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("block", "output"),
-    [
-        pytest.param(*rest, id=name, marks=pytest.mark.long if is_long(name) else [])
-        for name, *rest in blocks()
-    ],
+    [pytest.param(*rest, id=name, marks=marks_of(name)) for name, *rest in blocks()],
 )
 def test_a_block_runs(block, output, tmp_path, monkeypatch, capfd):
     script = tmp_path / "script.py"
@@ -95,7 +95,7 @@ def test_a_block_runs(block, output, tmp_path, monkeypatch, capfd):
 )
 def test_a_translated_page_has_the_blocks_of_its_page(document):
     translated, original = (
-        [ast.dump(ast.parse(block)) for block in BLOCK.findall(path.read_text())]
+        [(ast.dump(ast.parse(block)), output) for _, block, output in blocks([path])]
         for path in (document, document.with_name(document.name.replace(".zh.md", ".md")))
     )
     assert translated == original  # but for comments

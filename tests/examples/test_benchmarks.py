@@ -29,13 +29,11 @@ ALONE = (
     ),
     *("auto_memory", "auto_solve", "chat", "import_time", "weight_update"),
 )
+# Each takes 10 s of a core and more: processes one after the other, or many variants.
 SLOW = {
-    "chat",
-    "gemini_disk",
-    "gemini_gpu",
-    "quantized",
-    "serving_http",
-}  # start processes, one after the other
+    *("chat", "checkpoint", "gemini", "gemini_disk", "gemini_gpu", "moe", "pipeline", "quantized"),
+    *("serving_http", "serving_ranks", "zero"),
+}
 FOUR = {"convert": 4}  # whose mesh is 2 x 2
 SMALLEST = {
     "adapters": (

@@ -20,6 +20,7 @@ from colossalai.model_zoo.gpt import GPT, GPTConfig, GPTLMLoss
 from colossalai.runtime import pairs_table
 from colossalai.runtime._compatibility import METHODS, REFUSED, are_of_one_kind
 from tests.ranks import run_ranks
+from tests.tiers import further, in_soak
 
 pytestmark = pytest.mark.dist
 
@@ -147,7 +148,7 @@ BY_RANKS = {
 }
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.long) for n in (4, 8, 16))])
+@pytest.mark.parametrize("num_ranks", [1, 2, further(4), further(8), in_soak(16)])
 def test_a_model_of_the_zoo(num_ranks: int) -> None:
     check([pair for pair in BY_RANKS[num_ranks] if "experts" not in pair], num_ranks, zoo_gpt, GPTLMLoss)
 

@@ -70,6 +70,7 @@ def test_generated_requests(described: Site) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.soak
 def test_many_generated_requests(described: Site) -> None:
     seen = ask(described, soaked(5000))
     assert 200 in seen["POST /v1/completions"] | seen["POST /generation"]

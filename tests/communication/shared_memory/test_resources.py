@@ -14,7 +14,7 @@ from colossalai.communication.shared_memory import how_ranks_talk
 from colossalai.communication.shared_memory._membership import members
 from tests.communication.shared_memory.ranks_that_end import group
 from tests.ranks import run_ranks
-from tests.tiers import further
+from tests.tiers import further, in_soak
 
 pytestmark = pytest.mark.dist
 THREAD_END_S = 2.0
@@ -144,7 +144,7 @@ def make_many_one_after_another(most, seconds):
     return number + 1, found, sizes
 
 
-@pytest.mark.parametrize("most", [100, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("most", [100, further(1_000), in_soak(10_000)])
 def test_groups_made_and_destroyed_leave_nothing(most):
     results = run_ranks(make_many_one_after_another, 2, most, SECONDS)
     for rank, (count, found, sizes) in enumerate(results):

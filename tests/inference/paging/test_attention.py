@@ -166,6 +166,7 @@ def test_any_chunks(setup, dtype):
 
 
 @pytest.mark.long
+@pytest.mark.soak
 @given(setups(), st.sampled_from((torch.float64, torch.float32)))
 @settings(max_examples=soaked(10_000))
 def test_any_of_many_chunks(setup, dtype):

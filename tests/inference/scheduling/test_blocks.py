@@ -118,6 +118,7 @@ class TestPool(PoolMachine.TestCase):
 
 
 @pytest.mark.long
+@pytest.mark.soak
 class TestPoolAtLength(PoolMachine.TestCase):
     settings = settings(max_examples=soaked(10_000), stateful_step_count=30)
 

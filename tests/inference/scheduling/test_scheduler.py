@@ -20,6 +20,7 @@ def test_any_schedule(plan):
 
 
 @pytest.mark.long
+@pytest.mark.soak
 @given(schedules())
 @settings(max_examples=soaked(10_000))
 def test_any_of_many_schedules(plan):

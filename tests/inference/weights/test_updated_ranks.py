@@ -9,6 +9,7 @@ from colossalai.inference import LLM, SamplingParams
 from tests.inference.models import MIXED
 from tests.inference.weights.pairs import FULL, POOL, new_model, saved_pair, texts
 from tests.serving.served_folder import save_tiny, serve_folder
+from tests.tiers import in_soak
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.dist
@@ -19,10 +20,10 @@ pytestmark = pytest.mark.dist
     ("family", "tp", "pp", "way"),
     [
         ("Llama", 2, 1, "int8"),
-        pytest.param("GPT2", 1, 2, None, marks=pytest.mark.long),
-        pytest.param("Llama", 2, 2, None, marks=pytest.mark.long),
-        pytest.param("OPT", 2, 1, None, marks=pytest.mark.long),
-        pytest.param("Llama", 1, 2, "int8-weights", marks=pytest.mark.long),
+        ("Llama", 2, 2, None),
+        in_soak("GPT2", 1, 2, None),
+        in_soak("OPT", 2, 1, None),
+        in_soak("Llama", 1, 2, "int8-weights"),
     ],
 )
 def test_texts_on_ranks_are_those_of_new_values(

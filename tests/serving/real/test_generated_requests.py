@@ -82,6 +82,7 @@ def holds(begin: Callable[..., RealSite], num_cases: int) -> None:
     site.engine.scheduler.pool.check([])
 
 
+@pytest.mark.soak
 @pytest.mark.long  # the same requests to an engine without a model are in test_description
 @pytest.mark.parametrize("num_cases", [soaked(5000)])
 def test_generated_requests(site: Callable[..., RealSite], num_cases: int) -> None:

@@ -1,5 +1,6 @@
 """Plans of conversions: the documented table, and never costlier than what one could do instead."""
 
+import itertools
 import random
 
 import pytest
@@ -15,7 +16,7 @@ from colossalai.tensor.conversion._layout import Extents
 from colossalai.tensor.conversion._moves import one_step_moves
 from colossalai.tensor.conversion._path import difference
 from tests.tensor.conversion.layouts import all_layouts, all_pairs
-from tests.tiers import further
+from tests.tiers import further, in_soak
 
 SHAPE = (8, 8, 8)
 
@@ -122,8 +123,16 @@ def test_no_plan_is_costlier_than_exact_greedy_or_direct(extents, num_dims):
 
 @pytest.mark.unit
 @pytest.mark.long
-@pytest.mark.parametrize("extents", [(2, 2), (2, 4), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("num_dims", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("extents", "num_dims"),
+    [
+        *itertools.product([(2, 2), (2, 4)], [1, 2, 3]),
+        ((2, 2, 2), 1),
+        ((2, 2, 2), 2),
+        in_soak((2, 2, 2), 3),
+    ],
+    ids=str,
+)
 def test_no_plan_of_all_pairs_is_costlier(extents, num_dims):
     mesh = mesh_of(*extents)
     planner = ConversionPlanner(mesh)
