@@ -32,23 +32,31 @@ def state_of(step: int) -> TrainingState:
     return TrainingState(model=model, optimizer=optimizer, extra={"told": step})
 
 
-def save_for_ever(folder: Path, first_step: int) -> None:
+def save_for_ever(folder: Path, first_step: int, saved: int) -> None:
+    """Save one state after the other; write a byte into a pipe for each."""
     step = first_step
     while True:
         # Every third step overwrites the one before: folders are exchanged as well as added.
         save_training_state(folder, state_of(step), step=step - step % 3 // 2, keep_last=1)
+        os.write(saved, b".")
         step += 1
 
 
-def killed_after(seconds: float, folder: Path, first_step: int) -> None:
+def killed_after(num_saves: int, seconds: float, folder: Path, first_step: int) -> None:
+    """Kill a writer some time after it has saved a number of states."""
+    ours, saved = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            save_for_ever(folder, first_step)
+            save_for_ever(folder, first_step, saved)
         finally:
             os._exit(1)
-    time.sleep(seconds)
-    os.kill(child, signal.SIGKILL)
+    os.close(saved)
+    with os.fdopen(ours, "rb", buffering=0) as pipe:
+        for _ in range(num_saves):
+            assert pipe.read(1), "the writer ended by itself"
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), "the writer ended by itself"
 
@@ -61,15 +69,15 @@ def test_kill_at_any_moment(num_kills: int, tmp_path: Path) -> None:
         save_training_state(tmp_path, state_of(0), step=0)
     seconds = time.monotonic() - begin
     last = 0
-    for _ in range(num_kills):
-        killed_after(seconds * generator.uniform(0.5, 6), tmp_path, last + 1)
+    for number in range(num_kills):
+        num_saves = number % 3  # none: in its first, or before it
+        killed_after(num_saves, seconds * generator.uniform(0, 2), tmp_path, last + 1)
         path = latest_training_state(tmp_path)
         assert path is not None, "no complete training state is left"
         loaded = state_of(-1)
         told = load_training_state(path, loaded)["told"]
-        assert told >= last, "an older state than the one before the kill"
+        assert told >= last + num_saves, "an older state than the last that was saved"
         last = told
         for parameter in loaded.model.parameters():
             assert parameter.detach().eq(told).all()
             assert loaded.optimizer.state[parameter]["momentum_buffer"].eq(told).all()
-    assert last > num_kills, "the writer never got anything done"
