@@ -18,6 +18,7 @@ from colossalai.core import global_context as gpc
 from colossalai.inference import SamplingParams
 from tests.chat.tiny import PLUGINS, causal, tokenizer
 from tests.ranks import run_ranks
+from tests.tiers import pairwise
 
 pytestmark = pytest.mark.dist
 
@@ -90,16 +91,14 @@ def test_on_two_ranks() -> None:
     check([("zero 2", "gpt2", WAYS[1]), ("pp 2", "gpt2", WAYS[2])], 2)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_further_ways(family: str) -> None:
-    check([(plan, family, way) for plan in ("ddp", "zero 1", "zero 2") for way in WAYS], 2)
+PLANS = ("ddp", "zero 1", "zero 2", "fsdp", "gemini", "tp 2", "pp 2", "tp 2, zero 1")
+CELLS = pairwise(PLANS, ("llama", "gpt2", "opt"), WAYS)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("plan", ["fsdp", "gemini", "tp 2", "pp 2", "tp 2, zero 1"])
-def test_models_in_parts(plan: str) -> None:
-    check([(plan, family, way) for family in ("gpt2", "llama") for way in WAYS], 4 if "," in plan else 2)
+@pytest.mark.parametrize("plan", PLANS)
+def test_further_ways(plan: str) -> None:
+    check([cell for cell in CELLS if cell[0] == plan], 4 if "," in plan else 2)
 
 
 def fail_on_rank_1(prompt: str, answer: str, row: Mapping[str, Any]) -> float:

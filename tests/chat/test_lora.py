@@ -34,6 +34,7 @@ from colossalai.shardformer import shard_model
 from tests.chat.test_grpo import SAMPLING, digits, prompts
 from tests.chat.tiny import METHODS, PLUGINS, causal, model_for, rows_for, tokenizer
 from tests.ranks import run_ranks
+from tests.tiers import pairwise
 
 pytest.importorskip("peft")
 
@@ -164,10 +165,9 @@ def test_further_plans_on_two_ranks(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_on_four_ranks(family: str, tmp_path: Path) -> None:
-    plans = ("ddp", "pp 2", "tp 2, zero 1")
-    check([(name, plan, family) for name in METHODS for plan in plans], 4, tmp_path)
+def test_on_four_ranks(tmp_path: Path) -> None:
+    cells = pairwise(list(METHODS), ("ddp", "pp 2", "tp 2, zero 1"), ("llama", "gpt2", "opt"))
+    check(cells, 4, tmp_path)
 
 
 # What peft and transformers read.

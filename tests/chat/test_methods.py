@@ -16,6 +16,7 @@ from colossalai.chat import DPO, SFT, RewardModeling
 from colossalai.core import global_context as gpc
 from tests.chat.tiny import METHODS, PLUGINS, causal, model_for, rows_for, tokenizer
 from tests.ranks import run_ranks
+from tests.tiers import pairwise
 
 pytestmark = pytest.mark.dist
 
@@ -92,10 +93,9 @@ def test_further_plans_on_two_ranks(name: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_on_four_ranks(family: str) -> None:
-    plans = ("ddp", "pp 2", "tp 2, zero 1")
-    check([(name, plan, family) for name in METHODS for plan in plans], 4)
+def test_on_four_ranks() -> None:
+    cells = pairwise(list(METHODS), ("ddp", "pp 2", "tp 2, zero 1"), ("llama", "gpt2", "opt"))
+    check(cells, 4)
 
 
 def resume(folder: str) -> tuple[Any, Any]:
@@ -176,7 +176,7 @@ def mistakes() -> None:
     for make, words in (
         (lambda: SFT(max_length=1), "max_length=1"),
         (lambda: DPO(beta=0.0), "beta is 0.0"),
-        (lambda: DPO(kind="other"), "kind is 'other'"),  # type: ignore[arg-type]
+        (lambda: DPO(kind="other"), "kind is 'other'"),
     ):
         with pytest.raises(ValueError, match=words):
             make()

@@ -25,6 +25,7 @@ from tests.communication.shared_memory.ranks_that_end import (
     wait_for_file,
 )
 from tests.ranks import run_ranks
+from tests.tiers import in_soak
 
 pytestmark = pytest.mark.dist
 VICTIM = 2
@@ -173,7 +174,7 @@ def lose_ranks_at_random(folder, count):
 
 
 @pytest.mark.long  # one at a given moment is above
-@pytest.mark.parametrize("count", [3, 50])
+@pytest.mark.parametrize("count", [15, in_soak(50)])
 def test_kills_at_random_moments_of_a_training(tmp_path, count):
     before = {path for path in Path("/dev/shm").iterdir() if path.name.startswith("colossalai-")}
     wrong = run_ranks(lose_ranks_at_random, 3, tmp_path, count)
