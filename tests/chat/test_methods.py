@@ -176,7 +176,7 @@ def mistakes() -> None:
     for make, words in (
         (lambda: SFT(max_length=1), "max_length=1"),
         (lambda: DPO(beta=0.0), "beta is 0.0"),
-        (lambda: DPO(kind="other"), "kind is 'other'"),
+        (lambda: DPO(kind="other"), "kind is 'other'"),  # type: ignore[arg-type]
     ):
         with pytest.raises(ValueError, match=words):
             make()
