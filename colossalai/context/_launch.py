@@ -304,14 +304,14 @@ def _destroy_at_exit() -> None:
     """
     if getattr(sys, "last_type", None) is None:
         try:
-            prepare_end()
-        except Exception as error:
-            fail_at_end(error)
-        try:
+            try:
+                prepare_end()
+            except Exception as error:
+                fail_at_end(error)
             global_context.destroy()
-        except KeyboardInterrupt:  # while this rank waited for others
+        except KeyboardInterrupt:
             interrupt_at_end()
-            global_context.destroy()
+            global_context.destroy()  # what was waited for, a save or other ranks, is not waited for again
         let_gloo_threads_rest()
 
 

@@ -173,6 +173,8 @@ SCRIPT = """
     if rank == 0:
         atexit.register(lambda: print("rank 0 has gone", flush=True))  # what is registered first is done last
     colossalai.launch_from_torch({}, backend=backend, verbose=False, timeout=600)
+    if rank == 0 and how == "is interrupted before":
+        colossalai.context.before_end(lambda: signal.raise_signal(signal.SIGINT))  # as in a save's wait
     dist.barrier()
     store = dist.distributed_c10d._get_default_store().underlying_store
     if rank == 1:
@@ -217,8 +219,9 @@ def test_a_script_without_destroy(tmp_path: Path, job_port: int, how: str, backe
 
 
 @pytest.mark.unit
-def test_an_interrupt_ends_the_wait(tmp_path: Path, job_port: int) -> None:
-    first, second = start_two(tmp_path, job_port, "interrupts", "gloo")
+@pytest.mark.parametrize("how", ["interrupts", further("is interrupted before")])
+def test_an_interrupt_ends_the_wait(how: str, tmp_path: Path, job_port: int) -> None:
+    first, second = start_two(tmp_path, job_port, how, "gloo")
     out, errors = first.communicate()
     second.kill()
     second.communicate()
