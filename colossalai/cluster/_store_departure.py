@@ -6,8 +6,8 @@ models there, so a rank may need it after the last collective that it shares wit
 the store (launched by hand, by SLURM, by OpenMPI) its end would take the store away: "failed to recv, got 0
 bytes" on ranks that did nothing wrong. So rank 0 waits at its end until each rank has left or has died. It
 sees the death of processes of its own machine only; and a rank may go on for long without the job, or hang.
-Hence the deadline, which is that of the launch. Where the launcher serves the store no rank waits, nor does
-one while an error is on its way.
+Hence the deadline, which is that of the launch. Where the launcher serves the store there is no departure; no
+rank waits while an error is on its way.
 
 Rank 0 keeps its process groups for the first seconds of that alone: a rank that comes with a collective which
 rank 0 has not is to see a closed connection, not silence.
@@ -44,21 +44,19 @@ class Clock:
 # See [Note: who has the store leaves last].
 @dataclass(frozen=True, kw_only=True)
 class StoreDeparture:
-    """The end of a job, as far as the other ranks depend on this one.
+    """The end of a job whose store ends with rank 0, as far as the other ranks depend on this one.
 
     Attributes:
         store: Where the ranks have met.
         rank: Global rank of this process.
         world_size: Number of ranks.
-        is_served_here: Whether the store ends with this process.
-        timeout: Seconds that it waits for the other ranks then.
+        timeout: Seconds that rank 0 waits for the other ranks.
         clock: What it waits by.
     """
 
     store: dist.Store
     rank: int
     world_size: int
-    is_served_here: bool
     timeout: float
     clock: Clock = field(default_factory=Clock)
 
@@ -69,7 +67,7 @@ class StoreDeparture:
     def leave(self) -> None:
         """Say that this rank needs the store no more; before it ends its groups.
 
-        The rank that serves the store waits for the others, for seconds.
+        Rank 0 waits for the others, for seconds.
         """
         with suppress(RuntimeError):  # of the store, which has gone already: no rank waits at it
             self.store.set(f"left/{self.rank}", "")
@@ -96,7 +94,7 @@ class StoreDeparture:
     def _wait(self, seconds: float) -> list[int]:
         """Wait until each rank has left or has died; return those that are missing after some seconds."""
         is_failing = sys.exc_info()[0] is not None or getattr(sys, "last_type", None) is not None
-        if not self.is_served_here or is_failing:
+        if self.rank != 0 or is_failing:
             return []
         begun, pause, here = self.clock.now(), _FIRST_PAUSE_S, PeerProcess.current()
         while (missing := self._missing(here)) and self.clock.now() - begun < seconds:

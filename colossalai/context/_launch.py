@@ -371,12 +371,12 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
             raise ConnectionError(_why_no_store(where, port, rank, timeout, str(error))) from error
         server.set_timeout(timedelta(seconds=timeout))
         store = dist.PrefixStore(prefix, server)
-        is_served_here = rank == 0 and not agent_serves(host, port)
-        departure = StoreDeparture(
-            store=store, rank=rank, world_size=world_size, is_served_here=is_served_here, timeout=timeout
-        )
+        departure = None
+        if not agent_serves(host, port):
+            departure = StoreDeparture(store=store, rank=rank, world_size=world_size, timeout=timeout)
         try:
-            departure.announce()  # before the arrival: where all have arrived, each process can be found
+            if departure is not None:
+                departure.announce()  # before the arrival: where all have arrived, each process can be found
             store.set(keys[rank], network_of_this_process())
             store.wait(keys, _until(deadline))
             if keep_gloo_here(store.multi_get(keys)):

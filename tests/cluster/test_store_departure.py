@@ -46,14 +46,7 @@ def departures(clock: FakeClock) -> list[StoreDeparture]:
     """Return those of ranks that have met, all of them in this process."""
     store = dist.HashStore()
     each = [
-        StoreDeparture(
-            store=store,
-            rank=rank,
-            world_size=WORLD_SIZE,
-            is_served_here=rank == 0,
-            timeout=60.0,
-            clock=clock.clock,
-        )
+        StoreDeparture(store=store, rank=rank, world_size=WORLD_SIZE, timeout=60.0, clock=clock.clock)
         for rank in range(WORLD_SIZE)
     ]
     for departure in each:
