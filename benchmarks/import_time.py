@@ -43,7 +43,12 @@ def rows_of(seconds: list[tuple[float, float]]) -> list[dict[str, Any]]:
     """Return a row for each import: median seconds, and the ratio to torch's with its range."""
     ratios = [package_s / torch_s for torch_s, package_s in seconds]
     return [
-        {"import": "torch", "seconds": round(statistics.median(s for s, _ in seconds), 3), "ratio": 1.0},
+        {
+            "import": "torch",
+            "seconds": round(statistics.median(s for s, _ in seconds), 3),
+            "ratio": 1.0,
+            "range": [1.0, 1.0],
+        },
         {
             "import": "colossalai",
             "seconds": round(statistics.median(s for _, s in seconds), 3),
