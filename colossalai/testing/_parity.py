@@ -30,7 +30,7 @@ class ParityCase:
         build_model: Returns the model; it is called with a seeded random state and its result converted to
             `dtype`.
         build_optimizer: Returns the twin's optimizer of the given parameters.
-        compute_loss: The mean loss of a model over a batch.
+        compute_loss: The mean loss of the twin over a batch; the first rank calls it.
         batches: One global batch per step: tuples of tensors whose dim 0 is the batch; floating ones become
             `dtype`.
         max_norm: Where given, gradients are clipped to this norm before the update, and compared after
@@ -80,8 +80,8 @@ def check_parity(
 ) -> list[float]:
     """Train a model under a method and its twin in this process, and assert that they agree after every step.
 
-    Every rank of the default process group calls this; each trains its own twin. Without a process group it
-    checks a method on one process.
+    Every rank of the default process group calls this; the first one trains the twin, and all compare with
+    it. Without a process group it checks a method on one process.
 
     Args:
         case: The training run.
@@ -101,18 +101,17 @@ def check_parity(
     num_slices = _world_size() if num_slices is None else num_slices
     slice_index = (dist.get_rank() if dist.is_initialized() else 0) if slice_index is None else slice_index
     model = _build(case)
-    twin = copy.deepcopy(model)
-    optimizer = case.build_optimizer(twin.parameters())
+    twin = _Twin(case, model)
     subject = apply(model)
     losses = []
     for index, raw_batch in enumerate(case.batches):
         batch = _convert(raw_batch, case)
         loss = _mean_over_ranks(subject.step(_slice(batch, slice_index, num_slices)), case.device)
-        twin_loss = _train_twin(case, twin, optimizer, batch)
+        twin_loss, gradients, parameters = twin.train(batch)
         where = f"step {index}"
-        _compare(f"{where}: the loss", torch.tensor(loss), torch.tensor(twin_loss), case.tolerance)
-        _compare_all(f"{where}: the gradient", subject.gradients(), full_gradients(twin), case.tolerance)
-        _compare_all(f"{where}: the parameter", subject.parameters(), full_parameters(twin), case.tolerance)
+        _compare(f"{where}: the loss", torch.tensor(loss, dtype=torch.float64), twin_loss, case.tolerance)
+        _compare_all(f"{where}: the gradient", subject.gradients(), gradients, case.tolerance)
+        _compare_all(f"{where}: the parameter", subject.parameters(), parameters, case.tolerance)
         losses.append(loss)
     return losses
 
@@ -142,14 +141,58 @@ def _build(case: ParityCase) -> nn.Module:
     return model.to(device=case.device, dtype=case.dtype)
 
 
-def _train_twin(case: ParityCase, twin: nn.Module, optimizer: Optimizer, batch: Batch) -> float:
-    optimizer.zero_grad()
-    loss = case.compute_loss(twin, batch)
-    loss.backward()
-    if case.max_norm is not None:
-        nn.utils.clip_grad_norm_(twin.parameters(), case.max_norm)
-    optimizer.step()
-    return loss.item()
+class _Twin:
+    """The model that one process trains: on the first rank, which tells the others what became of it.
+
+    Args:
+        case: The training run.
+        model: What it is a copy of; on every rank, for names and shapes.
+    """
+
+    def __init__(self, case: ParityCase, model: nn.Module) -> None:
+        self._case = case
+        self._shapes = {name: param.shape for name, param in model.named_parameters()}
+        self._module: nn.Module | None = None
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            self._module = copy.deepcopy(model)
+            self._optimizer = case.build_optimizer(self._module.parameters())
+
+    def train(self, batch: Batch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Train on a global batch; return the loss, the gradients and the updated parameters; collective."""
+        sizes = [shape.numel() for shape in self._shapes.values()]
+        if self._module is not None:
+            with torch.random.fork_rng(devices=[]):  # the other ranks draw nothing meanwhile
+                told = self._step(batch)
+        else:
+            told = torch.empty(1 + len(sizes) + 2 * sum(sizes), dtype=torch.float64, device=self._case.device)
+        if dist.is_initialized():
+            dist.broadcast(told, 0)
+        loss, has_gradient, values = told.split([1, len(sizes), 2 * sum(sizes)])
+        parts = values.split(sizes * 2)
+        gradients, parameters = (
+            {
+                _bare_name(name): part.view(self._shapes[name])
+                for name, part in zip(self._shapes, half, strict=True)
+            }
+            for half in (parts[: len(sizes)], parts[len(sizes) :])
+        )
+        kept = zip(gradients, has_gradient.tolist(), strict=True)
+        return loss[0], {name: gradients[name] for name, has_one in kept if has_one}, parameters
+
+    def _step(self, batch: Batch) -> Tensor:
+        """Return the loss, which parameters have a gradient, all gradients and all parameters, end to end."""
+        assert self._module is not None, "the first rank has it"
+        params = list(self._module.parameters())
+        self._optimizer.zero_grad()
+        loss = self._case.compute_loss(self._module, batch)
+        loss.backward()
+        if self._case.max_norm is not None:
+            nn.utils.clip_grad_norm_(params, self._case.max_norm)
+        self._optimizer.step()
+        has_gradient = torch.tensor([param.grad is not None for param in params], device=loss.device)
+        gradients = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+        found = (loss, has_gradient, *gradients, *params)
+        return torch.cat([each.detach().to(torch.float64).flatten() for each in found])
 
 
 def _convert(batch: Batch, case: ParityCase) -> Batch:

@@ -1,10 +1,13 @@
 """Models under a `Plan` that cuts by name, trained as one process trains them."""
 
+import copy
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import colossalai
@@ -84,7 +87,8 @@ def train(
     model = build_plain(build, layout)
     plan = Plan(layout=layout, **options)
     num_parts = 1 if plan.pipeline is None else plan.pipeline.num_microbatches
-    twins: list[nn.Module] = []
+    # The first rank trains the twin; on the others there is one to be told its values.
+    twins: list[nn.Module] = [] if dist.get_rank() == 0 else [copy.deepcopy(model).double()]
     books: list[Ledger] = []
 
     def loss_of_twin(twin: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
@@ -123,6 +127,8 @@ def train(
             return loss
 
         def parameters() -> dict[str, Tensor]:
+            for each in itertools.chain(twins[0].parameters(), twins[0].buffers()):
+                dist.broadcast(each.detach(), 0)
             for name, buffer in wrapped.unwrap().named_buffers():
                 expected = twins[0].get_buffer(name)
                 torch.testing.assert_close(whole(buffer, buffer), expected, rtol=0, atol=1e-10, msg=name)

@@ -132,6 +132,25 @@ def test_planted_errors_between_ranks(apply: Callable[..., Subject], message: st
         run_ranks(_check, 2, apply)
 
 
+def _calls_of_the_twin() -> tuple[int, bool]:
+    """Return how often this rank trains a twin that draws numbers, and whether its own state is kept."""
+    dist.init_process_group("gloo")
+    calls = []
+
+    def draws(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        calls.append(torch.rand(1))
+        return _compute_loss(model, batch)
+
+    state = torch.get_rng_state()
+    check_parity(_case(compute_loss=draws), _ddp)
+    return len(calls), torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.dist
+def test_the_first_rank_trains_the_twin() -> None:
+    assert run_ranks(_calls_of_the_twin, 2) == [(NUM_STEPS, True), (0, True)]
+
+
 @pytest.mark.unit
 def test_one_process() -> None:
     state = torch.get_rng_state()
@@ -146,7 +165,7 @@ def test_one_process() -> None:
         ({"max_norm": 0.1}, {}, "step 0: the gradient of 0.weight differs"),
         ({}, {"lr": 0.1 + 1e-8}, "step 0: the parameter of 0.weight differs"),
         (
-            {"compute_loss": lambda model, batch: 1.001 * _compute_loss(model, batch)},
+            {"compute_loss": lambda model, batch: (1 + 1e-9) * _compute_loss(model, batch)},
             {},
             "step 0: the loss differs",
         ),
