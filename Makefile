@@ -86,10 +86,11 @@ soak: setup
 	$(BIN)/python benchmarks/soak.py
 
 matrix: setup
-	FULL_MATRIX=1 $(PYTEST) tests/checkpoint_io/test_matrix.py tests/checkpoint_io/test_experts.py
+	FULL_MATRIX=1 $(PYTEST) $(WORKERS) tests/checkpoint_io/test_matrix.py tests/checkpoint_io/test_experts.py
 
+# To collect all others takes 15 s.
 cluster: setup
-	$(PYTEST) -m cluster -rs
+	$(PYTEST) -m cluster -rs $$(grep -rl 'mark\.cluster' tests --include='test_*.py' | sort)
 
 format: setup
 	$(BIN)/ruff format .

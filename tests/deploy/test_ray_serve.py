@@ -25,6 +25,7 @@ pytestmark = [
 ROOT = Path(__file__).parents[2]
 START_S = 240.0
 NUM_REQUESTS, NUM_CLIENTS, NUM_TOKENS, KILLED_AFTER = 80, 8, 150, 12
+NUM_KILLS = 5  # at most
 KEY = "key-of-the-test"
 
 
@@ -98,6 +99,34 @@ def status(port, path, key=None):
     return found
 
 
+def kill_under_load(process, port):
+    """Kill a replica and wait for another one; return whether the killed one had requests."""
+    before = replicas_of(process)
+    assert len(before) == 2
+    load = Load(port)
+    with ThreadPoolExecutor(NUM_CLIENTS) as clients:
+        asked = [clients.submit(load.ask, number) for number in range(NUM_REQUESTS)]
+        with load.ended:
+            assert load.ended.wait_for(lambda: len(load.texts) >= KILLED_AFTER, 120)
+        psutil.Process(before[0]).kill()
+        for each in asked:
+            each.result(timeout=120)
+    print(f"answered {len(load.texts)}, cut {load.cut}, asked again {len(load.asked_again)} times")
+    # The killed replica had some of the clients' requests; each of the others has its answer.
+    assert len(load.cut) <= NUM_CLIENTS
+    assert sorted([*load.texts, *load.cut]) == list(range(NUM_REQUESTS))
+    for number, text in load.texts.items():
+        assert text == load.texts[next(n for n in load.texts if n % 7 == number % 7)]
+        assert len(text) > 0
+    for _ in range(600):  # Ray starts another one
+        now = replicas_of(process)
+        if len(now) == 2 and before[0] not in now:
+            break
+        threading.Event().wait(0.1)
+    assert len(now) == 2
+    return bool(load.cut or load.asked_again)
+
+
 def test_a_replica_that_is_killed_loses_nothing_that_had_not_begun(tmp_path, job_port):
     folder = save_tiny(tmp_path / "tiny")
     key_file = tmp_path / "key.txt"
@@ -116,30 +145,8 @@ def test_a_replica_that_is_killed_loses_nothing_that_had_not_begun(tmp_path, job
         assert "ready" in line, (tmp_path / "log.txt").read_text()[-3000:]
         assert (status(port, "/ready"), status(port, "/v1/models")) == (200, 401)
         assert status(port, "/v1/models", KEY) == 200
-        before = replicas_of(process)
-        assert len(before) == 2
-        load = Load(port)
-        with ThreadPoolExecutor(NUM_CLIENTS) as clients:
-            asked = [clients.submit(load.ask, number) for number in range(NUM_REQUESTS)]
-            with load.ended:
-                assert load.ended.wait_for(lambda: len(load.texts) >= KILLED_AFTER, 120)
-            psutil.Process(before[0]).kill()
-            for each in asked:
-                each.result(timeout=120)
-        print(f"answered {len(load.texts)}, cut {load.cut}, asked again {len(load.asked_again)} times")
-        # The killed replica had some of the clients' requests; each of the others has its answer.
-        assert len(load.cut) <= NUM_CLIENTS
-        assert sorted([*load.texts, *load.cut]) == list(range(NUM_REQUESTS))
-        for number, text in load.texts.items():
-            assert text == load.texts[next(n for n in load.texts if n % 7 == number % 7)]
-            assert len(text) > 0
-        assert load.cut or load.asked_again, "the replica was killed while it worked"
-        for _ in range(600):  # Ray starts another one
-            now = replicas_of(process)
-            if len(now) == 2 and before[0] not in now:
-                break
-            threading.Event().wait(0.1)
-        assert len(now) == 2
+        # Which replica has a request at a given moment is Ray's choice, and it may be the other one.
+        assert any(kill_under_load(process, port) for _ in range(NUM_KILLS)), "no replica was killed at work"
     finally:
         timer.cancel()
         if process.poll() is None:

@@ -1,4 +1,4 @@
-"""What passes between two hosts of two ranks each, by the counters of their interfaces."""
+"""What passes between two hosts of two ranks each, by the counters of their connections."""
 
 import re
 from collections.abc import Callable
@@ -14,8 +14,7 @@ BYTES = 4 << 22
 
 # The hosts of these tests have one kernel, so that all ranks would share its memory: here each has its own.
 SUMS = """
-import socket, sys
-from pathlib import Path
+import re, socket, subprocess, sys
 import torch, torch.distributed as dist
 import colossalai
 from colossalai.communication.shared_memory import _meeting, how_ranks_talk
@@ -25,8 +24,15 @@ _meeting._place = lambda: {**place(), "kernel": socket.gethostname()}
 colossalai.launch_from_torch(backend=sys.argv[1], verbose=False)
 
 def num_sent():
-    lines = [line.split() for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]]
-    return sum(int(fields[9]) for fields in lines if fields[0] != "lo:")
+    # Of data alone: interfaces count acknowledgements, too, and what is sent again, which hangs on the load.
+    told = subprocess.run(["ss", "-tinH"], capture_output=True, text=True, check=True).stdout
+    total = 0
+    for ends, counters in re.findall(r"^(\\S.*)\\n\\s+(.*)", told, re.MULTILINE):
+        here, there = (end.rpartition(":")[0] for end in ends.split()[3:5])
+        number = dict(re.findall(r"(bytes_\\w+):(\\d+)", counters))
+        if here != there:
+            total += int(number.get("bytes_sent", 0)) - int(number.get("bytes_retrans", 0))
+    return total
 
 rank = dist.get_rank()
 generator = torch.Generator().manual_seed(rank)
@@ -74,8 +80,8 @@ def test_a_host_sends_what_one_rank_would(
     through_both = _sums_over("auto", network, tmp_path / "auto")
     for talk, sent, off in through_both:
         assert talk == "shared memory, and gloo between machines"
-        assert BYTES < sent < 1.05 * BYTES
+        assert BYTES < sent < 1.01 * BYTES
         assert off == 0.0
     assert {talk for talk, *_ in over_gloo} == {"gloo"}
-    assert min(sent for _, sent, _ in over_gloo) > 1.4 * BYTES
+    assert min(sent for _, sent, _ in over_gloo) > 1.49 * BYTES
     record_property("bytes over gloo alone", over_gloo[0][1])
