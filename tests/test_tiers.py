@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tiers import pairwise
+from tests.tiers import further, in_soak, pairwise
+from tests.turns import MOST_TOGETHER, grouped
 
 pytestmark = pytest.mark.unit
 
@@ -20,6 +21,25 @@ def test_each_two_values_meet(sizes: list[int]) -> None:
     for (first, num_first), (second, num_second) in itertools.combinations(enumerate(sizes), 2):
         met = {(cell[first], cell[second]) for cell in cells}
         assert met == set(itertools.product(range(num_first), range(num_second)))
+
+
+def test_cells_of_one_tier_and_one_number_of_ranks_share_a_start() -> None:
+    many = [further(f"long {number}", 2) for number in range(MOST_TOGETHER + 1)]
+    cells = [("first", 2), further("other", 4), *many, in_soak("costly", 2), ("second", 2)]
+    groups = {group.id: group for group in grouped(cells, lambda _, num_ranks: num_ranks)}
+    assert {name: [cell[0] for cell in group.values[1]] for name, group in groups.items()} == {
+        "2 ranks": ["first", "second"],
+        "2 ranks long 1": [f"long {number}" for number in range(MOST_TOGETHER)],
+        "2 ranks long 2": [f"long {MOST_TOGETHER}"],
+        "2 ranks soak": ["costly"],
+        "4 ranks long": ["other"],
+    }
+    for name, group in groups.items():
+        assert group.values[0] == int(name[0])
+        marks = {mark.name for mark in group.marks}
+        assert marks == (
+            {"long", "soak", "skipif"} if "soak" in name else {"long"} if "long" in name else set()
+        )
 
 
 def test_what_has_more_examples_in_soak_is_run_by_it() -> None:

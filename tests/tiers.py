@@ -10,7 +10,7 @@ runs the costliest further cells: those that meet nothing new, but for a size or
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -41,12 +41,19 @@ def in_soak(*cell: Any, **options: Any) -> Any:
     return pytest.param(*cell, marks=OF_SOAK, **options)
 
 
+def of_soak(test: Callable[..., None]) -> Callable[..., None]:
+    """Leave a test to `make soak`, since it is costly; a decorator."""
+    for mark in OF_SOAK:
+        test = mark(test)
+    return test
+
+
 def soaked(most: int) -> int:
     """Return how many examples of a property a test with the marks `long` and `soak` tries.
 
-    `most` in `make soak`, else an eighth.
+    `most` in `make soak`, else a sixteenth.
     """
-    return most if os.environ.get("SOAK") else most // 8
+    return most if os.environ.get("SOAK") else most // 16
 
 
 def pairwise(*values: Sequence[Any]) -> list[tuple[Any, ...]]:

@@ -5,7 +5,7 @@ The start of ranks, and what a rank does the first time, cost more than most cas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
+
+MOST_TOGETHER = 8  # of a further tier: a cell that fails hides those after it
 
 
 def in_turn(calls: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -48,23 +50,34 @@ def run_each(num_ranks: int, function: Callable[..., Any], cases: Iterable[tuple
 
 
 def grouped(cells: Iterable[Any], ranks_of: Callable[..., int]) -> list[Any]:
-    """Return (number of ranks, cells) for `parametrize`: all that `make test` runs together, others alone.
+    """Return (number of ranks, cells) for `parametrize`: cells of one tier that run together.
 
     Args:
-        cells: Tuples, and what `further` returns for the long tier.
+        cells: Tuples, and what `further` and `in_soak` return for other tiers.
         ranks_of: Called with the values of a cell; returns how many ranks it needs.
     """
-    together: dict[int, list[tuple[Any, ...]]] = {}
-    alone = []
+    together: dict[tuple[int, str], list[tuple[Any, ...]]] = {}
+    marks: dict[str, Any] = {}
     for cell in cells:
-        if isinstance(cell, tuple) and not hasattr(cell, "marks"):
-            together.setdefault(ranks_of(*cell), []).append(cell)
-        else:
-            name = "-".join(map(_name, cell.values))
-            alone.append(pytest.param(ranks_of(*cell.values), [cell.values], marks=cell.marks, id=name))
-    groups = [pytest.param(num, group, id=f"{num} ranks") for num, group in sorted(together.items())]
-    return groups + alone
+        values = getattr(cell, "values", cell)
+        tier = _tier(own := getattr(cell, "marks", ()))
+        marks[tier] = own
+        together.setdefault((ranks_of(*values), tier), []).append(tuple(values))
+    return [
+        pytest.param(num, part, marks=marks[tier], id=" ".join(filter(None, (f"{num} ranks", tier, place))))
+        for (num, tier), group in sorted(together.items())
+        for place, part in _parts(group, MOST_TOGETHER if tier else len(group))
+    ]
 
 
-def _name(value: Any) -> str:
-    return str(getattr(value, "__name__", value))
+def _tier(marks: Collection[Any]) -> str:
+    """Return the name of a tier other than `make test`."""
+    names = {mark.name for mark in marks}
+    return "soak" if "soak" in names else "long" if names else ""
+
+
+def _parts(group: list[Any], most: int) -> Iterator[tuple[str, list[Any]]]:
+    """Yield parts of at most so many cells, each with its number if there are several."""
+    starts = range(0, len(group), most)
+    for number, start in enumerate(starts, 1):
+        yield str(number) if len(starts) > 1 else "", group[start : start + most]

@@ -18,7 +18,7 @@ from colossalai.core import global_context as gpc
 from colossalai.inference import SamplingParams
 from tests.chat.tiny import PLUGINS, causal, tokenizer
 from tests.ranks import run_ranks
-from tests.tiers import pairwise
+from tests.tiers import further, in_soak, of_soak, pairwise
 
 pytestmark = pytest.mark.dist
 
@@ -95,8 +95,11 @@ PLANS = ("ddp", "zero 1", "zero 2", "fsdp", "gemini", "tp 2", "pp 2", "tp 2, zer
 CELLS = pairwise(PLANS, ("llama", "gpt2", "opt"), WAYS)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan",
+    # Every other plan; test_ppo.py has those between.
+    [(further if number % 2 == 0 else in_soak)(plan) for number, plan in enumerate(PLANS)],
+)
 def test_further_ways(plan: str) -> None:
     check([cell for cell in CELLS if cell[0] == plan], 4 if "," in plan else 2)
 
@@ -236,7 +239,7 @@ def improve() -> tuple[float, float]:
     return sum(rewards[:10]) / 10, sum(rewards[-10:]) / 10
 
 
-@pytest.mark.long
+@of_soak  # docs/chat/grpo.md, which make long runs, says that they rise
 def test_rewards_rise() -> None:
     first, last = run_ranks(improve, 2)[0]
     assert 0.2 < first < 0.8

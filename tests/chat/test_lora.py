@@ -158,9 +158,12 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.long
-@pytest.mark.parametrize("name", METHODS)
-def test_further_plans_on_two_ranks(name: str, tmp_path: Path) -> None:
-    check([(name, plan, "llama") for plan in PLUGINS if plan != "tp 2, zero 1"], 2, tmp_path)
+@pytest.mark.parametrize("number", range(2))
+def test_further_plans_on_two_ranks(number: int, tmp_path: Path) -> None:
+    """Every other plan for each method, which leaves none out and halves the time."""
+    plans = [plan for plan in PLUGINS if plan != "tp 2, zero 1"]
+    names = list(METHODS)[2 * number :][:2]
+    check([(name, plan, "llama") for turn, name in enumerate(names) for plan in plans[turn::2]], 2, tmp_path)
 
 
 @pytest.mark.dist
@@ -290,8 +293,18 @@ def test_without_its_adapters_a_model_is_the_reference() -> None:
 
 @pytest.mark.dist
 @pytest.mark.long
-@pytest.mark.parametrize("kind", ["grpo", "ppo"])
-@pytest.mark.parametrize("plan", ["ddp", "zero 1", "fsdp", "gemini", "tp 2", "pp 2", "tp 2, zero 1"])
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("ppo", "ddp"),
+        ("grpo", "zero 1"),
+        ("ppo", "fsdp"),
+        ("grpo", "gemini"),
+        ("ppo", "tp 2"),
+        ("grpo", "pp 2"),
+        ("ppo", "tp 2, zero 1"),
+    ],
+)
 def test_the_reference_under_further_plans(kind: str, plan: str) -> None:
     check_answers(kind, plan, 4 if "," in plan else 2)
 

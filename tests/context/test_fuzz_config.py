@@ -15,11 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from colossalai.context import ConfigException, ParallelContext, ParallelMode
 from tests.harness.properties import PROFILE
 from tests.ranks import run_ranks
-from tests.tiers import further
+from tests.tiers import further, in_soak
 
 pytestmark = pytest.mark.mesh
 
-NUM_EXAMPLES = [60, further(2_000)]
+NUM_EXAMPLES = [60, further(1_000), in_soak(10_000)]
 EXAMPLE_TIMEOUT = 5.0  # for one of them; a hundredth of a second is usual
 
 MODES = ["1d", "2d", "2.5d", "3d", "sequence"]

@@ -6,7 +6,7 @@ import pytest
 
 from tests.examples.scripts import run_script
 from tests.ranks import run_ranks
-from tests.tiers import further
+from tests.tiers import further, in_soak
 
 pytestmark = pytest.mark.dist
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.dist
     ("num_ranks", "options"),
     [
         (4, ("--model", "gpt2", "--mesh", "2", "2")),
-        further(4, ("--model", "resnet")),
+        in_soak(4, ("--model", "resnet")),
         further(2, ("--model", "gpt2", "--solver-preference", "tp")),
         further(4, ("--model", "resnet", "--mesh", "2", "2", "--solver-preference", "tp")),
     ],

@@ -32,7 +32,7 @@ ALONE = (
 # Each takes 10 s of a core and more: processes one after the other, or many variants.
 SLOW = {
     *("chat", "checkpoint", "gemini", "gemini_disk", "gemini_gpu", "moe", "pipeline", "quantized"),
-    *("serving_http", "serving_ranks", "zero"),
+    *("serving_http", "serving_ranks", "soak", "zero"),
 }
 FOUR = {"convert": 4}  # whose mesh is 2 x 2
 SMALLEST = {

@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.examples.scripts import EXAMPLES, example_module, run_script
 from tests.ranks import RanksError, run_ranks
+from tests.tiers import in_soak
 
 data = example_module("images/data.py")
 model = example_module("images/model.py")
@@ -29,7 +30,9 @@ def test_a_training_that_is_too_short_is_a_failure(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.dist
-@pytest.mark.parametrize("script", [f"train_{door}.py" for door in ("engine", "trainer", "booster")])
+@pytest.mark.parametrize(
+    "script", ["train_booster.py", *map(in_soak, ("train_engine.py", "train_trainer.py"))]
+)
 def test_the_promised_accuracy_is_reached(script: str, capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(run_script, 2, f"images/{script}")
     captured = capfd.readouterr()

@@ -7,6 +7,7 @@ import pytest
 
 from tests.examples.scripts import EXAMPLES, run_script
 from tests.ranks import RanksError, run_ranks
+from tests.tiers import in_soak
 
 pytestmark = pytest.mark.dist
 
@@ -23,7 +24,7 @@ def test_a_training_that_is_too_short_is_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("config", "num_ranks"), [("data", 2), ("pipeline", 2), ("hybrid", 4)])
+@pytest.mark.parametrize(("config", "num_ranks"), [("data", 2), ("pipeline", 2), in_soak("hybrid", 4)])
 def test_the_promised_accuracy_is_reached(
     config: str, num_ranks: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

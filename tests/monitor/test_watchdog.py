@@ -38,6 +38,7 @@ from tests.monitor.hanging import (
     wait_until_known,
 )
 from tests.ranks import ROOT, RanksError, run_ranks
+from tests.tiers import in_soak
 
 pytestmark = pytest.mark.dist
 
@@ -382,7 +383,7 @@ dist.all_reduce(torch.ones(1000 * (2 if dist.get_rank() == 1 else 1)))
 
 
 @pytest.mark.long  # parts of it without a launcher are in test_last_calls
-@pytest.mark.parametrize("backend", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("backend", ["shared_memory", in_soak("gloo")])
 def test_a_rank_with_another_shape_is_named_and_not_the_one_that_it_kills(tmp_path, backend):
     script = DIFFERENT_SHAPES.replace("BACKEND", repr(backend))
     command = start(tmp_path, "run", "--nproc_per_node", "3", "job.py", script=script)
@@ -431,7 +432,7 @@ def test_a_dead_rank_is_named(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backend", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("backend", ["shared_memory", in_soak("gloo")])
 def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path, backend):
     """By the group that shares memory, whose waits end first; over gloo by the watchdog, as above."""
     (tmp_path / "job.py").write_text(JOB)

@@ -14,7 +14,7 @@ from colossalai.testing import ParityCase, Subject, check_parity
 from tests.model_zoo.tiny import BATCH, build, criterion_of, make_batch
 from tests.parity.subjects.pipeline import slice_of_batch, through_engine
 from tests.ranks import run_ranks
-from tests.tiers import further
+from tests.tiers import further, in_soak
 from tests.turns import each_in_turn, grouped
 
 pytestmark = pytest.mark.dist
@@ -74,7 +74,7 @@ CELLS: list[Any] = [
     further("gpt", "1d", "zb-v", 2, 1),
     further("gpt", "1d", "gpipe", 4, 1),
     further("gpt", "1d", "interleaved", 2, 2),
-    further("gpt", "2d", "1f1b", 2, 1),
+    in_soak("gpt", "2d", "1f1b", 2, 1),
     further("gpt", "2d", "zb-v", 2, 1),
     further("vit", "1d", "1f1b", 2, 2),
 ]

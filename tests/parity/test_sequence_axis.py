@@ -20,7 +20,7 @@ from tests.model_zoo.tiny import SHAPE, criterion_of
 from tests.parity.subjects import pipeline, zero
 from tests.parity.subjects.pipeline import slice_of_batch
 from tests.ranks import run_ranks
-from tests.tiers import further
+from tests.tiers import further, in_soak
 from tests.turns import each_in_turn
 
 pytestmark = pytest.mark.dist
@@ -192,21 +192,29 @@ def test_beside_one_other_method_and_shared_by_all_four_ranks(cases: list[Case])
     check(4, cases)
 
 
+def beside_several_others(attention: str) -> list[Case]:
+    """Return the cases for eight ranks."""
+    return [
+        Case(attention=attention, tensor="2d"),
+        Case(attention=attention, tensor="2.5d", name="bert"),
+        Case(attention=attention, tensor="1d", stage=2),
+        Case(attention=attention, tensor="1d", stage=3),
+        Case(attention=attention, tensor="1d", stage=3, door="booster"),
+        Case(attention=attention, tensor="1d", pipeline=2, stage=1, door="booster"),
+        Case(attention=attention, tensor="1d", pipeline=2, name="bert"),
+    ]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("attention", ["ring", "ulysses"])
-def test_beside_several_other_methods(attention: str) -> None:
-    check(
-        8,
-        [
-            Case(attention=attention, tensor="2d"),
-            Case(attention=attention, tensor="2.5d", name="bert"),
-            Case(attention=attention, tensor="1d", stage=2),
-            Case(attention=attention, tensor="1d", stage=3),
-            Case(attention=attention, tensor="1d", stage=3, door="booster"),
-            Case(attention=attention, tensor="1d", pipeline=2, stage=1, door="booster"),
-            Case(attention=attention, tensor="1d", pipeline=2, name="bert"),
-        ],
-    )
+@pytest.mark.parametrize(
+    "cases",
+    [
+        [*beside_several_others("ring")[::2], *beside_several_others("ulysses")[1::2]],
+        in_soak([*beside_several_others("ring")[1::2], *beside_several_others("ulysses")[::2]]),
+    ],
+)
+def test_beside_several_other_methods(cases: list[Case]) -> None:
+    check(8, cases)
 
 
 def sent_in_a_step(attention: str, size: int, tensor: str | None) -> tuple[Ledger, Ledger]:

@@ -259,7 +259,7 @@ def test_counters_add_up_under_a_random_load(start: Any) -> None:
 
 @pytest.mark.long
 def test_counters_add_up_under_a_long_random_load(start: Any) -> None:
-    assert_nothing_is_lost(start, num_clients=32, num_requests=150)
+    assert_nothing_is_lost(start, num_clients=24, num_requests=100)
 
 
 def test_a_slow_scrape_does_not_hold_up_answers(site: Site) -> None:

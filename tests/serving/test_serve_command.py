@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,7 +21,7 @@ from click.testing import CliRunner
 from colossalai.cli import main
 from tests.launcher.command import wait_until
 from tests.serving.served_folder import START_S, ServedFolder, are_gone, save_tiny, serve_folder
-from tests.tiers import in_soak
+from tests.tiers import in_soak, of_soak
 
 pytestmark = pytest.mark.unit
 KEY = "swordfish-on-a-stick-81"
@@ -133,7 +134,7 @@ def kill_during_a_request(served: ServedFolder, rank: int) -> tuple[Any, float]:
 
 
 @pytest.mark.long
-def test_two_ranks_keep_the_key_and_a_dead_one_ends_them(
+def test_two_ranks_keep_the_key_and_drain_as_one_process_does(
     tiny: Path, begin: Callable[..., ServedFolder], greedy_text: str, tmp_path: Path
 ) -> None:
     (tmp_path / "key.txt").write_text(f"{KEY}\n")
@@ -142,17 +143,9 @@ def test_two_ranks_keep_the_key_and_a_dead_one_ends_them(
     served.wait_until_ready()
     assert served.text() == greedy_text
     assert served.get("/v1/models", authorization="Bearer wrong").status_code == 401
-    pids = served.pids
-    assert len(pids) >= 3
-    assert not any(KEY in word for pid in pids for word in psutil.Process(pid).cmdline())
-    dead = served.pid_of(1)
-    answer, seconds = kill_during_a_request(served, 1)
-    assert answer.status_code == 500
-    assert "rank 1" in answer.json()["error"]["message"]
-    assert served.command.process.returncode == 128 + signal.SIGKILL
-    assert seconds < DEATH_S
-    assert are_gone(pids)
-    assert f"rank 1 (pid {dead}) was killed by SIGKILL" in served.log
+    assert len(served.pids) >= 3
+    assert not any(KEY in word for pid in served.pids for word in psutil.Process(pid).cmdline())
+    drains_well(served, signal.SIGTERM)
     assert KEY not in served.log
 
 
@@ -196,12 +189,20 @@ def write_config(
 
 @pytest.mark.long
 def test_a_config_is_served_with_its_limits(
-    tiny: Path, begin: Callable[..., ServedFolder], tmp_path: Path
+    tiny: Path, begin: Callable[..., ServedFolder], tmp_path: Path, job_port: int
 ) -> None:
     from colossalai.inference import LLM, SamplingParams
 
-    config = write_config(tmp_path, tiny)
-    served = begin("--config", str(config), "--kv-memory", "32MiB").wait_until_ready()
+    config = write_config(tmp_path, tiny, log_level="warning", port=str(job_port))
+    served = begin("--config", str(config), "--kv-memory", "32MiB")
+    served.port = job_port  # which nothing tells, at this level
+
+    def is_ready() -> bool:
+        with suppress(httpx.ConnectError):
+            return served.get("/ready").status_code == 200
+        return False
+
+    wait_until(is_ready, START_S)
     (expected,) = LLM(
         str(tmp_path / "values"), tokenizer=str(tiny), dtype="float32", kv_memory=2**22
     ).generate("the quick", SamplingParams(max_tokens=24, temperature=0))
@@ -217,23 +218,6 @@ def test_a_config_is_served_with_its_limits(
 
     wait_until(lambda: statuses() == {200, 429}, END_S)
     assert served.end() == 0
-
-
-@pytest.mark.long
-def test_the_log_level_of_a_config(
-    tiny: Path, begin: Callable[..., ServedFolder], tmp_path: Path, job_port: int
-) -> None:
-    config = write_config(tmp_path, tiny, log_level="warning", port=str(job_port))
-    served = begin("--config", str(config), "--kv-memory", "32MiB")
-    served.port = job_port
-
-    def is_ready() -> bool:
-        with suppress(httpx.ConnectError):
-            return served.get("/ready").status_code == 200
-        return False
-
-    wait_until(is_ready, START_S)
-    assert served.end() == 0
     assert "INFO" not in served.log
 
 
@@ -241,17 +225,6 @@ def test_the_log_level_of_a_config(
 def test_a_second_interrupt_ends_the_drain(tiny: Path, begin: Callable[..., ServedFolder]) -> None:
     served = begin(str(tiny), "--port", "0", "--kv-memory", "32MiB").wait_until_ready()
     ends_at_once(served)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("words", [in_soak(("--tp", "2")), ("--pp", "2", "--max-restarts", "1")])
-def test_ranks_drain_as_one_process_does(
-    tiny: Path, begin: Callable[..., ServedFolder], words: tuple[str, ...], greedy_text: str
-) -> None:
-    first, second = (begin(str(tiny), "--port", "0", *words, name=name) for name in ("first", "second"))
-    assert first.wait_until_ready().text() == greedy_text
-    drains_well(first, signal.SIGTERM)
-    ends_at_once(second.wait_until_ready())
 
 
 def ends_at_once(served: ServedFolder) -> None:
@@ -272,20 +245,28 @@ def test_a_key_of_the_environment_reaches_the_ranks_and_nobody_else(
     tiny: Path, begin: Callable[..., ServedFolder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLOSSALAI_API_KEY", KEY)
-    words = ("--port", "0", "--host", "0.0.0.0", "--tp", "2", "--max-restarts", "1")
+    words = ("--port", "0", "--host", "0.0.0.0", "--max-restarts", "1")
     served = begin(str(tiny), *words, key=KEY).wait_until_ready()
     assert served.text()
     assert served.get("/v1/models", authorization="").status_code == 401
     assert not any(KEY in word for pid in served.pids for word in psutil.Process(pid).cmdline())
-    assert served.end() == 0
+    ends_at_once(served)
     assert KEY not in served.log
 
 
+def restarts(served: ServedFolder, rank: int, text: str) -> None:
+    """Kill a rank; the ranks are started again, and answer as before on the same port."""
+    port = served.wait_until_ready().port
+    os.kill(served.pid_of(rank), signal.SIGKILL)
+    served.wait_until_ready(num_starts=2)
+    assert served.port == port
+    assert served.text() == text
+    assert "restart 1 of 1" in served.log
+
+
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("words", "has_port"), [(("--tp", "2"), False), in_soak((), False), in_soak((), True)]
-)
-def test_a_restart_answers_again_on_the_same_port(
+@pytest.mark.parametrize(("words", "has_port"), [(("--pp", "2"), True), in_soak(("--tp", "2"), False)])
+def test_ranks_answer_again_after_a_restart_and_end_after_the_last(
     tiny: Path,
     begin: Callable[..., ServedFolder],
     words: tuple[str, ...],
@@ -293,14 +274,24 @@ def test_a_restart_answers_again_on_the_same_port(
     greedy_text: str,
     job_port: int,
 ) -> None:
-    port_word = str(job_port) if has_port else "0"
-    served = begin(str(tiny), "--port", port_word, "--max-restarts", "1", *words).wait_until_ready()
-    port, rank = served.port, served.pid_of(len(words) // 2)
-    os.kill(rank, signal.SIGKILL)
-    served.wait_until_ready(num_starts=2)
-    assert served.port == port
-    assert served.text() == greedy_text
-    assert "restart 1 of 1" in served.log
+    served = begin(str(tiny), "--port", str(job_port) if has_port else "0", "--max-restarts", "1", *words)
+    restarts(served, 1, greedy_text)
+    pids, dead = served.pids, served.pid_of(1)
+    answer, seconds = kill_during_a_request(served, 1)
+    assert answer.status_code == 500
+    assert "rank 1" in answer.json()["error"]["message"]
+    assert served.command.process.returncode == 128 + signal.SIGKILL
+    assert seconds < DEATH_S
+    assert are_gone(pids)
+    assert re.search(rf"rank 1 on \S+ \(pid {dead}\) was killed by SIGKILL", served.log)
+
+
+@of_soak  # as two ranks, above
+def test_one_process_answers_again_on_the_same_port(
+    tiny: Path, begin: Callable[..., ServedFolder], greedy_text: str
+) -> None:
+    served = begin(str(tiny), "--port", "0", "--max-restarts", "1")
+    restarts(served, 0, greedy_text)
     pids = served.pids
     os.kill(served.pid_of(0), signal.SIGKILL)
     assert served.command.wait(END_S) == 128 + signal.SIGKILL
@@ -364,9 +355,8 @@ def test_a_model_that_misses_the_attention_interface_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("words", [("--tp", "2"), in_soak(("--max-restarts", "2"))])
 def test_what_only_ranks_can_refuse_is_told_in_a_sentence(
-    tiny: Path, begin: Callable[..., ServedFolder], tmp_path: Path, words: tuple[str, ...]
+    tiny: Path, begin: Callable[..., ServedFolder], tmp_path: Path
 ) -> None:
     """Not with a traceback, not by each rank, and not again after a restart."""
     from safetensors.torch import load_file, save_file
@@ -376,7 +366,7 @@ def test_what_only_ranks_can_refuse_is_told_in_a_sentence(
     values = load_file(folder / "model.safetensors")
     values["model.norm.weight"] = values["model.norm.weight"][:5].clone()
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
-    served = begin(str(folder), "--port", "0", *words)
+    served = begin(str(folder), "--port", "0", "--tp", "2", "--max-restarts", "2")
     assert served.command.wait() == 2
     assert served.log.count("does not fit the model; nothing was loaded") == 1
     assert "model.norm.weight: (5,)" in served.log

@@ -74,7 +74,9 @@ def test_on_two_ranks() -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
 def test_further_plans(family: str) -> None:
-    check([(plan, family) for plan in PLUGINS if plan != "tp 2, zero 1"])
+    """Every other plan for each of them."""
+    plans = [plan for plan in PLUGINS if plan != "tp 2, zero 1"]
+    check([(plan, family) for plan in plans[family == "gpt2" :: 2]])
     check([("tp 2, zero 1", family), ("pp 2", family)], 4)
 
 

@@ -10,8 +10,9 @@ import pytest
 
 from colossalai.chat.data import make_toy_data
 from tests.chat.tiny import causal, tokenizer
-from tests.examples.scripts import EXAMPLES
-from tests.launcher.command import START_S, Command, start, wait_until
+from tests.examples.scripts import EXAMPLES, run_script
+from tests.launcher.command import START_S, start, wait_until
+from tests.ranks import run_ranks
 
 pytestmark = [pytest.mark.dist, pytest.mark.long]
 
@@ -19,15 +20,14 @@ SCRIPT = EXAMPLES.parent / "applications" / "Chat" / "examples" / "train_grpo.py
 STEPS = 12
 
 
-def begin(folder: Path, base: Path) -> Command:
+def options(folder: Path, base: Path) -> list[str]:
+    """Return what the script is told, on two ranks."""
     words = (
         f"--pretrain {base}/base --dataset {base}/prompts.json --reward {base}/rewards.py:odd --model llama"
     )
     sizes = "--max_len 32 --max_new_tokens 6 --group_size 4 --batch_size 2 --max_epochs 2 --lr 1e-2"
     saves = f"--save_path {folder}/out --resume {folder}/states --save_interval 3 --async 1"
-    return start(
-        folder, "run", "--nproc_per_node", "2", str(SCRIPT), *words.split(), *sizes.split(), *saves.split()
-    )
+    return [*words.split(), *sizes.split(), *saves.split()]
 
 
 def records(folder: Path) -> list[dict[str, float]]:
@@ -51,10 +51,10 @@ def test_rewards_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(
         "def odd(prompt, answer, row):\n    return sum(map(ord, answer)) % 7 / 7\n"
     )
-    whole = begin(tmp_path / "whole", tmp_path)
-    killed = begin(tmp_path / "killed", tmp_path)
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    killed = start(folder, "run", "--nproc_per_node", "2", str(SCRIPT), *options(folder, tmp_path))
     try:
-        wait_until(lambda: len(records(killed.folder)) >= 4, START_S)
+        wait_until(lambda: len(records(folder)) >= 4, START_S)
         ranks = [
             each
             for each in psutil.Process(killed.process.pid).children()
@@ -63,17 +63,12 @@ def test_rewards_are_those_of_an_undisturbed_run(tmp_path: Path) -> None:
         ranks[1].kill()
         assert killed.wait() != 0
         assert "was killed by SIGKILL" in killed.err
-        assert len(records(killed.folder)) < STEPS
-        assert whole.wait() == 0, whole.err
-        again = begin(killed.folder, tmp_path)
-        try:
-            assert again.wait() == 0, again.err
-        finally:
-            again.end()
     finally:
-        whole.end()
         killed.end()
-    expected = records(whole.folder)
+    assert len(records(folder)) < STEPS
+    for each in (folder, whole):
+        run_ranks(run_script, 2, str(SCRIPT), *options(each, tmp_path))
+    expected = records(whole)
     assert [each["step"] for each in expected] == list(range(1, STEPS + 1))
     assert len({each["reward"] for each in expected}) > 3
-    assert records(killed.folder) == expected
+    assert records(folder) == expected

@@ -20,11 +20,11 @@ from tests.communication.shared_memory.programs import (
     scatter_single,
 )
 from tests.ranks import run_ranks
-from tests.tiers import further
+from tests.tiers import further, in_soak
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("num_programs", [2, further(12)])
+@pytest.mark.parametrize("num_programs", [2, further(6), in_soak(50)])
 def test_programs_of_calls(num_programs):
     @settings(max_examples=num_programs, suppress_health_check=list(HealthCheck), phases=(Phase.generate,))
     @given(drawn=programs())

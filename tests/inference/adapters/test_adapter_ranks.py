@@ -21,7 +21,7 @@ from tests.inference.adapters.made import LLAMA, OTHERS, in_codes, merged
 from tests.inference.models import MIXED, greedy, prompts, tiny
 from tests.inference.test_quantized import TIES, assert_same_but_ties
 from tests.ranks import run_ranks
-from tests.tiers import further
+from tests.tiers import further, in_soak
 from tests.turns import run_each
 
 pytest.importorskip("peft")
@@ -82,12 +82,12 @@ def saved(folder: Path, family: str, **more: int) -> dict[str | None, Any]:
 
 CELLS = [
     ("Llama", 2, 2, {}),
-    further("Llama", 2, 1, {}),
+    in_soak("Llama", 2, 1, {}),
     further("Llama", 2, 1, {"is_batch_invariant": True}),
-    further("GPT2", 2, 1, {}),
-    further("Bloom", 1, 2, {}),
+    in_soak("GPT2", 2, 1, {}),
+    in_soak("Bloom", 1, 2, {}),
     further("Llama", 1, 2, {}),
-    further("OPT", 2, 1, {}),
+    in_soak("OPT", 2, 1, {}),
     further("Bloom", 2, 2, {}),
 ]
 
@@ -158,7 +158,8 @@ def test_llm_with_ranks_of_its_own(tmp_path: Path) -> None:
     models = saved(tmp_path, "Llama")
     given = prompts(5, 30, 12)
     names = list(models)
-    with LLM(str(tmp_path / "base"), tp_size=2, adapters=folders(str(tmp_path)), kv_memory=2**22) as llm:
+    options = {"adapters": folders(str(tmp_path)), "speculate": "ngram:4", "kv_memory": 2**22}
+    with LLM(str(tmp_path / "base"), tp_size=2, **options) as llm:
         found = [output.token_ids for output in llm.generate(given, GREEDY, adapter=names)]
         with pytest.raises(ValueError, match="there is no adapter 'poet'"):
             llm.generate(given, GREEDY, adapter="poet")

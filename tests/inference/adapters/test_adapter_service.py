@@ -1,4 +1,4 @@
-"""Adapters over HTTP: `colossalai serve --lora` on two ranks, the list of models, and usage errors."""
+"""Adapters over HTTP: `colossalai serve --lora`, the list of models, and usage errors."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,7 @@ from colossalai.cli import main
 from colossalai.inference import LLM, SamplingParams
 from tests.inference.adapters.made import save_adapter
 from tests.serving.served_folder import save_tiny, serve_folder
+from tests.tiers import in_soak
 
 pytest.importorskip("peft")
 pytest.importorskip("fastapi")
@@ -34,7 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-def test_requests_choose_an_adapter_by_model(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [1, in_soak(2)])
+def test_requests_choose_an_adapter_by_model(folder: Path, tmp_path: Path, num_ranks: int) -> None:
     llm = LLM(folder / "tiny", adapters={name: folder / name for name in CONFIGS}, kv_memory=2**22)
     params = SamplingParams(max_tokens=24, temperature=0)
     expected = {name: llm.generate("the quick", params, adapter=name)[0].text for name in (None, *CONFIGS)}
@@ -49,7 +51,7 @@ def test_requests_choose_an_adapter_by_model(folder: Path, tmp_path: Path) -> No
         "--name",
         "tiny",
         "--tp",
-        "2",
+        str(num_ranks),
         "--port",
         "0",
         "--kv-memory",

@@ -19,6 +19,7 @@ from colossalai.inference._request import Request
 from tests.inference.models import MIXED, greedy, prompts, tiny
 from tests.inference.speculation.makers import Oracle, still
 from tests.ranks import run_ranks
+from tests.tiers import of_soak
 from tests.turns import run_each
 
 pytestmark = pytest.mark.dist
@@ -82,7 +83,7 @@ def test_two_stages_and_a_small_model_on_the_first_of_two_ranks(tmp_path: Path) 
         assert other is None
 
 
-@pytest.mark.long
+@of_soak  # tests/inference/adapters/test_adapter_ranks.py gives it beside adapters
 def test_ranks_of_their_own_take_the_option(tmp_path: Path) -> None:
     tiny("Llama").save_pretrained(tmp_path)
     with LLM(tmp_path, tp_size=2, kv_memory=2**22, speculate="ngram:4") as llm:

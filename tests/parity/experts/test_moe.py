@@ -110,10 +110,13 @@ METHODS = ("ddp", "recompute", "zero 1", "zero 2", "fsdp")
 SIZES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2))
 
 
-@pytest.mark.long
+PAIRS = [
+    (method, router, ep_size, tp_size, *(("ffn", "none", 2) if ep_size == 2 else ("any", "none", 1)))
+    for router, method, (ep_size, tp_size) in pairwise(list(moe.ROUTERS), METHODS, SIZES)
+]
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize(("router", "method", "sizes"), pairwise(list(moe.ROUTERS), METHODS, SIZES))
-def test_the_matrix(router: str, method: str, sizes: tuple[int, int]) -> None:
-    ep_size, tp_size = sizes
-    experts, accumulation = ("ffn", 2) if ep_size == 2 else ("any", 1)
-    run_ranks(parity, 4, method, router, ep_size, tp_size, experts, "none", accumulation)
+@pytest.mark.parametrize(("num_ranks", "cells"), grouped((further(*cell) for cell in PAIRS), lambda *cell: 4))
+def test_the_matrix(num_ranks: int, cells: list[tuple[Any, ...]]) -> None:
+    run_ranks(each_in_turn, num_ranks, parity, cells)

@@ -20,6 +20,7 @@ from tests.inference.metaseq import write_metaseq
 from tests.launcher.command import Command, path_with_command, wait_until
 from tests.serving.page.conftest import Tab
 from tests.serving.served_folder import START_S, ServedFolder, save_tiny
+from tests.tiers import in_soak
 
 pytestmark = pytest.mark.unit
 EXAMPLE = Path(__file__).parents[3] / "examples/opt_service"
@@ -97,7 +98,9 @@ def certificate(folder: Path) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("language", "scheme", "num_ranks"), [("en", "http", 1), ("zh", "https", 2)])
+@pytest.mark.parametrize(
+    ("language", "scheme", "num_ranks"), [("en", "http", 1), ("zh", "https", 1), in_soak("zh", "https", 2)]
+)
 def test_the_tutorial(
     language: str, scheme: str, num_ranks: int, tmp_path: Path, open_tab: Callable[..., Tab], job_port: int
 ) -> None:

@@ -307,20 +307,31 @@ def checkpoints(method: str, kind: str, folder: Path, expected: Path | None) -> 
     return apart
 
 
-@pytest.mark.parametrize("kind", ["several", "adafactor", "lamb"])
+MOVES = [
+    (("on disk", 2), [("plain", 1)]),
+    (("chunks", 2), [("plain", 1), ("on disk", 2)]),
+    (("zero2", 2), [("small chunks", 4)]),
+    (("on disk", 2), [("chunks", 1)]),
+    (("plain", 1), [("chunks", 2)]),
+    (("chunks", 2), [("small chunks", 4)]),
+]
+KINDS = ("several", "adafactor", "lamb")
+
+
 @pytest.mark.parametrize(
-    ("source", "targets"),
+    ("kind", "source", "targets"),
     [
-        (("on disk", 2), [("plain", 1)]),
-        further(("chunks", 2), [("plain", 1), ("on disk", 2)]),
-        further(("zero2", 2), [("small chunks", 4)]),
-        further(("on disk", 2), [("chunks", 1)]),
-        further(("plain", 1), [("chunks", 2)]),
-        further(("chunks", 2), [("small chunks", 4)]),
+        *((kind, *MOVES[0]) for kind in KINDS),
+        # Each move with two of the three, in turn.
+        *(
+            further(KINDS[place % 3], *move)
+            for number, move in enumerate(MOVES[1:])
+            for place in (number, number + 1)
+        ),
     ],
 )
 def test_states_load_at_another_number_of_ranks(
-    source: tuple[str, int], targets: list[tuple[str, int]], kind: str, tmp_path: Path
+    kind: str, source: tuple[str, int], targets: list[tuple[str, int]], tmp_path: Path
 ) -> None:
     run_ranks(checkpoints, source[1], source[0], kind, tmp_path, None)
     for method, num_ranks in targets:
