@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.tiers import further, in_soak, pairwise
+from tests.tiers import every_other, further, in_soak, pairwise
 from tests.turns import MOST_TOGETHER, grouped
 
 pytestmark = pytest.mark.unit
@@ -40,6 +40,15 @@ def test_cells_of_one_tier_and_one_number_of_ranks_share_a_start() -> None:
         assert marks == (
             {"long", "soak", "skipif"} if "soak" in name else {"long"} if "long" in name else set()
         )
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_cells_alternate_between_long_and_soak(first: int) -> None:
+    cells = every_other([("a", 1), ("b", 2), "c"], first)
+    assert [cell.values for cell in cells] == [("a", 1), ("b", 2), ("c",)]
+    in_long = [not any(mark.name == "soak" for mark in cell.marks) for cell in cells]
+    assert in_long == [place % 2 == first for place in range(3)]
+    assert all(any(mark.name == "long" for mark in cell.marks) for cell in cells)
 
 
 def test_what_has_more_examples_in_soak_is_run_by_it() -> None:

@@ -41,6 +41,20 @@ def in_soak(*cell: Any, **options: Any) -> Any:
     return pytest.param(*cell, marks=OF_SOAK, **options)
 
 
+def every_other(cells: Iterable[Any], first: int = 0) -> list[Any]:
+    """Return cells for `parametrize`: every other one of the long tier, those between of `make soak`.
+
+    Args:
+        cells: All of them, tuples of values or single values.
+        first: 0 or 1, where the first one of the long tier stands.
+    """
+    both = itertools.cycle((further, in_soak) if first == 0 else (in_soak, further))
+    return [
+        mark(*cell) if isinstance(cell, tuple) else mark(cell)
+        for mark, cell in zip(both, cells, strict=False)
+    ]
+
+
 def of_soak(test: Callable[..., None]) -> Callable[..., None]:
     """Leave a test to `make soak`, since it is costly; a decorator."""
     for mark in OF_SOAK:

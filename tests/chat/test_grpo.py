@@ -18,7 +18,7 @@ from colossalai.core import global_context as gpc
 from colossalai.inference import SamplingParams
 from tests.chat.tiny import PLUGINS, causal, tokenizer
 from tests.ranks import run_ranks
-from tests.tiers import further, in_soak, of_soak, pairwise
+from tests.tiers import every_other, of_soak, pairwise
 
 pytestmark = pytest.mark.dist
 
@@ -95,11 +95,7 @@ PLANS = ("ddp", "zero 1", "zero 2", "fsdp", "gemini", "tp 2", "pp 2", "tp 2, zer
 CELLS = pairwise(PLANS, ("llama", "gpt2", "opt"), WAYS)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    # Every other plan; test_ppo.py has those between.
-    [(further if number % 2 == 0 else in_soak)(plan) for number, plan in enumerate(PLANS)],
-)
+@pytest.mark.parametrize("plan", every_other(PLANS))  # test_ppo.py has those between
 def test_further_ways(plan: str) -> None:
     check([cell for cell in CELLS if cell[0] == plan], 4 if "," in plan else 2)
 

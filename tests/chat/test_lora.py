@@ -34,7 +34,7 @@ from colossalai.shardformer import shard_model
 from tests.chat.test_grpo import SAMPLING, digits, prompts
 from tests.chat.tiny import METHODS, PLUGINS, causal, model_for, rows_for, tokenizer
 from tests.ranks import run_ranks
-from tests.tiers import pairwise
+from tests.tiers import every_other, in_soak, pairwise
 
 pytest.importorskip("peft")
 
@@ -158,12 +158,15 @@ def test_on_two_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 @pytest.mark.long
-@pytest.mark.parametrize("number", range(2))
-def test_further_plans_on_two_ranks(number: int, tmp_path: Path) -> None:
-    """Every other plan for each method, which leaves none out and halves the time."""
+@pytest.mark.parametrize("first", [0, in_soak(1)])
+@pytest.mark.parametrize("names", [list(METHODS)[:2], list(METHODS)[2:]], ids=" ".join)
+def test_further_plans_on_two_ranks(names: list[str], first: int, tmp_path: Path) -> None:
+    """Every other plan for each method, those between for the next."""
     plans = [plan for plan in PLUGINS if plan != "tp 2, zero 1"]
-    names = list(METHODS)[2 * number :][:2]
-    check([(name, plan, "llama") for turn, name in enumerate(names) for plan in plans[turn::2]], 2, tmp_path)
+    cells = [
+        (name, plan, "llama") for turn, name in enumerate(names) for plan in plans[(turn + first) % 2 :: 2]
+    ]
+    check(cells, 2, tmp_path)
 
 
 @pytest.mark.dist
@@ -291,18 +294,15 @@ def test_without_its_adapters_a_model_is_the_reference() -> None:
     check_answers("grpo", "zero 2", 2)
 
 
+FURTHER_PLANS = ("ddp", "zero 1", "fsdp", "gemini", "tp 2", "pp 2", "tp 2, zero 1")
+
+
 @pytest.mark.dist
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [
-        ("ppo", "ddp"),
-        ("grpo", "zero 1"),
-        ("ppo", "fsdp"),
-        ("grpo", "gemini"),
-        ("ppo", "tp 2"),
-        ("grpo", "pp 2"),
-        ("ppo", "tp 2, zero 1"),
+        *every_other(("ppo", plan) for plan in FURTHER_PLANS),
+        *every_other((("grpo", plan) for plan in FURTHER_PLANS), first=1),
     ],
 )
 def test_the_reference_under_further_plans(kind: str, plan: str) -> None:

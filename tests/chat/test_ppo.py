@@ -16,10 +16,10 @@ from colossalai.chat import PPO, SFT, chat_data, with_value_head
 from colossalai.chat.data import make_toy_data, make_toy_tokenizer
 from colossalai.core import global_context as gpc
 from colossalai.inference import SamplingParams
-from tests.chat.test_grpo import SAMPLING, digits, prompts
+from tests.chat.test_grpo import PLANS, SAMPLING, digits, prompts
 from tests.chat.tiny import PLUGINS, causal, tokenizer
 from tests.ranks import run_ranks
-from tests.tiers import further, in_soak, of_soak, pairwise
+from tests.tiers import every_other, of_soak, pairwise
 
 pytestmark = pytest.mark.dist
 
@@ -91,15 +91,10 @@ def test_on_two_ranks() -> None:
     check([("pp 2", "gpt2", {**WAYS[2], "has_reward_model": True})], 2)
 
 
-PLANS = ("ddp", "zero 1", "zero 2", "fsdp", "gemini", "tp 2", "pp 2", "tp 2, zero 1")
 CELLS = pairwise(PLANS, ("llama", "gpt2", "opt"), WAYS)
 
 
-@pytest.mark.parametrize(
-    "plan",
-    # Every other plan; test_grpo.py has those between.
-    [(further if number % 2 == 1 else in_soak)(plan) for number, plan in enumerate(PLANS)],
-)
+@pytest.mark.parametrize("plan", every_other(PLANS, first=1))  # test_grpo.py has those between
 def test_further_ways(plan: str) -> None:
     check([cell for cell in CELLS if cell[0] == plan], 4 if "," in plan else 2)
 

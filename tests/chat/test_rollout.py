@@ -20,7 +20,7 @@ from colossalai.core import global_context as gpc
 from colossalai.inference import SamplingParams
 from tests.chat.tiny import PLUGINS, causal, tokenizer
 from tests.ranks import run_ranks
-from tests.tiers import further
+from tests.tiers import further, in_soak
 
 pytestmark = pytest.mark.dist
 
@@ -104,6 +104,9 @@ def test_log_probabilities_are_those_of_what_was_drawn(tmp_path: Path) -> None:
         ("gpt2", ["zero 1", "fsdp", "tp 2"]),
         ("gpt2", ["tp 2, zero 1"]),
         ("opt", ["ddp", "zero 2", "gemini", "pp 2"]),
+        in_soak("gpt2", ["ddp", "zero 2", "gemini", "pp 2"]),
+        in_soak("opt", ["zero 1", "fsdp", "tp 2"]),
+        in_soak("opt", ["tp 2, zero 1"]),
     ],
 )
 def test_further_families(plans: Sequence[str], family: str, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from colossalai.inference._ranks import StepLink
 from colossalai.inference._request import Request
 from tests.inference.models import MIXED, greedy, prompts, tiny
 from tests.ranks import run_ranks
+from tests.tiers import further, in_soak
 from tests.turns import in_turn
 
 pytestmark = pytest.mark.dist
@@ -63,9 +64,11 @@ FIRST_CELLS = {("Bloom", 2, 1)}
 @pytest.mark.parametrize(
     ("family", "tp", "pp"),
     [
-        pytest.param(family, tp, pp, marks=() if (family, tp, pp) in FIRST_CELLS else pytest.mark.long)
+        (family, tp, pp)
+        if (family, tp, pp) in FIRST_CELLS
+        else (in_soak if tp * pp == 4 and family not in ("Llama", "Bloom") else further)(family, tp, pp)
         for family in ("Llama", "GPT2", "OPT", "Qwen3", "Bloom")
-        for tp, pp in ((2, 1), (1, 2), *([(2, 2)] if family in ("Llama", "Bloom") else []))
+        for tp, pp in ((2, 1), (1, 2), (2, 2))
     ],
 )
 def test_greedy_texts_are_those_of_generate(family: str, tp: int, pp: int) -> None:

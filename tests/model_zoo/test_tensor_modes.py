@@ -162,6 +162,8 @@ PRECISIONS = [("gpt", AMP_TYPE.BF16), ("vit", AMP_TYPE.BF16), ("gpt", AMP_TYPE.T
         *(further(*PRECISIONS[0], mode) for mode in ("1d", "2.5d", "3d")),
         *(further(*PRECISIONS[1], mode) for mode in ("1d", "2.5d")),
         *(further(*PRECISIONS[2], mode) for mode in ("2d", "3d")),
+        *(in_soak(*PRECISIONS[1], mode) for mode in ("2d", "3d")),
+        *(in_soak(*PRECISIONS[2], mode) for mode in ("1d", "2.5d")),
     ],
 )
 def test_mixed_precision_stays_near_float32(name, precision, mode):

@@ -126,7 +126,11 @@ CELLS: list[Any] = [
     further(mixtral_of_eight, 4, 2, {"gemini": {"precision": "fp32", "min_chunk_size_mb": 0.002}}),
     further(gpt_oss, 4, 2, {**PIPELINE, "zero": {"stage": 1}}),
     further(mixtral_of_eight, 8, 2, {**PIPELINE, "parallel": {**PIPELINE["parallel"], **TENSOR}}),
-    *(further(build, 4, 4, {}) for build in (mixtral_of_eight, qwen2_moe, qwen3_moe, deepseek_v3, gpt_oss)),
+    *(
+        cell(build, ep_size, ep_size, {})
+        for build in (mixtral_of_eight, qwen2_moe, qwen3_moe, deepseek_v3, gpt_oss)
+        for cell, ep_size in ((further, 4), (in_soak, 2))
+    ),
     further(deepseek_v3, 4, 2, {"parallel": TENSOR}),
     further(qwen2_moe, 8, 2, {"parallel": TENSOR, "zero": {"stage": 1}}),
     in_soak(gpt_oss, 8, 2, {"parallel": TENSOR, "zero": {"stage": 3}}),

@@ -15,6 +15,7 @@ from colossalai.chat.data import encode_all, pack
 from colossalai.core import global_context as gpc
 from tests.chat.tiny import PLUGINS, causal, rows_for, tokenizer
 from tests.ranks import run_ranks
+from tests.tiers import in_soak
 
 NUM_ROWS, LENGTH, TOLERANCE = 13, 48, 1e-10
 
@@ -72,11 +73,12 @@ def test_on_two_ranks() -> None:
 
 @pytest.mark.dist
 @pytest.mark.long
+@pytest.mark.parametrize("first", [0, in_soak(1)])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_further_plans(family: str) -> None:
-    """Every other plan for each of them."""
+def test_further_plans(family: str, first: int) -> None:
+    """Every other plan for each of them, those between for the next."""
     plans = [plan for plan in PLUGINS if plan != "tp 2, zero 1"]
-    check([(plan, family) for plan in plans[family == "gpt2" :: 2]])
+    check([(plan, family) for plan in plans[first ^ (family == "gpt2") :: 2]])
     check([("tp 2, zero 1", family), ("pp 2", family)], 4)
 
 

@@ -32,7 +32,7 @@ from colossalai.zero.gemini import ChunkSizes, InChunks
 from tests.booster.test_accumulate import make_model
 from tests.booster.test_several_optimizers import batch_of
 from tests.ranks import run_ranks
-from tests.tiers import further
+from tests.tiers import further, in_soak
 from tests.turns import run_each
 from tests.zero.gemini.nets import Block
 from tests.zero.gemini.test_parity import SMALL, case_of, gpt, through_booster
@@ -322,12 +322,13 @@ KINDS = ("several", "adafactor", "lamb")
     ("kind", "source", "targets"),
     [
         *((kind, *MOVES[0]) for kind in KINDS),
-        # Each move with two of the three, in turn.
+        # Each move with two of the three, in turn, and the third in make soak.
         *(
             further(KINDS[place % 3], *move)
             for number, move in enumerate(MOVES[1:])
             for place in (number, number + 1)
         ),
+        *(in_soak(KINDS[(number + 2) % 3], *move) for number, move in enumerate(MOVES[1:])),
     ],
 )
 def test_states_load_at_another_number_of_ranks(
