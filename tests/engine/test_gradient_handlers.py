@@ -64,9 +64,8 @@ def test_means_over_sequence_and_data():
 def refused():
     colossalai.launch_from_torch({}, verbose=False)
     model = Mixed()
-    handler = SequenceParallelGradientHandler(model, torch.optim.SGD(model.parameters(), lr=1.0))
     with pytest.raises(ValueError, match="SEQUENCE_DP is not part of this job"):
-        handler.handle_gradient()
+        SequenceParallelGradientHandler(model, torch.optim.SGD(model.parameters(), lr=1.0))
 
 
 def test_a_job_without_sequences_is_refused():

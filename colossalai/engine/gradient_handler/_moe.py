@@ -4,7 +4,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.context import ParallelMode, global_context
-from colossalai.engine.gradient_handler._average import average_gradients
+from colossalai.engine.gradient_handler._average import GradientAverage
 from colossalai.engine.gradient_handler._base import BaseGradientHandler
 from colossalai.registry import GRADIENT_HANDLER
 
@@ -16,8 +16,7 @@ class MoeGradientHandler(BaseGradientHandler):
     See [Note: which ranks share a gradient]. Named in the config, `gradient_handler=[dict(type=
     "MoeGradientHandler")]`, it does so, and the data-parallel method leaves it to this. Where the config
     names no handler, `initialize` adds one to the engine of a model with experts; gradients are averaged by
-    the data-parallel method then, beside the backward, which is quicker, and this one does nothing: the
-    gradients of experts would be divided twice.
+    the data-parallel method then, beside the backward, which is quicker, and this one does nothing.
 
     Args:
         model: The model.
@@ -28,8 +27,9 @@ class MoeGradientHandler(BaseGradientHandler):
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, averaged: bool = False) -> None:
         super().__init__(model, optimizer)
         self.averaged = averaged
+        self._average = None if averaged else GradientAverage(model, global_context.axis(ParallelMode.DATA))
 
     def handle_gradient(self) -> None:
         """Average the gradients in place, unless they are."""
-        if not self.averaged:
-            average_gradients(self._model.parameters(), global_context.axis(ParallelMode.DATA))
+        if self._average is not None:
+            self._average()

@@ -1,14 +1,17 @@
 """Averages gradients over the ranks that share sequences, and the data-parallel ones, after the backward."""
 
+from torch import nn
+from torch.optim import Optimizer
+
 from colossalai.context import ParallelMode, global_context
-from colossalai.engine.gradient_handler._average import average_gradients
+from colossalai.engine.gradient_handler._average import GradientAverage
 from colossalai.engine.gradient_handler._base import BaseGradientHandler
 from colossalai.registry import GRADIENT_HANDLER
 
 
 @GRADIENT_HANDLER.register_module
 class SequenceParallelGradientHandler(BaseGradientHandler):
-    """Averages all gradients over SEQUENCE_DP: every parameter is replicated there; see `average_gradients`.
+    """Averages all gradients over SEQUENCE_DP: every parameter is replicated there; see `GradientAverage`.
 
     So is the slice of one that tensor parallelism beside it cuts.
 
@@ -16,12 +19,19 @@ class SequenceParallelGradientHandler(BaseGradientHandler):
     all ranks' losses, with respect to its own copy. So where all ranks hold equally many tokens that count,
     the mean over the ranks is the gradient of the mean over all tokens. Where they do not (padding, a masked
     language model), give the loss its weight: `engine.backward(loss, weight=number_of_own_tokens)`.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+
+    Raises:
+        ValueError: No ranks of the launched job share sequences.
     """
 
-    def handle_gradient(self) -> None:
-        """Average the gradients in place.
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(model, optimizer)
+        self._average = GradientAverage(model, global_context.axis(ParallelMode.SEQUENCE_DP))
 
-        Raises:
-            ValueError: No ranks of the launched job share sequences.
-        """
-        average_gradients(self._model.parameters(), global_context.axis(ParallelMode.SEQUENCE_DP))
+    def handle_gradient(self) -> None:
+        """Average the gradients in place."""
+        self._average()

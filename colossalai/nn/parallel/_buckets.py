@@ -6,6 +6,7 @@ The layout only. What is done with a full bucket (an all-reduce, a reduce-scatte
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -76,6 +77,29 @@ def call_on_grad(param: torch.Tensor, owner: Owner, method: Callable[[Owner, tor
             method(living, param)
 
     param.register_post_accumulate_grad_hook(call)
+
+
+def scale_new_grads(params: Iterable[torch.Tensor], replicas: Axis, owner: object) -> None:
+    """Scale the new gradients of parameters that are cut over a part of the replicas.
+
+    The mean over the ranks that hold the same slice is then the gradient of the mean loss over all replicas.
+    A gradient is scaled before autograd accumulates it, so `param.grad` can hold earlier means: the mean over
+    equal values keeps them. The hooks do nothing after `owner` is gone.
+
+    Args:
+        params: Trainable parameters; the others are left alone.
+        replicas: The ranks that see different parts of the batch.
+        owner: What averages the gradients; referenced weakly, see `call_on_grad`.
+    """
+    find_owner = weakref.ref(owner)
+
+    def scale(factor: float, grad: torch.Tensor) -> torch.Tensor | None:
+        return None if find_owner() is None else grad * factor  # autograd can still read `grad` itself
+
+    for param in params:
+        sync = gradient_sync(param, replicas)
+        if param.requires_grad and sync.axis.size != sync.divisor:
+            param.register_hook(partial(scale, sync.axis.size / sync.divisor))
 
 
 def adopt_grad(param: nn.Parameter, view: torch.Tensor) -> None:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from colossalai.context import Axis
 from colossalai.nn.parallel._arriving import ArrivingParams
+from colossalai.nn.parallel._buckets import scale_new_grads
 from colossalai.nn.parallel._data_method import (
     AppliedDataMethod,
     DataMethod,
@@ -76,7 +76,9 @@ class Replicated(DataMethod):
             if not self.find_unused_parameters and not self.static_graph:
                 _settle_buckets(wrapper)
             wrappers.append(wrapper)
-        return _Averaging(wrappers)
+        applied = _Averaging(wrappers)
+        scale_new_grads(module.parameters(), replicas, applied)
+        return applied
 
 
 @final
@@ -155,18 +157,7 @@ def _wrap(
         delattr(module, DDP_IGNORED)
         if own is not None:
             setattr(module, DDP_IGNORED, own)
-    if sync.axis.size != sync.divisor:
-        wrapper.register_comm_hook(sync, _average)
     return wrapper
-
-
-def _average(sync: GradientSync, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Sum a bucket over ranks that are fewer than the parts of the batch."""
-    flat = bucket.buffer().div_(sync.divisor)
-    work = dist.all_reduce(flat, group=sync.axis.group, async_op=True)
-    assert work is not None
-    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
-    return summed
 
 
 def _settle_buckets(applied: DistributedDataParallel) -> None:

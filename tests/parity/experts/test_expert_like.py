@@ -19,7 +19,8 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import LowLevelZeroPlugin, Plugin, TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
-from colossalai.nn.parallel import ArrivingParams, Bucketed, FullySharded
+from colossalai.engine.gradient_handler import DataParallelGradientHandler
+from colossalai.nn.parallel import ArrivingParams, Bucketed, FullySharded, broadcast_from_first
 from colossalai.testing import ParityCase, Subject, check_parity
 from tests.parity.subjects import doors, pipeline, zero
 from tests.parity.subjects.experts import Experts, Net, cut_copy, make_batches
@@ -87,10 +88,12 @@ def through_engine(case: ParityCase, accumulation: int, plain: nn.Module) -> Sub
     )
 
 
-def through_booster(case: ParityCase, method: str, accumulation: int, plain: nn.Module) -> Subject:
+def through_booster(
+    case: ParityCase, method: str, accumulation: int, plain: nn.Module, *, all_sync: bool = False
+) -> Subject:
     model = cut_copy(plain, gpc.mesh)
     if method.startswith("zero"):
-        return zero.through_booster(case, PLUGINS[method](), accumulation, model)
+        return zero.through_booster(case, PLUGINS[method](), accumulation, model, all_sync=all_sync)
     booster = Booster(plugin=PLUGINS[method]())
     boosted, optimizer, criterion, *_ = booster.boost(
         model, case.build_optimizer(model.parameters()), nn.functional.cross_entropy
@@ -101,7 +104,7 @@ def through_booster(case: ParityCase, method: str, accumulation: int, plain: nn.
         optimizer.zero_grad()
         parts = list(zip(*(tensor.chunk(accumulation) for tensor in batch), strict=True))
         for number, (x, y) in enumerate(parts):
-            boosted.set_sync(number == accumulation - 1)
+            boosted.set_sync(all_sync or number == accumulation - 1)
             loss = criterion(boosted(x), y) / accumulation
             booster.backward(loss, optimizer)
             total += loss.detach()
@@ -162,7 +165,7 @@ def with_options_of_ddp() -> None:
     gpc.destroy()
 
 
-def in_buckets(plain: nn.Module, case: ParityCase) -> Subject:
+def in_buckets(plain: nn.Module, case: ParityCase, *, all_sync: bool = False) -> Subject:
     """Buckets of a few parameters; all forwards come before the first backward, as in a pipeline."""
     model = cut_copy(plain, gpc.mesh)
     data = Bucketed(bucket_cap_mb=500 / 2**20).apply(
@@ -175,9 +178,11 @@ def in_buckets(plain: nn.Module, case: ParityCase) -> Subject:
 
     def step(batch: tuple[Tensor, ...]) -> Tensor:
         optimizer.zero_grad()
-        data.set_sync(False)
+        data.set_sync(all_sync)
         losses = [loss_of(model, part) / 2 for part in zip(*(t.chunk(2) for t in batch), strict=True)]
         losses[0].backward()
+        if all_sync:
+            data.finish()
         data.set_sync(True)
         losses[1].backward()
         data.finish()
@@ -189,6 +194,59 @@ def in_buckets(plain: nn.Module, case: ParityCase) -> Subject:
         gradients=lambda: wholes(model, lambda param: param.grad),
         parameters=lambda: wholes(model, lambda param: param),
     )
+
+
+def through_handler(plain: nn.Module, case: ParityCase) -> Subject:
+    """Means by a gradient handler after each of two backwards; an expert is frozen until the first step."""
+    model = cut_copy(plain, gpc.mesh)
+    experts = model.get_submodule("blocks.0.experts").requires_grad_(False)
+    optimizer = OptimizerWrapper(case.build_optimizer(model.parameters()), max_norm=MAX_NORM)
+    handler = DataParallelGradientHandler(model, optimizer)
+    experts.requires_grad_(True)
+    broadcast_from_first(model, gpc.mesh.axis("dp"))
+
+    def step(batch: tuple[Tensor, ...]) -> Tensor:
+        optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for part in zip(*(tensor.chunk(2) for tensor in batch), strict=True):
+            loss = loss_of(model, part) / 2
+            loss.backward()
+            handler.handle_gradient()
+            total += loss.detach()
+        optimizer.step()
+        return total
+
+    return Subject(
+        step=step,
+        gradients=lambda: wholes(model, lambda param: param.grad),
+        parameters=lambda: wholes(model, lambda param: param),
+    )
+
+
+def several_means_in_a_step(method: str) -> None:
+    """Each backward of a window synchronizes: earlier means stay as they are."""
+    colossalai.launch_from_torch({"parallel": {"moe": {"size": 2}}}, verbose=False)
+    case = make_case()
+    if method == "buckets":
+        check_parity(case, partial(in_buckets, case=case, all_sync=True))
+    elif method == "handler":
+        check_parity(case, partial(through_handler, case=case))
+    else:
+        check_parity(case, partial(through_booster, case, method, 2, all_sync=True))
+    gpc.destroy()
+
+
+MEANS: list[Any] = [
+    *((method, 4) for method in ("ddp", "ddp unused", "buckets", "handler", "zero 2")),
+    *(further(method, 2) for method in ("ddp", "buckets", "handler", "fsdp", "zero 1", "zero 2")),
+    *(further(method, 4) for method in ("ddp static", "zero 1", "fsdp")),
+]
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("world_size", "cells"), grouped(MEANS, lambda method, world_size: world_size))
+def test_several_means_in_a_step(world_size: int, cells: list[tuple[str, int]]) -> None:
+    run_ranks(each_in_turn, world_size, several_means_in_a_step, [(method,) for method, _ in cells])
 
 
 def with_buckets() -> None:

@@ -1,6 +1,7 @@
 """A model under ZeRO, through each of the two doors, as subjects of the parity check."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -57,8 +58,10 @@ def through_pipeline(
     return subject_of(engine.model, engine.optimizer, step)
 
 
-def through_booster(case: ParityCase, plugin: Plugin, accumulation: int, model: nn.Module) -> Subject:
-    """The plugin door; all microbatches but the last run under `no_sync`."""
+def through_booster(
+    case: ParityCase, plugin: Plugin, accumulation: int, model: nn.Module, *, all_sync: bool = False
+) -> Subject:
+    """The plugin door; all microbatches but the last run under `no_sync`, unless all synchronize."""
     booster = Booster(plugin=plugin)
     optimizer = case.build_optimizer(model.parameters())
     model, optimizer, criterion, *_ = booster.boost(model, optimizer, nn.functional.cross_entropy)
@@ -74,7 +77,7 @@ def through_booster(case: ParityCase, plugin: Plugin, accumulation: int, model: 
             total.add_(loss.detach())
 
         for x, y in microbatches[:-1]:
-            with booster.no_sync(model):
+            with nullcontext() if all_sync else booster.no_sync(model):
                 run(x, y)
         run(*microbatches[-1])
         optimizer.step()
