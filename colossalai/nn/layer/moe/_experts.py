@@ -124,7 +124,7 @@ class Experts(MoeExperts):
         super().__init__(num_experts)
         own = self.own_experts()
         layer = int(torch.randint(2**31, ()))  # see [Note: how experts start]
-        stacked: dict[str, nn.Parameter] = {}
+        stacked: dict[str, nn.Parameter] = {}  # a tied parameter once, under its first name
         for place, number in enumerate(own):
             with drawing_expert(layer, number):
                 one = expert(**expert_args)
@@ -135,8 +135,9 @@ class Experts(MoeExperts):
                         whole = param.new_empty((len(own), *param.shape))
                         stacked[name] = nn.Parameter(whole, requires_grad=param.requires_grad)
                     stacked[name][place] = param
-        for name, param in stacked.items():
-            self._hold(name, param)
+            first_names = {param: name for name, param in one.named_parameters()}
+        for name, param in one.named_parameters(remove_duplicate=False):
+            self._hold(name, stacked[first_names[param]])
         # Not a sub-module: its parameters have no values, and are not the layer's.
         object.__setattr__(self, "_template", one.to("meta"))
 
@@ -174,13 +175,14 @@ class Experts(MoeExperts):
 
     def _compute(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         template: nn.Module = self.__dict__["_template"]
-        names, tensors = zip(*self.named_parameters(), strict=True)
+        names = dict(self.named_parameters(remove_duplicate=False))  # every name of a tied parameter
+        values_of = {param: param.unbind(0) for param in self.parameters()}
         results = []
         # One by one, also those without rows: their gradients are zeros then, and not none.
-        for part, *values in zip(
-            rows.split(list(sizes)), *(tensor.unbind(0) for tensor in tensors), strict=True
-        ):
-            result = functional_call(template, dict(zip(names, values, strict=True)), (part,))
+        for number, part in enumerate(rows.split(list(sizes))):
+            values = {name: values_of[param][number] for name, param in names.items()}
+            # The template has no ties: they are lost where it goes to the meta device.
+            result = functional_call(template, values, (part,), tie_weights=False)
             if not isinstance(result, Tensor) or result.shape != part.shape:
                 found = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
                 raise ValueError(

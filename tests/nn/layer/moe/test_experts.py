@@ -84,6 +84,41 @@ def test_each_expert_computes_its_tokens() -> None:
         torch.testing.assert_close(result[token], wanted, atol=1e-12, rtol=0)
 
 
+class TiedExpert(nn.Module):
+    """An expert whose two layers share their weight; only the second has a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second = nn.Linear(WIDTH, WIDTH)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@pytest.mark.unit
+def test_weights_that_are_tied_inside_an_expert_stay_tied() -> None:
+    experts = Experts(TiedExpert, 2).double()
+    assert [name for name, _ in experts.named_parameters()] == ["first.weight", "second.bias"]
+    assert set(experts.state_dict()) == {"first.weight", "second.weight", "second.bias"}
+    alone = [TiedExpert().double() for _ in range(2)]
+    for number, one in enumerate(alone):
+        one.load_state_dict({name: value[number] for name, value in experts.state_dict().items()})
+    hidden = torch.randn(5, WIDTH, dtype=torch.float64)
+    routes = routes_of(5, 2, k=1)
+    result = experts(hidden, routes)
+    chosen = routes.experts[:, 0].tolist()
+    wanted = torch.stack([alone[expert](row) for expert, row in zip(chosen, hidden, strict=True)])
+    torch.testing.assert_close(result, wanted * routes.weights, atol=1e-12, rtol=0)
+    result.square().sum().backward()
+    (wanted * routes.weights).square().sum().backward()
+    for name, param in experts.named_parameters():
+        for number, one in enumerate(alone):
+            grad = one.get_parameter(name).grad
+            torch.testing.assert_close(param.grad[number], grad, atol=1e-12, rtol=0)
+
+
 @pytest.mark.unit
 def test_an_expert_without_tokens_has_zero_gradients() -> None:
     for experts in (Experts(Expert, 3, width=WIDTH), FFNExperts(3, WIDTH, 5)):
