@@ -105,7 +105,7 @@ class ChunkedParameter(nn.Parameter):
     ) -> Any:
         """Answer, refuse, or call a function of torch that gets parameters of this class."""
         kwargs = kwargs or {}
-        if func in _WITHOUT_VALUES:
+        if func in _WITHOUT_VALUES and not _has_values_from(args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in OF_AUTOGRAD:
@@ -252,6 +252,13 @@ def _params_among(*nests: Iterable[Any]) -> Iterator[ChunkedParameter]:
                 yield from _params_among(value.values())
 
 
+def _has_values_from(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function that needs no values of its first argument gets other parameters as data."""
+    if len(args) < 2 and not kwargs:
+        return False
+    return next(_params_among(args[1:], kwargs.values()), None) is not None
+
+
 def _refuse_wrong_uses(func: Callable[..., Any], args: tuple[Any, ...], place: ChunkPlace) -> None:
     """Raise where a function gets no values, or would do with them what is lost.
 
@@ -288,4 +295,4 @@ def _refuse_wrong_uses(func: Callable[..., Any], args: tuple[Any, ...], place: C
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _WITHOUT_VALUES = ASKING_NO_VALUES | {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
-"""Functions that get the parameter as it is."""
+"""Functions that get their first argument as it is."""

@@ -94,6 +94,8 @@ OUTSIDE: dict[str, Callable[[nn.Parameter], Any]] = {
     "fill by index": lambda param: torch.no_grad()(param.__setitem__)(0, 1.0),
     "normal_": nn.init.normal_,
     "cat": lambda param: torch.cat([param, param]),
+    "new_tensor": lambda param: param.new_tensor(param),
+    "new_tensor by name": lambda param: param.new_tensor(data=param),
     "bool": bool,
     "iteration": list,
 }
@@ -131,6 +133,7 @@ def look_outside() -> tuple[dict[str, str], str, list[Any]]:
         type(torch.zeros_like(param)) is torch.Tensor,
         torch.zeros_like(param, requires_grad=False).stride() == (16, 1),
         param.new_ones(3).sum().item() == 3.0,
+        param.new_tensor([1.0, 2.0]).sum().item() == 3.0,
     ]
     gpc.destroy()
     return said, state, free
@@ -143,7 +146,7 @@ def test_outside_of_a_use_everything_that_needs_values_says_where_they_are() -> 
             assert "with model.gathered():" in text, (name, text)
         assert free[:8] == [(16, 16), True, 256, True, True, True, 16, True]
         assert free[8] == "ChunkedParameter(reused.weight, shape=(16, 16), dtype=torch.float64, in a chunk)"
-        assert free[9:] == [True] * 5
+        assert free[9:] == [True] * 6
 
 
 def look_inside() -> tuple[dict[str, bool], bool, bool]:
