@@ -8,7 +8,6 @@ of its own (the master), on its rank only; after a step it is rounded into the f
 gather the flat memory.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from colossalai.zero._layout import FlatBucket
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._states import StateExchange
 from colossalai.zero._weights import BucketWeights
+from colossalai.zero._windows import step_in_windows
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,29 +221,15 @@ class Shards(StandIns):
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
         """See the base class; what lies on disk is updated bucket by bucket, and rounded right away."""
-        groups = [(group, list(group["params"])) for group in optimizer.param_groups]
-        windows = list(self.windows([param for _, params in groups for param in params]))
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        windows = list(self.windows(held))
         if not self._is_paged:
             return optimizer.step() if closure is None else optimizer.step(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-        try:
-            for number, window in enumerate(windows):
-                own = set(window)
-                for group, params in groups:
-                    group["params"] = [param for param in params if param in own]
-                # To whoever hooks a step it is one step.
-                optimizer._optimizer_step_pre_hooks = before if number == 0 else OrderedDict()
-                optimizer._optimizer_step_post_hooks = after if number == len(windows) - 1 else OrderedDict()
-                optimizer.step()
-                self._settle(optimizer, window)
-        finally:
-            optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks = before, after
-            for group, params in groups:
-                group["params"] = params
+        step_in_windows(optimizer, windows, after_call=lambda window: self._settle(optimizer, window))
         return loss
 
     @property
