@@ -18,6 +18,7 @@ from colossalai.zero.gemini.planning import (
     DoesNotFit,
     Home,
     ModelData,
+    Placement,
     PlacementPolicy,
     ResidencePlan,
     Trace,
@@ -107,7 +108,7 @@ class Lodging:
 
         Raises:
             ValueError: A function and what is there beside it take more than the budget; or ranks have used
-                chunks in different orders.
+                chunks in different orders. The plan before stays.
         """
         per_element = [state_bytes.get(layout, 0.0) for layout in self._layouts]
         held = [sorted(beside) for beside in trace.held]
@@ -120,19 +121,20 @@ class Lodging:
                 )
             trace = trace.covering(Trace(trace.uses, tuple(other_bytes), tuple(map(frozenset, its_held))))
             per_element = list(map(max, per_element, its_bytes))
-        self._data = self._model_data(per_element)
-        self._placement = self._policy.place(self._data, self._bounds, trace)
-        budget = self._budget(trace)
-        sizes = self._placement.bytes_when_present(self._data)
+        data = self._model_data(per_element)
+        placement = self._policy.place(data, self._bounds, trace)
+        budget = self._budget_of(placement, data, trace)
+        sizes = placement.bytes_when_present(data)
         written = [number for number, layout in enumerate(self._layouts) if layout.params[0].requires_grad]
         plan = plan_residence(trace, sizes, budget, out_of_date=written)
         if isinstance(plan, DoesNotFit):
-            at_home = self._placement.bytes_at(Home.COMPUTE, self._data)
+            at_home = placement.bytes_at(Home.COMPUTE, data)
             raise ValueError(
                 f"the use of {', '.join(names[plan.chunk][:3])} takes {plan.needed_bytes} bytes with what is "
                 f"there beside it, and memory_budget leaves {plan.allowed_bytes}: "
                 f"memory_budget={plan.needed_bytes + at_home} would do, or smaller batches"
             )
+        self._data, self._placement = data, placement
         self.chunk_budget = self._bytes_for_chunks(trace)
         return plan
 
@@ -149,9 +151,12 @@ class Lodging:
 
         Without `memory_budget` two chunks are present, which is what stage 3 promises.
         """
+        return self._budget_of(self._placement, self._data, trace)
+
+    def _budget_of(self, placement: Placement, data: ModelData, trace: Trace | None) -> int | None:
         if self._policy.memory_budget is None and self._policy.name not in ("auto", "nvme"):
             return None
-        return self._policy.chunk_budget(self._placement, self._data, self._bounds, trace)
+        return self._policy.chunk_budget(placement, data, self._bounds, trace)
 
     def _model_data(self, state_bytes: Sequence[float]) -> ModelData:
         """Return the sizes of chunks, sections and states, these with mean gradients and masters."""

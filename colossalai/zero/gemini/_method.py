@@ -20,10 +20,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp import Masters, PrecisionModule
+from colossalai.communication import all_reduce_in_place
 from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import (
@@ -50,7 +52,7 @@ from colossalai.zero.gemini._tiers import TierMemory
 from colossalai.zero.gemini._timeline import ChunkContents, contents_of
 from colossalai.zero.gemini._uses import is_chunked, place_of, refuse_modules
 from colossalai.zero.gemini._whole_modules import ModuleChoice, WholeModules, check_choices, find_modules
-from colossalai.zero.gemini.planning import PLACEMENT_POLICIES, PlacementPolicy, Trace
+from colossalai.zero.gemini.planning import PLACEMENT_POLICIES, PlacementPolicy, ResidencePlan, Trace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +279,7 @@ class _InChunks(AppliedDataMethod):
         for part in module.modules():
             if next(part.parameters(), None) is None:
                 continue  # it uses none, and a step has many such calls
-            part.register_forward_pre_hook(self.residence.enter, prepend=True)
+            part.register_forward_pre_hook(self.residence.enter, prepend=True, with_kwargs=True)
             part.register_forward_hook(self.residence.leave, always_call=True)
         self.residence.memory_budget = self._lodging.memory_budget
         self.residence.contents = self._contents()
@@ -400,12 +402,37 @@ class _InChunks(AppliedDataMethod):
         self._have_stepped.add(optimizer)
         if optimizer is next(iter(self._shards), optimizer):  # the first one, whose step ends an iteration
             self.residence.end_step()
+            self._plan_for_larger()
         if self._trace is None:
             return
         trace, self._trace = self._trace, None
-        plan = self._lodging.plan(
-            trace, self._state_bytes(), names=[chunk.names for chunk in self.residence.chunks]
-        )
+        self._follow(self._plan_from(trace))
+
+    def _plan_for_larger(self) -> None:
+        """Plan anew if the iteration took more memory on any rank than was planned for; collective."""
+        guide = self.residence.guide
+        if self._trace is not None or guide is None or guide.trace is None:  # alike on all ranks
+            return
+        has_grown = torch.tensor(guide.has_grown, dtype=torch.uint8, device=self.residence.chunks[0].device)
+        if not all_reduce_in_place(has_grown, self._replicas, dist.ReduceOp.MAX).item():
+            return
+        guide.has_grown = False
+        try:
+            plan = self._plan_from(guide.trace)
+        except ValueError as error:
+            get_dist_logger().warning(
+                f"a batch larger than those before took more than memory_budget: {error}. Training goes on "
+                "as it was planned for smaller ones",
+                ranks=[0],
+            )
+        else:
+            self._follow(plan)
+
+    def _plan_from(self, trace: Trace) -> ResidencePlan:
+        names = [chunk.names for chunk in self.residence.chunks]
+        return self._lodging.plan(trace, self._state_bytes(), names=names)
+
+    def _follow(self, plan: ResidencePlan) -> None:
         for number, chunk in enumerate(self.residence.chunks):
             self.residence.place(chunk, *self._lodging.homes_of(number))
         for other, shards in self._shards.items():

@@ -130,7 +130,7 @@ class Residence:
 
     # When a parameter is used.
 
-    def enter(self, *_: Any) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a forward of the model, or of a module in it."""
         self._depth += 1
         if self._depth > 1:
@@ -141,6 +141,8 @@ class Residence:
             self._hooks.__enter__()
             self._has_hooks = True
             self._is_evaluating = not torch.is_grad_enabled()
+            if not self._is_evaluating and self.guide is not None:
+                self.guide.begin_forward((args, kwargs))
             if not self._is_evaluating and (counter := self._active_counter) is not None:
                 counter.start()
 
@@ -412,7 +414,7 @@ class Residence:
     def _active_counter(self) -> OtherBytes | None:
         if self.recorder is not None:
             return self.recorder.counter
-        return self.guide.counter if self.guide is not None and self.guide.is_recording else None
+        return self.guide.counter if self.guide is not None and self.guide.is_counting else None
 
     @property
     def _has_plan(self) -> bool:

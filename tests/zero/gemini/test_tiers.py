@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 import colossalai
 from colossalai.amp import FullPrecision, NaiveFP16, Precision, PureBF16
 from colossalai.core import global_context as gpc
+from colossalai.logging import get_dist_logger
 from colossalai.runtime import Plan, assemble
 from colossalai.testing import check_parity
 from colossalai.zero.gemini import ChunkSizes, InChunks
@@ -233,3 +235,70 @@ def test_an_iteration_that_leaves_the_trace_trains_to_the_same_values(
         assert "DISK" in homes[1]
         assert homes[2] == {"HOST"}
         assert homes[3] >= {"HOST", "DISK"}
+
+
+class Wide(nn.Module):
+    """Blocks whose activations grow with the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(16) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean of the squares."""
+        return self.blocks(x).square().mean()
+
+
+def with_batches(
+    sizes: list[int], **options: Any
+) -> tuple[list[float], list[list[str]], list[int], list[str]]:
+    """Train with batches that are larger on the last rank; return losses, homes, peaks and warnings."""
+    torch.manual_seed(0)
+    net = Wide()
+    method = InChunks(sizes=ChunkSizes(600, 0, 1), **options)
+    made = torch.optim.AdamW(net.parameters(), lr=0.01)
+    model, optimizer = assemble(Plan(data=method), net, made, mesh=gpc.mesh, device=CPU)
+    residence = model.data.residence
+    losses, homes, peaks = [], [], []
+    with patch.object(get_dist_logger(), "warning") as log:
+        for step, size in enumerate(sizes):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(step)
+            is_last = dist.get_rank() == dist.get_world_size() - 1
+            loss = model(torch.randn(size if is_last else 2, 16, generator=generator))
+            optimizer.backward(loss)
+            optimizer.step()
+            losses.append(loss.item())
+            homes.append(
+                [home.name for chunk in residence.chunks for home in (chunk.home, chunk.states_home)]
+            )
+            peaks.append(max(residence.guide.trace.other_bytes) if residence.guide else 0)
+    return losses, homes, peaks, [call.args[0] for call in log.call_args_list]
+
+
+BATCHES = [2, 2, 6, 6, 2, 4000, 4000]
+
+
+def grow(folder: str) -> tuple[Any, Any]:
+    colossalai.launch_from_torch({}, verbose=False)
+    options = {"placement_policy": "auto", "memory_budget": 60_000, "offload_dir": folder}
+    found = with_batches(BATCHES), with_batches(BATCHES, **options)
+    gpc.destroy()
+    return found
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("num_ranks", [further(1), 2])
+def test_a_larger_batch_is_planned_for_or_named(num_ranks: int, tmp_path: Path) -> None:
+    """Only the last rank has larger batches; all ranks follow one plan."""
+    found = run_ranks(grow, num_ranks, str(tmp_path))
+    for (expected, *_), (losses, homes, _, warnings) in found:
+        assert losses == expected
+        in_memory = [row.count("COMPUTE") for row in homes]
+        assert in_memory[0] == in_memory[1] > in_memory[2]
+        assert all(row == homes[2] for row in homes[3:])
+        assert len(warnings) == 1
+        assert "a batch larger than those before took more than memory_budget" in warnings[0]
+        assert "60000 bytes" in warnings[0]
+    measured = found[-1][1][2]
+    assert measured[0] == measured[1] < measured[2] == measured[4] < measured[5] == measured[6]

@@ -5,6 +5,7 @@ from colossalai.zero.gemini.planning._guide import OtherBytes as OtherBytes
 from colossalai.zero.gemini.planning._policy import PLACEMENT_POLICIES as PLACEMENT_POLICIES
 from colossalai.zero.gemini.planning._policy import Home as Home
 from colossalai.zero.gemini.planning._policy import ModelData as ModelData
+from colossalai.zero.gemini.planning._policy import Placement as Placement
 from colossalai.zero.gemini.planning._policy import PlacementPolicy as PlacementPolicy
 from colossalai.zero.gemini.planning._trace import Trace as Trace
 from colossalai.zero.gemini.planning._victims import DoesNotFit as DoesNotFit

@@ -7,11 +7,15 @@ a finalizer on its storage says when the memory is free. Resident size would cou
 Until then the interpreter holds what a finalizer calls, so nothing may lead from there to the model: the mode
 does not, and neither does `is_model_data`.
 
+A later forward with larger inputs than any before is counted, too: its bytes can be more than those that the
+plan was made for.
+
 The mode is on from the first forward of the iteration until its gradients are asked for, so that the loss and
 the backward are seen, too. Modes are a stack: where somebody else's is on, ours is off after each forward.
 A guide that is dropped in between, with its model, switches its mode off.
 """
 
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -23,13 +27,15 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
     _len_torch_dispatch_stack,
 )
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_iter, tree_leaves
 
 from colossalai.logging import get_dist_logger
 from colossalai.zero.gemini.planning._trace import Departure, Trace, TraceFollower
 from colossalai.zero.gemini.planning._victims import Period, ResidencePlan
 
 _LOOKS_AHEAD = 2  # periods of which the system is asked to read what lies on disk
+
+Shapes = tuple[tuple[int, ...], ...]  # of the inputs of a forward
 
 
 class OtherBytes(TorchDispatchMode):
@@ -125,12 +131,18 @@ class Guide:
 
     Args:
         counter: What counts other memory while an iteration is recorded; None: nothing does.
+
+    Attributes:
+        has_grown: Whether iterations took more other bytes on this rank than the plan was made for.
     """
 
     def __init__(self, counter: OtherBytes | None) -> None:
         self.counter = counter
         self._follower = TraceFollower()
         self._plan: ResidencePlan | None = None
+        self._known: list[Shapes] = []  # the largest inputs whose bytes are in the trace
+        self._counts_larger = False  # whether this iteration has larger ones
+        self.has_grown = False
         if counter is not None:
             weakref.finalize(self, counter.stop).atexit = False
 
@@ -140,9 +152,33 @@ class Guide:
         return self._follower.is_recording
 
     @property
+    def is_counting(self) -> bool:
+        """Whether other memory is counted in this iteration: it is recorded, or has larger inputs."""
+        return self.is_recording or self._counts_larger
+
+    @property
+    def trace(self) -> Trace | None:
+        """The trace that is followed; None while an iteration is off it, or recorded."""
+        return self._follower.trace
+
+    @property
     def is_followed(self) -> bool:
         """Whether there is a plan, and the iteration goes as it was planned."""
         return self._plan is not None and self._follower.trace is not None
+
+    def begin_forward(self, inputs: Any) -> None:
+        """Note the inputs of a forward in training; larger ones than before are counted.
+
+        Args:
+            inputs: A nest of tensors and other values.
+        """
+        shapes = tuple(tuple(leaf.shape) for leaf in tree_iter(inputs) if isinstance(leaf, torch.Tensor))
+        if any(_covers(known, shapes) for known in self._known):
+            return
+        self._known = [*(known for known in self._known if not _covers(shapes, known)), shapes]
+        if self.counter is not None and not self.is_counting:
+            self._counts_larger = True
+            self.counter.take_peak()  # of what was before
 
     def use(self, chunk: int, held: Collection[int]) -> Period | None:
         """Hear of a use; return what the plan does there, None where nothing is planned.
@@ -151,7 +187,7 @@ class Guide:
             chunk: The number of the chunk.
             held: Others that cannot be dropped now.
         """
-        if self.counter is not None and self.is_recording:
+        if self.counter is not None and self.is_counting:
             self._follower.sample(self.counter.take_peak())
         self._tell(self._follower.use(chunk, held))
         if self._plan is None or self._follower.trace is None:
@@ -166,18 +202,25 @@ class Guide:
             yield from (*period.fetch, *period.ahead)
 
     def end_iteration(self) -> Trace | None:
-        """Hear that the iteration is over; return its trace if it was recorded, to be planned from."""
+        """End the iteration; return its trace if it was recorded, to be planned from."""
         if self.counter is not None:
             self.counter.stop()
-            if self.is_recording:
+            if self.is_counting:
                 self._follower.sample(self.counter.take_peak())
+        before = self._follower.trace
         was_recording = self.is_recording
         self._tell(self._follower.end_iteration())
-        return self._follower.trace if was_recording else None
+        self._counts_larger = False
+        if self.is_recording and not was_recording:
+            self._known = []  # what was counted is not in the trace that comes next
+        trace = self._follower.trace
+        self.has_grown |= before is not None and trace is not None and trace is not before
+        return trace if was_recording else None
 
     def follow(self, plan: ResidencePlan) -> None:
         """Follow a plan that was made from the trace."""
         self._plan = plan
+        self.has_grown = False
 
     def _tell(self, departure: Departure | None) -> None:
         if departure is not None:
@@ -185,3 +228,11 @@ class Guide:
                 f"chunks: {departure}; the least recently used go until a whole iteration is recorded again",
                 ranks=[0],
             )
+
+
+def _covers(shapes: Shapes, others: Shapes) -> bool:
+    """Return whether as many tensors have as many dimensions, none of them smaller."""
+    return len(shapes) == len(others) and all(
+        len(one) == len(other) and all(map(operator.ge, one, other))
+        for one, other in zip(shapes, others, strict=True)
+    )

@@ -10,9 +10,10 @@ covers those of all ranks.
 """
 
 import enum
+import operator
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
@@ -160,7 +161,8 @@ class TraceFollower:
     """Records an iteration, holds the following ones against it, and records anew when one differs.
 
     An iteration that differs is off the trace from the use where it does, and so is the next one, which is
-    recorded as a whole; the one after that follows the new trace.
+    recorded as a whole; the one after that follows the new trace. One that goes the same way and takes more
+    other bytes leaves a trace that covers both.
     """
 
     def __init__(self) -> None:
@@ -220,6 +222,8 @@ class TraceFollower:
         elif (expected := self._expected_at(length)) is not None:
             self._move(Pursuit.RECORDING)
             return Departure(length, expected, None)
+        elif self._trace is not None and any(map(operator.gt, recorded.other_bytes, self._trace.other_bytes)):
+            self._trace = self._trace.covering(replace(recorded, held=()))
         return None
 
     def _expected_at(self, moment: int) -> int | None:
