@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from operator import index
 from typing import Any
 
 import torch
@@ -17,7 +18,11 @@ from colossalai.communication.shared_memory._tensors import (
     Places,
     apart_from_callers,
     bytes_of,
+    check_dtypes,
     check_list,
+    check_lists_of_root,
+    check_one,
+    check_pairs,
     check_share,
     check_sparse,
     flat,
@@ -26,6 +31,7 @@ from colossalai.communication.shared_memory._tensors import (
 from colossalai.communication.shared_memory._work import EndedWork
 from colossalai.monitor import CallRecord
 
+_MOST_TAG = 2**31 - 1  # as of torch's own groups
 _REDUCTION_NAMES = {getattr(dist.ReduceOp.RedOpType, name): name for name in REDUCTIONS if name}
 
 
@@ -129,29 +135,22 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._issue("barrier", lambda call: self.collectives.barrier(self._slots, call), opts)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
+        """Replace a tensor, in a list of one, by its reduction over the ranks."""
+        check_one("all_reduce", tensors, "all_reduce_coalesced")
+        return self._all_reduce(tensors, opts)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Replace tensors by their reductions over the ranks."""
-        if any(tensor.layout is torch.sparse_coo for tensor in tensors):
-            return self._sum_sparse(tensors, opts)
-        reduction, places = _reduction(opts), Places()
-        parts = [flat(places.both(_reducible(tensor, reduction))) for tensor in tensors]
-
-        def run(call: Call) -> None:
-            for part in parts:
-                self.collectives.all_reduce(self._slots, _of(call, part, reduction=reduction), part)
-            places.copy_back()
-
-        return self._issue("all_reduce", run, opts, tensors)
-
-    allreduce_coalesced = allreduce
+        return self._all_reduce(tensors, opts)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Reduce tensors over the ranks, at the root."""
-        reduction, root, places = _reduction(opts), int(opts.rootRank), Places()
-        parts = [flat(places.both(_reducible(tensor, reduction))) for tensor in tensors]
+        """Reduce a tensor, in a list of one, over the ranks, at the root."""
+        check_one("reduce", tensors)
+        reduction, root, places = _reduction(opts), self._root("reduce", opts), Places()
+        part = flat(places.both(_reducible(tensors[0], reduction)))
 
         def run(call: Call) -> None:
-            for part in parts:
-                self.collectives.reduce(self._slots, _of(call, part, reduction=reduction, root=root), part)
+            self.collectives.reduce(self._slots, _of(call, part, reduction=reduction, root=root), part)
             places.copy_back()
 
         return self._issue("reduce", run, opts, tensors)
@@ -160,6 +159,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> dist.Work:
         """Reduce a list of tensors over the ranks, of which each keeps its own."""
+        check_pairs("reduce_scatter", outputs, inputs)
         for output, listed in zip(outputs, inputs, strict=True):
             check_list("reduce_scatter", listed, output, self._num_ranks)
         joined = [torch.cat([part.reshape(-1) for part in listed]) for listed in inputs]
@@ -184,16 +184,27 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Collect the tensors of all ranks in lists."""
-        places = Places()
-        pairs = []
-        for listed, tensor in zip(outputs, inputs, strict=True):
-            check_list("all_gather", listed, tensor, self._num_ranks)
-            targets = [places.target(output).data_ptr() for output in listed]
-            pairs.append((targets, places.source(tensor)))
-        return self._gather_all(pairs, places, opts, [output for listed in outputs for output in listed])
+        """Collect the tensors of all ranks in lists, one for each tensor."""
+        check_pairs("all_gather", outputs, inputs)
+        return self._gather_lists("all_gather", outputs, inputs, opts)
 
-    allgather_coalesced = allgather
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> dist.Work:
+        """Collect the tensors of all ranks in lists, one for each rank.
+
+        Raises:
+            ValueError: `outputs` are not one list for each rank, or a list lacks an output for an input.
+        """
+        name = "all_gather_coalesced"
+        if len(outputs) != self._num_ranks:
+            raise ValueError(f"{name}: {len(outputs)} lists of outputs for {self._num_ranks} ranks")
+        if any(len(listed) != len(inputs) for listed in outputs):
+            raise ValueError(
+                f"{name}: lists of {[len(listed) for listed in outputs]} outputs for {len(inputs)} inputs"
+            )
+        by_tensor = [[listed[place] for listed in outputs] for place in range(len(inputs))]
+        return self._gather_lists(name, by_tensor, inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         """Collect the tensors of all ranks in one."""
@@ -215,15 +226,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Send a tensor to each rank, and receive one from each.
 
         Raises:
-            ValueError: A list has more or fewer tensors than there are ranks.
+            ValueError: A list has more or fewer tensors than there are ranks, the types differ, or what this
+                rank gives itself has another size than its output.
         """
         for name, listed in (("output", outputs), ("input", inputs)):
             if len(listed) != self._num_ranks:
                 raise ValueError(f"all_to_all has {len(listed)} {name} tensors for {self._num_ranks} ranks")
+        check_dtypes("all_to_all", *outputs, *inputs)
         places = Places()
-        targets = [bytes_of(places.target(output)) for output in outputs]
-        sources = [bytes_of(places.source(tensor)) for tensor in inputs]
-        return self._exchange(targets, sources, inputs[0].dtype, places, opts, outputs)
+        given = [places.source(tensor) for tensor in inputs]
+        targets = [bytes_of(target) for target in places.targets(outputs, given)]
+        return self._exchange(
+            "all_to_all", targets, list(map(bytes_of, given)), inputs[0].dtype, places, opts, outputs
+        )
 
     def all_to_all_single(
         self,
@@ -241,22 +256,29 @@ class SharedMemoryGroup(dist.ProcessGroup):
             output_sizes: How many rows come from each rank; empty: the same number from each.
             input_sizes: How many rows go to each rank; empty: the same number to each.
             opts: Of torch.
+
+        Raises:
+            ValueError: Sizes do not fit a tensor, the types differ, or what this rank gives itself has
+                another size than the room for it.
         """
+        check_dtypes("all_to_all_single", output, source)
         places = Places()
-        targets = split_rows("output", places.target(output), output_sizes, self._num_ranks)
-        sources = split_rows("input", places.source(source), input_sizes, self._num_ranks)
-        return self._exchange(targets, sources, source.dtype, places, opts, [output])
+        target = places.target(output)
+        given = places.source_apart(source, target)
+        targets = split_rows("output", target, output_sizes, self._num_ranks)
+        sources = split_rows("input", given, input_sizes, self._num_ranks)
+        return self._exchange("all_to_all_single", targets, sources, source.dtype, places, opts, [output])
 
     alltoall_base = all_to_all_single
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Replace tensors by those of the root."""
-        root, places = int(opts.rootRank), Places()
-        parts = [places.both(tensor) for tensor in tensors]
+        """Replace a tensor, in a list of one, by that of the root."""
+        check_one("broadcast", tensors)
+        root, places = self._root("broadcast", opts), Places()
+        part = places.both(tensors[0])
 
         def run(call: Call) -> None:
-            for part in parts:
-                self.collectives.broadcast(self._slots, _of(call, part, root=root), *bytes_of(part))
+            self.collectives.broadcast(self._slots, _of(call, part, root=root), *bytes_of(part))
             places.copy_back()
 
         return self._issue("broadcast", run, opts, places=places, tensors=tensors)
@@ -265,11 +287,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Collect the tensors of all ranks at the root."""
-        root, places = int(opts.rootRank), Places()
+        check_one("gather", inputs)
+        root, places = self._root("gather", opts), Places()
+        check_lists_of_root("gather", outputs, self._rank == root)
         source, targets = places.source(inputs[0]), []
         if self._rank == root:
             check_list("gather", outputs[0], inputs[0], self._num_ranks)
-            targets = [places.target(output).data_ptr() for output in outputs[0]]
+            targets = self._targets(places, outputs[0], source)
 
         def run(call: Call) -> None:
             self.collectives.gather(self._slots, _of(call, source, root=root), targets, *bytes_of(source))
@@ -281,11 +305,16 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> dist.Work:
         """Give each rank a tensor of the root's."""
-        root, places = int(opts.rootRank), Places()
-        target, sources = places.target(outputs[0]), []
+        check_one("scatter", outputs)
+        root, places = self._root("scatter", opts), Places()
+        check_lists_of_root("scatter", inputs, self._rank == root)
+        given: list[torch.Tensor] = []
         if self._rank == root:
             check_list("scatter", inputs[0], outputs[0], self._num_ranks)
-            sources = [places.source(tensor).data_ptr() for tensor in inputs[0]]
+            given = [places.source(tensor) for tensor in inputs[0]]
+        sources = [source.data_ptr() for source in given]
+        is_own = root == self._rank and outputs[0].data_ptr() == sources[root]
+        [target] = places.targets(outputs, () if is_own else given)
 
         def run(call: Call) -> None:
             address, num_bytes = bytes_of(target)
@@ -310,8 +339,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # Messages.
 
     def send(self, tensors: list[torch.Tensor], target: int, tag: int = 0) -> dist.Work:
-        """Begin to send a tensor to a rank."""
+        """Begin to send a tensor, in a list of one, to a rank.
+
+        Raises:
+            ValueError: `target` is this rank, or not one of the group; `tag` is negative or too large.
+        """
         self._check_process()
+        check_one("send", tensors)
+        target, tag = self._peer("send: the destination", target), _tag("send", tag)
 
         def doing() -> str:
             return f"a message to rank {self._ranks[target]} {self._membership.watch.where()}"
@@ -323,30 +358,79 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return apart_from_callers(send)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
-        """Begin to receive a tensor from a rank."""
-        return self._receive(tensors, source, tag)
+        """Begin to receive a tensor, in a list of one, from a rank.
+
+        Raises:
+            ValueError: `source` is this rank, or not one of the group; `tag` is negative or too large.
+        """
+        return self._receive(tensors, self._peer("recv: the source", source), tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
-        """Begin to receive a tensor from any rank."""
+        """Begin to receive a tensor, in a list of one, from any rank.
+
+        Raises:
+            ValueError: The group has no other rank; `tag` is negative or too large.
+        """
+        if self._num_ranks == 1:
+            raise ValueError("recv: this rank is the only one of its group, and none can send to it")
         return self._receive(tensors, None, tag)
 
     # Inside.
 
+    def _root(self, operation: str, opts: Any) -> int:
+        root: int = opts.rootRank
+        self._check_rank(f"{operation}: the root", root)
+        return root
+
+    def _peer(self, role: str, rank: int) -> int:
+        rank = index(rank)
+        self._check_rank(role, rank)
+        if rank == self._rank:
+            raise ValueError(f"{role}, rank {rank}, is this rank itself: it must be another one of the group")
+        return rank
+
+    def _check_rank(self, role: str, rank: int) -> None:
+        if not 0 <= rank < self._num_ranks:
+            raise ValueError(
+                f"{role}, rank {rank} is not a rank of the group: it has ranks 0 to {self._num_ranks - 1}"
+            )
+
+    def _targets(self, places: Places, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> list[int]:
+        """Return where the tensors of all ranks go; this rank's own may be the source itself."""
+        is_own = outputs[self._rank].data_ptr() == source.data_ptr()
+        return [target.data_ptr() for target in places.targets(outputs, () if is_own else (source,))]
+
     def _receive(self, tensors: list[torch.Tensor], source: int | None, tag: int) -> dist.Work:
         self._check_process()
-        places = Places()
+        check_one("recv", tensors)
+        tag, places = _tag("recv", tag), Places()
+        target = places.target(tensors[0])
 
         def doing() -> str:
             whom = "any rank" if source is None else f"rank {self._ranks[source]}"
             return f"a message from {whom} {self._membership.watch.where()}"
 
         def receive() -> dist.Work:
-            data = places.target(tensors[0])
             then = places.copy_back if places.has_copies else None
-            work: dist.Work = self._messages.receive(data, source, tag, doing, then)
+            work: dist.Work = self._messages.receive(target, source, tag, doing, then)
             return work
 
         return apart_from_callers(receive)
+
+    def _all_reduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
+        if any(tensor.layout is torch.sparse_coo for tensor in tensors):
+            return self._sum_sparse(tensors, opts)
+        reduction, places = _reduction(opts), Places()
+        for tensor in tensors:
+            check_reduction(reduction, tensor.dtype)
+        parts = [flat(tensor) for tensor in places.all_both(tensors)]
+
+        def run(call: Call) -> None:
+            for part in parts:
+                self.collectives.all_reduce(self._slots, _of(call, part, reduction=reduction), part)
+            places.copy_back()
+
+        return self._issue("all_reduce", run, opts, tensors)
 
     def _sum_sparse(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
         reduction = _reduction(opts)
@@ -365,6 +449,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # Several calls of torch's are one here; those call no method that torch knows, which may be replaced.
 
     def _scatter_sums(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> dist.Work:
+        check_pairs("reduce_scatter", outputs, inputs)
         reduction, places = _reduction(opts), Places()
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
@@ -385,13 +470,26 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _gather_singles(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> dist.Work:
+        check_pairs("all_gather", outputs, inputs)
         places = Places()
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
             check_share("all_gather", output, tensor, self._num_ranks)
-            first, share = places.target(output).data_ptr(), tensor.nbytes
-            pairs.append(([first + rank * share for rank in range(self._num_ranks)], places.source(tensor)))
+            target, share = places.target(output), tensor.nbytes
+            first = target.data_ptr()
+            source = places.source_apart(tensor, target, own=first + self._rank * share)
+            pairs.append(([first + rank * share for rank in range(self._num_ranks)], source))
         return self._gather_all(pairs, places, opts, outputs)
+
+    def _gather_lists(
+        self, operation: str, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
+    ) -> dist.Work:
+        places, pairs = Places(), []
+        for listed, tensor in zip(outputs, inputs, strict=True):
+            check_list(operation, listed, tensor, self._num_ranks)
+            source = places.source(tensor)
+            pairs.append((self._targets(places, listed, source), source))
+        return self._gather_all(pairs, places, opts, [output for listed in outputs for output in listed])
 
     def _gather_all(
         self,
@@ -409,6 +507,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _exchange(
         self,
+        operation: str,
         targets: Sequence[Bytes],
         sources: Sequence[Bytes],
         dtype: torch.dtype,
@@ -416,6 +515,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts: Any,
         results: Sequence[torch.Tensor],
     ) -> dist.Work:
+        given, room = sources[self._rank][1], targets[self._rank][1]
+        if given != room:
+            raise ValueError(
+                f"{operation}: rank {self._rank} gives itself {given} bytes and has room for {room}: both "
+                "must be of one size"
+            )
+
         def run(call: Call) -> None:
             self.collectives.all_to_all(self._slots, call._replace(dtype=dtype), targets, sources)
             places.copy_back()
@@ -484,6 +590,13 @@ class _Blocking:
 
 def _of(call: Call, tensor: torch.Tensor, *, reduction: str = "", root: int = -1) -> Call:
     return call._replace(num_elements=tensor.numel(), dtype=tensor.dtype, reduction=reduction, root=root)
+
+
+def _tag(operation: str, tag: int) -> int:
+    tag = index(tag)
+    if not 0 <= tag <= _MOST_TAG:
+        raise ValueError(f"{operation}: the tag is {tag}, and must be 0 to {_MOST_TAG}")
+    return tag
 
 
 def _reduction(opts: Any) -> str:

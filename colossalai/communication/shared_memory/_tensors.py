@@ -1,6 +1,7 @@
-"""Tensors of users on their way to shared memory: contiguous, and of the sizes that a call needs."""
+"""Tensors of users on their way to shared memory: contiguous, apart, and of the sizes that a call needs."""
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Any, TypeVar
 
 import torch
@@ -32,14 +33,36 @@ class Places:
         return tensor
 
     def target(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous tensor to write, which is copied to the user's in the end if it is not that."""
+        """Return a contiguous tensor to write, which is copied to the user's in the end if it is not that.
+
+        Raises:
+            ValueError: Elements of the tensor share memory.
+        """
         _check_place(tensor)
         if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
             self._kept.append(tensor)
             return tensor
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        self._back.append((tensor, copy))
-        return copy
+        if not tensor.is_contiguous() and _shares_memory(tensor):
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has elements that "
+                "share memory, and each is to get a value of its own: give a clone() of it"
+            )
+        return self._copy_for(tensor)
+
+    def targets(
+        self, tensors: Sequence[torch.Tensor], sources: Sequence[torch.Tensor] = ()
+    ) -> list[torch.Tensor]:
+        """Return contiguous tensors to write; copies of all where one overlaps another, or a source.
+
+        Copies go back in their order, so of outputs that are one tensor it gets the last.
+        """
+        found = [self.target(tensor) for tensor in tensors]
+        if _overlap((*found, *sources)):
+            found = [
+                self._copy_for(given) if given is target else target
+                for given, target in zip(tensors, found, strict=True)
+            ]
+        return found
 
     def both(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous tensor to read and to write."""
@@ -47,6 +70,24 @@ class Places:
         if found is not tensor:
             found.copy_(tensor)
         return found
+
+    def all_both(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return contiguous tensors to read and to write; copies of all where one overlaps another."""
+        if len(tensors) == 1:
+            return [self.both(tensors[0])]
+        found = self.targets(tensors)
+        for tensor, given in zip(found, tensors, strict=True):
+            if tensor is not given:
+                tensor.copy_(given)
+        return found
+
+    def source_apart(self, source: torch.Tensor, target: torch.Tensor, own: int = 0) -> torch.Tensor:
+        """Return a contiguous source that does not overlap a target, or begins at the address `own`."""
+        found = self.source(source)
+        begin, first = found.data_ptr(), target.data_ptr()
+        if begin == own or begin >= first + target.nbytes or begin + found.nbytes <= first:
+            return found
+        return self.source(found.clone())
 
     def apart(self, target: torch.Tensor, source: torch.Tensor, rank: int) -> torch.Tensor:
         """Return a target that does not lie within a source, unless it is this rank's own section of it."""
@@ -62,6 +103,11 @@ class Places:
         """Copy what was written elsewhere to where it belongs."""
         for tensor, copy in self._back:
             tensor.copy_(copy)
+
+    def _copy_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        self._back.append((tensor, copy))
+        return copy
 
 
 def apart_from_callers(call: Callable[..., Result], *args: Any) -> Result:
@@ -106,11 +152,59 @@ def check_list(operation: str, listed: Sequence[torch.Tensor], one: torch.Tensor
     """
     if len(listed) != num_ranks:
         raise ValueError(f"{operation}: {len(listed)} tensors for {num_ranks} ranks")
+    shape, dtype = one.shape, one.dtype
     for tensor in listed:
-        if tensor.numel() != one.numel() or tensor.dtype != one.dtype:
+        if tensor.shape != shape or tensor.dtype != dtype:
             raise ValueError(
-                f"{operation}: a tensor of the list has {tensor.numel()} elements of {tensor.dtype}, and the "
-                f"single one {one.numel()} of {one.dtype}"
+                f"{operation}: a tensor of the list has shape {tuple(tensor.shape)} of {tensor.dtype}, and "
+                f"the single one {tuple(shape)} of {dtype}"
+            )
+
+
+def check_one(operation: str, tensors: Sequence[torch.Tensor], instead: str = "") -> None:
+    """Require of the tensors of a call that they are one.
+
+    Raises:
+        ValueError: `tensors` are more or fewer; `instead` names the call that takes them.
+    """
+    if len(tensors) != 1:
+        takes = f": {instead} takes several" if instead else ""
+        raise ValueError(f"{operation}: {len(tensors)} tensors, and it takes one{takes}")
+
+
+def check_pairs(operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+    """Require as many outputs, or lists of them, as inputs.
+
+    Raises:
+        ValueError: `outputs` are more or fewer.
+    """
+    if len(outputs) != len(inputs):
+        raise ValueError(f"{operation}: {len(outputs)} outputs for {len(inputs)} inputs")
+
+
+def check_lists_of_root(operation: str, lists: Sequence[Sequence[torch.Tensor]], is_root: bool) -> None:
+    """Require one list of tensors at the root of a call, and none on the other ranks.
+
+    Raises:
+        ValueError: `lists` are more or fewer.
+    """
+    if is_root and len(lists) != 1:
+        raise ValueError(f"{operation}: {len(lists)} lists, and the root has one, of a tensor for each rank")
+    if not is_root and any(lists):
+        raise ValueError(f"{operation}: {len(lists)} lists, and only the root has one")
+
+
+def check_dtypes(operation: str, *tensors: torch.Tensor) -> None:
+    """Require tensors of one type.
+
+    Raises:
+        ValueError: `tensors` have several types.
+    """
+    dtype = tensors[0].dtype
+    for tensor in tensors:
+        if tensor.dtype != dtype:
+            raise ValueError(
+                f"{operation}: tensors of {dtype} and {tensor.dtype}: all have one type, on all ranks"
             )
 
 
@@ -124,7 +218,8 @@ def split_rows(name: str, tensor: torch.Tensor, sizes: Sequence[int], num_ranks:
         num_ranks: How many there are.
 
     Raises:
-        ValueError: `sizes` are not one for each rank, or have another sum than there are rows.
+        ValueError: `sizes` are not one for each rank, one is negative or no whole number, or they have
+            another sum than there are rows.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
@@ -133,9 +228,9 @@ def split_rows(name: str, tensor: torch.Tensor, sizes: Sequence[int], num_ranks:
                 f"all_to_all_single: {rows} rows of {name} cannot be divided among {num_ranks} ranks"
             )
         sizes = [rows // num_ranks] * num_ranks
-    if len(sizes) != num_ranks or sum(sizes) != rows:
+    elif len(sizes) != num_ranks or sum(sizes) != rows or not all(map(_is_count, sizes)):
         raise ValueError(
-            f"all_to_all_single: {name} split sizes {list(sizes)} must be {num_ranks} numbers "
+            f"all_to_all_single: {name} split sizes {list(sizes)} must be {num_ranks} numbers, 0 or more, "
             f"with the sum {rows}"
         )
     width = tensor.nbytes // rows if rows else 0
@@ -161,6 +256,41 @@ def check_sparse(reduction: str, tensor: torch.Tensor) -> None:
             f"all_reduce of sparse tensors takes {torch.sparse_coo} on the CPU, not {tensor.layout} on "
             f"{tensor.device}: reduce others in a call of their own"
         )
+
+
+def _is_count(value: Any) -> bool:
+    try:
+        return index(value) >= 0
+    except TypeError:
+        return False
+
+
+def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether contiguous tensors overlap one another."""
+    end = 0
+    for begin, size in sorted([(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]):
+        if begin < end and size:
+            return True
+        end = begin + size
+    return False
+
+
+def _shares_memory(tensor: torch.Tensor) -> bool:
+    """Return whether elements of a tensor share memory."""
+    span, is_nested = 1, True  # elements between the first and the last place, of the dimensions seen
+    steps = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+    for step, size in steps:
+        is_nested = is_nested and step >= span
+        span += step * (size - 1)
+    if is_nested or not tensor.numel():
+        return False
+    if steps[0][0] == 0:
+        return True
+    # Dimensions that interleave need not overlap: shape (2, 3), strides (3, 2). So the places are counted.
+    places = torch.zeros(1, dtype=torch.int64, device="cpu")
+    for step, size in steps:
+        places = (places[:, None] + step * torch.arange(size, device="cpu")).flatten()
+    return len(places.unique()) != tensor.numel()
 
 
 def _check_place(tensor: torch.Tensor) -> None:

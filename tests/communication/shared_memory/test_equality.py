@@ -5,6 +5,7 @@ import time
 from contextlib import nullcontext
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from tests.communication.shared_memory.programs import (
     run_program,
     scatter_single,
 )
+from tests.communication.shared_memory.ranks_that_end import group
 from tests.ranks import run_ranks
 from tests.tiers import further, in_soak
 
@@ -159,3 +161,81 @@ def test_operands_that_are_read_where_they_lie(num_ranks, sizes):
     told = run_ranks(lend, num_ranks, cases)
     assert not any(wrong for wrong, _ in told), "\n".join(line for wrong, _ in told for line in wrong)
     assert all(lent > 0 for _, lent in told)
+
+
+LONG = 1_500_000  # elements: more than passes at once
+
+
+def make_calls_whose_operands_overlap(path):
+    """Outputs that are one tensor, or lie in one another or in the input: as by gloo, the last rank's win."""
+    with group(path) as rank:
+        own, same, found = torch.tensor([rank + 1.0, 5.0]), torch.zeros(2), {}
+        dist.all_gather([same, same], own)
+        found["all_gather"] = same.tolist()
+        three = torch.zeros(3)
+        dist.all_gather([three[:2], three[1:]], own)
+        found["rows that overlap"] = three.tolist()
+        dist.gather(own, [same, same] if rank == 1 else None, 1)
+        found["gather"] = same.tolist() if rank == 1 else []
+        dist.all_to_all([same, same], [own, own + 1])
+        found["all_to_all"] = same.tolist()
+        twice = torch.ones(2)
+        dist.group.WORLD.allreduce_coalesced([twice, twice]).wait()
+        found["coalesced"] = twice.tolist()
+        windows = torch.ones(9).as_strided(
+            (2, 3), (3, 2)
+        )  # they interleave, and no two elements share memory
+        dist.all_reduce(windows)
+        found["windows"] = windows.tolist()
+
+        whole = torch.arange(2.0 * LONG) + rank
+        expected = torch.cat([whole[LONG - 1 : -1] + other - rank for other in range(2)])
+        gather_single(whole, whole[LONG - 1 : -1])
+        found["input in the output"] = torch.equal(whole, expected)
+
+        whole = torch.arange(2.0 * LONG + 1) + rank
+        mine = slice(1 + rank * LONG, 1 + (rank + 1) * LONG)
+        expected = torch.cat([whole[mine] + other - rank for other in range(2)])
+        dist.all_to_all_single(whole[:-1], whole[1:])
+        found["an exchange in place"] = torch.equal(whole[:-1], expected)
+
+        whole = torch.arange(2.0 * LONG)
+        output, parts = whole[LONG - 1 : -1], whole.clone().chunk(2)
+        dist.scatter(output, list(whole.chunk(2)) if rank == 0 else None, 0)
+        found["a part in the output"] = torch.equal(output, parts[rank])
+        return found
+
+
+@pytest.mark.dist
+def test_operands_that_overlap(tmp_path):
+    mine, theirs = run_ranks(make_calls_whose_operands_overlap, 2, tmp_path / "overlap")
+    expected = {
+        "all_gather": [2.0, 5.0],
+        "rows that overlap": [1.0, 2.0, 5.0],
+        "gather": [],
+        "all_to_all": [2.0, 5.0],
+        "coalesced": [2.0, 2.0],
+        "windows": [[2.0] * 3] * 2,
+        "input in the output": True,
+        "an exchange in place": True,
+        "a part in the output": True,
+    }
+    assert mine == expected
+    assert theirs == expected | {"gather": [2.0, 5.0], "all_to_all": [3.0, 6.0]}
+
+
+def gather_several_lists(path):
+    with group(path) as rank:
+        inputs = [torch.full((2, 2), rank + 1.0), torch.full((1,), rank + 10.0)]
+        outputs = [[torch.zeros(2, 2), torch.zeros(1)] for _ in range(2)]
+        with pytest.warns(FutureWarning):
+            dist.all_gather_coalesced(outputs, inputs)
+        tensor = torch.ones(2)
+        dist.send(tensor, np.int64(1 - rank)) if rank == 0 else dist.recv(tensor, np.int64(0))
+        return [[tensor.sum().item() for tensor in listed] for listed in outputs]
+
+
+@pytest.mark.dist
+def test_a_coalesced_gather_has_a_list_of_outputs_for_each_rank(tmp_path):
+    found = run_ranks(gather_several_lists, 2, tmp_path / "lists")
+    assert found == [[[4.0, 10.0], [8.0, 11.0]]] * 2

@@ -1,4 +1,4 @@
-"""Calls that do not fit: at the same place of a group, a message and its buffer, what cannot be reduced."""
+"""Calls that do not fit: at the same place of a group, a message and its buffer, arguments, reductions."""
 
 import itertools
 import time
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from colossalai.communication.shared_memory._calls import OPERATIONS
-from tests.communication.shared_memory.programs import gather_single
+from tests.communication.shared_memory.programs import gather_single, scatter_single
 from tests.communication.shared_memory.ranks_that_end import error_of, group
 from tests.ranks import run_ranks
 from tests.tiers import further
@@ -18,8 +18,6 @@ pytestmark = pytest.mark.dist
 P, N = 3, 12
 AT_ONCE_S = 1.0
 ODD = 1  # the rank that calls something else
-
-scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def call(pg, operation, *, n=N, dtype=torch.float32, op="SUM", root=0):
@@ -239,3 +237,154 @@ def test_what_cannot_be_reduced_is_refused_and_the_group_goes_on(tmp_path):
         assert kind == "ValueError", (kind, text)
         assert "\n" not in text
     assert found[0][1] == "ReduceOp.BAND works on integers and bools, not on float32"
+
+
+ones, zeros = torch.ones, torch.zeros
+RANKS = "it has ranks 0 to 1"
+SHARED = "elements that share memory"
+
+
+def options(kind, **values):
+    made = kind()
+    for name, value in values.items():
+        setattr(made, name, value)
+    return made
+
+
+def rooted(kind, root):
+    return options(kind, rootRank=root)
+
+
+def refused(pg):
+    """Return each call that is refused, with what the error says."""
+    reduce, broadcast = dist.ReduceOptions, dist.BroadcastOptions
+    gather, scatter = dist.GatherOptions, dist.ScatterOptions
+    one, two, wide = ones(2), [ones(2), ones(2)], ones(1).expand(2)
+    calls = []
+    for root in (2, -1):
+        said = f"rank {root} is not a rank of the group: {RANKS}"
+        calls += [
+            (lambda root=root: pg.reduce([one], rooted(reduce, root)), f"reduce: the root, {said}"),
+            (lambda root=root: pg.broadcast([one], rooted(broadcast, root)), f"broadcast: the root, {said}"),
+            (lambda root=root: pg.gather([], [one], rooted(gather, root)), f"gather: the root, {said}"),
+            (lambda root=root: pg.scatter([one], [], rooted(scatter, root)), f"scatter: the root, {said}"),
+            (lambda root=root: pg.send([one], root, 0), f"send: the destination, {said}"),
+            (lambda root=root: pg.recv([one], root, 0), f"recv: the source, {said}"),
+        ]
+    return [
+        *calls,
+        (lambda: dist.broadcast(one, 5), "broadcast: the root, rank 5"),
+        (lambda: dist.reduce(one, 5), "reduce: the root, rank 5"),
+        (lambda: dist.send(one, 5), "send: the destination, rank 5"),
+        (lambda: dist.irecv(one, 5), "recv: the source, rank 5"),
+        (lambda: pg.send([one], 0, 0), "send: the destination, rank 0, is this rank itself"),
+        (lambda: pg.recv([one], 0, 0), "recv: the source, rank 0, is this rank itself"),
+        (lambda: dist.send(one, 1, tag=-1), "send: the tag is -1, and must be 0 to 2147483647"),
+        (lambda: dist.recv(one, 1, tag=2**70), f"recv: the tag is {2**70}"),
+        (lambda: dist.recv(one, tag=-3), "recv: the tag is -3"),
+        # As many tensors as there are ranks, or one.
+        (lambda: pg.allreduce(two), "all_reduce: 2 tensors, and it takes one: all_reduce_coalesced"),
+        (lambda: pg.reduce(two, rooted(reduce, 0)), "reduce: 2 tensors, and it takes one"),
+        (lambda: pg.broadcast([], rooted(broadcast, 0)), "broadcast: 0 tensors, and it takes one"),
+        (lambda: pg.send(two, 1, 0), "send: 2 tensors, and it takes one"),
+        (lambda: pg.recv([], 1, 0), "recv: 0 tensors, and it takes one"),
+        (lambda: pg.recv_anysource(two, 0), "recv: 2 tensors, and it takes one"),
+        (lambda: pg.gather([two], two, rooted(gather, 0)), "gather: 2 tensors, and it takes one"),
+        (lambda: pg.gather([], [one], rooted(gather, 0)), "gather: 0 lists, and the root has one"),
+        (lambda: pg.gather([two], [one], rooted(gather, 1)), "gather: 1 lists, and only the root has one"),
+        (lambda: pg.gather([two[:1]], [one], rooted(gather, 0)), "gather: 1 tensors for 2 ranks"),
+        (lambda: pg.scatter(two, [two], rooted(scatter, 0)), "scatter: 2 tensors, and it takes one"),
+        (lambda: pg.scatter([one], [], rooted(scatter, 0)), "scatter: 0 lists, and the root has one"),
+        (lambda: pg.scatter([one], [two], rooted(scatter, 1)), "scatter: 1 lists, and only the root has one"),
+        (lambda: pg.scatter([one], [[*two, one]], rooted(scatter, 0)), "scatter: 3 tensors for 2 ranks"),
+        (lambda: pg.allgather([two], two), "all_gather: 1 outputs for 2 inputs"),
+        (lambda: pg.reduce_scatter(two, [two]), "reduce_scatter: 2 outputs for 1 inputs"),
+        (
+            lambda: pg.reduce_scatter_tensor_coalesced([one], [ones(4), ones(4)]),
+            "reduce_scatter: 1 outputs for 2 inputs",
+        ),
+        (
+            lambda: pg.allgather_coalesced([[one], [one], [one]], [one]),
+            "all_gather_coalesced: 3 lists of outputs for 2 ranks",
+        ),
+        (
+            lambda: pg.allgather_coalesced([two, two[:1]], two),
+            "all_gather_coalesced: lists of [2, 1] outputs for 2 inputs",
+        ),
+        # Shapes and types.
+        (lambda: pg.allgather([[ones(2, 3), ones(6)]], [ones(2, 3)]), "has shape (6,) of torch.float32"),
+        (
+            lambda: pg.allgather([[one, one.int()]], [one]),
+            "has shape (2,) of torch.int32, and the single one",
+        ),
+        (lambda: pg.gather([[one, ones(1, 2)]], [one], rooted(gather, 0)), "has shape (1, 2)"),
+        (lambda: pg.scatter([one], [[one, ones(3)]], rooted(scatter, 0)), "has shape (3,)"),
+        (lambda: pg.reduce_scatter([ones(6)], [[ones(6), ones(3, 2)]]), "has shape (3, 2)"),
+        (lambda: gather_single(ones(4), one.int()), "one tensor is torch.float32 and the other torch.int32"),
+        (lambda: scatter_single(one, ones(3)), "has 3 elements, and must have 2 times the 2"),
+        (
+            lambda: pg.alltoall(two, [one.int(), one.int()], None),
+            "all_to_all: tensors of torch.float32 and torch.int32: all have one type",
+        ),
+        (
+            lambda: pg.alltoall_base(ones(4), ones(4).int(), [], []),
+            "all_to_all_single: tensors of torch.float32 and torch.int32: all have one type",
+        ),
+        # Parts of an exchange.
+        (
+            lambda: dist.all_to_all_single(zeros(2), ones(3), [1, 1], [2, 1]),
+            "all_to_all_single: rank 0 gives itself 8 bytes and has room for 4",
+        ),
+        (
+            lambda: dist.all_to_all_single(zeros(4), ones(2)),
+            "all_to_all_single: rank 0 gives itself 4 bytes and has room for 8",
+        ),
+        (
+            lambda: dist.all_to_all(two, [ones(3), one]),
+            "all_to_all: rank 0 gives itself 12 bytes and has room for 8",
+        ),
+        (
+            lambda: dist.all_to_all_single(ones(4), ones(4), [5, -1], [5, -1]),
+            "output split sizes [5, -1] must be 2 numbers, 0 or more, with the sum 4",
+        ),
+        (
+            lambda: dist.all_to_all_single(ones(4), ones(4), [2, 2], [2.0, 2.0]),
+            "input split sizes [2.0, 2.0] must be 2 numbers, 0 or more",
+        ),
+        (lambda: dist.all_to_all_single(ones(4), ones(4), [4], [4]), "split sizes [4] must be 2 numbers"),
+        # Outputs whose elements share memory.
+        (lambda: dist.all_reduce(wide), f"a tensor of shape (2,) and strides (0,) has {SHARED}"),
+        (lambda: dist.all_reduce(ones(4).as_strided((3, 2), (1, 1))), SHARED),
+        (lambda: dist.all_reduce(ones(9).as_strided((2, 2, 2), (3, 2, 1)), async_op=True), SHARED),
+        (lambda: dist.reduce(wide, 1), SHARED),
+        (lambda: dist.broadcast(wide, 0), SHARED),
+        (lambda: dist.gather(one, [wide, one], 0), SHARED),
+        (lambda: dist.scatter(wide, two, 0), SHARED),
+        (lambda: dist.all_gather([wide, wide], one), SHARED),
+        (lambda: gather_single(ones(1).expand(4), one), SHARED),
+        (lambda: scatter_single(wide, ones(4)), SHARED),
+        (lambda: dist.all_to_all_single(ones(1).expand(4), ones(4)), SHARED),
+        (lambda: dist.recv(wide, 1), SHARED),
+    ]
+
+
+def make_calls_that_are_refused(path):
+    with group(path) as rank:
+        # On one rank: were anything sent, the calls after it would fail.
+        found = [(error_of(call)[:2], said) for call, said in refused(dist.group.WORLD)] if rank == 0 else []
+        tensor = ones(3)
+        dist.all_reduce(tensor)
+        message = torch.full((2,), float(rank))
+        work = dist.isend(message, 1 - rank)
+        received = zeros(2)
+        dist.recv(received, 1 - rank)
+        work.wait()
+        return found, tensor.tolist(), received.tolist()
+
+
+def test_arguments_that_do_not_fit_are_refused_and_the_group_goes_on(tmp_path):
+    (found, *mine), (_, *theirs) = run_ranks(make_calls_that_are_refused, 2, tmp_path / "refused")
+    assert mine == [[2.0] * 3, [1.0] * 2]
+    assert theirs == [[2.0] * 3, [0.0] * 2]
+    wrong = [(got, said) for got, said in found if got[0] != "ValueError" or said not in got[1]]
+    assert not wrong, "\n".join(map(str, wrong))
