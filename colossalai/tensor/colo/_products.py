@@ -28,6 +28,8 @@ Func = Callable[..., Any]
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
 
+_REDUCTIONS = ("none", "mean", "sum")
+
 
 def _product(a: torch.Tensor, b: torch.Tensor, cut_a: TensorCut | None, cut_b: TensorCut | None) -> Any:
     """Return `a @ b` of two tensors with two or more dimensions, of which one is cut at least."""
@@ -111,22 +113,55 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Any:
     named = dict(zip(names, args, strict=False)) | dict(kwargs)
     ids, weight = named["input"], named["weight"]
     cut = cut_of(weight)
-    is_plain = not any(named.get(name) for name in ("max_norm", "scale_grad_by_freq", "sparse"))
+    is_plain = named.get("max_norm") is None and not any(map(named.get, ("scale_grad_by_freq", "sparse")))
     if cut is None or cut_of(ids) is not None or not is_plain:
         return NotImplemented
     padding = named.get("padding_idx")
     if cut.dim == 1:
         found = F.embedding(ids, weight, padding)
         return _as_asked(Sliced(found, TensorCut(found.dim() - 1, cut.group)), weight)
-    num_rows = weight.shape[0]
-    if padding is not None and padding < 0:
-        padding += num_rows * cut.axis.size
-    own = ids - cut.axis.rank * num_rows
-    is_here = (own >= 0) & (own < num_rows)
+    num_rows = weight.shape[0] * cut.axis.size
+    if padding is not None:
+        if not -num_rows <= padding < num_rows:
+            return NotImplemented  # for torch to refuse
+        padding %= num_rows
+    places, is_here = _in_slice(ids, weight.shape[0], cut, "ids", "rows")
     counts = is_here if padding is None else is_here & (ids != padding)
-    rows = F.embedding(own.clamp(0, num_rows - 1), weight)
+    rows = F.embedding(places, weight)
     rows = torch.where(counts[..., None], rows, rows.detach())  # what counts has a gradient
     return reduce_forward_copy_backward(rows * is_here[..., None], cut.axis)
+
+
+def _in_slice(
+    numbers: torch.Tensor, size: int, cut: TensorCut, what: str, of: str, ignored: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the places of rows or classes in this rank's slice, any for those elsewhere, and which it has.
+
+    On a CPU all numbers are looked at. An accelerator would have to be waited for: there one that no rank has
+    is not replaced, so that the kernel asserts, as in one process. The ranks have the same numbers, and raise
+    all or none, before anything is sent.
+
+    Args:
+        numbers: Of the rows or classes.
+        size: How many the slice has.
+        cut: How the whole is cut.
+        what: What the numbers are, for the message.
+        of: What they number.
+        ignored: A number that does not count, wherever it is.
+
+    Raises:
+        IndexError: A number is negative, or too large, as in torch.
+    """
+    places, num = numbers - cut.axis.rank * size, size * cut.axis.size
+    is_here = (places >= 0) & (places < size)
+    counted = numbers if ignored is None else numbers.masked_fill(numbers == ignored, 0)
+    if numbers.device.type != "cpu":
+        return places.masked_fill(~is_here & (counted >= 0) & (counted < num), 0), is_here
+    if numbers.numel():
+        low, high = (int(bound) for bound in counted.aminmax())
+        if low < 0 or high >= num:
+            raise IndexError(f"{what} out of range: they are from {low} to {high}, of {num} {of}, from 0")
+    return places.clamp_(0, size - 1), is_here
 
 
 def _layer_norm(func: Func, args: Args, kwargs: Kwargs) -> Any:
@@ -170,18 +205,19 @@ def _cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
     named |= dict(zip(names, args, strict=False)) | dict(kwargs)
     logits, target = named["input"], named["target"]
     cut = cut_of(logits)
-    rare = any(named.get(name) for name in ("size_average", "reduce", "label_smoothing"))
-    if cut is None or rare or named.get("weight") is not None or target.is_floating_point():
+    rare = any(named.get(name) is not None for name in ("weight", "size_average", "reduce"))
+    if cut is None or rare or named.get("label_smoothing") or named["reduction"] not in _REDUCTIONS:
         return NotImplemented
     if cut_of(target) is not None or cut.dim != min(1, logits.dim() - 1):
         return NotImplemented
     logits, size = logits.movedim(cut.dim, -1), logits.shape[cut.dim]  # (..., classes / ranks)
+    if target.dtype is not torch.int64 or target.shape != logits.shape[:-1]:
+        return NotImplemented  # probabilities, or for torch to refuse
+    places, is_here = _in_slice(target, size, cut, "labels", "classes", named["ignore_index"])
     largest = all_reduce(logits.detach().amax(-1), cut.axis, dist.ReduceOp.MAX)
     shifted = logits - largest[..., None]
     total = reduce_forward_copy_backward(shifted.exp().sum(-1), cut.axis)
-    own = target - cut.axis.rank * size
-    is_here = (own >= 0) & (own < size)
-    picked = shifted.gather(-1, own.clamp(0, size - 1)[..., None])[..., 0]
+    picked = shifted.gather(-1, places[..., None])[..., 0]
     chosen = reduce_forward_copy_backward(picked * is_here, cut.axis)
     counts = target != named["ignore_index"]
     losses = torch.where(counts, total.log() - chosen, 0.0)

@@ -8,6 +8,7 @@ result that is whole is a plain tensor. What asks for no values (shape, dtype, `
 of the slice.
 """
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Self, cast
@@ -62,19 +63,27 @@ class ColoTensor(torch.Tensor):
         """Nothing is left to do."""
 
     @classmethod
-    def from_torch_tensor(cls, tensor: torch.Tensor, spec: ColoTensorSpec | None = None) -> Self:
+    def from_torch_tensor(
+        cls, tensor: torch.Tensor, spec: ColoTensorSpec | None = None, *, requires_grad: bool | None = None
+    ) -> Self:
         """Return a tensor on the memory of a plain one, which is this rank's slice.
 
         Args:
             tensor: The slice.
             spec: How the ranks hold the whole.
+            requires_grad: Whether it has a gradient; False takes it out of the graph of `tensor`. Default:
+                as `tensor`; a `ColoParameter` that is made of a tensor, not of a parameter, has one.
 
         Raises:
             ValueError: `spec` does not fit `tensor`.
         """
         cut = None if spec is None else _cut_by(spec.dist_attr, tensor.dim(), spec.pg)
         with torch._C.DisableTorchFunctionSubclass():
-            made = cls._on(tensor)
+            made = cls._on(tensor.detach() if requires_grad is False else tensor)
+            if requires_grad is None:
+                requires_grad = made.requires_grad or cls._is_trained(tensor)
+            if requires_grad != made.requires_grad:
+                made.requires_grad_(requires_grad)
         if spec is not None:
             vars(made)[_GROUP] = spec.pg
             vars(made)[COMPUTE_SPEC] = spec.compute_attr
@@ -85,6 +94,11 @@ class ColoTensor(torch.Tensor):
     def _on(cls, tensor: torch.Tensor) -> Self:
         """Return one on the memory of a plain tensor, and of its graph."""
         return tensor.as_subclass(cls)
+
+    @classmethod
+    def _is_trained(cls, tensor: torch.Tensor) -> bool:
+        """Return whether one on the memory of a tensor without a gradient has one."""
+        return False
 
     @classmethod
     def __torch_function__(
@@ -98,7 +112,8 @@ class ColoTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func in _OF_THE_SLICE or are_memory():
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
+                result = func(*args, **kwargs)
+                return _extents_of(args[0], result, *args[1:], **kwargs) if func in _EXTENTS else result
         if func in OF_AUTOGRAD:  # See [Note: calls of autograd].
             args, kwargs = with_gradient_edges(func, args, kwargs)
             return func(*args, **kwargs)
@@ -231,7 +246,7 @@ class ColoTensor(torch.Tensor):
         cut = _cut_by(dist_spec, self.dim(), group)
         with torch._C.DisableTorchFunctionSubclass():
             made = _converted(self, cut).as_subclass(ColoTensor)
-        vars(made).update({_GROUP: group, COMPUTE_SPEC: self.compute_spec})
+        vars(made).update({_GROUP: group, **_own_compute_spec(self)})
         made._set_cut(cut)
         return made
 
@@ -260,9 +275,17 @@ class ColoTensor(torch.Tensor):
         if id(self) in memo:
             known: Self = memo[id(self)]
             return known
+        if not self.is_leaf:
+            raise RuntimeError(
+                "a ColoTensor that was computed, and has a gradient, cannot be copied by copy.deepcopy, as "
+                "none of torch can: detach() or clone() it"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             copied = self._on(self.detach().clone()).requires_grad_(self.requires_grad)
+            if self.grad is not None and not isinstance(self, nn.Parameter):  # as of torch's
+                copied.grad = self.grad.clone()
         vars(copied).update(vars(self))
+        vars(copied).update(_own_compute_spec(self, memo))
         memo[id(self)] = copied
         return cast(Self, copied)
 
@@ -288,8 +311,8 @@ class ColoParameter(ColoTensor, nn.Parameter):
         requires_grad: bool = True,
         spec: ColoTensorSpec | None = None,
     ) -> Self:
-        made = cls.from_torch_tensor(torch.empty(0) if data is None else data, spec)
-        return cast(Self, made.requires_grad_(requires_grad))
+        tensor = torch.empty(0) if data is None else data
+        return cls.from_torch_tensor(tensor, spec, requires_grad=requires_grad)
 
     def __init__(
         self,
@@ -304,6 +327,11 @@ class ColoParameter(ColoTensor, nn.Parameter):
         """See the base class; a leaf."""
         made: Self = torch.Tensor._make_subclass(cls, tensor.detach(), tensor.requires_grad)
         return made
+
+    @classmethod
+    def _is_trained(cls, tensor: torch.Tensor) -> bool:
+        """See the base class; as `torch.nn.Parameter`, but for parameters that were frozen."""
+        return not isinstance(tensor, nn.Parameter)
 
 
 class DistSpecManager:
@@ -382,6 +410,20 @@ def _rebuilt(
     return cast(ColoTensor, made)
 
 
+def _own_compute_spec(tensor: ColoTensor, memo: dict[int, Any] | None = None) -> dict[str, ComputeSpec]:
+    """Return the field of a tensor's compute spec for a copy of it, which can be changed by itself."""
+    spec = tensor.compute_spec
+    return {} if spec is None else {COMPUTE_SPEC: copy.deepcopy(spec, memo)}
+
+
+def _extents_of(tensor: ColoTensor, extents: Any, dim: int | None = None) -> Any:
+    """Return the shape of a tensor, or one extent of it; see [Note: views with two meanings]."""
+    cut = cut_of(tensor)
+    if cut is None or are_memory():
+        return extents
+    return _views.marked_extents(extents, cut, None if dim is None else dim % tensor.dim())
+
+
 def _cut_by(dist_spec: DistSpec, num_dims: int, group: ProcessGroup) -> TensorCut | None:
     if not isinstance(dist_spec, DistSpec):
         raise ValueError(f"the dist spec is {dist_spec!r}; it must be a ShardSpec or a ReplicaSpec")
@@ -442,3 +484,6 @@ def _all_whole(value: Any) -> Any:
 
 _OF_THE_SLICE = ASKING_NO_VALUES | {torch.Tensor.data.__get__, torch.Tensor.data.__set__}  # type: ignore[attr-defined]
 """Functions that are answered of the slice: they ask for no values, or for the memory itself."""
+
+_EXTENTS = frozenset([torch.Tensor.shape.__get__, torch.Tensor.size])  # type: ignore[attr-defined]
+"""Functions that return extents."""

@@ -2,6 +2,11 @@
 
 Where a caller names extents, at the cut dimension that of the slice or of the whole will do: models compute
 them from a tensor's shape, which is that of the slice, or know them.
+
+[Note: views with two meanings]
+Of a slice (2, 3, 2) of a whole (2, 3, 4), `x.view(-1, 2)` is (6, 2) if 2 is the slice's extent, and (12, 2)
+as in one process. With a -1 both always fit. A model that writes `x.view(-1, x.size(-1))` means the first: so
+the extent that it reads of the cut dimension is an int that says so (`SliceExtent`). Any other is refused.
 """
 
 import math
@@ -14,6 +19,28 @@ from colossalai.tensor.colo._cut import Sliced, TensorCut, cut_of
 from colossalai.tensor.colo._elementwise import Rule
 
 
+class SliceExtent(int):
+    """The extent of a cut dimension, as read from a slice; see [Note: views with two meanings]."""
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        return int, (int(self),)
+
+
+def marked_extents(extents: Any, cut: TensorCut, dim: int | None) -> Any:
+    """Return the shape of a slice, or one extent of it, with that of the cut dimension marked.
+
+    Args:
+        extents: The shape, or the extent.
+        cut: How it is cut.
+        dim: Of the one extent, counted from the front.
+    """
+    if isinstance(extents, torch.Size):
+        return torch.Size(
+            SliceExtent(size) if place == cut.dim else size for place, size in enumerate(extents)
+        )
+    return SliceExtent(extents) if dim == cut.dim else extents
+
+
 def local_extents(
     shape: Sequence[int], cut: TensorCut, wanted: Sequence[int]
 ) -> tuple[list[int], int] | None:
@@ -23,16 +50,33 @@ def local_extents(
         shape: The shape of the slice.
         cut: How it is cut.
         wanted: The extents that a caller asks for, one of which may be -1.
+
+    Raises:
+        ValueError: `wanted` has two meanings; see [Note: views with two meanings].
     """
     num_before, own = math.prod(shape[: cut.dim]), shape[cut.dim]
     num_behind = math.prod(shape[cut.dim + 1 :])
+    fits: list[tuple[list[int], int]] = []
     for dim, size in enumerate(wanted):
         if size not in (own, own * cut.axis.size, -1):
             continue
         before, behind = list(wanted[:dim]), list(wanted[dim + 1 :])
         if _fill(before, num_before) and _fill(behind, num_behind):
-            return [*before, own, *behind], dim
-    return None
+            fits.append(([*before, own, *behind], dim))
+    read = [fit for fit in fits if isinstance(wanted[fit[1]], SliceExtent)]
+    whole = [size * cut.axis.size if dim == cut.dim else size for dim, size in enumerate(shape)]
+    if not read and -1 in wanted and any(wanted[dim] == own for _, dim in fits):
+        raise ValueError(
+            f"a view as {tuple(wanted)} fits the slice, of shape {tuple(shape)}, and the whole, "
+            f"{tuple(whole)}: name all extents instead of -1, or read that of the slice (x.shape[{cut.dim}])"
+        )
+    found = read or fits
+    if len(found) > 1:
+        raise ValueError(
+            f"a view of {tuple(shape)}, a slice of {tuple(whole)}, as {tuple(wanted)} may cut more than one "
+            f"dimension: read the extent of the one that is cut from the slice (x.shape[{cut.dim}])"
+        )
+    return found[0] if found else None
 
 
 def _fill(extents: list[int], numel: int) -> bool:

@@ -317,3 +317,172 @@ def warned() -> list[str]:
 def test_a_function_without_a_rule_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
     run_ranks(warned, 2)
     assert capfd.readouterr().out.count("cumsum has no rule") == 1
+
+
+LOGITS = torch.arange(24.0, dtype=torch.float64).view(4, 6).sin()
+ROWS = torch.arange(48.0, dtype=torch.float64).view(8, 6).sin()
+NOT_A_CLASS = "labels out of range: they are from .*{}.*, of 6 classes, from 0"
+NOT_A_ROW = "ids out of range: they are from .*{}.*, of 8 rows, from 0"
+AS_TORCH: dict[str, tuple[Callable[[torch.Tensor], Any], torch.Tensor, int, str]] = {
+    # What is called, the whole of its argument, where that is cut, and what its error says; empty: none.
+    "label 6": (lambda x: F.cross_entropy(x, torch.tensor([1, 6, 5, 2])), LOGITS, 1, NOT_A_CLASS.format(6)),
+    "label -1": (
+        lambda x: F.cross_entropy(x, torch.tensor([1, -1, -100, 2]), reduction="sum"),
+        LOGITS,
+        1,
+        NOT_A_CLASS.format(-1),
+    ),
+    "ignored label": (
+        lambda x: F.cross_entropy(x, torch.tensor([1, 77, -2, 2]), ignore_index=77),
+        LOGITS,
+        1,
+        NOT_A_CLASS.format(-2),
+    ),
+    "only ignored ones": (
+        lambda x: F.cross_entropy(x, torch.tensor([1, 77, 5, 77]), ignore_index=77, reduction="none"),
+        LOGITS,
+        1,
+        "",
+    ),
+    "id 8": (lambda w: F.embedding(torch.tensor([[0, 8]]), w), ROWS, 0, NOT_A_ROW.format(8)),
+    "id -1": (lambda w: F.embedding(torch.tensor([3, -1]), w, 3), ROWS, 0, NOT_A_ROW.format(-1)),
+    "id 8, features": (lambda w: F.embedding(torch.tensor([[0, 8]]), w), ROWS, 1, "out of range"),
+    "no ids": (lambda w: F.embedding(torch.empty(0, 2, dtype=torch.int64), w), ROWS, 0, ""),
+    "padding_idx 8": (lambda w: F.embedding(IDS, w, 8), ROWS, 0, "num_embeddings"),
+    "too few labels": (lambda x: F.cross_entropy(x, torch.tensor([1])), LOGITS, 1, "batch_size"),
+    "reduction": (
+        lambda x: F.cross_entropy(x, torch.tensor([1, 0, 5, 2]), reduction="average"),
+        LOGITS,
+        1,
+        "average is not a valid",
+    ),
+    "size_average": (
+        lambda x: F.cross_entropy(x, torch.tensor([1, 0, 5, 2]), size_average=False),
+        LOGITS,
+        1,
+        "",
+    ),
+    "reduce": (lambda x: F.cross_entropy(x, torch.tensor([1, 0, 5, 2]), reduce=False), LOGITS, 1, ""),
+    "max_norm": (lambda w: F.embedding(IDS, w, max_norm=0.0), ROWS, 0, ""),
+}
+
+
+def outcome(call: Callable[[torch.Tensor], Any], value: torch.Tensor) -> Any:
+    """Return what a call returns, or the type and text of its error."""
+    try:
+        found = call(value)
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return found.to_replicate().data if isinstance(found, ColoTensor) else found
+
+
+def compare_with_torch() -> list[str]:
+    """Return where calls with cut arguments and with whole ones differ, or something is sent by a mistake."""
+    colossalai.launch_from_torch({}, verbose=False)
+    group, wrong = ProcessGroup(tp_degree=2), []
+    for name, (call, value, dim, said) in AS_TORCH.items():
+        part = value.chunk(2, dim)[group.tp_local_rank()].clone()
+        cut = ColoTensor.from_torch_tensor(part, ColoTensorSpec(group, ShardSpec([dim], [2])))
+        wanted = outcome(call, value.clone())
+        with ledger() as sent, torch.no_grad():
+            found = outcome(call, cut)
+        if isinstance(wanted, torch.Tensor):
+            is_right = isinstance(found, torch.Tensor) and torch.allclose(found, wanted) and not said
+        else:
+            is_right = isinstance(found, tuple) and found[0] == wanted[0]
+            is_right = is_right and re.search(said, found[1]) is not None
+            is_right = is_right and not (sent.entries and wanted[0] == "IndexError")
+        if not is_right:
+            wrong.append(f"{name}: {found}, not {wanted}; sent {[entry.op for entry in sent.entries]}")
+    gpc.destroy()
+    return wrong
+
+
+def test_what_torch_refuses_is_refused_on_all_ranks() -> None:
+    for wrong in run_ranks(compare_with_torch, 2):
+        assert not wrong, "\n".join(wrong)
+
+
+def views_with_two_meanings() -> list[str]:
+    """Return what is said of views that fit the slice and the whole; others have one meaning."""
+    colossalai.launch_from_torch({}, verbose=False)
+    group = ProcessGroup(tp_degree=2)
+    rank, said = group.tp_local_rank(), []
+
+    def cut(value: torch.Tensor, dim: int) -> ColoTensor:
+        part = value.chunk(2, dim)[rank].clone()
+        return ColoTensor.from_torch_tensor(part, ColoTensorSpec(group, ShardSpec([dim], [2])))
+
+    whole = torch.arange(24.0).view(2, 3, 4)
+    x = cut(whole, 2)  # a slice of shape (2, 3, 2): two heads of two features on two ranks
+    for refused in ((2, 3, -1, 2), (-1, 2), (6, -1, 2)):
+        try:
+            said.append(f"nothing: {x.view(*refused).shape}")
+        except ValueError as error:
+            said.append(str(error))
+    for shape in ((-1, x.shape[-1]), (-1, x.size(2)), (6, 2), (-1, 4), (6, -1), (6, *x.size()[2:])):
+        found = x.reshape(shape)
+        assert found.shape == (6, 2), shape
+        assert torch.equal(found.to_replicate().data, whole.view(6, 4)), shape
+    extent = pickle.loads(pickle.dumps(x.shape[-1]))
+    assert (type(extent), type(x.shape[0]), x.shape) == (int, int, (2, 3, 2))
+    y = cut(whole.view(2, 12), 0)  # a slice of shape (1, 12)
+    try:
+        said.append(f"nothing: {y.view(1, 1, 12).shape}")
+    except ValueError as error:
+        said.append(str(error))
+    assert torch.equal(y.view(1, *y.shape).to_replicate().data, whole.view(1, 2, 12))
+    gpc.destroy()
+    return said
+
+
+def test_a_view_with_two_meanings_is_refused() -> None:
+    for said in run_ranks(views_with_two_meanings, 2):
+        for text in said[:3]:
+            assert re.search(r"fits the slice, of shape \(2, 3, 2\), and the whole, \(2, 3, 4\)", text), text
+        assert "more than one dimension" in said[3]
+
+
+def copies_and_flags() -> None:
+    """Copy parameters with compute specs, and make tensors of tensors that are trained or not."""
+    colossalai.launch_from_torch({}, verbose=False)
+    group = ProcessGroup(tp_degree=2)
+    compute = ComputeSpec(ComputePattern.TP1D)
+    model = nn.ParameterList()
+    for _ in range(2):
+        param = ColoParameter(torch.ones(4, 4))
+        param.set_process_group(group)
+        param.set_tensor_spec(ShardSpec([0], [2]), compute)
+        model.append(param)
+    copied = copy.deepcopy(model)
+    copied[0].compute_spec.set_output_replicate(False)
+    assert compute.output_replicate
+    assert copied[1].compute_spec is copied[0].compute_spec  # as those of the original
+    model[0].to_replicate().compute_spec.set_output_replicate(False)
+    assert compute.output_replicate
+
+    x = torch.ones(2, 3)
+    spec = ColoTensorSpec(group, ShardSpec([0], [2]))
+    for made, is_trained in (
+        (ColoParameter.from_torch_tensor(x), True),
+        (ColoParameter.from_torch_tensor(x, spec), True),
+        (ColoParameter.from_torch_tensor(x, spec, requires_grad=False), False),
+        (ColoParameter.from_torch_tensor(nn.Parameter(x, requires_grad=False), spec), False),
+        (ColoParameter(x, False, spec), False),
+        (ColoTensor.from_torch_tensor(x, spec), False),
+        (ColoTensor.from_torch_tensor(x, spec, requires_grad=True), True),
+        (ColoTensor.from_torch_tensor(x.clone().requires_grad_(), spec), True),
+        (ColoTensor.from_torch_tensor(x.clone().requires_grad_(), spec, requires_grad=False), False),
+    ):
+        assert made.requires_grad is is_trained
+        assert made.data_ptr() != 0
+    leaf = ColoTensor.from_torch_tensor(x.clone(), spec, requires_grad=True)
+    torch.sum(leaf * 3.0).backward()
+    assert torch.equal(copy.deepcopy(leaf).grad, torch.full((2, 3), 3.0))
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(leaf * 2.0)
+    gpc.destroy()
+
+
+def test_copies_and_flags_are_those_of_torch() -> None:
+    run_ranks(copies_and_flags, 2)
