@@ -156,15 +156,32 @@ def read_index(path: Path) -> HuggingFaceIndex:
             raise ValueError("it is not an index of shards, which has a weight_map")
         refuse_other_form(content["weight_map"], {str: str}, "weight_map")
         metadata = of_kind(content.get("metadata") or {}, dict, "metadata")
-        index = HuggingFaceIndex(content["weight_map"], dict(metadata))
-        checksum = index.metadata.pop(_CHECKSUM, None)  # others write none
-        if checksum is not None and checksum != json_checksum([index.weight_map, index.metadata]):
-            raise ValueError("its checksum does not match its content")
+        weight_map = content["weight_map"]
+        if _CHECKSUM in metadata:
+            if not _is_of_rest(_CHECKSUM, metadata, weight_map):
+                raise ValueError("its checksum does not match its content")
+        # Others write none; ours is there all the same if its name, or that of the metadata, is damaged.
+        elif any(
+            _is_of_rest(name, part, weight_map)
+            for part in content.values()
+            if part is not weight_map and isinstance(part, dict)
+            for name, value in part.items()
+            if isinstance(value, int)
+        ):
+            raise ValueError(f"the name of its checksum is not {_CHECKSUM!r} in 'metadata'")
+        others = {name: value for name, value in metadata.items() if name != _CHECKSUM}
+        index = HuggingFaceIndex(weight_map, others)
     refuse_strays(index.files, path)
     missing = [name for name in index.files if not (path.parent / name).is_file()]
     if missing:
         raise ValueError(f"{path} names files that are not there: {listed(missing)}")
     return index
+
+
+def _is_of_rest(name: str, metadata: Mapping[str, Json], weight_map: Mapping[str, str]) -> bool:
+    """Return whether an entry of the metadata is the checksum of the index without it."""
+    rest = {key: value for key, value in metadata.items() if key != name}
+    return metadata[name] == json_checksum([weight_map, rest])
 
 
 def index_text(index: HuggingFaceIndex) -> str:

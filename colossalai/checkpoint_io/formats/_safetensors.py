@@ -20,6 +20,7 @@ CHECKSUMS = "crc32"  # under it the header has the CRC-32 of each tensor, in JSO
 _OF_HEADER = "crc32_of_header"  # and under this one that of the rest of the header
 _ALIGNMENT = 16  # the widest element, complex128: a mapping of any tensor can be viewed as its dtype
 _WIDEST = 0xFFFFFFFF
+_DIGITS = 10  # of `_WIDEST`
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -71,7 +72,7 @@ def header_of(
         }
         offsets.append(end)
         end += size
-    texts[_OF_HEADER] = f"{json_checksum(entries):010d}"
+    texts[_OF_HEADER] = _header_checksum(entries)
     text = json.dumps(entries).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     start = len(text).to_bytes(8, "little") + text
@@ -87,8 +88,21 @@ def has_intact_header(path: Path) -> bool:
     """
     with path.open("rb") as file, damage_named(path):
         entries = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        checksum = (entries.get(_METADATA) or {}).pop(_OF_HEADER, None)
-        return checksum is None or checksum == f"{json_checksum(entries):010d}"
+        texts = entries.get(_METADATA) or {}
+        if _OF_HEADER in texts:
+            return _is_of_rest(_OF_HEADER, entries)
+        # A header without the name is one of others, unless the checksum is there under a damaged name.
+        return not any(_is_of_rest(name, entries) for name, text in texts.items() if len(text) == _DIGITS)
+
+
+def _is_of_rest(name: str, entries: Mapping[str, Mapping[str, object]]) -> bool:
+    """Return whether a text of the metadata is the checksum of the header without it."""
+    rest = {key: text for key, text in entries[_METADATA].items() if key != name}
+    return entries[_METADATA][name] == _header_checksum({**entries, _METADATA: rest})
+
+
+def _header_checksum(entries: Mapping[str, Mapping[str, object]]) -> str:
+    return f"{json_checksum(entries):0{_DIGITS}d}"
 
 
 def in_file_order(tensors: Mapping[str, TensorMetadata]) -> dict[str, TensorMetadata]:

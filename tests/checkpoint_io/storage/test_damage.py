@@ -1,12 +1,15 @@
 """A flipped bit, a truncated or a missing file is named before anything in memory is overwritten."""
 
+import json
 import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file as write_safetensors
 from torch import nn
 from torch.optim import AdamW
 
@@ -148,12 +151,52 @@ def test_a_flipped_bit(name: str, num_flips: int, tmp_path: Path) -> None:
             path.write_bytes(damaged)
             outcomes.append(outcome_of(load, folder, path, saved))
         path.write_bytes(content)
-        # In torch's zip files there are names, dates and padding that nobody reads, and what a checksum is
-        # called can be damaged, too.
+        # In torch's zip files there are names, dates and padding that nobody reads.
         if name == "training state":
             assert set(outcomes) == {"named"}, path
         assert outcomes.count("named") > len(outcomes) // 3, path
     assert outcome_of(load, folder, folder, saved) == "harmless"
+
+
+@pytest.mark.parametrize(
+    ("options", "file", "checksum"),
+    [
+        ({"use_safetensors": True}, "model", b"crc32_of_header"),
+        ({"use_safetensors": True}, "model", b"crc32"),
+        ({"shard": True}, "pytorch_model.bin.index.json", b"crc32"),
+        ({"shard": True}, "pytorch_model.bin.index.json", b"metadata"),
+    ],
+)
+def test_a_flipped_bit_in_the_name_of_a_checksum(
+    options: dict[str, Any], file: str, checksum: bytes, tmp_path: Path
+) -> None:
+    """A checksum under another name is not the same as no checksum."""
+    model = Subject(1).model
+    save_model(model, tmp_path / "model", **options)
+    path = tmp_path / "model" if file == "model" else tmp_path / "model" / file
+    content = path.read_bytes()
+    begin = content.index(b'"' + checksum + b'"') + 1
+    for bit in range(8 * len(checksum)):
+        damaged = bytearray(content)
+        damaged[begin + bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=str(path)):
+            load_model(model, tmp_path / "model")
+    path.write_bytes(content)
+    assert load_model(model, tmp_path / "model").is_clean
+
+
+def test_files_without_checksums_are_read(tmp_path: Path) -> None:
+    """Other programs write none, whatever else they put into the metadata."""
+    model = Subject(1).model
+    write_safetensors(model.state_dict(), tmp_path / "model.safetensors", {"crc32_of_body": "0123456789"})
+    assert load_model(model, tmp_path / "model.safetensors").is_clean
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    weight_map = dict.fromkeys(model.state_dict(), "pytorch_model.bin")
+    index = {"metadata": {"total_size": 7}, "others": {"crc": 3}, "weight_map": weight_map}
+    for content in (index, {"others": {"crc": 3}, "weight_map": weight_map}):
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(content))
+        assert load_model(model, tmp_path / "pytorch_model.bin.index.json").is_clean
 
 
 @pytest.mark.parametrize(
