@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,7 +114,7 @@ def merge(
         _check(item)
     state = merge_states({str(item.path): item.states[MODEL.part] for item in opened})
     whole = dataclasses.replace(opened[0], states={MODEL.part: state}, small={})
-    if Path(target).resolve() in {item.path.resolve() for item in opened}:
+    if os.path.realpath(target) in {os.path.realpath(item.path) for item in opened}:
         raise ValueError(f"{target} is one of the sources: give another name")
     to = "safetensors" if target.endswith(".safetensors") else "pt"
     return _write(whole, target, Conversion(to=to, buffer_size=buffer_size))

@@ -56,3 +56,4 @@ from colossalai.checkpoint_io.storage._untrusted import refuse_links_out as refu
 from colossalai.checkpoint_io.storage._untrusted import refuse_other_form as refuse_other_form
 from colossalai.checkpoint_io.storage._untrusted import refuse_special as refuse_special
 from colossalai.checkpoint_io.storage._untrusted import refuse_strays as refuse_strays
+from colossalai.checkpoint_io.storage._untrusted import resolved as resolved

@@ -12,12 +12,14 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from colossalai.checkpoint_io._collective import Agreement, on_every_rank, on_writer
+from colossalai.checkpoint_io.storage._untrusted import resolved
 from colossalai.logging import get_dist_logger
 from colossalai.monitor import still_moving
 
@@ -38,10 +40,10 @@ def atomic_file(path: str | Path, *, num_bytes: int = 0) -> Iterator[Path]:
         num_bytes: About how much will be written, to refuse before a disk is full and to say so in an error.
 
     Raises:
-        ValueError: `path` is a folder, a device, a FIFO or a socket.
+        ValueError: `path` is a folder, a device, a FIFO, a socket or a loop of links.
         OSError: The file cannot be written; the message names the path, the bytes needed and the bytes free.
     """
-    path = Path(path).resolve()
+    path = resolved(Path(path))
     if path.is_dir():
         raise ValueError(f"{path} is a folder, a file is to be written: give a file name (or shard=True)")
     if path.exists() and not path.is_file():
@@ -73,11 +75,11 @@ def atomic_folder(
         keep: Whether an entry of the existing folder, by name, is carried over to the new one.
 
     Raises:
-        ValueError: `path` is a file, or the current folder or above it.
+        ValueError: `path` is a file, a loop of links, or the current folder or above it.
         OSError: The folder cannot be written; the message names the path, the bytes needed and the bytes
             free.
     """
-    path = Path(path).resolve()
+    path = resolved(Path(path))
     if path.is_file():
         raise ValueError(f"{path} is a file, a folder is to be written: give another name (or shard=False)")
     if Path.cwd().is_relative_to(path):
@@ -115,8 +117,10 @@ def sync(*paths: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Put every file and folder below `folder` on disk, and `folder` itself."""
-    found = [Path(parent, name) for parent, _, names in os.walk(folder) for name in (*names, ".")]
-    sync(*found)
+    for parent, _, names in os.walk(folder):
+        # No link is followed, and no FIFO opened, which would wait: those are carried over, and not ours.
+        sync(*(path for name in names if stat.S_ISREG((path := Path(parent, name)).lstat().st_mode)))
+        sync(Path(parent))
 
 
 def _prepare(path: Path, num_bytes: int) -> Path:
@@ -248,7 +252,7 @@ def staged(
         path: What to give to it.
         num_bytes: About how much will be written.
     """
-    path = Path(path).resolve()
+    path = resolved(Path(path))
     with ExitStack() as stack:
         # Entered on the writer alone: on the other ranks the stack is empty, and there is no target.
         target = on_writer(lambda: stack.enter_context(open_target(path, num_bytes=num_bytes)))
@@ -292,7 +296,7 @@ def write_shared_folder(
     Raises:
         OSError: The folder cannot be written, or a rank does not see it; on all ranks.
     """
-    path = Path(path).resolve()
+    path = resolved(Path(path))
     with ExitStack() as stack:
         # The writer makes the folder, under a hidden name, which it tells the others.
         target = Path(

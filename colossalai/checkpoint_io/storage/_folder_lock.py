@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from colossalai.checkpoint_io.storage._untrusted import resolved
 from colossalai.logging import get_dist_logger
 
 LOCK = ".writer.lock"
@@ -40,9 +41,10 @@ class FolderLocks:
         Where nothing can be written there is nothing to lock: the writer will say why.
 
         Raises:
-            ValueError: Another process, which is named, holds the lock, or its file is not a regular one.
+            ValueError: Another process, which is named, holds the lock, its file is not a regular one, or
+                `folder` is a loop of links.
         """
-        folder = folder.resolve()
+        folder = resolved(folder)
         self._forget_those_of_the_parent()
         if folder in self._held:
             if _is_in_place(self._held[folder], folder / LOCK):

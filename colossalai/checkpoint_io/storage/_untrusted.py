@@ -5,6 +5,7 @@ FIFO would wait for ever), JSON is of a depth that can be walked, and of the for
 every number; names stay inside the folder that they are relative to.
 """
 
+import errno
 import json
 import os
 import stat
@@ -182,13 +183,29 @@ def refuse_links_out(names: Iterable[str], folder: Path) -> None:
     """Refuse files of a folder that are, through a link somewhere on their way, outside of it.
 
     Raises:
-        ValueError: A file of `names` resolves to a path outside of `folder`.
+        ValueError: A file of `names` resolves to a path outside of `folder`, or to none.
     """
-    home = folder.resolve()
+    home = resolved(folder)
     for name in names:
-        place = (folder / name).resolve()
+        place = resolved(folder / name)
         if not place.is_relative_to(home):
             raise ValueError(f"{folder / name} is a link out of its folder, to {place}: put the file there")
+
+
+def resolved(path: Path) -> Path:
+    """Return the absolute path of a file or folder, with all links on the way followed.
+
+    Raises:
+        ValueError: A link on the way leads back to itself.
+    """
+    try:
+        os.stat(path)
+    except OSError as error:  # of any other kind: the reader or the writer of the path will report it
+        if error.errno == errno.ELOOP:
+            raise ValueError(
+                f"{path} is a link that leads back to itself, or lies behind one: remove the link"
+            ) from error
+    return Path(os.path.realpath(path))
 
 
 def _stays_inside(name: str, *, is_flat: bool) -> bool:

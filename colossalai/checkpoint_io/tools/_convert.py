@@ -12,7 +12,7 @@ from colossalai.checkpoint_io._state import FileLayout, FlatStateDict, StoredSta
 from colossalai.checkpoint_io._training_state import random_files
 from colossalai.checkpoint_io.formats import WriteItem, save_whole
 from colossalai.checkpoint_io.resharding import StoredShard, StoredTensor, plain, with_own_memory
-from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, SMALL_FILE
+from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, SMALL_FILE, resolved
 from colossalai.checkpoint_io.tools._open import KINDS, Opened
 from colossalai.tensor import Box, whole_box
 
@@ -79,7 +79,7 @@ def convert_checkpoint(opened: Opened, target: str | Path, conversion: Conversio
         OSError: A checkpoint cannot be read or written.
     """
     target = Path(target)
-    if target.resolve() == opened.path.resolve():
+    if resolved(target) == resolved(opened.path):
         raise ValueError(f"{target} is the source itself: give another name")
     states = {part: _passing(state, part, conversion) for part, state in opened.states.items()}
     match conversion.to:

@@ -237,6 +237,74 @@ def test_a_link_out_of_a_state(tmp_path: Path) -> None:
     load_training_state(tmp_path / "link", Run().state)
 
 
+@pytest.mark.parametrize(
+    "name", ["model/00000-of-00001.safetensors", "model", "random", "parts.pt", MANIFEST]
+)
+def test_a_loop_of_links_in_a_state_does_not_touch_its_siblings(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = Run()
+    first = save_training_state(tmp_path, run.state, step=1)
+    second = save_training_state(tmp_path, run.state, step=2)
+    (second / name).rename(tmp_path / "moved")
+    (second / name).symlink_to(second / name)
+    with pytest.raises((ValueError, OSError), match=str(second / name)):
+        load_training_state(second, run.state)
+    capfd.readouterr()
+    assert latest_training_state(tmp_path) == first
+    assert f"passing over {second}: {second / name}" in capfd.readouterr().err
+    with pytest.raises(ValueError, match=str(second / name)):
+        verify(second)
+    assert resume_training_state(tmp_path, run.state) == {"step": 1}
+    save_training_state(tmp_path, run.state, step=3)
+    assert resume_training_state(tmp_path, run.state) == {"step": 3}
+
+
+@pytest.mark.parametrize("name", ["tensors.json", "00000-of-00001.safetensors"])
+def test_a_loop_of_links_in_a_sharded_folder(name: str, tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    save_model(model, tmp_path, gather_dtensor=False)
+    file = tmp_path / "model" / name
+    file.unlink()
+    file.symlink_to(file)
+    with pytest.raises(ValueError, match=str(tmp_path / "model")):
+        load_model(model, tmp_path)
+
+
+def test_a_path_that_is_a_loop_of_links(tmp_path: Path) -> None:
+    run, loop = Run(), tmp_path / "loop"
+    loop.symlink_to(loop)
+    for write in (
+        lambda: save_training_state(loop, run.state, step=1),
+        lambda: save_model(run.model, loop),
+        lambda: save_model(run.model, loop / "model.pt"),
+        lambda: save_model(run.model, loop, shard=True),
+        lambda: save_model(run.model, loop, gather_dtensor=False),
+    ):
+        with pytest.raises(ValueError, match=f"{loop}.* leads back to itself"):
+            write()
+    for read in (
+        lambda: load_model(run.model, loop),
+        lambda: load_training_state(loop, run.state),
+        lambda: verify(loop),
+    ):
+        with pytest.raises((ValueError, OSError), match=str(loop)):
+            read()
+
+
+def test_links_and_fifos_beside_shards_are_carried_over(tmp_path: Path) -> None:
+    """To write a folder anew is no reason to open what others have put there."""
+    model = nn.Linear(2, 3)
+    save_model(model, tmp_path, gather_dtensor=False)
+    folder = tmp_path / "model"
+    (folder / "loop").symlink_to("loop")
+    (folder / "dangling").symlink_to(tmp_path / "nowhere")
+    os.mkfifo(folder / "fifo")
+    save_model(model, tmp_path, gather_dtensor=False)
+    assert {"loop", "dangling", "fifo"} < {path.name for path in folder.iterdir()}
+    assert load_model(model, tmp_path).is_clean
+
+
 def special_files(folder: Path) -> Iterator[tuple[Path, str]]:
     os.mkfifo(folder / "fifo")
     yield folder / "fifo", "a FIFO"
