@@ -77,7 +77,7 @@ class Saving:
         Raises:
             ValueError: `step`, `every`, `keep_last` or another option is out of range, a value cannot be
                 saved, or an accumulation window is under way.
-            OSError: The training state cannot be written; on all ranks. The earlier ones stay.
+            OSError: The training state cannot be written; on all ranks. The last `keep_last` ones stay.
         """
         return save_run(
             folder,

@@ -16,7 +16,18 @@ import torch.distributed as dist
 from colossalai.cluster import gather_values
 
 T = TypeVar("T")
-_KINDS = {"OSError": OSError, "ValueError": ValueError, "RuntimeError": RuntimeError}
+
+
+class FullDiskError(OSError):
+    """Something cannot be written since the disk, or what the user may write to it, is full."""
+
+
+_KINDS = {
+    "FullDiskError": FullDiskError,  # before the kind that it is one of
+    "OSError": OSError,
+    "ValueError": ValueError,
+    "RuntimeError": RuntimeError,
+}
 
 
 def global_rank() -> int:
@@ -40,7 +51,8 @@ class GatherValues(Protocol):
 class Agreement:
     """All ranks succeed or all ranks raise; every method is called by all of them, in the same order.
 
-    Each method is one exchange.
+    Each method is one exchange. All ranks raise an error of one kind, so that they can handle it alike: where
+    several fail in different ways, that of the first of them.
 
     Args:
         exchange: Tells this rank's plain value, and returns those of all ranks.
@@ -64,7 +76,8 @@ class Agreement:
 
         Raises:
             Exception: `action` failed on this rank, with its own error; or on another one, with an error that
-                tells what the first rank that failed raised.
+                has the kind and the text of what the first rank that failed raised. That one, from its own,
+                also on a rank that failed in another way.
         """
         returned: T = self._run(action, is_told=False)[0]
         return returned
@@ -118,15 +131,13 @@ class Agreement:
             own, failure = error, _as_failure(error)
         # Every rank comes here, also one that failed: it sends the kind and the text of its error.
         told = self._exchange((failure, result if is_told else None))
-        if own is not None:
-            raise own
-        found = []
-        for rank, (others_failure, others_result) in enumerate(told):
+        for rank, (others_failure, _) in enumerate(told):
             if others_failure is not None:
                 kind, text = others_failure
-                raise _KINDS[kind](f"rank {rank}: {text}")
-            found.append(others_result)
-        return result, found
+                if own is not None and failure is not None and failure[0] == kind:
+                    raise own
+                raise _KINDS[kind](f"rank {rank}: {text}") from own
+        return result, [others_result for _, others_result in told]
 
 
 def _as_failure(error: Exception) -> tuple[str, str]:

@@ -8,6 +8,9 @@ Only what a save of ours has made: a real folder, in this folder, of our name, w
 all the files that it lists. What has the name and is not that (a link, a file, a folder of somebody else, a
 damaged state, which may be what is left of a run) stays, is not counted, and is named in a warning. Of hidden
 folders only those go that have the name of a writer's own and nothing but our parts in them.
+
+This happens after a save. If its disk is full it happens before, too. Then the last good state may be any of
+them, so the newest whose files match their checksums is found, and only older ones go.
 """
 
 import os
@@ -223,16 +226,51 @@ def make_way(path: Path) -> None:
         get_dist_logger().warning(f"{path} is damaged and now called {aside.name}: {problem}")
 
 
-def prune(folder: Path, agreement: Agreement, *, keep_last: int) -> None:
+def prune(folder: Path, agreement: Agreement, *, keep_last: int, good: Path | None = None) -> int:
     """Remove all but the newest training states, and what killed writers left; see [Note: what is removed].
 
     Every rank takes part: to remove large files takes time.
+
+    Args:
+        folder: The folder of training states.
+        agreement: How the ranks agree.
+        keep_last: How many of the newest stay.
+        good: A state that stays, with all that are newer.
+
+    Returns:
+        The number of folders that were removed, on every rank.
     """
     # The writer decides, and gives what goes a hidden name, before anybody removes a file.
-    told = agreement.results(lambda: _retire(folder, keep_last=keep_last) if agreement.rank == 0 else [])
+    told = agreement.results(
+        lambda: _retire(_surplus(folder, keep_last=keep_last, good=good)) if agreement.rank == 0 else []
+    )
     retired = [folder / name for name in told[0]]
     agreement.on_every_rank(lambda: _remove_files(retired, part=agreement.rank, num_parts=len(told)))
     agreement.on_writer(partial(_remove_folders, retired))
+    return len(retired)
+
+
+def make_room(
+    folder: Path, agreement: Agreement, *, keep_last: int, num_ranks: int, buffer_size: float
+) -> bool:
+    """Remove what `prune` would remove after a save, before one that the disk has no room for.
+
+    Every rank takes part. The newest complete state, its checksums compared, and all newer ones stay.
+
+    Returns:
+        Whether anything was removed, on every rank.
+    """
+    if not agreement.from_writer(lambda: bool(_surplus(folder, keep_last=keep_last))):
+        return False
+    newest = newest_complete(folder, agreement, num_ranks=num_ranks, buffer_size=buffer_size)
+    if newest is None:
+        return False
+    count = prune(folder, agreement, keep_last=keep_last, good=newest.path)
+    if count and agreement.rank == 0:
+        get_dist_logger().info(
+            f"the disk of {folder} is full: removed {count} folders that keep_last={keep_last} does not keep"
+        )
+    return count > 0
 
 
 def _candidates(folder: Path) -> list[str]:
@@ -270,8 +308,8 @@ def _has_tensors(path: Path) -> bool:
     return os.path.isfile(path / MODEL_FOLDER / INDEX)  # other programs write a manifest.json, too
 
 
-def _retire(folder: Path, *, keep_last: int) -> list[str]:
-    """Return the names of the folders that are to go, by which nobody takes them for training states."""
+def _surplus(folder: Path, *, keep_last: int, good: Path | None = None) -> list[Path]:
+    """Return the folders that are to go: older training states, and what killed writers left."""
     found = look_at(folder)
     complete, damaged = [], dict(found.damaged)
     for path, manifest in found.states:
@@ -288,20 +326,26 @@ def _retire(folder: Path, *, keep_last: int) -> list[str]:
                 f"{path} stays and does not count in keep_last, as it is no complete training state of ours: "
                 f"{problem}; {_HOW.format(path)}"
             )
-    retired = [path.name for path in _leftovers(folder)]
-    for path in complete[keep_last:]:
-        aside = path.with_name(f".{path.name}.old-{secrets.token_hex(4)}")
-        path.rename(aside)
+    if good is not None:
+        keep_last = max(keep_last, complete.index(good) + 1 if good in complete else len(complete))
+    return [*(path for path in _leftovers(folder) if path != good), *complete[keep_last:]]
+
+
+def _retire(surplus: list[Path]) -> list[str]:
+    """Give folders names, which are returned, by which nobody takes them for training states."""
+    retired = []
+    for path in surplus:
+        is_hidden = path.name.startswith(".")
+        aside = path if is_hidden else path.rename(path.with_name(f".{path.name}.old-{secrets.token_hex(4)}"))
         (aside / MANIFEST).unlink(missing_ok=True)
         retired.append(aside.name)
     return retired
 
 
 def _leftovers(folder: Path) -> Iterator[Path]:
-    for path in folder.iterdir():
+    for path in folder.iterdir() if folder.is_dir() else ():
         is_one = _LEFTOVER.fullmatch(path.name) and path.is_dir() and not path.is_symlink()
         if is_one and {entry.name for entry in path.iterdir()} <= _ENTRIES:
-            (path / MANIFEST).unlink(missing_ok=True)
             yield path
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from colossalai._version import __version__
-from colossalai.checkpoint_io._collective import COLLECTIVE, Agreement, global_rank
-from colossalai.checkpoint_io._retention import make_way, next_serial, prune
+from colossalai.checkpoint_io._collective import COLLECTIVE, Agreement, FullDiskError, global_rank
+from colossalai.checkpoint_io._retention import make_room, make_way, next_serial, prune
 from colossalai.checkpoint_io._state import FlatStateDict
 from colossalai.checkpoint_io.formats import (
     WriteItem,
@@ -99,17 +99,35 @@ def in_host_memory(plan: SavePlan, copies: HostCopies) -> SavePlan:
 def write_training_state(plan: SavePlan, agreement: Agreement) -> None:
     """Write a training state and remove older ones; every rank takes part.
 
+    Older ones that `plan.keep_last` does not keep are removed afterwards, or before if the disk is full.
+
     Raises:
         OSError: The training state cannot be written; on all ranks.
     """
-    write_shared_folder(
-        plan.path,
-        num_bytes=plan.num_bytes,
-        agreement=agreement,
-        write=lambda target: _write_own(target, plan, rank=agreement.rank),
-        finish=partial(_finish, plan=plan),
-    )
-    prune(plan.path.parent, agreement, keep_last=plan.keep_last)
+
+    def write() -> None:
+        write_shared_folder(
+            plan.path,
+            num_bytes=plan.num_bytes,
+            agreement=agreement,
+            write=lambda target: _write_own(target, plan, rank=agreement.rank),
+            finish=partial(_finish, plan=plan),
+        )
+
+    folder = plan.path.parent
+    try:
+        write()
+    except FullDiskError:  # on all ranks, or on none
+        if not make_room(
+            folder,
+            agreement,
+            keep_last=plan.keep_last,
+            num_ranks=plan.num_ranks,
+            buffer_size=plan.buffer_size,
+        ):
+            raise
+        write()
+    prune(folder, agreement, keep_last=plan.keep_last)
 
 
 def write_training_state_alone(plan: SavePlan) -> None:

@@ -146,7 +146,7 @@ def save_training_state(
     Raises:
         ValueError: A value in `state` cannot be saved, an option is out of range, another job saves into the
             folder, or its path holds files that are no training state.
-        OSError: The training state cannot be written; on all ranks. The earlier ones stay.
+        OSError: The training state cannot be written; on all ranks. The last `keep_last` ones stay.
     """
     if step < 0:
         raise ValueError(f"step={step} must be at least 0")

@@ -215,7 +215,7 @@ class Engine:
         Raises:
             ValueError: `step`, `every`, `keep_last` or another option is out of range, a value cannot be
                 saved, or an accumulation window is under way.
-            OSError: The training state cannot be written; on all ranks. The earlier ones stay.
+            OSError: The training state cannot be written; on all ranks. The last `keep_last` ones stay.
         """
         run = self._run(lr_scheduler, dataloader)
         return save_run(

@@ -96,7 +96,7 @@ def save_run(
     Raises:
         ValueError: `step`, `every`, `keep_last` or another option is out of range, a value cannot be saved,
             or an accumulation window is under way.
-        OSError: The training state cannot be written; on all ranks. The earlier ones stay.
+        OSError: The training state cannot be written; on all ranks. The last `keep_last` ones stay.
     """
     _check_options(step=step, epoch=epoch, extra=extra, every=every, keep_last=keep_last)
     if step % every:

@@ -102,6 +102,34 @@ def test_a_damaged_state_stays_and_does_not_count(harm: str, tmp_path: Path) -> 
     assert latest_training_state(tmp_path) == damaged
 
 
+@pytest.mark.parametrize(
+    ("keep_last", "flipped", "stay"),
+    [
+        (1, [], [3]),
+        (1, [3], [2, 3]),  # of the right size, so only its checksums tell that it is not the last good one
+        (1, [2, 3], [1, 2, 3]),
+        (1, [1, 2, 3], [1, 2, 3]),
+        (2, [], [2, 3]),
+        (3, [], [1, 2, 3]),
+    ],
+)
+def test_what_stays_on_a_full_disk(
+    keep_last: int, flipped: list[int], stay: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a save only what is surplus already is removed, and never the last good state."""
+    states = {step: save(tmp_path, step, keep_last=3) for step in (1, 2, 3)}
+    for step in flipped:
+        flip_a_bit(states[step] / "model" / "00000-of-00001.safetensors")
+    good = max({1, 2, 3} - set(flipped), default=None)
+    (tmp_path / ".step-00000009.new-0a1b" / "model").mkdir(parents=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9, 9, 0))
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 4, keep_last=keep_last)
+    assert steps(tmp_path) == [f"step-{step:08d}" for step in stay]
+    assert (tmp_path / ".step-00000009.new-0a1b").exists() == (good is None)
+    assert latest_training_state(tmp_path) == (None if good is None else states[good])
+
+
 def test_a_save_does_not_replace_what_is_not_ours(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.mkdir()

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from colossalai.checkpoint_io._collective import Agreement, on_every_rank, on_writer
+from colossalai.checkpoint_io._collective import Agreement, FullDiskError, on_every_rank, on_writer
 from colossalai.checkpoint_io.storage._untrusted import resolved
 from colossalai.logging import get_dist_logger
 from colossalai.monitor import still_moving
@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 _AT_CURRENT_FOLDER = -100
 _RENAME_EXCHANGE = 2
+_IS_FULL = (errno.ENOSPC, errno.EDQUOT)
 # A file system (or a libc) that cannot exchange two names, or make hard links, answers with one of these.
 _NOT_ABLE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM, errno.EXDEV, errno.EMLINK)
 
@@ -206,7 +207,8 @@ def clear_os_errors(path: Path, num_bytes: int) -> Iterator[None]:
             raise
         number = error.errno or errno.EIO
         where = f" ({error.filename})" if error.filename else ""
-        raise OSError(
+        kind = FullDiskError if number in _IS_FULL else OSError
+        raise kind(
             number,
             f"{begin}{error.strerror or error}{where}; "
             f"{num_bytes} bytes needed, {_free_bytes(path)} bytes free",
@@ -294,6 +296,7 @@ def write_shared_folder(
         keep: Whether an entry of the existing folder, by name, is carried over to the new one.
 
     Raises:
+        FullDiskError: The disk is full; on all ranks.
         OSError: The folder cannot be written, or a rank does not see it; on all ranks.
     """
     path = resolved(Path(path))

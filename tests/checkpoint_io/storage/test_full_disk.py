@@ -77,12 +77,21 @@ def save_too_much(folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
-def test_a_small_disk(tmp_path: Path) -> None:
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", tmp_path], check=False)
+@contextmanager
+def small_disk(path: Path, size: str) -> Iterator[None]:
+    """Mount a file system that takes no more than `size`; skip the test where that is not permitted."""
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", path], check=False)
     if mounted.returncode:
         pytest.skip("mounting is not permitted here")
     try:
+        yield
+    finally:
+        subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
+def test_a_small_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path, "2m"):
         told = run_ranks(save_too_much, 2, tmp_path)
         for text in told:
             assert f"cannot write {tmp_path}/step-00000002: " in text
@@ -90,8 +99,31 @@ def test_a_small_disk(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
         assert latest_training_state(tmp_path) == tmp_path / "step-00000001"
         load_training_state(tmp_path / "step-00000001", TrainingState(model=nn.Linear(512, 700)))
-    finally:
-        subprocess.run(["umount", tmp_path], check=True)
+
+
+def save_beside_surplus_states(folder: Path, num_ballast_bytes: int, save_async: bool) -> None:
+    """Two states and the ballast fill the disk; with `keep_last=1` the first state is surplus."""
+    dist.init_process_group("gloo")
+    for step in (1, 2):
+        save_training_state(folder, TrainingState(model=nn.Linear(512, 700)), step=step)
+    if dist.get_rank() == 0:
+        (folder / "ballast").write_bytes(bytes(num_ballast_bytes))
+    dist.barrier()
+    save_training_state(
+        folder, TrainingState(model=nn.Linear(512, 700)), step=3, keep_last=1, save_async=save_async
+    )
+    wait_for_saves()
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small file system, which takes root")
+@pytest.mark.parametrize(("num_ballast_bytes", "save_async"), [(160_000, False), (1_000_000, True)])
+def test_surplus_states_make_room(num_ballast_bytes: int, save_async: bool, tmp_path: Path) -> None:
+    """The disk is full while the ranks write the third state, or before its first byte."""
+    with small_disk(tmp_path, "4500k"):
+        run_ranks(save_beside_surplus_states, 2, tmp_path, num_ballast_bytes, save_async)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["ballast", "step-00000003"]
+        assert latest_training_state(tmp_path) == tmp_path / "step-00000003"
 
 
 def save_without_permission(folder: Path) -> str:
