@@ -116,6 +116,7 @@ class OptimizerWrapper(Optimizer):
         self._scale_in_grads: float | None = None  # None: there are none of a backward, or they are true
         self._is_spent = False  # whether there may be gradients that are nobody's any more
         self._has_run = False  # whether there was a backward since the last step, or `zero_grad`
+        self._is_within_step = False  # likewise, a backward by this optimizer and not by one beside it
         self._weights_factor: torch.Tensor | None = None  # what makes means of sums, once it is decided
 
     def __getattr__(self, name: str) -> Any:
@@ -129,6 +130,11 @@ class OptimizerWrapper(Optimizer):
     def unwrap(self) -> Optimizer:
         """Return the optimizer underneath."""
         return self.optim
+
+    @property
+    def is_within_step(self) -> bool:
+        """Whether a backward of this optimizer has added to gradients that no step has used yet."""
+        return self._is_within_step
 
     @property
     def mean_loss(self) -> torch.Tensor | None:
@@ -169,7 +175,7 @@ class OptimizerWrapper(Optimizer):
     def start_backward(self) -> float:
         """Prepare for a backward that somebody else runs; return the factor of its loss, the loss scale."""
         scale = self.scaler.scale
-        self._is_spent = False
+        self._is_spent, self._is_within_step = False, True
         is_bare = self.weights.are_spent and not len(self.masters)
         if is_bare and all(param.grad is None for param in self._params()):
             self.weights.forget()  # somebody else has dropped the gradients
@@ -304,6 +310,7 @@ class OptimizerWrapper(Optimizer):
         if self.stepped and self._after_step is not None:
             self._after_step()
         self._decision, self._scale_in_grads, self._is_spent, self._has_run = None, None, True, False
+        self._is_within_step = False
         self.weights.spend()
         if not any(each.weights.are_pending for each in self._family):
             self.weights.renew_unit()
@@ -319,6 +326,7 @@ class OptimizerWrapper(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         self._decision, self._scale_in_grads, self._is_spent, self._has_run = None, None, False, False
+        self._is_within_step = False
         self.weights.forget()
         self.masters.zero_grad(set_to_none=set_to_none)
         self.optim.zero_grad(set_to_none=set_to_none)

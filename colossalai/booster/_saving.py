@@ -76,7 +76,8 @@ class Saving:
 
         Raises:
             ValueError: `step`, `every`, `keep_last` or another option is out of range, a value cannot be
-                saved, or an accumulation window is under way.
+                saved, or gradients are there that no step has used: within an accumulation window, in
+                `no_sync`, or between backward and step.
             OSError: The training state cannot be written; on all ranks. The last `keep_last` ones stay.
         """
         return save_run(

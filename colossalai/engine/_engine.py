@@ -214,7 +214,8 @@ class Engine:
 
         Raises:
             ValueError: `step`, `every`, `keep_last` or another option is out of range, a value cannot be
-                saved, or an accumulation window is under way.
+                saved, or gradients are there that no step has used: within an accumulation window, or between
+                backward and step.
             OSError: The training state cannot be written; on all ranks. The last `keep_last` ones stay.
         """
         run = self._run(lr_scheduler, dataloader)

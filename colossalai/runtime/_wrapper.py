@@ -39,6 +39,7 @@ class ModelWrapper(nn.Module):
         self.pipeline = pipeline
         self.takes_labels = fused_loss
         self.syncs = True
+        self.is_in_no_sync = False
         self.optimizers: tuple[Any, ...] = ()  # those whose steps wait for the end of a window
         # Not a sub-module: its parameters are already those of `module`.
         object.__setattr__(self, "_raw", raw)
@@ -80,9 +81,11 @@ class ModelWrapper(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Within the block, forward and backward add to the gradients of this rank without communication."""
         self.set_sync(False)
+        self.is_in_no_sync = True
         try:
             yield
         finally:
+            self.is_in_no_sync = False
             self.set_sync(True)
 
     def gathered(self, *parts: str | nn.Module | nn.Parameter) -> AbstractContextManager[None]:

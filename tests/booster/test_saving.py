@@ -72,6 +72,43 @@ def test_refusals(tmp_path: Path) -> None:
     run_ranks(refusals, 1, str(tmp_path))
 
 
+def saves_between_backward_and_step(folder: Path) -> None:
+    colossalai.launch_from_torch({}, verbose=False)
+    for plugin in ({}, {"stage": 1}):
+        booster, model, optimizer, _ = boosted(**plugin)
+        x = torch.ones(2, 3, dtype=torch.float64)
+
+        def refused(booster: Any = booster, model: Any = model, optimizer: Any = optimizer) -> None:
+            assert booster.save(folder, model, optimizer, step=1, every=2) is None
+            with pytest.raises(ValueError, match=r"within an accumulation window.*optimizer\.step\(\)"):
+                booster.save(folder, model, optimizer, step=1)
+
+        with booster.no_sync(model):
+            refused()
+            with pytest.raises(ValueError, match="within an accumulation window"):
+                booster.save(folder, model, step=1)
+            booster.backward(model(x).mean(), optimizer)
+            refused()
+            booster.save_model(model, folder / "weights.pt")
+        refused()
+        booster.backward(model(x).mean(), optimizer)
+        refused()
+        optimizer.step()
+        booster.save(folder, model, optimizer, step=1)
+        optimizer.zero_grad()
+        booster.backward(model(x).mean(), optimizer)
+        optimizer.zero_grad()
+        booster.save(folder, model, optimizer, step=2)
+        booster.backward(model(x).mean(), optimizer)
+        assert booster.load(folder, model, optimizer).step == 2
+        booster.save(folder, model, optimizer, step=3)
+    gpc.destroy()
+
+
+def test_a_save_between_backward_and_step_is_refused(tmp_path: Path) -> None:
+    run_ranks(saves_between_backward_and_step, 1, tmp_path)
+
+
 def with_precision(precision: str) -> Any:
     booster = Booster(mixed_precision=precision)
     model = make_model().float()
