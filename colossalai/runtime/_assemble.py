@@ -20,12 +20,13 @@ from colossalai.monitor import name_modules
 from colossalai.nn.layer import SharesSequence
 from colossalai.nn.layer.moe import move_biases
 from colossalai.nn.parallel import AppliedDataMethod, ArrivingParams
-from colossalai.pipeline import has_full_names, is_counted, is_elsewhere, share_of
+from colossalai.pipeline import ModelStage, has_full_names, is_counted, is_elsewhere, share_of
 from colossalai.runtime._accumulation import AccumulatingOptimizer
 from colossalai.runtime._compile import apply_compile, refuse_compiled
 from colossalai.runtime._fused_loss import apply_fused_loss
 from colossalai.runtime._pipeline import Pipeline
 from colossalai.runtime._plan import Plan
+from colossalai.runtime._refused_calls import refuse_calls
 from colossalai.runtime._stages import join_stages, take_stages
 from colossalai.runtime._wrapper import ModelWrapper
 from colossalai.runtime.recomputation import apply_recompute, find_blocks
@@ -42,10 +43,12 @@ from colossalai.shardformer import (
     sync_batch_norms,
 )
 from colossalai.tensor import (
+    CHUNK_PLACE,
     ShardingSpec,
     as_memory,
     as_plain_parameter,
     built_for,
+    local_slice,
     process_group_of,
     set_spec,
     spec_of,
@@ -105,6 +108,7 @@ def assemble_with_optimizers(
             parameters.
     """
     _check(model, optimizers)
+    given = model
     layout = _layout_of(plan, mesh)
     if plan.made_for is not None:
         refuse_other_model(plan.made_for, model, is_part=has_full_names(model))
@@ -151,11 +155,24 @@ def assemble_with_optimizers(
         )
     _draw_apart(mesh)
     pipeline = _make_pipeline(plan, model, data, mesh=mesh, tensor_axis=tensor_axis, device=device)
+    is_whole = plan.pipeline is None and all(map(_is_whole, model.parameters()))
+    refuse_calls(
+        [given, *(part.model for part in model.modules() if isinstance(part, ModelStage))],
+        is_alone=is_whole and mesh.world_size == 1 and not any(len(each.masters) for each in wrapped),
+        is_whole=is_whole,
+    )
     wrapper = ModelWrapper(model, data, pipeline=pipeline, fused_loss=plan.fused_loss)
     for each in wrapped:
         if isinstance(each, AccumulatingOptimizer):
             each.open_window(wrapper, accumulation_steps)
     return wrapper, wrapped
+
+
+def _is_whole(param: nn.Parameter) -> bool:
+    """Return whether this rank holds all values of a parameter."""
+    spec = spec_of(param)
+    is_cut = spec is not None and bool(spec.axes)
+    return not is_cut and local_slice(param) is param and CHUNK_PLACE not in vars(param)
 
 
 def _take_users_cut(plan: Plan, model: nn.Module, mesh: Mesh) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from colossalai.amp import OptimizerWrapper as OptimizerWrapper  # documented beside ModelWrapper
 from colossalai.context import MOE_CONTEXT
@@ -16,7 +16,7 @@ class ModelWrapper(nn.Module):
     """A model with the methods of a plan applied.
 
     Forward goes through the methods. Names are those of the model that was given: `state_dict`,
-    `named_parameters` and attributes (`model.config`, `model.fc1`) reach it without a prefix.
+    `named_parameters`, `named_modules` and attributes (`model.config`, `model.fc1`) have no prefix.
 
     Args:
         raw: The model that was given.
@@ -124,3 +124,16 @@ class ModelWrapper(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters under the names of the model that was given."""
         return self.unwrap().named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Return the modules under the names of the model that was given."""
+        modules: Iterator[tuple[str, nn.Module]] = self.unwrap().named_modules(memo, prefix, remove_duplicate)
+        return modules
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Return the buffers under the names of the model that was given."""
+        return self.unwrap().named_buffers(prefix, recurse, remove_duplicate)

@@ -1,0 +1,94 @@
+"""Methods of transformers and peft that are refused on a model under a plan, with what to do instead.
+
+Two kinds. Some give a model other parameters: the optimizer, the buckets and slices of a data method and the
+ranks that hold the same parameter rely on those that were there before. Some export what is in this process,
+which under many plans is a part of the model.
+
+[Note: refused on the model itself]
+A refusal takes the place of the method on the model that was given and on its submodules, since scripts keep
+both. A copy of the model belongs to no plan and has the method itself, and so has any model after the job.
+"""
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+from colossalai.context import is_in_job
+
+_LIBRARIES = ("transformers", "peft")
+_CHANGING = (
+    *("resize_token_embeddings", "resize_position_embeddings"),
+    *("set_input_embeddings", "set_output_embeddings"),
+    *("add_adapter", "add_weighted_adapter", "delete_adapter"),
+)
+_EXPORTING = ("save_pretrained", "merge_and_unload", "unload")  # of a model of peft
+
+
+class RefusedCall:
+    """The refusal of a method, in its place on a module.
+
+    Args:
+        owner: The module.
+        name: Name of the method.
+        reason: Why it is refused, and what to do instead.
+    """
+
+    def __init__(self, owner: nn.Module, name: str, reason: str) -> None:
+        self._owner = weakref.ref(owner)  # no cycle: the memory of a model is freed with its last reference
+        self._name = name
+        self._reason = reason
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse; call the method after the job.
+
+        Raises:
+            ValueError: The job has not ended.
+        """
+        owner = self._owner()
+        if is_in_job():
+            raise ValueError(f"{type(owner).__name__}.{self._name}: {self._reason}")
+        return getattr(type(owner), self._name)(owner, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Be the method itself on a copy of the owner; see [Note: refused on the model itself]."""
+        return getattr, (self._owner(), self._name)
+
+
+def refuse_calls(models: Iterable[nn.Module], *, is_alone: bool, is_whole: bool) -> None:
+    """Put refusals in the place of methods that would be wrong without a message, or fail within torch.
+
+    Args:
+        models: The model as it was given, and what the stages of a pipeline have made of it.
+        is_alone: Whether no other rank, no slice and no master depends on which parameters the model has.
+        is_whole: Whether this rank holds all of it in plain parameters.
+    """
+    for module in (module for model in models for module in model.modules()):
+        if not is_alone:
+            for name in _methods(module, _CHANGING):
+                vars(module)[name] = RefusedCall(
+                    module,
+                    name,
+                    "the parameters of this model are in use by its plan and its optimizer: call it before "
+                    "boost (or colossalai.initialize), and before the optimizer is built",
+                )
+        if not is_whole and _is_of_peft(module):
+            for name in _methods(module, _EXPORTING):
+                vars(module)[name] = RefusedCall(
+                    module,
+                    name,
+                    "this rank holds a part of the model: let every rank call colossalai.chat."
+                    "save_pretrained(model, folder, booster=booster), which writes the adapters, or with "
+                    "merges=True the model that they are added into",
+                )
+
+
+def _methods(module: nn.Module, names: tuple[str, ...]) -> Iterator[str]:
+    """Yield those names that are methods which a library has given to the class of a module."""
+    theirs = [base for base in type(module).__mro__ if base.__module__.partition(".")[0] in _LIBRARIES]
+    return (name for name in names if any(name in vars(base) for base in theirs))
+
+
+def _is_of_peft(module: nn.Module) -> bool:
+    return any(base.__module__.partition(".")[0] == "peft" for base in type(module).__mro__)
