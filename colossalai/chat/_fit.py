@@ -27,6 +27,7 @@ from colossalai.checkpoint_io import step_folder
 from colossalai.communication import all_reduce_in_place
 from colossalai.context import ParallelMode
 from colossalai.runtime import DataParallelLoader, ModelWrapper
+from colossalai.tensor import evaluation_mode
 
 Batch = tuple[dict[str, Any], dict[str, Any]]
 TRAINING_RATE = "tokens_per_second_training"
@@ -241,15 +242,12 @@ def look(model: ModelWrapper, *, booster: Booster, task: Task, batch_size: int) 
         task.measures.add(count, loss=loss)
         return loss, count
 
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with evaluation_mode(model), torch.no_grad():
         for data, labels in _batches(loader, task, booster):
             if model.pipeline is not None:
                 booster.execute_pipeline(iter([(data, labels)]), model, criterion)
             else:
                 criterion(model(**data), labels)
-    model.train(was_training)
     return task.measures.take(("loss", *task.measured), booster.device)
 
 
@@ -294,20 +292,18 @@ def forward_only(
         read: Takes the output, and returns a number for each token but the first, (batch, length - 1).
         booster: Its parallel methods.
     """
-    was_training = model.training
-    model.eval()
-    if isinstance(model, ModelWrapper) and model.pipeline is not None:
-        output = booster.execute_pipeline(iter([dict(data)]), model, return_loss=False, return_outputs=True)[
-            "outputs"
-        ]
-        wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
-        found = torch.zeros(data["input_ids"][:, 1:].shape, dtype=wide, device=booster.device)
-        if output is not None:
-            found += read(output)
-        all_reduce_in_place(found, ParallelMode.PIPELINE)  # of the last stage, and zeros of the others
-    else:
-        found = read(model(**data))
-    model.train(was_training)
+    with evaluation_mode(model):
+        if isinstance(model, ModelWrapper) and model.pipeline is not None:
+            output = booster.execute_pipeline(
+                iter([dict(data)]), model, return_loss=False, return_outputs=True
+            )["outputs"]
+            wide = torch.promote_types(next(model.parameters()).dtype, torch.float32)
+            found = torch.zeros(data["input_ids"][:, 1:].shape, dtype=wide, device=booster.device)
+            if output is not None:
+                found += read(output)
+            all_reduce_in_place(found, ParallelMode.PIPELINE)  # of the last stage, and zeros of the others
+        else:
+            found = read(model(**data))
     return found
 
 

@@ -36,6 +36,7 @@ from colossalai.inference.products import (
 from colossalai.inference.scheduling import BlockPool, Scheduler
 from colossalai.inference.speculation import DraftModel, NgramDrafts, SpeculationWay, Speculator
 from colossalai.pipeline import cut_model
+from colossalai.tensor import evaluation_mode
 
 
 def build_engine(
@@ -229,29 +230,29 @@ def _checked_runner(
     runner = Runner(
         model, block_size=options.block_size, device=device, is_batch_invariant=options.is_batch_invariant
     )
-    was_training = model.training
-    model.eval()
-    received = None if link is None else receive_sample(link)
-    output = runner.find_shapes(received)
-    if link is not None:
-        send_sample(link, output)
-    if options.quantize is not None and not any(
-        isinstance(part, QuantizedLinear) for part in model.modules()
-    ):
-        raise ValueError(f"quantize={options.quantize!r}; the model is not quantized: load_model does that")
-    max_length = longest_of(model.config, options.max_length)
-    with without_rounded_rows(model):
-        check_model(runner, _vocab_size(model), max_length, received)
-    deltas = load_adapters(runner, options.adapters, received)
-    weights = ServedWeights(model, device, is_owned=options.is_owned)
-    if options.is_owned:
-        weights.note_replaced(make_faster(runner, _vocab_size(model), received, deltas))
-    for layer, delta in deltas.items():
-        is_replaced = not any(True for _ in (*layer.parameters(), *layer.buffers()))
-        parts = None if is_replaced else product_parts(layer)
-        if parts is not None:
-            runner.pages.replace_in_calls(layer, AdaptedForward(layer, parts, delta))
-    model.train(was_training)
+    with evaluation_mode(model):
+        received = None if link is None else receive_sample(link)
+        output = runner.find_shapes(received)
+        if link is not None:
+            send_sample(link, output)
+        if options.quantize is not None and not any(
+            isinstance(part, QuantizedLinear) for part in model.modules()
+        ):
+            raise ValueError(
+                f"quantize={options.quantize!r}; the model is not quantized: load_model does that"
+            )
+        max_length = longest_of(model.config, options.max_length)
+        with without_rounded_rows(model):
+            check_model(runner, _vocab_size(model), max_length, received)
+        deltas = load_adapters(runner, options.adapters, received)
+        weights = ServedWeights(model, device, is_owned=options.is_owned)
+        if options.is_owned:
+            weights.note_replaced(make_faster(runner, _vocab_size(model), received, deltas))
+        for layer, delta in deltas.items():
+            is_replaced = not any(True for _ in (*layer.parameters(), *layer.buffers()))
+            parts = None if is_replaced else product_parts(layer)
+            if parts is not None:
+                runner.pages.replace_in_calls(layer, AdaptedForward(layer, parts, delta))
     if options.kv_dtype == "int8":  # what was checked are the parts, which small errors tell from others
         runner.keep_bytes()
     return runner, weights

@@ -18,6 +18,7 @@ from colossalai.tensor._flat_range import flat_values as flat_values
 from colossalai.tensor._flat_range import range_of_states as range_of_states
 from colossalai.tensor._flat_range import set_flat_values as set_flat_values
 from colossalai.tensor._flat_range import set_range_of_states as set_range_of_states
+from colossalai.tensor._module_mode import evaluation_mode as evaluation_mode
 from colossalai.tensor._nested import map_leaves as map_leaves
 from colossalai.tensor._nested import map_tensors as map_tensors
 from colossalai.tensor._nested import parts_of as parts_of

@@ -19,6 +19,7 @@ from colossalai.context import names_arguments
 from colossalai.engine import Engine
 from colossalai.engine.schedule import BaseSchedule
 from colossalai.logging import DistributedLogger, get_dist_logger
+from colossalai.tensor import evaluation_mode
 from colossalai.trainer._base_hook import BaseHook
 from colossalai.trainer._batch import num_samples
 from colossalai.trainer._loss_watch import LossWatch
@@ -119,6 +120,9 @@ class Trainer:
     ) -> None:
         """Train until `epochs` epochs or `max_steps` iterations are complete in all, earlier calls included.
 
+        A model in evaluation mode is put in training mode. Where only some modules are in evaluation mode, as
+        frozen batch norms are, each module keeps its mode, also after a test; a warning names them.
+
         Args:
             train_dataloader: Batches of an epoch; read anew for every epoch.
             epochs: Number of epochs.
@@ -154,6 +158,7 @@ class Trainer:
                 f"nothing to train: {self.cur_epoch} epochs and {self.cur_step} steps are complete already",
                 ranks=[0],
             )
+        self._warn_of_modules_in_evaluation_mode()
         with self._telling_hooks_of_exceptions():
             self._call_hooks("before_train")
             # A rank whose own hook asks for the end must not leave the others alone: all decide together.
@@ -172,7 +177,9 @@ class Trainer:
         display_progress: bool = False,
         return_output_label: bool = True,
     ) -> dict[str, float]:
-        """Run the model over the test data, without gradients.
+        """Run the model over the test data in evaluation mode, without gradients.
+
+        Each module gets the mode back that it was in before.
 
         Args:
             test_dataloader: Batches to test on.
@@ -200,7 +207,7 @@ class Trainer:
         self.stop_reason = reason
 
     def predict(self, data: Any) -> Any:
-        """Run the model on one input in evaluation mode, without gradients, and go back to the mode before.
+        """Run the model on one input in evaluation mode, without gradients; modules keep their modes.
 
         Args:
             data: The input: a tensor, a list or tuple for several arguments, a dict for keyword arguments.
@@ -210,19 +217,16 @@ class Trainer:
             The output of the model.
         """
         batch = data if self.engine.schedule.data_process_func is not None else (data, None)
-        was_training = self.engine.training
-        self.engine.eval()
-        with torch.no_grad():
+        with evaluation_mode(self.engine.model), torch.no_grad():
             output, _, _ = self.engine.execute_schedule(iter((batch,)), forward_only=True, return_loss=False)
-        if was_training:
-            self.engine.train()
         return output
 
     def _train_epoch(
         self, dataloader: Iterable[Any], display_progress: bool, return_output_label: bool
     ) -> None:
         first_step = self.cur_step
-        self.engine.train()
+        if not any(module.training for module in _leaves(self.engine.model)):
+            self.engine.train()
         self.timer.reset("Train-step")
         self.metrics["train"].start_epoch()
         self._call_hooks("before_train_epoch")
@@ -257,8 +261,13 @@ class Trainer:
         self._call_hooks("after_train_iter", *results)
 
     def _test(self, dataloader: Iterable[Any], display_progress: bool, return_output_label: bool) -> None:
+        with evaluation_mode(self.engine.model):
+            self._test_epoch(dataloader, display_progress, return_output_label)
+
+    def _test_epoch(
+        self, dataloader: Iterable[Any], display_progress: bool, return_output_label: bool
+    ) -> None:
         is_empty = True
-        self.engine.eval()
         self.timer.reset("Test-step")
         self.metrics["test"].start_epoch()
         self._call_hooks("before_test")
@@ -291,6 +300,17 @@ class Trainer:
         self._take_weight()
         self.timer.stop("Test-step", keep_in_history=True)
         self._call_hooks("after_test_iter", *results)
+
+    def _warn_of_modules_in_evaluation_mode(self) -> None:
+        leaves = list(_leaves(self.engine.model))
+        frozen = [module for module in leaves if not module.training]
+        if 0 < len(frozen) < len(leaves):
+            kinds = ", ".join(sorted({type(module).__name__ for module in frozen}))
+            self._logger.warning(
+                f"{len(frozen)} of the model's {len(leaves)} layers are in evaluation mode ({kinds:.200}) "
+                "and stay in it, as frozen batch norms should: to train them, call engine.train() before fit",
+                ranks=[0],
+            )
 
     def _take_weight(self) -> None:
         weight = self.engine.loss_weight
@@ -368,6 +388,11 @@ def _check_hooks(hooks: Any) -> None:
             raise ValueError(
                 f"{hook!r} is not a hook; give instances of subclasses of trainer.hooks.BaseHook"
             )
+
+
+def _leaves(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules without children; the mode of a wrapper around them is not the user's."""
+    return (module for module in model.modules() if next(module.children(), None) is None)
 
 
 def _length_of(dataloader: Iterable[Any]) -> int | None:

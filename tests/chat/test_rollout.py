@@ -13,7 +13,8 @@ from torch import Tensor
 import colossalai
 from colossalai.booster import Booster
 from colossalai.chat import RolloutEngine
-from colossalai.chat._fit import step_of
+from colossalai.chat._fit import forward_only, step_of
+from colossalai.chat.rollout._sampler import LocalSampler
 from colossalai.checkpoint_io import load_model
 from colossalai.communication import ledger
 from colossalai.core import global_context as gpc
@@ -214,3 +215,17 @@ def refuses_on_one_stage() -> str:
 def test_what_one_stage_has_is_refused_on_all() -> None:
     first, second = run_ranks(refuses_on_one_stage, 2)
     assert first == second
+
+
+def test_layers_that_are_frozen_stay_so_after_answers_and_losses() -> None:
+    """A model in training, of which a layer is in evaluation mode, is sampled from and measured."""
+    model = causal().train()
+    model.model.layers[0].eval()
+    before = {name: module.training for name, module in model.named_modules()}
+    ids = tokenizer()("3+4=").input_ids
+    LocalSampler(model, tokenizer(), kv_memory=2**20).generate([ids], [SamplingParams(max_tokens=1)])
+    no_booster: Any = None
+    batch = {"input_ids": torch.tensor([ids])}
+    logits = forward_only(model, batch, lambda output: output.logits, booster=no_booster)
+    assert logits.shape[:2] == (1, len(ids))
+    assert {name: module.training for name, module in model.named_modules()} == before

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from colossalai.logging import get_dist_logger
 from colossalai.trainer import NanLossError, Trainer, hooks
@@ -238,3 +239,50 @@ def test_the_first_loss_that_is_nan_is_named_once() -> None:
         Trainer(FakeEngine(), nan_loss="stop").fit(batches, epochs=1, hooks=[])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nan_loss is 'raise'; it must be one of 'warn', 'stop', 'ignore'"):
         Trainer(FakeEngine(), nan_loss="raise")  # type: ignore[arg-type]
+
+
+def modes_of(model: nn.Module) -> dict[str, bool]:
+    return {name: module.training for name, module in model.named_modules()}
+
+
+def engine_with_a_frozen_batch_norm() -> FakeEngine:
+    engine = FakeEngine()
+    norm = nn.BatchNorm1d(3, dtype=torch.float64)
+    engine.model = nn.Sequential(norm, nn.Sequential(engine.model, nn.Dropout(0.0)))
+    engine.model.takes_labels = False
+    norm.eval()
+    return engine
+
+
+def test_a_frozen_batch_norm_stays_frozen_over_tests() -> None:
+    engine, lines = engine_with_a_frozen_batch_norm(), Lines()
+    model, seen = engine.model, []
+    before = modes_of(model)
+    probes = [
+        Probe("before_train_iter", lambda *_: seen.append(modes_of(model) == before)),
+        Probe("after_test", lambda *_: seen.append(not any(modes_of(model).values()))),
+    ]
+    trainer = Trainer(engine, logger=lines)
+    trainer.fit(make_batches(), epochs=2, test_dataloader=make_batches(), hooks=probes)
+    assert seen == [True] * 8
+    assert model[0].num_batches_tracked == 0
+    trainer.evaluate(make_batches())
+    trainer.predict(torch.zeros(2, 3, dtype=torch.float64))
+    assert modes_of(model) == before
+    assert "1 of the model's 3 layers are in evaluation mode (BatchNorm1d)" in lines.warnings[0]
+
+
+def test_modes_are_restored_after_a_failed_test() -> None:
+    engine = engine_with_a_frozen_batch_norm()
+    before = modes_of(engine.model)
+    with pytest.raises(ValueError, match="test_dataloader"):
+        Trainer(engine).evaluate([])
+    assert modes_of(engine.model) == before
+
+
+def test_a_model_in_evaluation_mode_is_trained() -> None:
+    engine, lines = engine_with_a_frozen_batch_norm(), Lines()
+    engine.eval()
+    Trainer(engine, logger=lines).fit(make_batches((2, 2)), epochs=1)
+    assert all(modes_of(engine.model).values())
+    assert not lines.warnings

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from colossalai.inference import LLM, SamplingParams
+from colossalai.tensor import evaluation_mode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +63,10 @@ class LocalSampler(Sampler):
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[list[Rollout]]:
         """See the base class. The model is in evaluation mode meanwhile: dropout draws nothing."""
-        was_training = self._model.training
-        self._model.eval()
-        try:
+        with evaluation_mode(self._model):
             found = self._llm.generate(
                 [list(each) for each in prompts], [replace(each, logprobs=0) for each in params]
             )
-        finally:
-            self._model.train(was_training)
         return [
             [
                 Rollout(

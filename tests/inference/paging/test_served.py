@@ -157,8 +157,11 @@ def test_a_layer_that_keeps_a_state_of_its_own_is_refused():
 
 def test_dropout_is_asked_to_be_off():
     model = tiny("GPT2").train()
+    model.transformer.h[0].eval()  # as a frozen layer is
+    before = {name: module.training for name, module in model.named_modules()}
     LLM(model, kv_memory=2**20)
-    assert model.training
+    assert {name: module.training for name, module in model.named_modules()} == before
+    assert set(before.values()) == {False, True}
 
 
 @pytest.fixture
