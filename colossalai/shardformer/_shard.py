@@ -172,7 +172,8 @@ def _gather_attentions(model: nn.Module, attentions: dict[nn.Module, Rule], mesh
     """Let the weights of attentions be those of all heads in forwards that are asked for them."""
     asked = Asked()
     for module, rule in attentions.items():
-        module.register_forward_hook(GathersHeads(asked, mesh, rule.attentions_at))
+        # Before hooks that the model has, as transformers makes its own where a forward was asked already.
+        module.register_forward_hook(GathersHeads(asked, mesh, rule.attentions_at), prepend=True)
     models = [part for _, part in parts_of(model) if hasattr(part, "config") and part not in attentions]
     for number, part in enumerate(models):
         part.register_forward_pre_hook(NotesQuestion(asked, is_outermost=number == 0), with_kwargs=True)

@@ -31,6 +31,12 @@ def attentions():
         model = build(attn_implementation="eager")
         context = {} if build is not bert_decoder else {"encoder_hidden_states": torch.randn(3, 4, 8)}
         twin = copy.deepcopy(model)
+        shapes = []  # of a hook of the user, who has called the model with the option before
+        block = model.bert.encoder.layer[0].attention.self if build is bert_decoder else None
+        if block is None:
+            block = model.transformer.h[0].attn if build is gpt2 else model.model.layers[0].self_attn
+        block.register_forward_hook(lambda _, __, output, seen=shapes: seen.append(output[1].shape))
+        model(ids, output_attentions=True, **context)
         engine, *_ = colossalai.initialize(model, verbose=False)
         with ledger() as silent:
             plain = engine(ids, **context)
@@ -45,6 +51,7 @@ def attentions():
         gathers = book.count("all_gather") - silent.count("all_gather")
         assert gathers == len(wanted.attentions) + len(wanted.get("cross_attentions") or ())
         assert plain.get("attentions") is None
+        assert shapes[0] == shapes[2]
     gpc.destroy()
 
 
