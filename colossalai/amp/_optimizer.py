@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,11 @@ from colossalai.tensor import as_memory, count_zero_grads, global_grad_norm, loc
 
 _STAGE_PLACES = 2**20  # more parameters than a stage of a pipeline has
 _LAST_PLACE = 2**39  # of a parameter that has no name
+_WEIGHTED_TWICE = (
+    "a step was made again without a backward, and the losses had weights: the optimizer works on float32 "
+    "copies of the gradients, and only those were divided by the weights. Run a backward before each step, "
+    "or call optimizer.zero_grad() after it"
+)
 _NO_BACKWARD = (
     "a step was made without a backward since the last one: there are no gradients, and nothing was updated"
 )
@@ -117,6 +123,8 @@ class OptimizerWrapper(Optimizer):
         self._is_spent = False  # whether there may be gradients that are nobody's any more
         self._has_run = False  # whether there was a backward since the last step, or `zero_grad`
         self._is_within_step = False  # likewise, a backward by this optimizer and not by one beside it
+        self._was_stepped_with = False  # whether the gradients of the last step have not been forgotten
+        self._known_grad: tuple[torch.Tensor, ref[torch.Tensor], int] | None = None  # one of them
         self._weights_factor: torch.Tensor | None = None  # what makes means of sums, once it is decided
 
     def __getattr__(self, name: str) -> Any:
@@ -126,6 +134,19 @@ class OptimizerWrapper(Optimizer):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
+
+    @property
+    def has_spent_grads(self) -> bool:
+        """Whether the gradients are those of the last step.
+
+        Not so after a backward, after `zero_grad`, and where gradients were set or dropped otherwise.
+        """
+        if not self._was_stepped_with or self._has_run:
+            return False
+        if self._known_grad is None:
+            return True
+        param, grad, version = self._known_grad
+        return param.grad is not None and param.grad is grad() and param.grad._version == version
 
     def unwrap(self) -> Optimizer:
         """Return the optimizer underneath."""
@@ -288,17 +309,21 @@ class OptimizerWrapper(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters, unless a rank found an overflow, or there are no gradients.
 
-        `stepped` says whether it was done.
+        `stepped` says whether it was done. As in torch, a second step without a backward applies the same
+        gradients again.
 
         Raises:
             ValueError: The precision scales the loss, and a closure is given, or no optimizer of the model
-                has run the backward.
+                has run the backward; or a second step applies gradients of losses with weights again, and
+                the optimizer works on float32 copies of them.
             RepeatedOverflowError: `max_consecutive_skips` steps in a row were skipped.
         """
         if closure is not None and self.scaler.skips:
             raise ValueError(
                 "a closure computes gradients that are not scaled: with float16 call backward and step"
             )
+        if closure is None and self.weights.are_used and self.has_spent_grads and self._has_cast_grads():
+            raise ValueError(_WEIGHTED_TWICE)
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm, self.norm_type)
         may_step = self._prepare()
@@ -311,6 +336,7 @@ class OptimizerWrapper(Optimizer):
             self._after_step()
         self._decision, self._scale_in_grads, self._is_spent, self._has_run = None, None, True, False
         self._is_within_step = False
+        self._note_spent_grads(has_grads)
         self.weights.spend()
         if not any(each.weights.are_pending for each in self._family):
             self.weights.renew_unit()
@@ -327,6 +353,7 @@ class OptimizerWrapper(Optimizer):
         """Forget the gradients."""
         self._decision, self._scale_in_grads, self._is_spent, self._has_run = None, None, False, False
         self._is_within_step = False
+        self._was_stepped_with, self._known_grad = False, None
         self.weights.forget()
         self.masters.zero_grad(set_to_none=set_to_none)
         self.optim.zero_grad(set_to_none=set_to_none)
@@ -408,6 +435,19 @@ class OptimizerWrapper(Optimizer):
         self._scale_in_grads = scale
         self._decision = None
         self._has_run = True
+
+    def _note_spent_grads(self, has_grads: bool) -> None:
+        """Note that gradients were stepped with, and one of them, by which they are recognized."""
+        self._was_stepped_with, self._known_grad = has_grads, None
+        for held in self._params():
+            param = self.masters.param_of(held)
+            if param.grad is not None:
+                self._known_grad = param, ref(param.grad), param.grad._version
+                return
+
+    def _has_cast_grads(self) -> bool:
+        """Whether the gradients of masters or slices are copies of those that backwards leave."""
+        return any(held.dtype != self.masters.param_of(held).dtype for held in self._params())
 
     def _has_grads(self) -> bool:
         """Whether there is something to step with: a backward was run, or somebody has set gradients."""

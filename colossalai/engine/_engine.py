@@ -129,8 +129,12 @@ class Engine:
         """End a microbatch; at the end of an accumulation window synchronize, clip and update the parameters.
 
         Returns:
-            Whether the parameters were updated: False within a window, after an overflow, and without a
-            backward.
+            Whether the parameters were updated: False within a window, after an overflow, and without
+            gradients.
+
+        Raises:
+            ValueError: The gradients have been applied already, and no backward ran since.
+                `optimizer.step()` applies them again, as in torch.
         """
         return self.training_step.step()
 

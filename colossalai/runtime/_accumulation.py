@@ -66,7 +66,8 @@ class AccumulatingOptimizer(OptimizerWrapper):
         """End a microbatch; at the end of the window update the parameters. `stepped` says whether it did.
 
         Raises:
-            ValueError: A closure is given, which would compute the gradients of one microbatch anew.
+            ValueError: A closure is given, which would compute the gradients of one microbatch anew, or
+                the gradients have been applied already, and no backward ran since.
         """
         if self._is_at_work:
             return super().step(closure)

@@ -21,6 +21,11 @@ from colossalai.runtime._wrapper import ModelWrapper
 _FORWARD, _BACKWARD = section("the forward"), section("the backward")
 _PIPELINE, _UPDATE = section("the pipeline"), section("the optimizer step")
 
+_AGAIN = (
+    "step() was called again without a backward: the gradients have been applied already, and would be "
+    "applied twice. Run a backward before each step(), or call zero_grad() after it"
+)
+
 
 class TrainingStep:
     """Forward, backward and step of one model, with accumulation and clipping.
@@ -133,9 +138,14 @@ class TrainingStep:
         """End a microbatch; at the end of the window update the parameters.
 
         Returns:
-            Whether the parameters were updated: False within a window, after an overflow, and without a
-            backward.
+            Whether the parameters were updated: False within a window, after an overflow, and without
+            gradients.
+
+        Raises:
+            ValueError: The gradients have been applied already, and no backward ran since.
         """
+        if self.optimizer.has_spent_grads:
+            raise ValueError(_AGAIN)
         closes, factor = self._closes_window(), self.short_window_factor
         self._done += 1
         if not closes:

@@ -1,5 +1,7 @@
 """The config door: accumulation windows, gradient handlers, schedules."""
 
+import copy
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -295,3 +297,83 @@ def steps_without_backward(config):
 def test_a_step_without_a_backward_says_so():
     configs = [{}, {"zero": {"stage": 1}, "clip_grad_norm": 1.0}, {"fp16": {"mode": AMP_TYPE.TORCH}}]
     run_each(2, steps_without_backward, [(config,) for config in configs])
+
+
+LOW = {"fp16": {"mode": AMP_TYPE.BF16, "master_weights": True}}
+SCALED = {"fp16": {"mode": AMP_TYPE.TORCH}}
+
+
+def steps_again(config, with_weights):
+    """Step twice: the engine refuses it, the optimizer applies the same gradients again, as in torch."""
+    colossalai.launch_from_torch(config=config, verbose=False)
+    model, (x, y) = make_model(), make_data(3).tensors
+    if "fp16" in config:
+        model, x = model.float(), x.float()
+    if "parallel" in config:  # a pipeline is cut along blocks of one class
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))).double()
+    twin = copy.deepcopy(model)
+    optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, twin))
+    engine, *_ = colossalai.initialize(model, optimizer, nn.CrossEntropyLoss(), verbose=False)
+
+    def run_window():
+        for _ in range(engine.accumulation_steps):
+            if engine.model.pipeline is not None:
+                engine.execute_schedule(iter([(x, y)]))
+            else:
+                loss = engine.criterion(engine(x), y)
+                engine.backward(loss, weight=3 if with_weights else None)
+            made = engine.step()
+        return made
+
+    assert run_window()
+    once = full_parameters(engine.model)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"step\(\) was called again without a backward"):
+            engine.step()
+    assert not engine.training_step.is_in_window
+    is_refused = config == SCALED or (with_weights and config == LOW)
+    with pytest.raises(ValueError, match="without a backward") if is_refused else nullcontext():
+        engine.optimizer.step()
+    nn.functional.cross_entropy(twin(x), y).backward()
+    for _ in range(1 if is_refused else 2):
+        plain.step()
+    tolerance = {"rtol": 0, "atol": 0.01 if "fp16" in config else 1e-12}
+    for name, value in full_parameters(engine.model).items():
+        assert torch.equal(value, once[name]) == is_refused
+        torch.testing.assert_close(value.to(x.dtype), twin.get_parameter(name), **tolerance)
+    engine.zero_grad()
+    assert run_window()
+    gpc.destroy()
+
+
+@pytest.mark.dist
+def test_a_second_step_after_one_backward_is_refused():
+    zero = {"zero": {"stage": 2}, "clip_grad_norm": 10.0}
+    stages = {"parallel": {"pipeline": {"size": 2, "partition": "uniform"}}, "NUM_MICRO_BATCHES": 1}
+    configs = [{}, {"gradient_accumulation": 2}, zero, LOW, SCALED]
+    cases = [(config, weights) for config in configs for weights in (False, True)]
+    run_each(2, steps_again, [*cases, (stages, False)])
+
+
+def sets_gradients():
+    """Gradients that the user sets after a step are applied, without a backward of the engine."""
+    colossalai.launch_from_torch({}, verbose=False)
+    model = make_model()
+    engine, *_ = colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=1.0), verbose=False)
+    engine.backward(engine(torch.ones(2, 3, dtype=torch.float64)).sum())
+    assert engine.step()
+    before = full_parameters(engine.model)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    assert engine.step()
+    model.zero_grad()
+    assert not engine.step()
+    for name, value in full_parameters(engine.model).items():
+        torch.testing.assert_close(value, before[name] - 1, rtol=0, atol=1e-12)
+    gpc.destroy()
+
+
+@pytest.mark.dist
+def test_gradients_that_are_set_after_a_step_are_applied():
+    run_ranks(sets_gradients, 1)
