@@ -1,4 +1,4 @@
-"""`colossalai check`: the report of the installation, and the pre-flight checks of hosts (`--doctor`)."""
+"""`colossalai check`: the installation, pre-flight checks of hosts (`--doctor`), products (`--matmul`)."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from colossalai.cluster import Host, InstallationReport
+from colossalai.kernel import LEAST_SPEEDUP, RenewedProfile, renew_profile, why_unavailable
 from colossalai.launcher import RunOptions, find_hosts, forwarded_environment
 from colossalai.launcher.preflight import Finding, PreflightReport, PreflightRequest, preflight
 
@@ -111,6 +112,51 @@ def show_installation(report: InstallationReport, *, as_json: bool) -> None:
     for table in (_versions(report), _devices(report), _speed(report), _libraries(report), _fits(report)):
         console.print(table)
     console.print("The installation is fit." if report.is_fit else "The installation is NOT fit, see above.")
+
+
+def check_products(*, as_json: bool) -> int:
+    """Measure float32 products anew, keep the figures for jobs, and print them; return the exit code."""
+    problem = why_unavailable()
+    if problem is not None:
+        print(
+            json.dumps({"problem": problem})
+            if as_json
+            else f'matmul="auto" takes torch\'s products: {problem}.'
+        )
+        return 0
+    renewed = renew_profile()
+    if as_json:
+        file = None if renewed.file is None else str(renewed.file)
+        print(json.dumps({**dataclasses.asdict(renewed), "file": file, "choice": _choice(renewed)}, indent=2))
+    else:
+        _show_products(renewed)
+    return 0 if renewed.found.is_believed else 1
+
+
+def _choice(renewed: RenewedProfile) -> str:
+    return "oneDNN" if renewed.found.profile.speedup >= LEAST_SPEEDUP else "torch"
+
+
+def _show_products(renewed: RenewedProfile) -> None:
+    console = Console(markup=False, highlight=False)
+    found, earlier = renewed.found, renewed.earlier
+    table = _table("Float32 products of one core", "", "now", "kept before")
+    for name in ("torch_gflops", "onednn_gflops"):
+        before = "" if earlier is None else f"{getattr(earlier.profile, name):.1f}"
+        table.add_row(name.removesuffix("_gflops"), f"{getattr(found.profile, name):.1f} GFLOP/s", before)
+    console.print(table)
+    lines = [
+        f"{found.num_runs} of {renewed.num_runs} runs agree; a run's rounds differ by {found.spread:.0%}.",
+        f'matmul="auto" takes {_choice(renewed)}: oneDNN is {found.profile.speedup:.2f} times as fast, and '
+        f"it is taken from {LEAST_SPEEDUP} on.",
+        "The figures cannot be kept: each job measures anew."
+        if renewed.file is None
+        else f"Kept in {renewed.file}; a job that starts in a week or later measures again.",
+    ]
+    if not found.is_believed:
+        lines[-1] = "The runs differ, as on a busy machine: check again when it is quiet. Jobs measure, too."
+    for line in lines:
+        console.print(line, soft_wrap=True)
 
 
 def _versions(report: InstallationReport) -> Table:

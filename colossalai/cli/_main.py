@@ -26,7 +26,8 @@ Examples:
   colossalai check --doctor --host host1,host2
   colossalai check --doctor --hostfile hosts --script train.py
   colossalai check --bandwidth --nproc_per_node 4
-  colossalai check --bandwidth --mesh 2x4 --json > mesh.json"""
+  colossalai check --bandwidth --mesh 2x4 --json > mesh.json
+  colossalai check --matmul"""
 _PIPELINE_EXAMPLES = """\b
 Examples:
   colossalai pipeline --stages 8 --microbatches 32
@@ -59,6 +60,9 @@ main.add_command(serve)
 )
 @click.option("--bandwidth", is_flag=True, help="Measure communication between processes of this machine.")
 @click.option(
+    "--matmul", is_flag=True, help='Measure anew what matmul="auto" goes by; best on a quiet machine.'
+)
+@click.option(
     "--host", "hosts", metavar="H,...", help="Hosts to check, as for run; this machine if not given."
 )
 @click.option("--hostfile", metavar="FILE", help="A file with a host in each line, as for run.")
@@ -85,18 +89,22 @@ main.add_command(serve)
 @click.option("--ssh-port", "--ssh_port", type=click.IntRange(1, 65535), metavar="P", help="Port of sshd.")
 @click.option("--env", multiple=True, metavar="NAME[=VALUE]", help="A variable of the job; several times.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
-def check(installation: bool, doctor: bool, bandwidth: bool, as_json: bool, **settings: Any) -> None:
+def check(
+    installation: bool, doctor: bool, bandwidth: bool, matmul: bool, as_json: bool, **settings: Any
+) -> None:
     """Show versions, devices, back ends and optional libraries, and whether they fit together.
 
     With --doctor: whether a job can be started on some hosts, and if not, what is wrong and what to do. Ends
     with exit code 1 if something that is needed is missing. With --bandwidth: what each kind of communication
-    between processes of this machine costs.
+    between processes of this machine costs. With --matmul: which library multiplies float32 matrices faster;
+    jobs go by these figures from then on.
     """
     given = {name: value for name, value in settings.items() if value not in (None, ())}
-    if installation + doctor + bandwidth != 1:
+    if installation + doctor + bandwidth + matmul != 1:
         raise click.UsageError(
             "say what to check: colossalai check -i checks the installation, colossalai check --doctor the "
-            "hosts of a job, colossalai check --bandwidth measures what communication costs"
+            "hosts of a job, colossalai check --bandwidth measures what communication costs, "
+            "colossalai check --matmul products of matrices"
         )
     allowed = {"num_procs", "mesh"} if bandwidth else set(settings) - {"mesh"} if doctor else set()
     if not allowed.issuperset(given):
@@ -105,6 +113,10 @@ def check(installation: bool, doctor: bool, bandwidth: bool, as_json: bool, **se
         raise click.UsageError(f"{names}: these are options of colossalai check {whose}")
     if bandwidth:
         _check_bandwidth(as_json=as_json, **given)
+    if matmul:
+        from colossalai.cli._check import check_products
+
+        sys.exit(check_products(as_json=as_json))
     if installation:
         from colossalai.cli._check import show_installation
         from colossalai.cluster import examine_installation

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from colossalai.kernel._installation import onednn_products, why_unavailable
-from colossalai.kernel._probe import measured_profile, processor_and_version
+from colossalai.kernel._probe import processor_and_version
+from colossalai.kernel._profile_cache import measured_profile
 from colossalai.kernel._rule import Profile
 from colossalai.logging import get_dist_logger
 
