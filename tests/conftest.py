@@ -14,6 +14,9 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from colossalai.kernel import _profile_cache, renew_profile, why_unavailable
+from colossalai.kernel._probe import processor_and_version
+from colossalai.kernel._profile_cache import cache_file, is_due
 from tests._zygote import MODULES_OF_WORDS
 from tests.forced import force_choices
 from tests.harness.ports import reserved_port
@@ -44,6 +47,16 @@ def pytest_configure(config: pytest.Config) -> None:
     tqdm.monitor_interval = 0  # no thread that outlives a library's bar: some tests count those that live
     torch.set_num_threads(1)  # results do not depend on the machine, and the ranks have the cores
     let_children_heed_signals()
+    if not hasattr(config, "workerinput"):  # workers come after it
+        measure_products()
+
+
+def measure_products() -> None:
+    """Keep one measurement of products for all jobs of the session, whose tests compare bits between jobs."""
+    file = cache_file()
+    kept = {} if file is None else _profile_cache._read(file)
+    if why_unavailable() is None and is_due(kept.get(processor_and_version(), ()), time.time()):
+        any(renew_profile().found.is_believed for _ in range(3))  # again while the machine is busy
 
 
 def let_children_heed_signals() -> None:
