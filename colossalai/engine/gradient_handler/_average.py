@@ -8,7 +8,7 @@ from torch import nn
 
 from colossalai.communication import all_reduce
 from colossalai.context import Axis
-from colossalai.nn.parallel import scale_new_grads
+from colossalai.nn.parallel import EarlierMeans
 from colossalai.tensor import GradientSync, gradient_sync
 
 BUCKET_BYTES = 25 * 2**20
@@ -18,47 +18,37 @@ BUCKET_BYTES = 25 * 2**20
 class GradientAverage:
     """Replaces the gradients of trainable parameters by that of the mean loss over all replicas, in place.
 
-    Gradients of parameters that are cut over a part of the replicas (experts) are scaled before they are
-    accumulated; see `colossalai.nn.parallel.scale_new_grads`.
-
     Args:
-        model: The model, the same on all ranks.
         replicas: The ranks that see different parts of the batch; nothing happens if there is one only.
     """
 
-    def __init__(self, model: nn.Module, replicas: Axis) -> None:
-        self._model = model
+    def __init__(self, replicas: Axis) -> None:
         self._replicas = replicas
-        self._scaled = {param for param in model.parameters() if param.requires_grad}
-        scale_new_grads(self._scaled, replicas, self)
+        self._means = EarlierMeans((), replicas)
 
-    def __call__(self) -> None:
+    def __call__(self, params: Iterable[nn.Parameter]) -> None:
         """Average the gradients.
 
         One all-reduce for each bucket: as many bytes as that of the trainable parameters. A parameter that
         has no gradient on this rank (it was not used here) counts as zero, so that all ranks send the same.
+
+        Args:
+            params: The parameters, the same on all ranks.
         """
         if self._replicas.size == 1:
             return
-        trainable = [param for param in self._model.parameters() if param.requires_grad]
+        trainable = [param for param in params if param.requires_grad]
+        self._means.track(trainable)
         for param in trainable:
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad
-        self._scale_unfrozen(trainable)
+            self._means.scale(param, param.grad)
         for sync, grads in _buckets(trainable, self._replicas):
             flat = torch.cat([grad.reshape(-1) for grad in grads])
-            means = all_reduce(flat, sync.axis).div_(sync.axis.size).split([grad.numel() for grad in grads])
+            means = all_reduce(flat, sync.axis).div_(sync.divisor).split([grad.numel() for grad in grads])
             for grad, mean in zip(grads, means, strict=True):
                 grad.copy_(mean.view_as(grad))
-
-    def _scale_unfrozen(self, trainable: Iterable[nn.Parameter]) -> None:
-        """Scale the first gradients of parameters that were frozen until now."""
-        unfrozen = [param for param in trainable if param not in self._scaled]
-        for param in unfrozen:
-            sync = gradient_sync(param, self._replicas)
-            if sync.axis.size != sync.divisor and param.grad is not None:
-                param.grad *= sync.axis.size / sync.divisor
-        scale_new_grads(unfrozen, self._replicas, self)
-        self._scaled.update(unfrozen)
+        for param in trainable:
+            self._means.note(param)
 
 
 def _buckets(

@@ -1,8 +1,5 @@
 """Averages gradients over the data-parallel ranks after the backward."""
 
-from torch import nn
-from torch.optim import Optimizer
-
 from colossalai.context import ParallelMode, global_context
 from colossalai.engine.gradient_handler._average import GradientAverage
 from colossalai.engine.gradient_handler._base import BaseGradientHandler
@@ -11,17 +8,11 @@ from colossalai.registry import GRADIENT_HANDLER
 
 @GRADIENT_HANDLER.register_module
 class DataParallelGradientHandler(BaseGradientHandler):
-    """Averages all gradients over DATA; see `GradientAverage`.
+    """Averages all gradients over DATA; see `GradientAverage`."""
 
-    Args:
-        model: The model.
-        optimizer: Its optimizer.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(model, optimizer)
-        self._average = GradientAverage(model, global_context.axis(ParallelMode.DATA))
+    _average: GradientAverage | None = None  # from the first call on
 
     def handle_gradient(self) -> None:
         """Average the gradients in place; nothing with one rank along `dp`."""
-        self._average()
+        self._average = self._average or GradientAverage(global_context.axis(ParallelMode.DATA))
+        self._average(self._model.parameters())

@@ -16,7 +16,8 @@ class MoeGradientHandler(BaseGradientHandler):
     See [Note: which ranks share a gradient]. Named in the config, `gradient_handler=[dict(type=
     "MoeGradientHandler")]`, it does so, and the data-parallel method leaves it to this. Where the config
     names no handler, `initialize` adds one to the engine of a model with experts; gradients are averaged by
-    the data-parallel method then, beside the backward, which is quicker, and this one does nothing.
+    the data-parallel method then, beside the backward, which is quicker, and this one does nothing: the
+    gradients of experts would be divided twice.
 
     Args:
         model: The model.
@@ -27,9 +28,10 @@ class MoeGradientHandler(BaseGradientHandler):
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, averaged: bool = False) -> None:
         super().__init__(model, optimizer)
         self.averaged = averaged
-        self._average = None if averaged else GradientAverage(model, global_context.axis(ParallelMode.DATA))
+        self._average: GradientAverage | None = None
 
     def handle_gradient(self) -> None:
         """Average the gradients in place, unless they are."""
-        if self._average is not None:
-            self._average()
+        if not self.averaged:
+            self._average = self._average or GradientAverage(global_context.axis(ParallelMode.DATA))
+            self._average(self._model.parameters())

@@ -1,8 +1,5 @@
 """Averages gradients over the ranks that share sequences, and the data-parallel ones, after the backward."""
 
-from torch import nn
-from torch.optim import Optimizer
-
 from colossalai.context import ParallelMode, global_context
 from colossalai.engine.gradient_handler._average import GradientAverage
 from colossalai.engine.gradient_handler._base import BaseGradientHandler
@@ -19,19 +16,15 @@ class SequenceParallelGradientHandler(BaseGradientHandler):
     all ranks' losses, with respect to its own copy. So where all ranks hold equally many tokens that count,
     the mean over the ranks is the gradient of the mean over all tokens. Where they do not (padding, a masked
     language model), give the loss its weight: `engine.backward(loss, weight=number_of_own_tokens)`.
-
-    Args:
-        model: The model.
-        optimizer: Its optimizer.
-
-    Raises:
-        ValueError: No ranks of the launched job share sequences.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        super().__init__(model, optimizer)
-        self._average = GradientAverage(model, global_context.axis(ParallelMode.SEQUENCE_DP))
+    _average: GradientAverage | None = None  # from the first call on
 
     def handle_gradient(self) -> None:
-        """Average the gradients in place."""
-        self._average()
+        """Average the gradients in place.
+
+        Raises:
+            ValueError: No ranks of the launched job share sequences.
+        """
+        self._average = self._average or GradientAverage(global_context.axis(ParallelMode.SEQUENCE_DP))
+        self._average(self._model.parameters())

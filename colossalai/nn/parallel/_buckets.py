@@ -7,10 +7,11 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TypeVar, final
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from colossalai.communication import empty_to_send
 from colossalai.context import Axis
@@ -79,29 +80,6 @@ def call_on_grad(param: torch.Tensor, owner: Owner, method: Callable[[Owner, tor
     param.register_post_accumulate_grad_hook(call)
 
 
-def scale_new_grads(params: Iterable[torch.Tensor], replicas: Axis, owner: object) -> None:
-    """Scale the new gradients of parameters that are cut over a part of the replicas.
-
-    The mean over the ranks that hold the same slice is then the gradient of the mean loss over all replicas.
-    A gradient is scaled before autograd accumulates it, so `param.grad` can hold earlier means: the mean over
-    equal values keeps them. The hooks do nothing after `owner` is gone.
-
-    Args:
-        params: Trainable parameters; the others are left alone.
-        replicas: The ranks that see different parts of the batch.
-        owner: What averages the gradients; referenced weakly, see `call_on_grad`.
-    """
-    find_owner = weakref.ref(owner)
-
-    def scale(factor: float, grad: torch.Tensor) -> torch.Tensor | None:
-        return None if find_owner() is None else grad * factor  # autograd can still read `grad` itself
-
-    for param in params:
-        sync = gradient_sync(param, replicas)
-        if param.requires_grad and sync.axis.size != sync.divisor:
-            param.register_hook(partial(scale, sync.axis.size / sync.divisor))
-
-
 def adopt_grad(param: nn.Parameter, view: torch.Tensor) -> None:
     """Let the gradient of a parameter be its view of a bucket; a copy where it is not yet.
 
@@ -133,3 +111,61 @@ def _make_bucket(params: list[nn.Parameter], replicas: Axis) -> Bucket:
 def _kind_of(param: nn.Parameter, replicas: Axis) -> Kind:
     dtype = getattr(param, "grad_dtype", None) or param.dtype
     return dtype, param.device, gradient_sync(param, replicas)
+
+
+@final
+class EarlierMeans:
+    """Keeps the means of earlier backwards where a sum over ranks is divided by more than their number.
+
+    A parameter that is cut over a part of the replicas (an expert) is held by `axis.size` ranks, and the sum
+    of its gradients is divided by `divisor`, which is larger. A mean of an earlier backward is in that sum
+    `axis.size` times. So it is multiplied by `divisor / axis.size` before a backward adds to it, or before it
+    is averaged once more without one.
+
+    Args:
+        params: The parameters; those that need nothing are left out.
+        replicas: The ranks that see different parts of the batch.
+    """
+
+    def __init__(self, params: Iterable[nn.Parameter], replicas: Axis) -> None:
+        self._replicas = replicas
+        self._factors: dict[torch.Tensor, float] = {}
+        self._nodes: list[Node] = []  # a parameter alone does not keep its own
+        self._means: dict[torch.Tensor, weakref.ref[torch.Tensor] | None] = {}  # None: whatever is there
+        self.track(params)
+
+    def track(self, params: Iterable[nn.Parameter]) -> None:
+        """Take parameters that are trainable now."""
+        find = weakref.ref(self)  # as in `call_on_grad`
+
+        def call(param: torch.Tensor, *_: object) -> None:
+            if (living := find()) is not None:
+                living.scale(param, param.grad)
+
+        for param in params:
+            sync = gradient_sync(param, self._replicas)
+            if param.requires_grad and sync.axis.size != sync.divisor and param not in self._factors:
+                self._factors[param] = sync.divisor / sync.axis.size
+                node = get_gradient_edge(param).node
+                # Of the node that accumulates: hooks of the parameter run in `torch.autograd.grad`, too.
+                node.register_prehook(partial(call, param))
+                self._nodes.append(node)
+
+    @torch.no_grad()
+    def scale(self, param: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """Scale what is about to be averaged again, if it is a mean.
+
+        Args:
+            param: The parameter.
+            grad: Its gradient, or a copy of it.
+        """
+        if param not in self._means:
+            return
+        mean = self._means.pop(param)  # also where it was dropped: what comes next is no mean
+        if grad is not None and param.grad is not None and (mean is None or mean() is param.grad):
+            grad *= self._factors[param]
+
+    def note(self, param: torch.Tensor) -> None:
+        """Note that the gradient of a parameter is, or is about to be, a mean."""
+        if param in self._factors:
+            self._means[param] = None if param.grad is None else weakref.ref(param.grad)

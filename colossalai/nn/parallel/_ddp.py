@@ -9,17 +9,19 @@ zero that depends on every parameter, the last one first, which is the order tha
 model. The model's own forward is not run; a hook on a parameter sees one gradient of zeros.
 """
 
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from colossalai.context import Axis
 from colossalai.nn.parallel._arriving import ArrivingParams
-from colossalai.nn.parallel._buckets import scale_new_grads
+from colossalai.nn.parallel._buckets import EarlierMeans
 from colossalai.nn.parallel._data_method import (
     AppliedDataMethod,
     DataMethod,
@@ -67,18 +69,19 @@ class Replicated(DataMethod):
         if arriving.device.type != "cpu":
             chosen["device_ids"] = [arriving.device]
         wrappers: list[DistributedDataParallel] = []
+        means = EarlierMeans(module.parameters(), replicas)
         for sync in sorted(trainable, key=lambda sync: sync.axis.size):  # that of most parameters outermost
             others = {name for other, names in syncs.items() if other != sync for name in names}
             inner = wrappers[-1] if wrappers else module
             wrapper = _wrap(inner, sync, {"module." * len(wrappers) + name for name in others}, chosen)
+            if sync.axis.size != sync.divisor:
+                wrapper.register_comm_hook(_DividedSum(sync, weakref.ref(means)), _average)
             # With find_unused_parameters torch never lays the buckets out anew. A static graph is what the
             # first backward finds, which must be one of the model.
             if not self.find_unused_parameters and not self.static_graph:
                 _settle_buckets(wrapper)
             wrappers.append(wrapper)
-        applied = _Averaging(wrappers)
-        scale_new_grads(module.parameters(), replicas, applied)
-        return applied
+        return _Averaging(wrappers, means)
 
 
 @final
@@ -87,11 +90,13 @@ class _Averaging(AppliedDataMethod):
 
     Args:
         wrappers: One around the other, the outermost last; each averages other parameters.
+        means: Of all of them.
     """
 
-    def __init__(self, wrappers: Sequence[DistributedDataParallel]) -> None:
+    def __init__(self, wrappers: Sequence[DistributedDataParallel], means: EarlierMeans) -> None:
         super().__init__(wrappers[-1])
         self._wrappers = wrappers
+        self._means = means
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
         """See the base class."""
@@ -158,6 +163,28 @@ def _wrap(
         if own is not None:
             setattr(module, DDP_IGNORED, own)
     return wrapper
+
+
+@dataclass(frozen=True)
+class _DividedSum:
+    """What a communication hook of torch knows: how a bucket is summed, and which gradients are means."""
+
+    sync: GradientSync
+    means: "weakref.ref[EarlierMeans]"
+
+
+def _average(state: _DividedSum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Sum a bucket over ranks that are fewer than the parts of the batch, and divide by these."""
+    means = state.means()
+    assert means is not None, "the applied method holds them as long as its module runs"
+    for param, grad in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        means.scale(param, grad)
+        means.note(param)
+    flat = bucket.buffer().div_(state.sync.divisor)
+    work = dist.all_reduce(flat, group=state.sync.axis.group, async_op=True)
+    assert work is not None
+    summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+    return summed
 
 
 def _settle_buckets(applied: DistributedDataParallel) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from colossalai.communication import start_all_reduce
 from colossalai.context import Axis
-from colossalai.nn.parallel._buckets import Bucket, adopt_grad, call_on_grad, make_buckets, scale_new_grads
+from colossalai.nn.parallel._buckets import Bucket, EarlierMeans, adopt_grad, call_on_grad, make_buckets
 
 
 class GradReducer:
@@ -48,7 +48,7 @@ class GradReducer:
         self._arrived: dict[Bucket, set[int]] = {}  # of the buckets in the queue
         self._started: dict[Bucket, Callable[[], object]] = {}
         self._synced: set[int] = set()  # parts whose buckets are, or were, in the queue
-        scale_new_grads(self._place, replicas, self)
+        self._means = EarlierMeans(self._place, replicas)
         self._sync_all()
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
@@ -80,6 +80,8 @@ class GradReducer:
         for bucket, wait in self._started.items():
             wait()
             _give_grads(bucket)
+            for param in bucket.params:
+                self._means.note(param)
         self._started = {}
         self._forget()
         self._sync_all()
@@ -125,7 +127,7 @@ class GradReducer:
         return len(self._arrived[bucket]) == len(bucket.params)
 
     def _start(self, bucket: Bucket) -> None:
-        """Start the mean of a bucket over the ranks that hold the same slices; see `scale_new_grads`."""
+        """Begin to average a bucket: the one place where gradients are divided."""
         bucket.marks.fill_(1.0)
         for index, param in enumerate(bucket.params):
             if param.grad is None:
@@ -133,7 +135,8 @@ class GradReducer:
                 bucket.marks[index] = 0.0
             else:
                 adopt_grad(bucket.params[index], bucket.views[index])
-        bucket.flat.div_(bucket.sync.axis.size)  # before the sum: float16 has little room above
+                self._means.scale(param, bucket.views[index])
+        bucket.flat.div_(bucket.sync.divisor)  # before the sum: float16 has little room above
         self._started[bucket] = start_all_reduce(bucket.flat, bucket.sync.axis)
 
 

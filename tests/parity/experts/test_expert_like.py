@@ -236,6 +236,37 @@ def several_means_in_a_step(method: str) -> None:
     gpc.destroy()
 
 
+def local_gradients() -> None:
+    """What autograd returns is not touched, and of two gradient handlers the one that is called averages."""
+    colossalai.launch_from_torch({"parallel": {"moe": {"size": 2}}}, verbose=False)
+    model = cut_copy(Net().double(), gpc.mesh)
+    broadcast_from_first(model, gpc.mesh.axis("dp"))
+    params = list(model.parameters())
+    batch = tuple(part.chunk(2)[gpc.get_global_rank()] for part in make_batches(1)[0])
+    batch = batch[0].double(), batch[1]
+    before = torch.autograd.grad(loss_of(model, batch), params)
+    optimizer = OptimizerWrapper(torch.optim.SGD(params, lr=0.1))
+    handlers = [DataParallelGradientHandler(model, optimizer) for _ in range(2)]
+    loss_of(model, batch).backward()
+    handlers[1].handle_gradient()
+    first = [param.grad.clone() for param in params]
+    for param, grad in zip(params, before, strict=True):
+        param.grad = grad.clone()
+    handlers[1].handle_gradient()
+    for param, grad in zip(params, first, strict=True):
+        torch.testing.assert_close(param.grad, grad, rtol=0, atol=1e-12)
+    handlers[0].handle_gradient()
+    Booster(plugin=TorchDDPPlugin()).boost(model, torch.optim.SGD(params, lr=0.1))
+    after = torch.autograd.grad(loss_of(model, batch), params)
+    assert all(map(torch.equal, after, before))
+    gpc.destroy()
+
+
+@pytest.mark.dist
+def test_gradients_that_no_reduction_has_seen_are_those_of_torch() -> None:
+    run_ranks(local_gradients, 2)
+
+
 MEANS: list[Any] = [
     *((method, 4) for method in ("ddp", "ddp unused", "buckets", "handler", "zero 2")),
     *(further(method, 2) for method in ("ddp", "buckets", "handler", "fsdp", "zero 1", "zero 2")),
