@@ -405,8 +405,9 @@ class _InChunks(AppliedDataMethod):
             self._plan_for_larger()
         if self._trace is None:
             return
-        trace, self._trace = self._trace, None
-        self._follow(self._plan_from(trace))
+        # Steps that were skipped can have had larger batches than the iteration that was recorded.
+        guide, trace, self._trace = self.residence.guide, self._trace, None
+        self._follow(self._plan_from(trace if guide is None or guide.trace is None else guide.trace))
 
     def _plan_for_larger(self) -> None:
         """Plan anew if the iteration took more memory on any rank than was planned for; collective."""

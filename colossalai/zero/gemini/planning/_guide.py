@@ -15,10 +15,11 @@ the backward are seen, too. Modes are a stack: where somebody else's is on, ours
 A guide that is dropped in between, with its model, switches its mode off.
 """
 
-import operator
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode,
     _len_torch_dispatch_stack,
 )
-from torch.utils._pytree import tree_iter, tree_leaves
+from torch.utils._pytree import tree_leaves
 
 from colossalai.logging import get_dist_logger
 from colossalai.zero.gemini.planning._trace import Departure, Trace, TraceFollower
@@ -35,7 +36,7 @@ from colossalai.zero.gemini.planning._victims import Period, ResidencePlan
 
 _LOOKS_AHEAD = 2  # periods of which the system is asked to read what lies on disk
 
-Shapes = tuple[tuple[int, ...], ...]  # of the inputs of a forward
+_MOST_VALUES = 1000  # of a nest of inputs that are looked at
 
 
 class OtherBytes(TorchDispatchMode):
@@ -140,7 +141,7 @@ class Guide:
         self.counter = counter
         self._follower = TraceFollower()
         self._plan: ResidencePlan | None = None
-        self._known: list[Shapes] = []  # the largest inputs whose bytes are in the trace
+        self._known = (0, 0)  # elements, and the longest dimension, of the largest inputs in the trace
         self._counts_larger = False  # whether this iteration has larger ones
         self.has_grown = False
         if counter is not None:
@@ -172,10 +173,10 @@ class Guide:
         Args:
             inputs: A nest of tensors and other values.
         """
-        shapes = tuple(tuple(leaf.shape) for leaf in tree_iter(inputs) if isinstance(leaf, torch.Tensor))
-        if any(_covers(known, shapes) for known in self._known):
+        numel, longest = _extent_of(inputs)
+        if numel <= self._known[0] and longest <= self._known[1]:
             return
-        self._known = [*(known for known in self._known if not _covers(shapes, known)), shapes]
+        self._known = max(numel, self._known[0]), max(longest, self._known[1])
         if self.counter is not None and not self.is_counting:
             self._counts_larger = True
             self.counter.take_peak()  # of what was before
@@ -212,7 +213,7 @@ class Guide:
         self._tell(self._follower.end_iteration())
         self._counts_larger = False
         if self.is_recording and not was_recording:
-            self._known = []  # what was counted is not in the trace that comes next
+            self._known = 0, 0  # what was counted is not in the trace that comes next
         trace = self._follower.trace
         self.has_grown |= before is not None and trace is not None and trace is not before
         return trace if was_recording else None
@@ -230,9 +231,24 @@ class Guide:
             )
 
 
-def _covers(shapes: Shapes, others: Shapes) -> bool:
-    """Return whether as many tensors have as many dimensions, none of them smaller."""
-    return len(shapes) == len(others) and all(
-        len(one) == len(other) and all(map(operator.ge, one, other))
-        for one, other in zip(shapes, others, strict=True)
-    )
+def _extent_of(inputs: object) -> tuple[int, int]:
+    """Return the number of elements of all tensors in a nest, and the longest of their dimensions.
+
+    Looks into lists, tuples, mappings and dataclasses, and at the first thousand values.
+    """
+    numel = longest = 0
+    values = [inputs]
+    for value in values:  # which grows
+        if isinstance(value, torch.Tensor):
+            if not value.is_nested and value.layout is torch.strided:
+                numel, longest = numel + value.numel(), max(longest, *value.shape, 0, 0)
+            continue
+        inner: Iterable[object] = ()
+        if isinstance(value, list | tuple):
+            inner = value
+        elif isinstance(value, Mapping):
+            inner = value.values()
+        elif is_dataclass(value) and not isinstance(value, type):
+            inner = [getattr(value, field.name, None) for field in fields(value)]
+        values += islice(inner, max(0, _MOST_VALUES - len(values)))
+    return numel, longest
