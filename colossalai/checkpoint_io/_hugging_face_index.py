@@ -18,6 +18,7 @@ from pathlib import Path
 from colossalai.checkpoint_io.storage import (
     Json,
     damage_named,
+    differs_by_one,
     json_checksum,
     listed,
     of_kind,
@@ -165,8 +166,8 @@ def read_index(path: Path) -> HuggingFaceIndex:
             _is_of_rest(name, part, weight_map)
             for part in content.values()
             if part is not weight_map and isinstance(part, dict)
-            for name, value in part.items()
-            if isinstance(value, int)
+            for name in part
+            if differs_by_one(name, _CHECKSUM)
         ):
             raise ValueError(f"the name of its checksum is not {_CHECKSUM!r} in 'metadata'")
         others = {name: value for name, value in metadata.items() if name != _CHECKSUM}

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from colossalai.checkpoint_io.resharding import TensorMetadata
-from colossalai.checkpoint_io.storage import damage_named, json_checksum
+from colossalai.checkpoint_io.storage import damage_named, differs_by_one, json_checksum
 
 CHECKSUMS = "crc32"  # under it the header has the CRC-32 of each tensor, in JSON
 _OF_HEADER = "crc32_of_header"  # and under this one that of the rest of the header
@@ -92,7 +92,7 @@ def has_intact_header(path: Path) -> bool:
         if _OF_HEADER in texts:
             return _is_of_rest(_OF_HEADER, entries)
         # A header without the name is one of others, unless the checksum is there under a damaged name.
-        return not any(_is_of_rest(name, entries) for name, text in texts.items() if len(text) == _DIGITS)
+        return not any(_is_of_rest(name, entries) for name in texts if differs_by_one(name, _OF_HEADER))
 
 
 def _is_of_rest(name: str, entries: Mapping[str, Mapping[str, object]]) -> bool:

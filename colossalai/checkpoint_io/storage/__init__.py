@@ -47,6 +47,7 @@ from colossalai.checkpoint_io.storage._untrusted import Count as Count
 from colossalai.checkpoint_io.storage._untrusted import Form as Form
 from colossalai.checkpoint_io.storage._untrusted import Json as Json
 from colossalai.checkpoint_io.storage._untrusted import damage_named as damage_named
+from colossalai.checkpoint_io.storage._untrusted import differs_by_one as differs_by_one
 from colossalai.checkpoint_io.storage._untrusted import json_checksum as json_checksum
 from colossalai.checkpoint_io.storage._untrusted import listed as listed
 from colossalai.checkpoint_io.storage._untrusted import of_kind as of_kind

@@ -100,6 +100,13 @@ def json_checksum(content: object) -> int:
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
+def differs_by_one(name: str, wanted: str) -> bool:
+    """Return whether a name has at most one other character than the wanted one, as after a flipped bit."""
+    if len(name) != len(wanted):
+        return False
+    return sum(one != other for one, other in zip(name, wanted, strict=True)) <= 1
+
+
 @dataclass(frozen=True)
 class Count:
     """The form of a size, an offset or a number of things.

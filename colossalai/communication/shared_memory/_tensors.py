@@ -233,6 +233,7 @@ def split_rows(name: str, tensor: torch.Tensor, sizes: Sequence[int], num_ranks:
             f"all_to_all_single: {name} split sizes {list(sizes)} must be {num_ranks} numbers, 0 or more, "
             f"with the sum {rows}"
         )
+    sizes = list(map(index, sizes))
     width = tensor.nbytes // rows if rows else 0
     found, address = [], tensor.data_ptr()
     for size in sizes:
