@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -122,9 +121,7 @@ class OptimizerWrapper(Optimizer):
         self._scale_in_grads: float | None = None  # None: there are none of a backward, or they are true
         self._is_spent = False  # whether there may be gradients that are nobody's any more
         self._has_run = False  # whether there was a backward since the last step, or `zero_grad`
-        self._is_within_step = False  # likewise, a backward by this optimizer and not by one beside it
         self._was_stepped_with = False  # whether the gradients of the last step have not been forgotten
-        self._known_grad: tuple[torch.Tensor, ref[torch.Tensor], int] | None = None  # one of them
         self._weights_factor: torch.Tensor | None = None  # what makes means of sums, once it is decided
 
     def __getattr__(self, name: str) -> Any:
@@ -136,26 +133,13 @@ class OptimizerWrapper(Optimizer):
         return f"{type(self).__name__}({self.optim!r})"
 
     @property
-    def has_spent_grads(self) -> bool:
-        """Whether the gradients are those of the last step.
-
-        Not so after a backward, after `zero_grad`, and where gradients were set or dropped otherwise.
-        """
-        if not self._was_stepped_with or self._has_run:
-            return False
-        if self._known_grad is None:
-            return True
-        param, grad, version = self._known_grad
-        return param.grad is not None and param.grad is grad() and param.grad._version == version
+    def is_stepped_again(self) -> bool:
+        """Whether the next step follows one that had gradients, without a backward or `zero_grad` between."""
+        return self._was_stepped_with and not self._has_run
 
     def unwrap(self) -> Optimizer:
         """Return the optimizer underneath."""
         return self.optim
-
-    @property
-    def is_within_step(self) -> bool:
-        """Whether a backward of this optimizer has added to gradients that no step has used yet."""
-        return self._is_within_step
 
     @property
     def mean_loss(self) -> torch.Tensor | None:
@@ -196,7 +180,7 @@ class OptimizerWrapper(Optimizer):
     def start_backward(self) -> float:
         """Prepare for a backward that somebody else runs; return the factor of its loss, the loss scale."""
         scale = self.scaler.scale
-        self._is_spent, self._is_within_step = False, True
+        self._is_spent = False
         is_bare = self.weights.are_spent and not len(self.masters)
         if is_bare and all(param.grad is None for param in self._params()):
             self.weights.forget()  # somebody else has dropped the gradients
@@ -322,7 +306,7 @@ class OptimizerWrapper(Optimizer):
             raise ValueError(
                 "a closure computes gradients that are not scaled: with float16 call backward and step"
             )
-        if closure is None and self.weights.are_used and self.has_spent_grads and self._has_cast_grads():
+        if closure is None and self.weights.are_used and self.is_stepped_again and self._has_cast_grads():
             raise ValueError(_WEIGHTED_TWICE)
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm, self.norm_type)
@@ -335,8 +319,7 @@ class OptimizerWrapper(Optimizer):
         if self.stepped and self._after_step is not None:
             self._after_step()
         self._decision, self._scale_in_grads, self._is_spent, self._has_run = None, None, True, False
-        self._is_within_step = False
-        self._note_spent_grads(has_grads)
+        self._was_stepped_with = has_grads
         self.weights.spend()
         if not any(each.weights.are_pending for each in self._family):
             self.weights.renew_unit()
@@ -352,8 +335,7 @@ class OptimizerWrapper(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         self._decision, self._scale_in_grads, self._is_spent, self._has_run = None, None, False, False
-        self._is_within_step = False
-        self._was_stepped_with, self._known_grad = False, None
+        self._was_stepped_with = False
         self.weights.forget()
         self.masters.zero_grad(set_to_none=set_to_none)
         self.optim.zero_grad(set_to_none=set_to_none)
@@ -435,15 +417,6 @@ class OptimizerWrapper(Optimizer):
         self._scale_in_grads = scale
         self._decision = None
         self._has_run = True
-
-    def _note_spent_grads(self, has_grads: bool) -> None:
-        """Note that gradients were stepped with, and one of them, by which they are recognized."""
-        self._was_stepped_with, self._known_grad = has_grads, None
-        for held in self._params():
-            param = self.masters.param_of(held)
-            if param.grad is not None:
-                self._known_grad = param, ref(param.grad), param.grad._version
-                return
 
     def _has_cast_grads(self) -> bool:
         """Whether the gradients of masters or slices are copies of those that backwards leave."""

@@ -76,8 +76,7 @@ class Saving:
 
         Raises:
             ValueError: `step`, `every`, `keep_last` or another option is out of range, a value cannot be
-                saved, or gradients are there that no step has used: within an accumulation window, in
-                `no_sync`, or between backward and step.
+                saved, or an accumulation window is under way, as in `no_sync`.
             OSError: The training state cannot be written; on all ranks. The last `keep_last` ones stay.
         """
         return save_run(

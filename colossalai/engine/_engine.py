@@ -133,8 +133,8 @@ class Engine:
             gradients.
 
         Raises:
-            ValueError: The gradients have been applied already, and no backward ran since.
-                `optimizer.step()` applies them again, as in torch.
+            ValueError: With accumulation, no backward or `zero_grad` came since the step before. Without,
+                the gradients that are still there are applied again, as in torch, and a line is logged.
         """
         return self.training_step.step()
 
@@ -218,8 +218,7 @@ class Engine:
 
         Raises:
             ValueError: `step`, `every`, `keep_last` or another option is out of range, a value cannot be
-                saved, or gradients are there that no step has used: within an accumulation window, or between
-                backward and step.
+                saved, or an accumulation window is under way.
             OSError: The training state cannot be written; on all ranks. The last `keep_last` ones stay.
         """
         run = self._run(lr_scheduler, dataloader)

@@ -67,7 +67,7 @@ class AccumulatingOptimizer(OptimizerWrapper):
 
         Raises:
             ValueError: A closure is given, which would compute the gradients of one microbatch anew, or
-                the gradients have been applied already, and no backward ran since.
+                no backward or `zero_grad` came since the end of the window before.
         """
         if self._is_at_work:
             return super().step(closure)

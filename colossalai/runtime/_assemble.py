@@ -156,12 +156,13 @@ def assemble_with_optimizers(
     _draw_apart(mesh)
     pipeline = _make_pipeline(plan, model, data, mesh=mesh, tensor_axis=tensor_axis, device=device)
     is_whole = plan.pipeline is None and all(map(_is_whole, model.parameters()))
+    wrapper = ModelWrapper(model, data, pipeline=pipeline, fused_loss=plan.fused_loss)
     refuse_calls(
         [given, *(part.model for part in model.modules() if isinstance(part, ModelStage))],
+        wrapper,
         is_alone=is_whole and mesh.world_size == 1 and not any(len(each.masters) for each in wrapped),
         is_whole=is_whole,
     )
-    wrapper = ModelWrapper(model, data, pipeline=pipeline, fused_loss=plan.fused_loss)
     for each in wrapped:
         if isinstance(each, AccumulatingOptimizer):
             each.open_window(wrapper, accumulation_steps)

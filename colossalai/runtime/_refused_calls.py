@@ -6,9 +6,11 @@ which under many plans is a part of the model.
 
 [Note: refused on the model itself]
 A refusal takes the place of the method on the model that was given and on its submodules, since scripts keep
-both. A copy of the model belongs to no plan and has the method itself, and so has any model after the job.
+both. It ends with the plan: with the wrapper that `boost` returned, or with the job. A copy of the model
+belongs to no plan.
 """
 
+import copy
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -33,34 +35,41 @@ class RefusedCall:
         owner: The module.
         name: Name of the method.
         reason: Why it is refused, and what to do instead.
+        wrapper: Of the model under the plan; None: of a copy, which has no plan.
     """
 
-    def __init__(self, owner: nn.Module, name: str, reason: str) -> None:
+    def __init__(self, owner: nn.Module, name: str, reason: str, wrapper: nn.Module | None) -> None:
         self._owner = weakref.ref(owner)  # no cycle: the memory of a model is freed with its last reference
+        self._wrapper = None if wrapper is None else weakref.ref(wrapper)
         self._name = name
         self._reason = reason
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse; call the method after the job.
+        """Refuse; call the method where the plan has ended.
 
         Raises:
-            ValueError: The job has not ended.
+            ValueError: The plan has not ended.
         """
         owner = self._owner()
-        if is_in_job():
+        if is_in_job() and self._wrapper is not None and self._wrapper() is not None:
             raise ValueError(f"{type(owner).__name__}.{self._name}: {self._reason}")
         return getattr(type(owner), self._name)(owner, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "RefusedCall":
+        """Return what calls the method of a copy of the owner, which is being made."""
+        return RefusedCall(copy.deepcopy(self._owner(), memo), self._name, self._reason, None)  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Be the method itself on a copy of the owner; see [Note: refused on the model itself]."""
         return getattr, (self._owner(), self._name)
 
 
-def refuse_calls(models: Iterable[nn.Module], *, is_alone: bool, is_whole: bool) -> None:
+def refuse_calls(models: Iterable[nn.Module], wrapper: nn.Module, *, is_alone: bool, is_whole: bool) -> None:
     """Put refusals in the place of methods that would be wrong without a message, or fail within torch.
 
     Args:
         models: The model as it was given, and what the stages of a pipeline have made of it.
+        wrapper: What `boost` returns; the refusals end with it.
         is_alone: Whether no other rank, no slice and no master depends on which parameters the model has.
         is_whole: Whether this rank holds all of it in plain parameters.
     """
@@ -72,6 +81,7 @@ def refuse_calls(models: Iterable[nn.Module], *, is_alone: bool, is_whole: bool)
                     name,
                     "the parameters of this model are in use by its plan and its optimizer: call it before "
                     "boost (or colossalai.initialize), and before the optimizer is built",
+                    wrapper,
                 )
         if not is_whole and _is_of_peft(module):
             for name in _methods(module, _EXPORTING):
@@ -81,6 +91,7 @@ def refuse_calls(models: Iterable[nn.Module], *, is_alone: bool, is_whole: bool)
                     "this rank holds a part of the model: let every rank call colossalai.chat."
                     "save_pretrained(model, folder, booster=booster), which writes the adapters, or with "
                     "merges=True the model that they are added into",
+                    wrapper,
                 )
 
 

@@ -95,13 +95,14 @@ def save_run(
 
     Raises:
         ValueError: `step`, `every`, `keep_last` or another option is out of range, a value cannot be saved,
-            or gradients are there that no step has used.
+            or an accumulation window is under way.
         OSError: The training state cannot be written; on all ranks. The last `keep_last` ones stay.
     """
     _check_options(step=step, epoch=epoch, extra=extra, every=every, keep_last=keep_last)
     if step % every:
         return None
-    if run.is_in_window or _is_within_step(run):
+    is_in_no_sync = isinstance(run.model, ModelWrapper) and run.model.is_in_no_sync
+    if run.is_in_window or is_in_no_sync:
         raise ValueError(
             f"step {step} is within an accumulation window, whose gradients are not saved: save after "
             "optimizer.step(), or where engine.step() has returned True, and outside of no_sync; count these "
@@ -112,12 +113,6 @@ def save_run(
     return save_training_state(
         folder, state, step=step, keep_last=keep_last, save_async=save_async, buffer_size=buffer_size
     )
-
-
-def _is_within_step(run: Run) -> bool:
-    """Return whether there are gradients that no step has used yet, or about to be, which would be lost."""
-    is_in_no_sync = isinstance(run.model, ModelWrapper) and run.model.is_in_no_sync
-    return is_in_no_sync or (isinstance(run.optimizer, OptimizerWrapper) and run.optimizer.is_within_step)
 
 
 def _check_options(*, step: object, epoch: object, extra: object, every: object, keep_last: object) -> None:

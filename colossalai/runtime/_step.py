@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from colossalai.amp import GivenLoss, OptimizerWrapper, Weight, check_loss, read_loss
+from colossalai.logging import get_dist_logger
 from colossalai.monitor import section
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime._epoch import EpochWatch
@@ -22,8 +23,12 @@ _FORWARD, _BACKWARD = section("the forward"), section("the backward")
 _PIPELINE, _UPDATE = section("the pipeline"), section("the optimizer step")
 
 _AGAIN = (
-    "step() was called again without a backward: the gradients have been applied already, and would be "
-    "applied twice. Run a backward before each step(), or call zero_grad() after it"
+    "step() was called again without a backward: the gradients that are still there are applied once more, "
+    "as by an optimizer of torch. Run a backward before each step(), or call zero_grad() after it"
+)
+_AGAIN_IN_WINDOW = (
+    "step() was called again without a backward, and each step() ends a microbatch of a window: "
+    "run a backward before each step(), or call zero_grad() at the end of a window"
 )
 
 
@@ -142,10 +147,12 @@ class TrainingStep:
             gradients.
 
         Raises:
-            ValueError: The gradients have been applied already, and no backward ran since.
+            ValueError: With accumulation, no backward or `zero_grad` came since the step before.
         """
-        if self.optimizer.has_spent_grads:
-            raise ValueError(_AGAIN)
+        if self.optimizer.is_stepped_again:  # alike on all ranks
+            if self.accumulation_steps > 1:
+                raise ValueError(_AGAIN_IN_WINDOW)
+            get_dist_logger().log_once(_AGAIN, ranks=[0])
         closes, factor = self._closes_window(), self.short_window_factor
         self._done += 1
         if not closes:

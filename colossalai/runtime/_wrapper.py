@@ -125,6 +125,14 @@ class ModelWrapper(nn.Module):
         """Return the parameters under the names of the model that was given."""
         return self.unwrap().named_parameters(prefix, recurse, remove_duplicate)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Replace a child of the model that was given under its name, as `named_modules` has it."""
+        raw: nn.Module | None = self.__dict__.get("_raw")
+        if raw is not None and name in raw._modules and name not in self._modules:
+            setattr(raw, name, value)
+        else:
+            super().__setattr__(name, value)
+
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:

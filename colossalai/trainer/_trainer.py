@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from colossalai.communication import all_reduce_in_place
@@ -120,8 +121,8 @@ class Trainer:
     ) -> None:
         """Train until `epochs` epochs or `max_steps` iterations are complete in all, earlier calls included.
 
-        A model in evaluation mode is put in training mode. Where only some modules are in evaluation mode, as
-        frozen batch norms are, each module keeps its mode, also after a test; a warning names them.
+        Each epoch puts the model in training mode. Batch norms that are in evaluation mode below a module in
+        training mode were frozen by the user: they stay in it.
 
         Args:
             train_dataloader: Batches of an epoch; read anew for every epoch.
@@ -158,7 +159,6 @@ class Trainer:
                 f"nothing to train: {self.cur_epoch} epochs and {self.cur_step} steps are complete already",
                 ranks=[0],
             )
-        self._warn_of_modules_in_evaluation_mode()
         with self._telling_hooks_of_exceptions():
             self._call_hooks("before_train")
             # A rank whose own hook asks for the end must not leave the others alone: all decide together.
@@ -225,8 +225,10 @@ class Trainer:
         self, dataloader: Iterable[Any], display_progress: bool, return_output_label: bool
     ) -> None:
         first_step = self.cur_step
-        if not any(module.training for module in _leaves(self.engine.model)):
-            self.engine.train()
+        frozen = _frozen_norms(self.engine.model)
+        self.engine.train()
+        for module in frozen:
+            module.eval()
         self.timer.reset("Train-step")
         self.metrics["train"].start_epoch()
         self._call_hooks("before_train_epoch")
@@ -300,17 +302,6 @@ class Trainer:
         self._take_weight()
         self.timer.stop("Test-step", keep_in_history=True)
         self._call_hooks("after_test_iter", *results)
-
-    def _warn_of_modules_in_evaluation_mode(self) -> None:
-        leaves = list(_leaves(self.engine.model))
-        frozen = [module for module in leaves if not module.training]
-        if 0 < len(frozen) < len(leaves):
-            kinds = ", ".join(sorted({type(module).__name__ for module in frozen}))
-            self._logger.warning(
-                f"{len(frozen)} of the model's {len(leaves)} layers are in evaluation mode ({kinds:.200}) "
-                "and stay in it, as frozen batch norms should: to train them, call engine.train() before fit",
-                ranks=[0],
-            )
 
     def _take_weight(self) -> None:
         weight = self.engine.loss_weight
@@ -390,9 +381,18 @@ def _check_hooks(hooks: Any) -> None:
             )
 
 
-def _leaves(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules without children; the mode of a wrapper around them is not the user's."""
-    return (module for module in model.modules() if next(module.children(), None) is None)
+def _frozen_norms(model: nn.Module) -> list[nn.Module]:
+    """Return the layers with running statistics that are in evaluation mode, unlike the module around them.
+
+    A whole model in evaluation mode, as `from_pretrained` returns it, has none.
+    """
+    return [
+        child
+        for module in model.modules()
+        if module.training
+        for child in module.children()
+        if isinstance(child, _NormBase) and not child.training
+    ]
 
 
 def _length_of(dataloader: Iterable[Any]) -> int | None:

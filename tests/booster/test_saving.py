@@ -72,7 +72,7 @@ def test_refusals(tmp_path: Path) -> None:
     run_ranks(refusals, 1, str(tmp_path))
 
 
-def saves_between_backward_and_step(folder: Path) -> None:
+def saves_in_no_sync(folder: Path) -> None:
     colossalai.launch_from_torch({}, verbose=False)
     for plugin in ({}, {"stage": 1}):
         booster, model, optimizer, _ = boosted(**plugin)
@@ -90,9 +90,8 @@ def saves_between_backward_and_step(folder: Path) -> None:
             booster.backward(model(x).mean(), optimizer)
             refused()
             booster.save_model(model, folder / "weights.pt")
-        refused()
+        booster.save(folder, model, optimizer, step=0)  # a loop can drop what is left
         booster.backward(model(x).mean(), optimizer)
-        refused()
         optimizer.step()
         booster.save(folder, model, optimizer, step=1)
         optimizer.zero_grad()
@@ -105,8 +104,8 @@ def saves_between_backward_and_step(folder: Path) -> None:
     gpc.destroy()
 
 
-def test_a_save_between_backward_and_step_is_refused(tmp_path: Path) -> None:
-    run_ranks(saves_between_backward_and_step, 1, tmp_path)
+def test_a_save_in_no_sync_is_refused(tmp_path: Path) -> None:
+    run_ranks(saves_in_no_sync, 1, tmp_path)
 
 
 def with_precision(precision: str) -> Any:

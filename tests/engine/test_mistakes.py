@@ -195,7 +195,6 @@ def in_a_job(folder):
             with pytest.raises(ValueError, match=message):
                 backward(loss)
     optimizer.backward(model(x), gradient=torch.ones(2, 2))
-    optimizer.zero_grad()
     for options, message in [
         ({"step": "7"}, "step is '7'; it must be an integer of at least 0"),
         ({"step": 7.0}, "step is 7.0"),

@@ -255,21 +255,30 @@ def engine_with_a_frozen_batch_norm() -> FakeEngine:
 
 
 def test_a_frozen_batch_norm_stays_frozen_over_tests() -> None:
-    engine, lines = engine_with_a_frozen_batch_norm(), Lines()
+    engine = engine_with_a_frozen_batch_norm()
     model, seen = engine.model, []
     before = modes_of(model)
     probes = [
         Probe("before_train_iter", lambda *_: seen.append(modes_of(model) == before)),
         Probe("after_test", lambda *_: seen.append(not any(modes_of(model).values()))),
     ]
-    trainer = Trainer(engine, logger=lines)
+    trainer = Trainer(engine)
     trainer.fit(make_batches(), epochs=2, test_dataloader=make_batches(), hooks=probes)
     assert seen == [True] * 8
     assert model[0].num_batches_tracked == 0
     trainer.evaluate(make_batches())
     trainer.predict(torch.zeros(2, 3, dtype=torch.float64))
     assert modes_of(model) == before
-    assert "1 of the model's 3 layers are in evaluation mode (BatchNorm1d)" in lines.warnings[0]
+
+
+def test_a_pretrained_part_is_trained() -> None:
+    """It is in evaluation mode as a whole, beside a layer that is new."""
+    engine = FakeEngine()
+    part = nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64), nn.Dropout(0.0)).eval()
+    engine.model = nn.Sequential(part, engine.model)
+    engine.model.takes_labels = False
+    Trainer(engine).fit(make_batches((2, 2)), epochs=1)
+    assert all(modes_of(engine.model).values())
 
 
 def test_modes_are_restored_after_a_failed_test() -> None:
@@ -281,8 +290,7 @@ def test_modes_are_restored_after_a_failed_test() -> None:
 
 
 def test_a_model_in_evaluation_mode_is_trained() -> None:
-    engine, lines = engine_with_a_frozen_batch_norm(), Lines()
+    engine = engine_with_a_frozen_batch_norm()
     engine.eval()
-    Trainer(engine, logger=lines).fit(make_batches((2, 2)), epochs=1)
+    Trainer(engine).fit(make_batches((2, 2)), epochs=1)
     assert all(modes_of(engine.model).values())
-    assert not lines.warnings
