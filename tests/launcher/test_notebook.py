@@ -77,7 +77,9 @@ import colossalai
 
 def hang():
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    print(os.getpid(), child.pid, flush=True)
+    # One write, of the line with its end: the ranks share the file, and `print` writes part by part if it is
+    # not buffered (PYTHONUNBUFFERED).
+    os.write(1, f"{os.getpid()} {child.pid}\\n".encode())
     time.sleep(600)
 
 try:
