@@ -9,7 +9,7 @@ its elements that are no longer the master's, rounded, become the master's. In-p
 version that torch counts for every tensor; those through `param.data`, which torch does not count, are not.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +81,16 @@ class Masters(StandIns):
         """Give each master the gradient of its parameter: the same memory, if that is float32 already."""
         for param, master in self._master_of.items():
             master.grad = None if param.grad is None else param.grad.to(master.dtype)
+
+    def follow_users(self) -> None:
+        """See the base class."""
+        for param, master in self._master_of.items():
+            if param.grad is None:
+                master.grad = None
+
+    def has_grads(self, params: Sequence[nn.Parameter]) -> bool:
+        """See the base class."""
+        return any(self.param_of(param).grad is not None for param in params)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Forget the gradients of the parameters."""

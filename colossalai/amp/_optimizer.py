@@ -1,7 +1,9 @@
 """An optimizer that scales the loss, unscales gradients once, clips, and steps only when all ranks may."""
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +51,20 @@ def check_clipping(max_norm: float, norm_type: float) -> None:
         raise ValueError(
             f"max_norm is {max_norm!r} and norm_type {norm_type!r}: the bound must be above 0, or 0 for no "
             "clipping, and the p of the norm at least 1"
+        )
+
+
+def _refuse_bare_step(wrapper: "weakref.ref[OptimizerWrapper]", optim: Optimizer, *_: Any) -> None:
+    """Refuse a step of an optimizer whose parameters have stand-ins, if its wrapper does not make it.
+
+    Raises:
+        ValueError: The wrapper is gone, or makes no step.
+    """
+    living = wrapper()
+    if living is None or not living._is_updating:
+        raise ValueError(
+            f"step() was called of the {type(optim).__name__} that was given to boost or initialize, and it "
+            "works on masters, slices or scaled gradients: call step() of the optimizer that was returned"
         )
 
 
@@ -123,6 +139,9 @@ class OptimizerWrapper(Optimizer):
         self._has_run = False  # whether there was a backward since the last step, or `zero_grad`
         self._was_stepped_with = False  # whether the gradients of the last step have not been forgotten
         self._weights_factor: torch.Tensor | None = None  # what makes means of sums, once it is decided
+        self._is_updating = False
+        if len(self.masters) or self.scaler.skips:
+            optim.register_step_pre_hook(partial(_refuse_bare_step, weakref.ref(self)))
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not set yet: pickle and copy ask before __init__ has run
@@ -169,6 +188,7 @@ class OptimizerWrapper(Optimizer):
         self.note_loss(given)
         if given.weight is None:
             (given.value if scale == 1.0 else given.value * scale).backward(**kwargs)
+            self.masters.after_backward()
             return
         value, factor = given.value, self.factor_of_sum(given.weight) * scale
         if not given.is_sum:
@@ -176,13 +196,13 @@ class OptimizerWrapper(Optimizer):
         wide = torch.promote_types(value.dtype, torch.float32)
         with nullcontext() if given.is_sum else Silenced(value, given.weight):
             (value.to(wide) * factor.to(wide)).backward(**kwargs)
+        self.masters.after_backward()
 
     def start_backward(self) -> float:
         """Prepare for a backward that somebody else runs; return the factor of its loss, the loss scale."""
         scale = self.scaler.scale
         self._is_spent = False
-        is_bare = self.weights.are_spent and not len(self.masters)
-        if is_bare and all(param.grad is None for param in self._params()):
+        if self.weights.are_spent and not self.masters.has_grads(self._params()):
             self.weights.forget()  # somebody else has dropped the gradients
         for each in self._family:
             each._expect_grads(scale)
@@ -378,8 +398,15 @@ class OptimizerWrapper(Optimizer):
     def _update(self, closure: Callable[[], float] | None) -> Any:
         if self._before_step is not None:
             self._before_step(self)
+        self.masters.follow_users()
         self.masters.take_weights()
-        result = self.masters.step(self.optim, None if closure is None else self._with_grads_taken(closure))
+        self._is_updating = True
+        try:
+            result = self.masters.step(
+                self.optim, None if closure is None else self._with_grads_taken(closure)
+            )
+        finally:
+            self._is_updating = False
         self.masters.write_weights()
         return result
 

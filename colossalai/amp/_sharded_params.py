@@ -42,6 +42,9 @@ class StandIns(ABC):
     def before_backward(self) -> None:  # noqa: B027 - most have nothing to prepare
         """Prepare for a backward."""
 
+    def after_backward(self) -> None:  # noqa: B027 - most have nothing to end
+        """End what `before_backward` has begun; not called after an exception."""
+
     @abstractmethod
     def scale_grads(self, factor: float) -> None:
         """Multiply what backwards have left for `take_grads`."""
@@ -49,6 +52,17 @@ class StandIns(ABC):
     @abstractmethod
     def take_grads(self) -> None:
         """Give each stand-in the gradient of its parameter."""
+
+    def follow_users(self) -> None:  # noqa: B027 - some have no gradients of their own
+        """Forget the gradients of parameters whose `.grad` users have dropped since `take_grads`."""
+
+    @abstractmethod
+    def has_grads(self, params: Sequence[nn.Parameter]) -> bool:
+        """Return whether gradients of earlier backwards are left.
+
+        Args:
+            params: What the optimizer holds.
+        """
 
     @abstractmethod
     def zero_grad(self, *, set_to_none: bool) -> None:

@@ -18,6 +18,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from colossalai.communication import all_reduce_in_place, empty_to_send
@@ -25,6 +26,7 @@ from colossalai.context import Axis
 from colossalai.nn.parallel import adopt_grad, call_on_grad
 from colossalai.zero._exchange import Finish, start_mean
 from colossalai.zero._layout import FlatBucket
+from colossalai.zero._placeholder import BucketPlaceholders
 
 KeepMean = Callable[[FlatBucket, torch.Tensor], torch.Tensor]
 
@@ -49,6 +51,9 @@ class BucketGrads:
         self._is_kept = is_kept
         self._flat: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []  # of `_flat`, one for each parameter
+        self.placeholders = BucketPlaceholders(bucket.params, bucket.grad_dtype)
+        # Called with parameters that have lost their mean, and with those whose mean has become zero.
+        self.listeners: list[Callable[[list[nn.Parameter], list[nn.Parameter]], None]] = []
 
     @property
     def is_full(self) -> bool:
@@ -58,7 +63,7 @@ class BucketGrads:
     @property
     def has_new(self) -> bool:
         """Whether there are gradients that no round has averaged."""
-        return any(param.grad is not None for param in self.bucket.params)
+        return any(map(self.placeholders.is_real, range(len(self.bucket.params))))
 
     def adopt(self, index: int) -> None:
         """Move the gradient of a parameter into the bucket while it is in the cache."""
@@ -66,15 +71,16 @@ class BucketGrads:
         adopt_grad(self.bucket.params[index], self._views[index])
 
     def fill(self) -> torch.Tensor:
-        """Return the bucket with all gradients of this rank in it; the parameters lose theirs."""
+        """Return the bucket with all gradients of this rank in it; the parameters get placeholders."""
+        self.follow_users()
         flat = self._memory()
-        for index, param in enumerate(self.bucket.params):
-            if param.grad is None:
-                self._views[index].zero_()
-            else:
+        for index in range(len(self.bucket.params)):
+            if self.placeholders.is_real(index):
                 self.adopt(index)
                 self.seen.add(index)
-                param.grad = None
+            else:
+                self._views[index].zero_()
+        self.placeholders.put()
         if not self._is_kept:
             self._release()
         return flat
@@ -105,9 +111,23 @@ class BucketGrads:
             for index in chosen:
                 self._part(self.slice, index).mul_(factor)
         for index in chosen:
-            param = self.bucket.params[index]
-            if param.grad is not None:
-                param.grad *= factor
+            grad = self.bucket.params[index].grad
+            if grad is not None and self.placeholders.is_real(index):
+                grad *= factor
+
+    @torch.no_grad()
+    def follow_users(self) -> None:
+        """Let the mean follow what users have done to placeholders; see [Note: placeholders of gradients]."""
+        gone, zeroed = self.placeholders.changed()
+        if not gone and not zeroed:
+            return
+        self.seen.difference_update(gone)
+        self.drop(gone)
+        if self.slice is not None:
+            for index in zeroed:
+                self._part(self.slice, index).zero_()
+        for listener in self.listeners:
+            listener([self.bucket.params[n] for n in gone], [self.bucket.params[n] for n in zeroed])
 
     def forget(self, *, set_to_none: bool, besides: Collection[torch.Tensor]) -> None:
         """Drop the slice, and full gradients, or make them zero; of some parameters neither."""
@@ -118,6 +138,7 @@ class BucketGrads:
                 param.grad = None
             else:
                 param.grad.zero_()
+        self.follow_users()
         self.arrived.difference_update(chosen)
         if set_to_none:
             self.seen.difference_update(chosen)
@@ -236,8 +257,20 @@ class ShardedReducer:
         """Begin a new round if the backward before has averaged; collective."""
         if self._ran:
             self.flush()
+        self.follow_users()  # after means that were under way have come
+        with torch._C.DisableTorchFunctionSubclass():
+            for grads in self.all_grads:
+                grads.placeholders.lift()
         self._is_dirty = True
         self._ran = bool(self._queued_parts)
+
+    def after_backward(self) -> None:
+        """End what `before_backward` has begun; start what a backward that averages has left; collective."""
+        if self._ran:
+            self._start_rest()
+        with torch._C.DisableTorchFunctionSubclass():
+            for grads in self.all_grads:
+                grads.placeholders.lower()
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
         """Say whether the backwards from now on average; with stage 2 they always do.
@@ -266,8 +299,7 @@ class ShardedReducer:
 
     def flush(self) -> None:
         """Average what has not been, wait for all, and begin a new round; collective over the replicas."""
-        for grads in (*self._queue, *self._late, *self._unqueued()):
-            self._start(grads)
+        self._start_rest()
         while self._under_way:
             self._under_way.popleft()()
         for grads in self.all_grads:
@@ -277,18 +309,26 @@ class ShardedReducer:
         self._enqueue_all()
         self._is_dirty = self._ran = False
 
+    def follow_users(self) -> None:
+        """Let the means follow what users have done to gradients; see [Note: placeholders of gradients]."""
+        with torch._C.DisableTorchFunctionSubclass():
+            for grads in self.all_grads:
+                grads.follow_users()
+
     def finish(self) -> None:
         """Flush unless nothing can have come since the last time.
 
         Raises:
-            ValueError: A gradient has come of a backward that was not announced.
+            ValueError: A gradient has come of a backward that was not announced, or was assigned.
         """
-        if self._is_dirty:
+        if self._is_dirty or self._started:
             self.flush()
-        elif any(grads.has_new for grads in self.all_grads):
+        self.follow_users()
+        if any(grads.has_new for grads in self.all_grads):
             raise ValueError(
-                "there are gradients of a backward that nobody has announced: run it by "
-                "optimizer.backward(loss), booster.backward(loss, optimizer) or engine.backward(loss)"
+                "there are gradients that were assigned by hand, or of a backward that was not announced: "
+                "run it by optimizer.backward(loss), booster.backward(loss, optimizer) or "
+                "engine.backward(loss)"
             )
 
     def await_nodes(self) -> None:
@@ -341,6 +381,13 @@ class ShardedReducer:
         marks = torch.tensor(here, dtype=torch.uint8, device=self.all_grads[0].bucket.params[0].device)
         return all_reduce_in_place(marks, self._replicas, dist.ReduceOp.MAX).bool().tolist()
 
+    def _start_rest(self) -> None:
+        """Start the buckets of this round that have not been started, in the same order on all ranks."""
+        for grads in (*self._queue, *self._late, *self._unqueued()):
+            if grads not in self._started:
+                self._start(grads)
+        self._queue.clear()
+
     def _unqueued(self) -> list[BucketGrads]:
         return [
             grads
@@ -378,7 +425,8 @@ class ShardedReducer:
                 "run backwards by optimizer.backward(loss), and use overlap_communication=False where one "
                 "backward adds several times to a parameter (reentrant checkpointing of shared weights)"
             )
-        if param.grad is not None:  # a function may return none for it: zeros then
+        grads.placeholders.note_grad(index)
+        if grads.placeholders.is_real(index):  # a function may return none for it: zeros then
             grads.adopt(index)
         if not self._nodes:
             self._arrive(grads, index)

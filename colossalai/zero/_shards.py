@@ -11,6 +11,7 @@ gather the flat memory.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -93,6 +94,8 @@ class Shards(StandIns):
             weights: grads for grads in reducer.all_grads for weights in weights_of(grads.bucket)
         }
         self._weights = list(self._grads_of)
+        for weights, grads in self._grads_of.items():
+            grads.listeners.append(partial(self._lose, weights))
         self._fragments: dict[nn.Parameter, Fragment] = {}
         for weights in self._weights:
             self._add_bucket(weights, offload)
@@ -143,6 +146,11 @@ class Shards(StandIns):
         for reducer in self._reducers:
             reducer.before_backward()
 
+    def after_backward(self) -> None:
+        """See the base class."""
+        for reducer in self._reducers:
+            reducer.after_backward()
+
     def finish_means(self) -> None:
         """Wait until this rank's slices are means over the replicas, of all that has come; collective."""
         self._reducer.finish()
@@ -173,6 +181,8 @@ class Shards(StandIns):
             for index in weights.held:
                 param = bucket.params[index]
                 _give_grad(self._fragments[param].tensor, parts[index] if param in marked else None)
+        for grads in self._grads_of.values():
+            grads.placeholders.withdraw(n for n, p in enumerate(grads.bucket.params) if p not in marked)
         for params in self._whole_groups:
             for param in params:
                 if param not in self._fragments and param.grad is not None:
@@ -180,6 +190,16 @@ class Shards(StandIns):
                         f"a parameter of shape {tuple(param.shape)} was frozen at the door and has a "
                         "gradient now, which ZeRO does not average: freeze it after the door, not before"
                     )
+
+    def follow_users(self) -> None:
+        """See the base class."""
+        self._reducer.follow_users()
+
+    def has_grads(self, params: Sequence[nn.Parameter]) -> bool:
+        """See the base class."""
+        return any(
+            grads.slice is not None or weights.has_moved_mean for weights, grads in self._grads_of.items()
+        )
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """See the base class."""
@@ -407,6 +427,19 @@ class Shards(StandIns):
             place = bucket.place(index, rank)
             self._fragments[param] = Fragment(param, tensor, weights, index, place, has_own_memory)
         weights.release_homes()
+
+    def _lose(
+        self, weights: BucketWeights, gone: Sequence[nn.Parameter], zeroed: Sequence[nn.Parameter]
+    ) -> None:
+        """Forget the gradients of parameters, or make them zero, as users have done to placeholders."""
+        own = {weights.bucket.params[index]: index for index in weights.held}
+        for param in (param for param in gone if param in own):
+            weights.clear_mean(own[param])
+            self._fragments[param].tensor.grad = None
+        for param in (param for param in zeroed if param in own):
+            weights.clear_mean(own[param])
+            if (grad := self._fragments[param].tensor.grad) is not None:
+                grad.zero_()
 
     def _put_grad(self, param: nn.Parameter, section: torch.Tensor) -> None:
         fragment = self._fragments[param]

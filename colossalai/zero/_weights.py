@@ -81,6 +81,14 @@ class BucketWeights(ABC):
     def scale_mean(self, factor: float) -> None:  # noqa: B027 - most have moved none
         """Multiply what `take_mean` has moved."""
 
+    @property
+    def has_moved_mean(self) -> bool:
+        """Whether `take_mean` has moved what has not been forgotten."""
+        return False
+
+    def clear_mean(self, index: int) -> None:  # noqa: B027 - most have moved none
+        """Make what `take_mean` has moved zero for one parameter."""
+
     def forget_mean(self, *, set_to_none: bool) -> None:  # noqa: B027 - most have moved none
         """Drop what `take_mean` has moved, or make it zero."""
 

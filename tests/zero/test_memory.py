@@ -14,6 +14,7 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.communication import ledger
 from colossalai.core import global_context as gpc
+from colossalai.zero._placeholder import GradPlaceholder
 from tests.ranks import run_ranks
 from tests.tiers import further
 
@@ -76,6 +77,7 @@ def measure(stage: int, precision: str, num_microbatches: int) -> Bytes:
         tensor
         for tensor in gc.get_objects()
         if isinstance(tensor, torch.Tensor)
+        and not isinstance(tensor, GradPlaceholder)
         and tensor.is_floating_point()
         and tensor.numel() > 1
         and tensor.untyped_storage().data_ptr() not in known

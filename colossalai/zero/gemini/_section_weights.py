@@ -278,6 +278,17 @@ class OwnedWeights(_OfChunk):
         if self._mean is not None:
             self._mean *= factor
 
+    @property
+    def has_moved_mean(self) -> bool:
+        """See the base class."""
+        return self._mean is not None
+
+    def clear_mean(self, index: int) -> None:
+        """See the base class."""
+        if self._mean is not None:
+            begin, end = self.bucket.place(index, self.bucket.axis.rank)
+            self._mean[begin:end].zero_()
+
     def forget_mean(self, *, set_to_none: bool) -> None:
         """See the base class."""
         if set_to_none:

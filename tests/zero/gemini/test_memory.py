@@ -19,6 +19,7 @@ import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.core import global_context as gpc
+from colossalai.zero._placeholder import GradPlaceholder
 from colossalai.zero.gemini._uses import place_of
 from tests.ranks import run_ranks
 from tests.tiers import further
@@ -67,7 +68,9 @@ def float_bytes() -> int:
     """Return the bytes of the memory behind all float tensors that were made since `gc.freeze`."""
     found = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and thing.is_floating_point() and not thing.is_meta:
+        if not issubclass(type(thing), torch.Tensor) or issubclass(type(thing), GradPlaceholder):
+            continue
+        if thing.is_floating_point() and not thing.is_meta:
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
     return sum(found.values())

@@ -1,0 +1,251 @@
+"""What users do to `.grad` in torch's ways: gradients that are dropped, made zero, read and written."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import colossalai
+from colossalai.booster import Booster
+from colossalai.booster.plugin import GeminiPlugin, HybridParallelPlugin
+from colossalai.core import global_context as gpc
+from colossalai.nn.optimizer import Lamb
+from tests.ranks import run_ranks
+from tests.tiers import further
+from tests.zero.training import Net, adamw, batch_of, plugin
+
+pytestmark = pytest.mark.dist
+
+NUM_PROGRAMS = 6
+PLUGINS = {
+    "zero1": lambda: plugin(1),
+    "zero2": lambda: plugin(2),
+    "late": lambda: plugin(1, overlap_communication=False),
+    "gemini": lambda: GeminiPlugin(
+        precision="fp32", min_chunk_size_mb=0.0003, search_range_mb=0.0003, hidden_dim=7
+    ),
+}
+
+
+class Branches(Net):
+    """A net of which a part is used by some samples only, so that ranks differ in what has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branch = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        chosen = x[:, 0] > 1.2
+        if not chosen.any():
+            return out
+        return torch.where(chosen[:, None], self.branch(out), out)
+
+
+def whole_params(model: nn.Module) -> torch.optim.Optimizer:
+    return Lamb(model.parameters(), lr=0.02, weight_decay=0.1)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def boosted(name: str, make_optimizer):
+    torch.manual_seed(3)
+    kind = Net if name == "gemini" else Branches  # ranks call the same modules there
+    twin, model = kind().double(), kind().double()
+    model.load_state_dict(twin.state_dict())
+    booster = Booster(plugin=PLUGINS[name]())
+    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
+    return booster, model, optimizer, twin, make_optimizer(twin)
+
+
+def assert_same(model, twin, where: str) -> None:
+    found = model.state_dict()
+    for name, value in twin.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9, msg=f"{where}: {name}")
+
+
+class Program:
+    """Random steps of a loop on a boosted model, and on its twin, which has the whole batch."""
+
+    def __init__(self, name: str, make_optimizer, seed: int) -> None:
+        self.name, self.seed, self.rng = name, seed, random.Random(seed)
+        self.booster, self.model, self.optimizer, self.twin, self.plain = boosted(name, make_optimizer)
+        self.names = list(dict(self.twin.named_parameters()))
+        self.done: list[str] = []
+
+    def params(self, names):
+        for module in (self.model, self.twin):
+            params = dict(module.named_parameters())
+            yield from (params[name] for name in names)
+
+    def drop(self, names) -> None:
+        for param in self.params(names):
+            param.grad = None
+
+    def make_zero(self, names) -> None:
+        for param in self.params(names):
+            if param.grad is not None:
+                param.grad.zero_()
+
+    def backward(self) -> None:
+        x = batch_of(100 * self.seed + len(self.done))[:6]
+        self.twin(x).square().mean().backward()
+        axis = gpc.mesh.axis("dp")
+        part = x.chunk(axis.size)[axis.rank]
+        self.booster.backward(self.model(part).square().mean(), self.optimizer)
+        acts = {"drop some": self.drop, "make some zero": self.make_zero, "nothing": lambda names: None}
+        act = self.rng.choice(list(acts))
+        acts[act](self.rng.sample(self.names, 3))
+        self.done += ["backward", act]
+
+    def clip(self) -> None:
+        norm = nn.utils.clip_grad_norm_(self.twin.parameters(), 0.3)
+        torch.testing.assert_close(self.optimizer.clip_grad_by_norm(0.3), norm)
+        self.done.append("clip")
+        if self.rng.random() < 0.5:
+            self.done.append("drop after it")
+            self.drop(self.rng.sample(self.names, 2))
+
+    def step(self) -> None:
+        self.plain.step()
+        self.optimizer.step()
+        assert_same(self.model, self.twin, f"{self.name} {self.seed}: {self.done}")
+
+    def forget(self) -> None:
+        ways = {
+            "module": lambda: (self.model.zero_grad(), self.twin.zero_grad()),
+            "raw module": lambda: (self.model.unwrap().zero_grad(), self.twin.zero_grad()),
+            "to zero": lambda: (self.model.zero_grad(False), self.twin.zero_grad(False)),
+            "None": lambda: self.drop(self.names),
+            "optimizer": lambda: (self.optimizer.zero_grad(), self.plain.zero_grad()),
+        }
+        way = self.rng.choice(list(ways))
+        ways[way]()
+        self.done.append(way)
+
+    def run(self) -> None:
+        for _ in range(7):
+            for _ in range(self.rng.choice((1, 1, 2))):
+                self.backward()
+            if self.rng.random() < 0.5:
+                self.clip()
+            self.step()
+            self.forget()
+
+
+def run_programs(plugin_name: str) -> None:
+    colossalai.launch_from_torch({}, verbose=False)
+    for seed in range(NUM_PROGRAMS):
+        Program(plugin_name, whole_params if seed % 3 == 2 else adamw, seed).run()
+    gpc.destroy()
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [("zero1", 2), ("zero2", 3), ("late", 2), ("gemini", 2), further("gemini", 3)]
+)
+def test_a_loop_drops_gradients_in_torchs_ways(name: str, num_ranks: int) -> None:
+    run_ranks(run_programs, num_ranks, name)
+
+
+def read_and_write(name: str) -> None:
+    """Gradients without values refuse what needs some; the step after it is as if nothing had been asked."""
+    colossalai.launch_from_torch({}, verbose=False)
+    booster, model, optimizer, twin, plain = boosted(name, adamw)
+    axis = gpc.mesh.axis("dp")
+    x = batch_of(0)
+    twin(x).square().mean().backward()
+    booster.backward(model(x.chunk(axis.size)[axis.rank]).square().mean(), optimizer)
+    grad = model.first.weight.grad
+    assert grad.shape == (7, 5)
+    assert "cut over the ranks" in repr(grad)
+    refused = [
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False),
+        lambda: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+        lambda: grad.norm(),
+        lambda: grad.add_(0.1),
+        lambda: grad.add_(torch.zeros(7, 5).double()),
+        lambda: grad + torch.zeros(7, 5).double(),
+        lambda: grad.mul_(0.5),
+        lambda: grad.isfinite().all(),
+        lambda: grad.cpu().clone(),
+        lambda: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+    ]
+    for call in refused:
+        with pytest.raises(ValueError, match="clip_grad_by_norm"):
+            call()
+    with pytest.raises(ValueError, match=r"step\(\) of the optimizer that was returned"):
+        optimizer.unwrap().step()
+    plain.step()
+    optimizer.step()
+    assert_same(model, twin, name)
+    model.unwrap().to(torch.float64)
+    plain.zero_grad()
+    model.zero_grad()
+    for value in (model, twin):  # a gradient that was assigned is refused, or takes part in the mean
+        value.last.bias.grad = torch.ones(3).double()
+    plain.step()
+    with pytest.raises(ValueError, match="assigned by hand"):
+        optimizer.step()
+    gpc.destroy()
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "late"])
+def test_a_gradient_without_values_refuses_what_needs_some(name: str) -> None:
+    run_ranks(read_and_write, 2, name)
+
+
+def drop_before_step() -> None:
+    """The optimizer works on float32 copies of the gradients, which are there after the clipping."""
+    colossalai.launch_from_torch({}, verbose=False)
+    options = {"precision": "bf16", "max_norm": 1.0}
+    gemini = GeminiPlugin(**options, min_chunk_size_mb=0.0003, search_range_mb=0.0003, hidden_dim=7)
+    hybrids = (HybridParallelPlugin(zero_stage=stage, precision="bf16") for stage in (0, 1, 2))
+    for made in (gemini, *hybrids):
+        for make_optimizer in (sgd, whole_params):
+            torch.manual_seed(0)
+            model = Net()
+            booster = Booster(plugin=made)
+            model, optimizer, *_ = booster.boost(model, make_optimizer(model))
+            booster.backward(model(batch_of(0).float()).square().mean(), optimizer)
+            optimizer.clip_grad_by_norm(0.5)
+            before = {name: value.clone() for name, value in model.state_dict().items()}
+            named = dict(model.named_parameters())
+            named["first.weight"].grad = None
+            named["last.bias"].grad.zero_()
+            named["norm.weight"].grad = None
+            optimizer.step()
+            after = model.state_dict()
+            same = {name for name in before if torch.equal(before[name], after[name])}
+            dropped = {"first.weight", "norm.weight"}
+            assert same == (dropped | {"last.bias"} if make_optimizer is sgd else dropped), same
+            optimizer.zero_grad()
+    gpc.destroy()
+
+
+def test_gradients_are_dropped_between_clipping_and_the_step() -> None:
+    run_ranks(drop_before_step, 2)
+
+
+def half_boosted() -> None:
+    colossalai.launch_from_torch({}, verbose=False)
+    for make in (lambda: plugin(1), lambda: HybridParallelPlugin(zero_stage=2, precision="fp32")):
+        torch.manual_seed(0)
+        model, *_ = Booster(plugin=make()).boost(Net().double())
+        with torch.no_grad():
+            model(batch_of(0))
+        model(batch_of(0).requires_grad_())
+        with pytest.raises(ValueError, match=r"booster.boost\(model, optimizer\)"):
+            model(batch_of(0)).square().mean().backward()
+        x = batch_of(0).requires_grad_()
+        model.requires_grad_(False)
+        model(x).square().mean().backward()
+        assert x.grad is not None
+    gpc.destroy()
+
+
+def test_a_model_without_its_optimizer_is_not_trained() -> None:
+    run_ranks(half_boosted, 2)
