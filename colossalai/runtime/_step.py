@@ -98,6 +98,9 @@ class TrainingStep:
         given = read_loss(loss, weight)
         check_loss(given.value)
         self.loss_weight = given.weight
+        model = self.model
+        if not model.syncs and not model.is_in_no_sync and self._closes_window():
+            model.set_sync(True)  # there was no forward in training mode that said so
         if given.weight is None and self.accumulation_steps > 1:
             loss = given.value / self.accumulation_steps
         with _BACKWARD:

@@ -249,6 +249,38 @@ def test_only_the_last_microbatch_of_a_window_communicates():
     assert run_ranks(count_reductions, 2, 3) == [[0, 0, 1, 1, 1, 2]] * 2
 
 
+def close_window_otherwise(config):
+    """The last microbatch of a window goes by the model that was given, or in evaluation mode."""
+    for way in ("call of the model that was given", "evaluation mode"):
+        colossalai.launch_from_torch({"gradient_accumulation": 2, **config}, verbose=False)
+        torch.manual_seed(0)
+        model = make_model()
+        twin = copy.deepcopy(model)
+        engine, *_ = colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbose=False)
+        plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+        rank, size = gpc.mesh.axis("dp").rank, gpc.mesh.axis("dp").size
+        for step in range(2):
+            plain.zero_grad()
+            for number in range(2):
+                x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+                engine.model.train(number == 0 or way != "evaluation mode")
+                is_given = number == 1 and way != "evaluation mode"
+                run = engine.model.unwrap() if is_given else engine
+                engine.zero_grad()
+                engine.backward(run(x.chunk(size)[rank]).square().mean())
+                engine.step()
+                (twin(x).square().mean() / 2).backward()
+            plain.step()
+        torch.testing.assert_close(engine.model.state_dict(), twin.state_dict(), msg=f"{config} {way}")
+        gpc.destroy()
+
+
+@pytest.mark.dist
+def test_a_window_ends_with_any_kind_of_microbatch():
+    configs = [{}, {"zero": {"stage": 1}}, {"zero": {"stage": 2}}]
+    run_each(2, close_window_otherwise, [(config,) for config in configs])
+
+
 def gradients_within_a_window():
     colossalai.launch_from_torch(config={"gradient_accumulation": 2, "zero": {"stage": 3}}, verbose=False)
     model = make_model()

@@ -12,6 +12,7 @@ model. The model's own forward is not run; a hook on a parameter sees one gradie
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
@@ -28,6 +29,7 @@ from colossalai.nn.parallel._data_method import (
     NoSync,
     broadcast_from_first,
 )
+from colossalai.nn.parallel._unsynced import UnsyncedGrads
 from colossalai.tensor import DDP_IGNORED, GradientSync, gradient_sync
 
 
@@ -62,7 +64,7 @@ class Replicated(DataMethod):
         for name, tensor in _named_tensors(module):
             syncs.setdefault(gradient_sync(tensor, replicas), set()).add(name)
         trainable = {gradient_sync(each, replicas) for each in module.parameters() if each.requires_grad}
-        if replicas.size == 1 or not trainable:  # DDP refuses a module without trainable parameters
+        if replicas.size == 1:
             return NoSync(module)
         # Only what was chosen is passed: torch warns of some of these names even at their default value.
         chosen = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
@@ -81,7 +83,7 @@ class Replicated(DataMethod):
             if not self.find_unused_parameters and not self.static_graph:
                 _settle_buckets(wrapper)
             wrappers.append(wrapper)
-        return _Averaging(wrappers, means)
+        return _Averaging(wrappers[-1] if wrappers else module, wrappers, replicas, means)
 
 
 @final
@@ -89,19 +91,68 @@ class _Averaging(AppliedDataMethod):
     """A module whose backwards average its gradients, the forward before saying whether.
 
     Args:
+        module: The module: the outermost of `wrappers`, if there are any.
         wrappers: One around the other, the outermost last; each averages other parameters.
-        means: Of all of them.
+        replicas: The ranks that see different parts of the batch.
+        means: Of all parameters.
     """
 
-    def __init__(self, wrappers: Sequence[DistributedDataParallel], means: EarlierMeans) -> None:
-        super().__init__(wrappers[-1])
+    def __init__(
+        self,
+        module: nn.Module,
+        wrappers: Sequence[DistributedDataParallel],
+        replicas: Axis,
+        means: EarlierMeans,
+    ) -> None:
+        super().__init__(module)
         self._wrappers = wrappers
         self._means = means
+        self._syncs = [True]  # in a list, which others may hold
+        self._unsynced = [
+            UnsyncedGrads(params, replicas, means, syncs=partial(_first, self._syncs))
+            for params in _params_of_reducers(module, wrappers)
+        ]
+        for wrapper, grads in zip(wrappers, self._unsynced, strict=False):
+            wrapper.register_forward_pre_hook(partial(_expect, grads))
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
         """See the base class."""
+        self._syncs[0] = enabled
         for wrapper in self._wrappers:
             wrapper.require_backward_grad_sync = enabled
+
+
+def _first(values: Sequence[bool]) -> bool:
+    return values[0]
+
+
+def _expect(grads: UnsyncedGrads, wrapper: nn.Module, *_: object) -> None:
+    """Leave gradients to the reducer of a wrapper, under the condition on which its forward prepares it."""
+    assert isinstance(wrapper, DistributedDataParallel)
+    if torch.is_grad_enabled() and wrapper.require_backward_grad_sync:
+        grads.expect()
+
+
+def _params_of_reducers(
+    module: nn.Module, wrappers: Sequence[DistributedDataParallel]
+) -> list[list[nn.Parameter]]:
+    """Return the parameters that each wrapper averages, and at last those that are frozen.
+
+    None of a static graph: there a parameter may have several gradients in a backward.
+    """
+    taken: dict[nn.Parameter, None] = {}
+    found = []
+    for wrapper in wrappers:
+        ignored = wrapper.parameters_to_ignore
+        own = [
+            param
+            for name, param in wrapper.module.named_parameters()
+            if param.requires_grad and name not in ignored and param not in taken
+        ]
+        taken.update(dict.fromkeys(own))
+        found.append([] if wrapper.static_graph else own)
+    rest = [param for param in module.parameters() if not param.requires_grad]
+    return [*found, rest]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,15 +35,15 @@ class GradReducer:
 
     def __init__(self, parts: Sequence[nn.Module], replicas: Axis, *, cap_bytes: int, overlap: bool) -> None:
         self._overlap = overlap
+        self._replicas, self._cap_bytes = replicas, cap_bytes
+        params = (param for part in parts for param in part.parameters())
+        self._frozen = dict.fromkeys(param for param in params if not param.requires_grad)
         own, shared = _trainable(parts)
         self._buckets_of = [make_buckets(params, replicas, cap_bytes=cap_bytes) for params in own]
         # Those of parameters that parts share are complete after the last part only.
         self._late = make_buckets(shared, replicas, cap_bytes=cap_bytes)
         self._place: dict[nn.Parameter, tuple[Bucket, int]] = {}
-        for bucket in self._all_buckets():
-            for index, param in enumerate(bucket.params):
-                self._place[param] = (bucket, index)
-                call_on_grad(param, self, GradReducer._on_grad)
+        self._note_places(self._all_buckets())
         self._queue: list[Bucket] = []
         self._arrived: dict[Bucket, set[int]] = {}  # of the buckets in the queue
         self._started: dict[Bucket, Callable[[], object]] = {}
@@ -74,6 +74,7 @@ class GradReducer:
 
     def finish(self) -> None:
         """Average what is left, and wait for all; from now on every backward is a last one again."""
+        self._take_unfrozen()
         rest = [bucket for bucket in self._all_buckets() if bucket not in {*self._started, *self._queue}]
         for bucket in (*self._queue, *rest):
             self._start(bucket)
@@ -85,6 +86,24 @@ class GradReducer:
         self._started = {}
         self._forget()
         self._sync_all()
+
+    def _take_unfrozen(self) -> None:
+        """Lay out buckets for parameters that have become trainable since the last `finish`."""
+        params = [param for param in self._frozen if param.requires_grad]
+        if not params:
+            return
+        for param in params:
+            del self._frozen[param]
+        buckets = make_buckets(params, self._replicas, cap_bytes=self._cap_bytes)
+        self._late += buckets
+        self._means.track(params)
+        self._note_places(buckets)
+
+    def _note_places(self, buckets: Sequence[Bucket]) -> None:
+        for bucket in buckets:
+            for index, param in enumerate(bucket.params):
+                self._place[param] = (bucket, index)
+                call_on_grad(param, self, GradReducer._on_grad)
 
     def _all_buckets(self) -> list[Bucket]:
         return [*(bucket for buckets in self._buckets_of for bucket in buckets), *self._late]

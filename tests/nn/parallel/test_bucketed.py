@@ -1,5 +1,6 @@
 """Gradients in flat buckets: the same training as in one process, one all-reduce for each bucket."""
 
+import copy
 import math
 
 import pytest
@@ -234,6 +235,36 @@ def test_nothing_is_sent_early_without_overlap():
     for per_step, during in run_ranks(what_is_sent, 2, False):
         assert per_step == (3, 6 * 64 + 6 * 4)
         assert during == [0, 0, 0, 3, 3, 3]
+
+
+def unfrozen_later():
+    """A layer that was frozen when buckets were laid out trains as in one process."""
+    colossalai.launch_from_torch(config={}, verbose=False)
+    case = make_case(Net, loss_of)
+    torch.manual_seed(0)
+    twin = Net().double()
+    model = copy.deepcopy(twin)
+    arriving = ArrivingParams(model, Casts(), torch.device("cpu"))
+    method = Bucketed(bucket_cap_mb=TINY_MB)
+    applied = method.apply(model, blocks=[], replicas=replicas(), arriving=arriving)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (twin, model)]
+    for step, (x, y) in enumerate(case.batches):
+        for each in (twin, model):
+            each.frozen.requires_grad_(step in (1, 3))
+            each.zero_grad()
+        loss_of(twin, (x.double(), y)).backward()
+        parts = (each.chunk(replicas().size)[replicas().rank] for each in (x.double(), y))
+        loss_of(model, tuple(parts)).backward()
+        applied.finish()
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.testing.assert_close(model.state_dict(), twin.state_dict())
+    gpc.destroy()
+
+
+@pytest.mark.dist
+def test_a_layer_that_is_unfrozen_later_is_averaged():
+    run_ranks(unfrozen_later, 2)
 
 
 def edges():
