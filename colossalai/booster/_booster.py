@@ -382,6 +382,18 @@ class Booster(Saving):
                 replicas = Axis("dp", (self.mesh.rank,), self.mesh)
         return gather_samples(data, replicas, in_hand=in_hand, device=self.device)
 
+    def register_forward_method(self, model: nn.Module, name: str) -> None:
+        """Let a method of a boosted model run as its forward does; see `ModelWrapper`.
+
+        Args:
+            model: A boosted model, on which the method is called afterwards.
+            name: Name of the method, such as "compute_loss".
+
+        Raises:
+            ValueError: The model has not been boosted, has no such method, or is a stage of a pipeline.
+        """
+        _boosted_model(model).register_forward_method(name)
+
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """Return a context in which forward and backward of `model` only add to this rank's gradients.
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, nn
@@ -70,6 +72,53 @@ class ModelWrapper(nn.Module):
             )
         MOE_CONTEXT.reset_loss()
         return self.module(*args, **kwargs)
+
+    def register_forward_method(self, name: str) -> None:
+        """Let a method of the model run as its forward does, when it is called on this wrapper.
+
+        Its inputs and outputs are converted and its operations cast by the precision, hooks of the model run
+        around it, FSDP gathers parameters for it, and its gradients are averaged during the backward.
+
+        Args:
+            name: Name of the method, such as "compute_loss".
+
+        Raises:
+            ValueError: The model has no such method, or is a stage of a pipeline.
+        """
+        raw = self.unwrap()
+        if not callable(getattr(raw, name, None)) or isinstance(getattr(raw, name), nn.Module):
+            classes = [each for each in type(raw).__mro__[:-1] if issubclass(each, nn.Module)]
+            known = [
+                each
+                for kind in classes[: classes.index(nn.Module)]
+                for each, value in vars(kind).items()
+                if isinstance(value, FunctionType) and not each.startswith("_")
+            ]
+            raise ValueError(
+                f"{type(raw).__name__} has no method {name!r}; its own are {', '.join(known) or 'none'}"
+            )
+        if self.pipeline is not None:
+            raise ValueError(f"{name} is a method of a whole model, and this is a stage of a pipeline")
+        self.__dict__[name] = partial(self._call_as_forward, name)
+
+    def _call_as_forward(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        raw = self.unwrap()
+        method, own = getattr(raw, name), vars(raw).get("forward")
+
+        def restore() -> None:
+            vars(raw).pop("forward", None)
+            if own is not None:
+                raw.forward = own
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            restore()  # what the method calls is the forward of the model again
+            return method(*args, **kwargs)
+
+        raw.forward = run
+        try:
+            return self(*args, **kwargs)
+        finally:
+            restore()
 
     def set_sync(self, enabled: bool) -> None:
         """Say whether the next forward and its backward synchronize gradients."""

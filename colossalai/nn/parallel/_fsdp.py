@@ -53,6 +53,7 @@ class FullySharded(DataMethod):
     ) -> AppliedDataMethod:
         """See the base class; the parameters of `module` become DTensors over the replicas."""
         from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+        from torch.distributed.tensor import DTensor
 
         broadcast_from_first(module, replicas)
         options: dict[str, Any] = {
@@ -74,6 +75,10 @@ class FullySharded(DataMethod):
                 # FSDP divides by the size of its mesh. (Its `set_gradient_divide_factor` needs an operation
                 # that gloo has not, and divides twice by it on one rank.)
                 cast(FSDPModule, part).set_all_reduce_hook(partial(_scale, factor=axis.size / sync.divisor))
+        for part in module.modules():
+            if any(True for _ in part.parameters(recurse=False)):
+                # After the hooks of FSDP, which gather.
+                part.register_forward_pre_hook(partial(_refuse_shards, DTensor))
         return _Sharded(module)
 
     def check(
@@ -136,6 +141,21 @@ class _Sharded(AppliedDataMethod):
         raise ValueError(
             "FSDP keeps parameters as DTensors, which can be read and written as they are: "
             "param.full_tensor() gives all values of one, on all ranks"
+        )
+
+
+def _refuse_shards(kind: type, part: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Refuse the call of a module whose parameters are not gathered.
+
+    Raises:
+        ValueError: A parameter of `part` is of the class `kind` (DTensor), and no input is.
+    """
+    is_sharded = any(isinstance(param, kind) for param in part._parameters.values())
+    if is_sharded and not any(isinstance(each, kind) for each in inputs):
+        raise ValueError(
+            f"{type(part).__name__} was called outside of the forward of the boosted model, in which FSDP "
+            "gathers parameters: call the model itself, or declare the method that calls it, as in "
+            "booster.register_forward_method(model, 'compute_loss'), and call that on the boosted model"
         )
 
 
