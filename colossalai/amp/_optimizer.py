@@ -26,7 +26,14 @@ from colossalai.amp._sharded_params import StandIns
 from colossalai.amp._step_decision import Decision, decide
 from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
-from colossalai.tensor import as_memory, count_zero_grads, global_grad_norm, local_grads, scale_grads
+from colossalai.tensor import (
+    as_memory,
+    count_zero_grads,
+    global_grad_norm,
+    local_grads,
+    scale_grads,
+    spec_of,
+)
 
 _STAGE_PLACES = 2**20  # more parameters than a stage of a pipeline has
 _LAST_PLACE = 2**39  # of a parameter that has no name
@@ -52,6 +59,15 @@ def check_clipping(max_norm: float, norm_type: float) -> None:
             f"max_norm is {max_norm!r} and norm_type {norm_type!r}: the bound must be above 0, or 0 for no "
             "clipping, and the p of the norm at least 1"
         )
+
+
+def _whole(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return a copy of the whole of a gradient of which this rank has a slice; collective if it has."""
+    from torch.distributed.tensor import DTensor
+
+    spec = spec_of(param)
+    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return (whole if spec is None else spec.whole(whole)).detach().clone()
 
 
 def _refuse_bare_step(wrapper: "weakref.ref[OptimizerWrapper]", optim: Optimizer, *_: Any) -> None:
@@ -302,6 +318,22 @@ class OptimizerWrapper(Optimizer):
     def _multiply(self, factor: float | torch.Tensor) -> None:
         for window in self.masters.windows(self._params()):
             scale_grads(window, factor)
+
+    @as_memory()
+    def gathered_grads(self) -> dict[str, torch.Tensor]:
+        """Return copies of the gradients that the next step applies, whole, by the names of the parameters.
+
+        They are averaged over the replicas, divided by the loss scale, and clipped if they have been. Call it
+        on all ranks between the last backward of a step and the step; a rank then has memory for all of them.
+        Parameters without a gradient are left out. Before a step that will be skipped for overflow they are
+        as the backward has left them. Under a pipeline they are those of this stage.
+        """
+        self._prepare()
+        return {
+            self.param_names[param]: _whole(param, grad)
+            for param, grad in self.masters.whole_grads(self._params()).items()
+            if param in self.param_names
+        }
 
     @as_memory()
     def count_zero_grads(self) -> int:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -63,6 +63,17 @@ class StandIns(ABC):
         Args:
             params: What the optimizer holds.
         """
+
+    def whole_grads(self, params: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the gradients of the model's parameters that have one, after `take_grads`.
+
+        Collective where ranks have slices of them.
+
+        Args:
+            params: What the optimizer holds.
+        """
+        grads = ((cast(nn.Parameter, self.param_of(param)), param.grad) for param in params)
+        return {param: grad for param, grad in grads if grad is not None}
 
     @abstractmethod
     def zero_grad(self, *, set_to_none: bool) -> None:

@@ -382,6 +382,26 @@ class Booster(Saving):
                 replicas = Axis("dp", (self.mesh.rank,), self.mesh)
         return gather_samples(data, replicas, in_hand=in_hand, device=self.device)
 
+    def gathered_grads(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return copies of the gradients that the next steps apply, whole, by the names of the parameters.
+
+        See `OptimizerWrapper.gathered_grads`. Collective: all ranks call it, between backward and step.
+
+        Args:
+            model: A boosted model.
+
+        Raises:
+            ValueError: The model has not been boosted, or no optimizer was boosted with it; or the
+                microbatch is not the last one of its window.
+        """
+        optimizers = _boosted_model(model).trained_by
+        if not optimizers:
+            raise ValueError(
+                "this model was boosted without an optimizer, for which gradients are gathered: pass one to "
+                "booster.boost(model, optimizer)"
+            )
+        return {name: grad for each in optimizers for name, grad in each.gathered_grads().items()}
+
     def register_forward_method(self, model: nn.Module, name: str) -> None:
         """Let a method of a boosted model run as its forward does; see `ModelWrapper`.
 

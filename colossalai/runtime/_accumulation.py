@@ -96,6 +96,22 @@ class AccumulatingOptimizer(OptimizerWrapper):
         with self._as_in_step():
             return super().clip_grad_by_norm(max_norm, norm_type)
 
+    def gathered_grads(self) -> dict[str, torch.Tensor]:
+        """Return the gradients of a window; see the base class.
+
+        Raises:
+            ValueError: The present microbatch is not the last one of its window.
+        """
+        if self._is_at_work:
+            return super().gathered_grads()
+        if not self.window.closes_window:
+            raise ValueError(
+                "the gradients of a window are complete in its last microbatch: call gathered_grads between "
+                "its backward and its step, where the next step() updates the parameters"
+            )
+        with self._as_in_step():
+            return super().gathered_grads()
+
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clip at the end of the window; see the base class."""
         if self._is_at_work:

@@ -156,7 +156,7 @@ def assemble_with_optimizers(
     _draw_apart(mesh)
     pipeline = _make_pipeline(plan, model, data, mesh=mesh, tensor_axis=tensor_axis, device=device)
     is_whole = plan.pipeline is None and all(map(_is_whole, model.parameters()))
-    wrapper = ModelWrapper(model, data, pipeline=pipeline, fused_loss=plan.fused_loss)
+    wrapper = ModelWrapper(model, data, pipeline=pipeline, fused_loss=plan.fused_loss, trained_by=wrapped)
     refuse_calls(
         [given, *(part.model for part in model.modules() if isinstance(part, ModelStage))],
         wrapper,

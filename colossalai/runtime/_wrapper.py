@@ -1,6 +1,6 @@
 """What a door returns for a model: it computes through the methods and looks like the model given."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import FunctionType
@@ -25,6 +25,7 @@ class ModelWrapper(nn.Module):
         data: The data-parallel method at work on the same with the other methods around it.
         pipeline: What runs it, if it is only a part of a model.
         fused_loss: Whether it takes labels, and returns its loss in training without logits.
+        trained_by: The optimizers of its parameters.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class ModelWrapper(nn.Module):
         *,
         pipeline: Pipeline | None = None,
         fused_loss: bool = False,
+        trained_by: Sequence[OptimizerWrapper] = (),
     ) -> None:
         super().__init__()
         self.module = data.module
@@ -42,6 +44,7 @@ class ModelWrapper(nn.Module):
         self.takes_labels = fused_loss
         self.syncs = True
         self.is_in_no_sync = False
+        self.trained_by = tuple(trained_by)
         self.optimizers: tuple[Any, ...] = ()  # those whose steps wait for the end of a window
         # Not a sub-module: its parameters are already those of `module`.
         object.__setattr__(self, "_raw", raw)

@@ -23,7 +23,8 @@ from torch import nn
 _REFUSED = (
     "{name} was called on the gradient of a parameter of shape {shape}, which is cut over the ranks (ZeRO, "
     "Gemini) and has no values in `param.grad`. To clip, give max_norm to the plugin (clip_grad_norm in a "
-    "config), or call clip_grad_by_norm or clip_grad_by_value of the optimizer that boost has returned; run "
+    "config), or call clip_grad_by_norm or clip_grad_by_value of the optimizer that boost has returned; to "
+    "read gradients, call booster.gathered_grads(model) or optimizer.gathered_grads() on all ranks; run "
     "backwards by booster.backward(loss, optimizer), and steps by the optimizer that boost has returned. "
     "`param.grad = None` and zero_grad() work as they do in one process"
 )

@@ -200,7 +200,7 @@ class ShardedReducer:
         late: Buckets that are complete at `flush` only.
         replicas: The ranks that see different parts of the batch.
         stage: 1 or 2.
-        overlap: Start buckets during the backward; False: in `flush` only.
+        overlap: Start buckets during the backward; False: at its end.
         dtype: What is sent; None: gradients as they are.
         on_grad: Called with a bucket of which a gradient has come, and whether all have.
         keep: Called with a bucket and this rank's slice of the mean; returns it as it is to be kept.

@@ -44,7 +44,7 @@ class ZeroReplicas(DataMethod):
     Attributes:
         stage: 1: optimizer states are cut; 2: gradients, too.
         bucket_cap_mb: Size of a bucket of gradients in MB (1024 * 1024 bytes).
-        overlap: Average during the backward; False: right before the step.
+        overlap: Average during the backward; False: at its end.
         cpu_offload: Keep optimizer states, and the slices they belong to, in host memory.
         communication_dtype: The dtype in which gradients are sent; None: their own.
         broadcast_buffers: Give all replicas the floating buffers of the first one before each step.

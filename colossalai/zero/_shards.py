@@ -11,7 +11,7 @@ gather the flat memory.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -378,13 +378,19 @@ class Shards(StandIns):
         self._take_masters(masters)
         self.settle(optimizer)
 
-    def whole_grads(self) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the whole mean gradients of the parameters that have one, after `take_grads`; collective."""
+    def whole_grads(self, params: Sequence[nn.Parameter] = ()) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the whole mean gradients of the parameters that have one, after `take_grads`; collective.
+
+        Args:
+            params: Without effect; those of all fragments are returned.
+        """
         found: dict[nn.Parameter, torch.Tensor] = {}
         marked = self._marked()
         for bucket, held in ((weights.bucket, weights.held) for weights in self._weights):
             device = bucket.params[0].device
-            flat = torch.zeros(bucket.numel, dtype=bucket.grad_dtype, device=device)
+            dtypes = (self._fragments[bucket.params[index]].tensor.dtype for index in held)
+            dtype = reduce(torch.promote_types, dtypes, bucket.grad_dtype)  # of masters, if there are any
+            flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
             for index in held:
                 self._put_grad(bucket.params[index], bucket.section(flat, bucket.axis.rank))
             start_gather(flat, bucket)()

@@ -41,7 +41,7 @@ class LowLevelZeroPlugin(Plugin):
         norm_type: The p of that norm.
         reduce_bucket_size_in_m: Size of a bucket of gradients in MB (1024 * 1024 bytes).
         communication_dtype: The dtype in which gradients are sent; None: their own.
-        overlap_communication: Average gradients while the backward runs; False: right before the step.
+        overlap_communication: Average gradients while the backward runs; False: at its end.
         cpu_offload: Keep optimizer states and masters in host memory.
         verbose: Log every change of the loss scale.
         recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
