@@ -29,6 +29,7 @@ from colossalai.runtime import (
     Plan,
     TrainingStep,
     assemble,
+    check_division,
     criterion_of,
     settings_of,
     watched,
@@ -81,6 +82,11 @@ def initialize(
     lowered = None if auto is None else auto.runtime_plan()
     plan = replace(Plan.from_config(global_context.config, pipeline=options, auto=lowered), layout=layout)
     criterion = criterion_of(criterion, fused_loss=plan.fused_loss)
+    check_division(
+        train_dataloader,
+        mesh.axis_size("dp"),
+        remedy="colossalai.utils.get_dataloader(dataset, batch_size=...)",
+    )
     assembled, wrapped = assemble(plan, model, optimizer, mesh=mesh, device=device)
     raw = assembled.unwrap()
     handlers = (

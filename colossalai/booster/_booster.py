@@ -8,7 +8,6 @@ from typing import Any, TypedDict, overload
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from typing_extensions import TypeVar
 
 from colossalai.amp import GivenLoss, OptimizerWrapper, Weight
@@ -16,17 +15,17 @@ from colossalai.booster._saving import Saving, boosted_optimizer
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin import Plugin, TorchDDPPlugin
 from colossalai.context import Axis, ConfigException, global_context, names_arguments, relayout
-from colossalai.logging import get_dist_logger
 from colossalai.runtime import (
     Criterion,
     DataParallelLoader,
-    DataParallelSampler,
     ModelWrapper,
     Plan,
     WatchedLoader,
     assemble_with_optimizers,
     check_built_for,
+    check_division,
     criterion_of,
+    divided_among,
     gather_samples,
     to_device,
     watched,
@@ -194,8 +193,12 @@ class Booster(Saving):
                 raise ValueError("optimizer is empty: give at least one, or leave it out")
         else:
             given = [] if optimizer is None else [optimizer]
+        plan = self._lay_out_as_cut(model, dataloader)
+        check_division(
+            dataloader, self.mesh.axis_size("dp"), remedy="plugin.prepare_dataloader(dataset, batch_size)"
+        )
         boosted, wrapped = assemble_with_optimizers(
-            self._lay_out_as_cut(model, dataloader),
+            plan,
             model,
             given,
             mesh=self.mesh,
@@ -205,12 +208,6 @@ class Booster(Saving):
         if isinstance(criterion, nn.Module):
             check_built_for(self.plan, criterion, self.mesh)
             criterion.to(self.device)
-        if self.mesh.axis_size("dp") > 1 and type(dataloader) is DataLoader:
-            get_dist_logger().log_once(
-                "this dataloader gives every data-parallel rank the same samples, unless its sampler divides "
-                "them: plugin.prepare_dataloader(dataset, batch_size) makes one that does",
-                ranks=[0],
-            )
         if isinstance(dataloader, DataParallelLoader):
             dataloader.device = self.device
         if dataloader is not None and self.gradient_accumulation > 1:
@@ -236,13 +233,10 @@ class Booster(Saving):
             layout is not None and layout.over(self.mesh.world_size).axes() == group.mesh.axes
         ):
             return self.plan
-        sampler = dataloader.sampler if isinstance(dataloader, DataParallelLoader) else None
-        if isinstance(sampler, DataParallelSampler) and sampler.num_replicas not in (
-            1,
-            group.dp_world_size(),
-        ):
+        divided = divided_among(dataloader)
+        if divided not in (None, 1, group.dp_world_size()):
             raise ValueError(
-                f"the dataloader divides samples among {sampler.num_replicas} ranks, and the model is cut "
+                f"the dataloader divides samples among {divided} ranks, and the model is cut "
                 f"over {group}, of which {group.dp_world_size()} see different samples: launch with "
                 f"parallel=dict(tensor=dict(size={group.tp_world_size()}, mode='1d')) in the config, then "
                 "prepare_dataloader"

@@ -12,6 +12,8 @@ from colossalai.runtime._compatibility import pairs_table as pairs_table
 from colossalai.runtime._compatibility import refuse_pairs as refuse_pairs
 from colossalai.runtime._data import DataParallelLoader as DataParallelLoader
 from colossalai.runtime._data import DataParallelSampler as DataParallelSampler
+from colossalai.runtime._data import check_division as check_division
+from colossalai.runtime._data import divided_among as divided_among
 from colossalai.runtime._data import make_dataloader as make_dataloader
 from colossalai.runtime._data import to_device as to_device
 from colossalai.runtime._data import watched as watched

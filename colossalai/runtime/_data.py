@@ -6,15 +6,18 @@ that it can be saved at any moment and a resumed run sees exactly the batches th
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
+from colossalai.context import random_state, set_random_state
 from colossalai.logging import get_dist_logger
 from colossalai.runtime._epoch import WatchedLoader, length_of, with_last
 from colossalai.runtime._gather import InHand
+from colossalai.runtime.streams import DealtBatch, StreamShard, dealing_loader, refuse_divided
 
 
 class DataParallelSampler(Sampler[int]):
@@ -75,6 +78,13 @@ class DataParallelSampler(Sampler[int]):
         return iter(mine[self.start :].tolist())
 
 
+@runtime_checkable
+class _HasEpochs(Protocol):
+    """A dataset whose order depends on the epoch."""
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
 class DataParallelLoader(DataLoader[Any]):
     """A `DataLoader` that counts epochs and batches, and can be put back to where it was.
 
@@ -85,6 +95,7 @@ class DataParallelLoader(DataLoader[Any]):
         dataset: The dataset.
         seed: Seed of the workers' random states; every epoch has its own.
         device: Where the tensors of a batch are handed out; None: where the workers made them.
+        shard: What this replica reads of a stream; None: the dataset divides itself, or has a sampler.
         options: The arguments of `torch.utils.data.DataLoader`.
 
     Attributes:
@@ -95,7 +106,13 @@ class DataParallelLoader(DataLoader[Any]):
     """
 
     def __init__(
-        self, dataset: Dataset[Any], *, seed: int, device: torch.device | None = None, **options: Any
+        self,
+        dataset: Dataset[Any],
+        *,
+        seed: int,
+        device: torch.device | None = None,
+        shard: StreamShard | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(dataset, generator=torch.Generator(), **options)
         self.seed = seed
@@ -105,13 +122,29 @@ class DataParallelLoader(DataLoader[Any]):
         self.batch = 0
         self.at_last_batch = False
         self._resume_at = 0
+        self._shard = shard
+        self._dealing: DataLoader[Any] | None = None  # kept where its workers persist
+        self._dealt = self._dealt_in_pass = InHand(0, 0)
+        self._fills_within = False  # whether a batch of this pass with a stand-in was not the last one
+
+    def __len__(self) -> int:
+        if self._shard is None:
+            return super().__len__()
+        total, replicas = len(self.dataset), self._shard.num_replicas  # type: ignore[arg-type]
+        samples = total // replicas if self._shard.drop_last else -(-total // replicas)
+        size = self.batch_size or 1
+        return samples // size if self.drop_last else -(-samples // size)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.batch, self._resume_at = self._resume_at, 0
         self._prepare_pass()
-        length = length_of(self)
+        # Workers whose streams divide themselves may form more batches than the length says.
+        length = length_of(self) if self._shard is None or self.num_workers == 0 else None
         remaining = None if length is None else length - self.batch
-        for batch, is_last in with_last(super().__iter__(), remaining):
+        batches = super().__iter__() if self._shard is None else self._dealt_batches(self._shard)
+        for batch, is_last in with_last(batches, remaining):
+            if isinstance(batch, DealtBatch):
+                batch = self._note_dealt(batch)
             self.batch += 1
             self.at_last_batch = is_last
             self.handed_out_ns = time.monotonic_ns()
@@ -123,10 +156,43 @@ class DataParallelLoader(DataLoader[Any]):
         if isinstance(self.sampler, DataParallelSampler):
             self.sampler.set_epoch(self.epoch)
             self.sampler.start = self.batch * (self.batch_size or 1)
+        elif self._shard is not None:
+            self._dealt_in_pass, self._fills_within = InHand(0, 0), False
+            if isinstance(self.dataset, _HasEpochs):
+                self.dataset.set_epoch(self.epoch)
         elif self.batch > 0:
             raise ValueError(
-                "an iterable dataset cannot go on in the middle of an epoch: it has no positions"
+                "an iterable dataset that divides itself (add_sampler=False) cannot go on in the middle of "
+                "an epoch: it has no positions"
             )
+
+    def _dealt_batches(self, shard: StreamShard) -> Iterator[DealtBatch]:
+        """Return the batches of a stream, from the position on: those before it are read and dropped."""
+        if self._dealing is None or not self.persistent_workers:
+            self._dealing = dealing_loader(self, shard)
+        batches = iter(self._dealing)
+        if self.batch > 0:
+            state = random_state()  # which was restored with the position: what is skipped has drawn already
+            for _ in islice(batches, self.batch):
+                pass
+            set_random_state(state)
+        yield from batches
+
+    def _note_dealt(self, dealt: DealtBatch) -> Any:
+        """Count the samples of a batch that is handed out, and return the batch."""
+        assert self._shard is not None
+        before = self._dealt_in_pass
+        self._fills_within |= before.of_all < before.of_replica * self._shard.num_replicas
+        self._dealt = InHand(dealt.of_replica, dealt.of_all)
+        self._dealt_in_pass = InHand(before.of_replica + dealt.of_replica, before.of_all + dealt.of_all)
+        return dealt.batch
+
+    @property
+    def num_replicas(self) -> int | None:
+        """Among how many replicas the loader divides the samples; None where the dataset divides itself."""
+        if self._shard is not None:
+            return self._shard.num_replicas
+        return self.sampler.num_replicas if isinstance(self.sampler, DataParallelSampler) else None
 
     @property
     def reads_all(self) -> bool:
@@ -137,8 +203,19 @@ class DataParallelLoader(DataLoader[Any]):
     def in_hand(self) -> InHand | None:
         """The samples of the batch handed out last, after a complete pass those of all of it.
 
-        None before the first batch, and where the dataset has no length.
+        None before the first batch, and where an iterable dataset divides itself.
+
+        Raises:
+            ValueError: The pass is over, and samples stand in for missing ones in the middle of it, as
+                several workers' streams ended: only each batch by itself can be said.
         """
+        if self._shard is not None and self.handed_out_ns:
+            if self.batch == 0 and self._fills_within:
+                raise ValueError(
+                    "this stream divides itself over workers, so samples stand in for missing ones within "
+                    "the pass: gather each batch by itself, in the loop"
+                )
+            return self._dealt if self.batch else self._dealt_in_pass
         if not isinstance(self.sampler, DataParallelSampler) or self.handed_out_ns == 0:
             return None
         size, replicas = self.batch_size or 1, self.sampler.num_replicas
@@ -174,8 +251,7 @@ class DataParallelLoader(DataLoader[Any]):
     @property
     def _batch_samples(self) -> int:
         """Number of samples in a batch of all replicas together."""
-        replicas = self.sampler.num_replicas if isinstance(self.sampler, DataParallelSampler) else 1
-        return (self.batch_size or 1) * replicas
+        return (self.batch_size or 1) * (self.num_replicas or 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be the given one, from its beginning."""
@@ -187,7 +263,7 @@ def make_dataloader(
     *,
     num_replicas: int,
     replica: int,
-    batch_size: int = 1,
+    batch_size: int | None = 1,
     shuffle: bool = False,
     seed: int = 1024,
     add_sampler: bool = True,
@@ -200,13 +276,15 @@ def make_dataloader(
     """Return a loader of one replica's part of a dataset.
 
     Args:
-        dataset: Any torch dataset. An iterable one must divide its samples itself.
+        dataset: Any torch dataset. A stream (`IterableDataset`) must yield the same samples in the same order
+            on every replica and worker; its `set_epoch`, if any, is called before each pass.
         num_replicas: Number of replicas.
         replica: Number of this one.
-        batch_size: Samples in a batch of one replica.
+        batch_size: Samples in a batch of one replica; None: each sample is a batch.
         shuffle: Whether each epoch has its own order.
         seed: Seed of the orders and of the workers' random states; the same on every replica.
-        add_sampler: Whether the replicas divide the dataset; False: every replica reads all of it.
+        add_sampler: Whether the replicas divide the dataset; False: every replica reads all of it, for
+            streams that divide themselves.
         drop_last: Leave out what does not fill a batch, or a sample for every replica.
         pin_memory: Copy batches into pinned memory; no effect without an accelerator.
         num_workers: Number of loading processes.
@@ -214,7 +292,8 @@ def make_dataloader(
         kwargs: Further arguments of `torch.utils.data.DataLoader`.
 
     Raises:
-        ValueError: A sampler is given beside `add_sampler`, or the dataset is too small.
+        ValueError: A sampler is given beside `add_sampler`, the dataset is too small, or it is a stream
+            that divides itself already.
     """
     if "sampler" in kwargs or "batch_sampler" in kwargs:
         raise ValueError(
@@ -231,6 +310,22 @@ def make_dataloader(
         )
     elif shuffle:
         raise ValueError("shuffle=True needs a dataset with a length: an iterable one has to shuffle itself")
+    elif add_sampler:
+        refuse_divided(dataset)
+        kwargs["shard"] = StreamShard(
+            dataset,
+            num_replicas=num_replicas,
+            replica=replica,
+            batch_size=batch_size,
+            drop_last=drop_last,
+        )
+        if num_replicas > 1:
+            get_dist_logger().log_once(
+                f"the loader divides this stream over {num_replicas} data-parallel ranks, each of which "
+                "reads all of it; a stream that divides itself needs add_sampler=False",
+                level="INFO",
+                ranks=[0],
+            )
     return DataParallelLoader(
         dataset,
         seed=seed,
@@ -246,6 +341,42 @@ def make_dataloader(
 def watched(loader: Iterable[Any]) -> DataParallelLoader | WatchedLoader:
     """Return a loader that says which batch is the last of an epoch: itself if it does."""
     return loader if isinstance(loader, DataParallelLoader) else WatchedLoader(loader)
+
+
+def divided_among(loader: object) -> int | None:
+    """Return among how many replicas a loader divides its samples, None where that cannot be known.
+
+    Args:
+        loader: Any iterable of batches.
+    """
+    loader = loader.loader if isinstance(loader, WatchedLoader) else loader
+    if isinstance(loader, DataParallelLoader):
+        return loader.num_replicas
+    if not isinstance(loader, DataLoader):
+        return None
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    return next((each.num_replicas for each in samplers if isinstance(each, _DIVIDING)), None)
+
+
+_DIVIDING = (DistributedSampler, DataParallelSampler)
+
+
+def check_division(loader: object, num_replicas: int, *, remedy: str) -> None:
+    """Warn of a loader that gives every data-parallel rank the same samples.
+
+    Args:
+        loader: What the user gave: any iterable of batches, or None.
+        num_replicas: Number of data-parallel ranks of the model that is trained with it.
+        remedy: The call that makes a right one.
+    """
+    found = divided_among(loader)
+    unprepared = isinstance(loader, DataLoader) and not isinstance(loader, DataParallelLoader)
+    if num_replicas > 1 and found is None and unprepared:
+        get_dist_logger().log_once(
+            "this dataloader gives every data-parallel rank the same samples, unless its sampler or its "
+            f"dataset divides them: {remedy} makes one that does",
+            ranks=[0],
+        )
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -107,6 +107,8 @@ def _joined(parts: list[Tensor], in_hand: InHand | None) -> Tensor:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
     sizes = [len(part) for part in parts]
     of_replica, of_all = in_hand
+    if of_replica == 1:  # a sample may be a batch that the dataset made, of any size
+        return torch.cat(parts[:of_all])
     if len(set(sizes)) > 1 or sizes[0] % of_replica:
         raise ValueError(
             f"dim 0 of a tensor is {sizes} on the ranks, whose batch has {of_replica} samples each: it must "

@@ -42,7 +42,7 @@ def get_dataloader(
     pin_memory: bool = False,
     num_workers: int = 0,
     *,
-    batch_size: int = 1,
+    batch_size: int | None = 1,
     **kwargs: Any,
 ) -> runtime.DataParallelLoader:
     """Return a loader of this rank's part of a dataset.
@@ -51,19 +51,24 @@ def get_dataloader(
     the position in an epoch; each complete pass advances the epoch.
 
     Args:
-        dataset: Any torch dataset. An iterable one must divide its samples itself.
+        dataset: Any torch dataset. A stream (`IterableDataset`) is read whole by every rank and worker, which
+            take their samples in turn: it must yield the same ones in the same order everywhere. A
+            `set_epoch` that it has is called before each pass.
         shuffle: Whether each epoch has its own order.
         seed: Seed of the orders and of the workers' random states; the same on every rank.
-        add_sampler: Whether the data-parallel ranks divide the dataset; False: every rank reads all of it.
-        drop_last: Leave out what does not fill a batch, or a sample for every rank.
+        add_sampler: Whether the data-parallel ranks divide the dataset; False: every rank reads all of it,
+            for streams that divide themselves.
+        drop_last: Leave out what does not fill a batch, or a sample for every rank; otherwise the first
+            samples stand in for the missing ones.
         pin_memory: Copy batches into pinned memory; no effect without an accelerator.
         num_workers: Number of loading processes.
-        batch_size: Samples in a batch of one rank.
+        batch_size: Samples in a batch of one rank; None: each sample is a batch.
         kwargs: Further arguments of `torch.utils.data.DataLoader`.
 
     Raises:
         RuntimeError: The job has not been launched.
-        ValueError: A sampler is given, or the dataset is too small.
+        ValueError: A sampler is given, the dataset is too small, or it is a stream that divides itself
+            already.
     """
     mesh = global_context.mesh
     return runtime.make_dataloader(

@@ -1,17 +1,19 @@
 """The plugin door: several models in one job, checkpoints across plugins, precisions by name."""
 
+import logging
 from itertools import chain
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.mixed_precision import FP16TorchMixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.core import global_context as gpc
+from colossalai.logging import get_dist_logger
 from colossalai.nn import Lamb, Lars
 from colossalai.testing import assert_close, full_gradients, full_parameters
 from tests.ranks import run_ranks
@@ -243,6 +245,44 @@ def same_samples_everywhere():
 @pytest.mark.dist
 def test_the_prepared_loader_divides_the_data():
     assert run_ranks(same_samples_everywhere, 2) == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
+
+
+class OwnLoader(DataLoader):
+    """A subclass, such as libraries make."""
+
+
+def warnings_of_loaders():
+    """What each loader lets `Booster.boost` and `colossalai.initialize` say."""
+    colossalai.launch_from_torch(config={}, verbose=False)
+    said = []
+    logging.getLogger("colossalai").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: said.append(record.getMessage())
+    dataset = TensorDataset(torch.arange(8))
+    counts = []
+    for loader in (
+        OwnLoader(dataset),
+        DataLoader(dataset, sampler=DistributedSampler(dataset)),
+        DataLoader(dataset, batch_sampler=BatchSampler(DistributedSampler(dataset), 2, False)),
+        TorchDDPPlugin().prepare_dataloader(dataset, 2),
+        [torch.zeros(1)],
+        None,
+    ):
+        for call in (
+            lambda loader: Booster().boost(nn.Linear(1, 1), dataloader=loader),
+            lambda loader: colossalai.initialize(nn.Linear(1, 1), train_dataloader=loader, verbose=False),
+        ):
+            get_dist_logger()._once.clear()
+            said.clear()
+            call(loader)
+            counts.append(sum("same samples" in text for text in said))
+    logging.getLogger("colossalai").removeHandler(handler)
+    return counts
+
+
+@pytest.mark.dist
+def test_a_loader_that_was_not_prepared_is_warned_of():
+    first, _ = run_ranks(warnings_of_loaders, 2)
+    assert first == [1, 1, *[0] * 10]
 
 
 def errors():

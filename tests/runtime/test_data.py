@@ -108,7 +108,7 @@ def test_refusals():
         make_dataloader(dataset_of(4), num_replicas=1, replica=0, sampler=[0])
     with pytest.raises(ValueError, match="has to shuffle itself"):
         make_dataloader(Numbers(), num_replicas=1, replica=0, shuffle=True)
-    loader = make_dataloader(Numbers(), num_replicas=1, replica=0)
+    loader = make_dataloader(Numbers(), num_replicas=1, replica=0, add_sampler=False)
     loader.load_state_dict({"epoch": 0, "batch": 1})
     with pytest.raises(ValueError, match="no positions"):
         next(iter(loader))

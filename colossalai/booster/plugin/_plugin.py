@@ -40,7 +40,7 @@ class Plugin(ABC):
     def prepare_dataloader(
         self,
         dataset: Dataset[Any],
-        batch_size: int,
+        batch_size: int | None,
         shuffle: bool = False,
         seed: int = 1024,
         drop_last: bool = False,
@@ -53,14 +53,15 @@ class Plugin(ABC):
         See `colossalai.utils.get_dataloader`, which leaves batches in host memory.
 
         Args:
-            dataset: Any torch dataset.
-            batch_size: Samples in a batch of one data-parallel rank.
+            dataset: Any torch dataset, streams (`IterableDataset`) too.
+            batch_size: Samples in a batch of one data-parallel rank; None: each sample is a batch.
             shuffle: Whether each epoch has its own order.
             seed: Seed of the orders; the same on every rank.
             drop_last: Leave out what does not fill a batch, or a sample for every rank.
             pin_memory: Copy batches into pinned memory; no effect without an accelerator.
             num_workers: Number of loading processes.
-            kwargs: Further arguments of `torch.utils.data.DataLoader`.
+            kwargs: Further arguments of `torch.utils.data.DataLoader`; `add_sampler=False` for a stream that
+                divides itself.
 
         Raises:
             ValueError: The mesh, which says who reads what, has not been laid out yet.
