@@ -74,7 +74,8 @@ def initialize(
         RuntimeError: The job has not been launched.
         ConfigException: The config asks for a feature that has not landed yet.
         ValueError: `optimizer` holds parameters that `model` has not, a component has been initialized
-            before, or `model` cannot be built for the plan of the config.
+            before, `model` cannot be built for the plan of the config, or `train_dataloader` divides samples
+            among another number of ranks than the model has data-parallel ones.
     """
     mesh, device = global_context.mesh, global_context.device
     options = schedule.options if isinstance(schedule, PipelineSchedule) else None

@@ -184,7 +184,8 @@ class Booster(Saving):
 
         Raises:
             ValueError: `optimizer` is empty or holds parameters that `model` has not, a component has been
-                boosted before, or `model` cannot be built for the plan of the plugin.
+                boosted before, `model` cannot be built for the plan of the plugin, or `dataloader` divides
+                samples among another number of ranks than the model has data-parallel ones.
         """
         criterion_of(criterion, fused_loss=self.plan.fused_loss)
         if isinstance(optimizer, list | tuple):
@@ -364,7 +365,8 @@ class Booster(Saving):
 
         Raises:
             ValueError: `data` holds an object that is no tensor, its shapes differ between ranks beyond dim
-                0, or its rows do not belong to samples; on all ranks.
+                0, its rows do not belong to samples, or the loader divides them among another number of
+                ranks; on all ranks.
         """
         loader = self.plugin.last_dataloader() if dataloader is None else dataloader
         loader = loader.loader if isinstance(loader, WatchedLoader) else loader
@@ -374,6 +376,11 @@ class Booster(Saving):
             in_hand = loader.in_hand
             if loader.reads_all:  # every rank has read all samples
                 replicas = Axis("dp", (self.mesh.rank,), self.mesh)
+            elif loader.num_replicas not in (None, replicas.size):
+                raise ValueError(
+                    f"the dataloader divides samples among {loader.num_replicas} ranks, and this booster "
+                    f"gathers from {replicas.size}: gather with the booster whose plugin prepared the loader"
+                )
         return gather_samples(data, replicas, in_hand=in_hand, device=self.device)
 
     def gathered_grads(self, model: nn.Module) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ that it can be saved at any moment and a resumed run sees exactly the batches th
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, Protocol, runtime_checkable
 
@@ -96,6 +96,7 @@ class DataParallelLoader(DataLoader[Any]):
         seed: Seed of the workers' random states; every epoch has its own.
         device: Where the tensors of a batch are handed out; None: where the workers made them.
         shard: What this replica reads of a stream; None: the dataset divides itself, or has a sampler.
+        replicas_now: Returns how many replicas the job has when a pass begins, None where it has ended.
         options: The arguments of `torch.utils.data.DataLoader`.
 
     Attributes:
@@ -112,6 +113,7 @@ class DataParallelLoader(DataLoader[Any]):
         seed: int,
         device: torch.device | None = None,
         shard: StreamShard | None = None,
+        replicas_now: Callable[[], int | None] | None = None,
         **options: Any,
     ) -> None:
         super().__init__(dataset, generator=torch.Generator(), **options)
@@ -123,6 +125,7 @@ class DataParallelLoader(DataLoader[Any]):
         self.at_last_batch = False
         self._resume_at = 0
         self._shard = shard
+        self._replicas_now = replicas_now
         self._dealing: DataLoader[Any] | None = None  # kept where its workers persist
         self._dealt = self._dealt_in_pass = InHand(0, 0)
         self._fills_within = False  # whether a batch of this pass with a stand-in was not the last one
@@ -152,6 +155,14 @@ class DataParallelLoader(DataLoader[Any]):
         self.set_epoch(self.epoch + 1)
 
     def _prepare_pass(self) -> None:
+        now = None if self._replicas_now is None else self._replicas_now()
+        if now is not None and self.num_replicas not in (None, 1, now):
+            get_dist_logger().log_once(
+                f"this dataloader divides samples among {self.num_replicas} ranks, and the mesh has been "
+                f"laid out anew since, with {now} data-parallel ranks: models that were boosted afterwards "
+                "need a loader that was made afterwards",
+                ranks=[0],
+            )
         self.generator.manual_seed(self.seed + self.epoch)
         if isinstance(self.sampler, DataParallelSampler):
             self.sampler.set_epoch(self.epoch)
@@ -271,6 +282,7 @@ def make_dataloader(
     pin_memory: bool = False,
     num_workers: int = 0,
     device: torch.device | None = None,
+    replicas_now: Callable[[], int | None] | None = None,
     **kwargs: Any,
 ) -> DataParallelLoader:
     """Return a loader of one replica's part of a dataset.
@@ -289,6 +301,7 @@ def make_dataloader(
         pin_memory: Copy batches into pinned memory; no effect without an accelerator.
         num_workers: Number of loading processes.
         device: Where the tensors of a batch are handed out; None: in host memory.
+        replicas_now: Returns how many replicas the job has when a pass begins, None where it has ended.
         kwargs: Further arguments of `torch.utils.data.DataLoader`.
 
     Raises:
@@ -330,6 +343,7 @@ def make_dataloader(
         dataset,
         seed=seed,
         device=device,
+        replicas_now=replicas_now,
         batch_size=batch_size,
         drop_last=drop_last,
         pin_memory=pin_memory and torch.accelerator.is_available(),
@@ -362,14 +376,23 @@ _DIVIDING = (DistributedSampler, DataParallelSampler)
 
 
 def check_division(loader: object, num_replicas: int, *, remedy: str) -> None:
-    """Warn of a loader that gives every data-parallel rank the same samples.
+    """Refuse a loader that divides samples among other ranks; warn of one that divides them among none.
 
     Args:
         loader: What the user gave: any iterable of batches, or None.
         num_replicas: Number of data-parallel ranks of the model that is trained with it.
         remedy: The call that makes a right one.
+
+    Raises:
+        ValueError: The loader divides samples among another number of ranks.
     """
     found = divided_among(loader)
+    if found not in (None, 1, num_replicas):
+        raise ValueError(
+            f"the dataloader divides samples among {found} ranks, and the model has {num_replicas} "
+            "data-parallel ranks in the mesh of this job, which another plugin may have laid out after the "
+            f"loader was made: lay the mesh out first, then make the loader ({remedy})"
+        )
     unprepared = isinstance(loader, DataLoader) and not isinstance(loader, DataParallelLoader)
     if num_replicas > 1 and found is None and unprepared:
         get_dist_logger().log_once(

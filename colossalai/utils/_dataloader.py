@@ -82,5 +82,10 @@ def get_dataloader(
         drop_last=drop_last,
         pin_memory=pin_memory,
         num_workers=num_workers,
+        replicas_now=_replicas_now,
         **kwargs,
     )
+
+
+def _replicas_now() -> int | None:
+    return global_context.mesh.axis_size("dp") if global_context.is_launched else None

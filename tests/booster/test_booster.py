@@ -276,6 +276,10 @@ def warnings_of_loaders():
             call(loader)
             counts.append(sum("same samples" in text for text in said))
     logging.getLogger("colossalai").removeHandler(handler)
+    with pytest.raises(ValueError, match=r"among 3 ranks, and the model has 2 .*get_dataloader"):
+        colossalai.initialize(
+            nn.Linear(1, 1), train_dataloader=DataLoader(dataset, sampler=DistributedSampler(dataset, 3, 0))
+        )
     return counts
 
 

@@ -1,9 +1,11 @@
 """A plan says the mesh, a plugin lays it out when a Booster gets it, and what comes too early is refused."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import colossalai
 from colossalai import nn as col_nn
@@ -12,8 +14,9 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin, TorchDDPPlugin
 from colossalai.context import Config, ConfigException, Layout, Mesh
 from colossalai.core import global_context as gpc
-from colossalai.runtime import Plan, assemble
+from colossalai.runtime import Plan, WatchedLoader, assemble
 from colossalai.runtime._compatibility import METHODS
+from colossalai.utils import get_dataloader
 from tests.model_zoo.tiny import VOCAB, build, criterion_of
 from tests.ranks import run_ranks
 
@@ -162,6 +165,57 @@ def stages_of_an_early_model() -> None:
     loss = booster.execute_pipeline(iter([(ids, ids)]), boosted, criterion_of("gpt"))["loss"]
     assert loss.isfinite()
     gpc.destroy()
+
+
+def laid_out_anew() -> None:
+    """A student after a tensor-parallel teacher, with a loader from before."""
+    colossalai.launch_from_torch({}, verbose=False)
+    data = TensorDataset(torch.arange(8.0).view(-1, 1))
+    first = Booster()
+    loader = first.plugin.prepare_dataloader(data, 2)  # over two ranks
+    earlier, *_ = first.boost(nn.Linear(1, 1))
+    Booster(plugin=HybridParallelPlugin(tp_size=2))
+    student, model = Booster(), nn.Linear(1, 1)
+    for given in (loader, WatchedLoader(loader), DataLoader(data, sampler=DistributedSampler(data))):
+        with pytest.raises(ValueError, match=r"among 2 ranks, and the model has 1 .*prepare_dataloader"):
+            student.boost(model, dataloader=given)
+    batch = next(iter(loader))[0]
+    with pytest.raises(ValueError, match="among 2 ranks, and this booster gathers from 1"):
+        student.gather_for_metrics(batch, loader)
+    assert len(first.gather_for_metrics(earlier(batch), loader)) == 4, "the earlier model has its ranks"
+    own = student.plugin.prepare_dataloader(data, 2)
+    *_, given, _ = student.boost(model, dataloader=own)
+    assert len(given) == 4
+    assert student.gather_for_metrics(next(iter(given))[0]).tolist() == [[0], [1]]
+    first.boost(nn.Linear(1, 1), dataloader=loader)  # on the mesh that it was made on
+    gpc.destroy()
+    list(loader)
+
+
+@pytest.mark.dist
+def test_a_loader_of_an_earlier_mesh_is_refused_or_warned_of() -> None:
+    said = run_ranks(warned_of_a_new_mesh, 2)
+    assert said == [[0, 1], [0, 0]]
+    run_ranks(laid_out_anew, 2)
+
+
+def warned_of_a_new_mesh() -> list[int]:
+    """How many warnings come before and after the mesh is laid out anew."""
+    colossalai.launch_from_torch({}, verbose=False)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("colossalai").addHandler(handler)
+    counts = []
+    loader = get_dataloader(TensorDataset(torch.zeros(4)), batch_size=1)
+    for plugin in (TorchDDPPlugin(), HybridParallelPlugin(tp_size=2)):
+        Booster(plugin=plugin)
+        said.clear()
+        list(loader), list(loader)
+        counts.append(sum("laid out anew since, with 1 data-parallel" in text for text in said))
+    logging.getLogger("colossalai").removeHandler(handler)
+    gpc.destroy()
+    return counts
 
 
 @pytest.mark.dist

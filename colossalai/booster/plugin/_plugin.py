@@ -83,6 +83,7 @@ class Plugin(ABC):
             pin_memory=pin_memory,
             num_workers=num_workers,
             device=global_context.device,
+            replicas_now=_replicas_now,
             **kwargs,
         )
         self._loaders.add(loader)
@@ -96,3 +97,7 @@ class Plugin(ABC):
     @cached_property
     def _loaders(self) -> WeakSet[DataParallelLoader]:
         return WeakSet()  # not in __init__, which plugins of the user's own need not call
+
+
+def _replicas_now() -> int | None:
+    return global_context.mesh.axis_size("dp") if global_context.is_launched else None
