@@ -15,7 +15,7 @@ from colossalai.context._parallel_mode import TENSOR_LAYOUTS
 
 _PARALLEL_KEYS = ("data", "pipeline", "sequence", "tensor", "moe")
 _TENSOR_KEYS = ("size", "mode", "depth")
-_PIPELINE_OPTIONS = ("schedule", "partition")
+_PIPELINE_NAMES = ("schedule", "partition", "loss_reduction")
 _SEQUENCE_SPELLING = "sequence"  # as a tensor mode
 SEQUENCE_ATTENTIONS = ("ring", "ulysses")
 """The attentions over cut sequences, the default first; `colossalai.nn.layer.sequence_parallel` has them."""
@@ -136,7 +136,7 @@ def read_layout(parallel: Any) -> Layout:
     parallel = {} if parallel is None else parallel
     check_mapping(parallel, "parallel", example="parallel=dict(pipeline=2, tensor=dict(size=4, mode='2d'))")
     check_keys(parallel, _PARALLEL_KEYS, "parallel")
-    pipeline = _size(parallel, "pipeline", options=_PIPELINE_OPTIONS)
+    pipeline = _size(parallel, "pipeline", options=(*_PIPELINE_NAMES, "batch_dim"))
     _check_pipeline(parallel.get("pipeline"))
     return replace(
         _sequence(parallel.get("sequence"), _tensor(parallel.get("tensor"))),
@@ -167,7 +167,7 @@ def with_expert_size(config: Config) -> Config:
 
 def _check_pipeline(value: Any) -> None:
     """Check what stands beside the size; whether a name is known is for the pipeline to say."""
-    for key in _PIPELINE_OPTIONS if isinstance(value, Mapping) else ():
+    for key in _PIPELINE_NAMES if isinstance(value, Mapping) else ():
         if value.get(key) is not None and not isinstance(value[key], str):
             raise ConfigException(
                 f"parallel.pipeline.{key} is {value[key]!r}; it must be a name, such as "

@@ -1,12 +1,20 @@
 """Pipeline parallelism: models cut into stages, schedules as values, one executor that runs any of them."""
 
+from colossalai.pipeline._loss_reduction import REDUCTIONS as REDUCTIONS
+from colossalai.pipeline._loss_reduction import ReductionCheck as ReductionCheck
+from colossalai.pipeline._loss_reduction import reduction_of as reduction_of
 from colossalai.pipeline._options import PipelineOptions as PipelineOptions
+from colossalai.pipeline.execution import BatchDim as BatchDim
 from colossalai.pipeline.execution import LossCollection as LossCollection
+from colossalai.pipeline.execution import Microbatches as Microbatches
 from colossalai.pipeline.execution import PipelineExecutor as PipelineExecutor
 from colossalai.pipeline.execution import PipelineResult as PipelineResult
+from colossalai.pipeline.execution import RepeatedTensors as RepeatedTensors
+from colossalai.pipeline.execution import cut_batch as cut_batch
 from colossalai.pipeline.execution import merge_outputs as merge_outputs
 from colossalai.pipeline.execution import microbatch_weights as microbatch_weights
 from colossalai.pipeline.execution import num_samples_in as num_samples_in
+from colossalai.pipeline.execution import output_dim_of as output_dim_of
 from colossalai.pipeline.execution import split_batch as split_batch
 from colossalai.pipeline.schedules import SCHEDULES as SCHEDULES
 from colossalai.pipeline.schedules import Action as Action

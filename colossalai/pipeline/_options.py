@@ -1,8 +1,11 @@
 """How a pipeline is run: its schedule, the microbatches, the chunks, and what is known of the messages."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from colossalai.pipeline._loss_reduction import REDUCTIONS
+from colossalai.pipeline.execution import BatchDim, check_batch_dim
 from colossalai.pipeline.schedules import SCHEDULES, Schedule, make_schedule, read_schedule
 
 PARTITIONS = ("balanced", "uniform")
@@ -24,6 +27,12 @@ class PipelineOptions:
             shapes are exchanged.
         scatter_gather_tensors: Where activations are the same on all tensor-parallel ranks, each sends only
             its part of one, and the receivers gather it.
+        batch_dim: The dimension of the samples in all tensors of a batch and in the output; or a mapping from
+            names of inputs to it, with None for an input about the whole batch, which every microbatch gets
+            whole. A name is a key of a dict, a field, or a path: "data", "label", "data[0]", "data['x']";
+            "output" is what the model returns. Inputs without a name are cut along dim 0. None: all are.
+        loss_reduction: Whether the criterion returns the "mean" over the samples it is given or their "sum";
+            None: as its `reduction` says, else the mean.
     """
 
     num_microbatches: int
@@ -32,8 +41,18 @@ class PipelineOptions:
     partition: str | None = None
     tensor_shape: tuple[int, ...] | None = None
     scatter_gather_tensors: bool = False
+    batch_dim: BatchDim | None = field(default=None, hash=False)  # a mapping has no hash
+    loss_reduction: str | None = None
 
     def __post_init__(self) -> None:
+        check_batch_dim(self.batch_dim)
+        if isinstance(self.batch_dim, Mapping):
+            object.__setattr__(self, "batch_dim", dict(self.batch_dim))  # a copy of its own
+        if self.loss_reduction not in (None, *REDUCTIONS):
+            raise ValueError(
+                f"loss_reduction is {self.loss_reduction!r}; it must be one of {', '.join(REDUCTIONS)}, or "
+                "left out"
+            )
         if self.num_microbatches < 1:
             raise ValueError(f"num_microbatches is {self.num_microbatches}; it must be at least 1")
         if self.partition is not None and self.partition not in PARTITIONS:

@@ -16,24 +16,45 @@ from torch import Tensor, nn
 from colossalai.amp import GivenLoss, LossTerm, OptimizerWrapper, Precision, read_loss
 from colossalai.cluster import gather_values
 from colossalai.context import MOE_CONTEXT, Axis
+from colossalai.logging import get_dist_logger
 from colossalai.nn.layer.moe import MoeLayer
 from colossalai.nn.loss import logits_of
 from colossalai.nn.parallel import AppliedDataMethod
 from colossalai.pipeline import (
+    Microbatches,
     ModelStage,
     PipelineExecutor,
     PipelineOptions,
+    ReductionCheck,
+    RepeatedTensors,
     Schedule,
+    cut_batch,
     merge_outputs,
-    microbatch_weights,
-    num_samples_in,
-    split_batch,
+    output_dim_of,
+    reduction_of,
     sync_shared_grads,
 )
 from colossalai.runtime._fused_loss import criterion_of, with_labels
 
 Criterion = Callable[..., GivenLoss]
 _NO_WEIGHT = -1.0
+_PAIR_WITH_SUM = (
+    "loss_reduction is 'sum', and the criterion returned a pair (sum, count), which is averaged over what it "
+    "counts: leave loss_reduction out, or let the criterion return the sum alone"
+)
+
+
+@dataclass(frozen=True)
+class TrainingBatch:
+    """A batch, or a microbatch; `batch_dim` names what is in it by these fields.
+
+    Attributes:
+        data: What the first stage takes.
+        label: What the criterion takes besides the output; None if it takes the output alone.
+    """
+
+    data: Any
+    label: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +112,8 @@ class Pipeline:
         self._is_closing = False  # whether the gradients are complete after the present batch
         self._executors: dict[PipelineOptions, PipelineExecutor] = {}
         self._last_ranks: dict[PipelineOptions, int] = {}
+        self._repeated = RepeatedTensors()
+        self._reductions = ReductionCheck(logs=axis.ranks[0] == 0)  # in one pipeline of all replicas
 
     @property
     def holds_last_stage(self) -> bool:
@@ -118,7 +141,8 @@ class Pipeline:
             data: What the first stage takes, the same on every stage.
             label: What the criterion takes beside the output; None: it takes the output alone.
             criterion: The loss function; needed for a loss. It returns the mean over a microbatch, or a pair
-                (sum, count); where its `reduction` is "sum", the sum.
+                (sum, count); the sum where the options or its `reduction` say so. Where neither states the
+                reduction it is called on parts of a microbatch, once; see [Note: means and sums].
             optimizer: The optimizer whose gradients are computed; None to run forward only.
             num_parts: The gradients of losses without a weight are divided by it.
             options: How to run it.
@@ -127,8 +151,8 @@ class Pipeline:
             sync: Whether the gradients of this batch, and those before it, are made equal over the replicas.
 
         Raises:
-            ValueError: A loss is needed and there is no criterion, or the outputs of microbatches cannot be
-                put together.
+            ValueError: A loss is needed and there is no criterion, the options do not fit the batch, or the
+                outputs of microbatches cannot be put together.
         """
         options = options or self.options
         if self._fused_loss:
@@ -137,27 +161,39 @@ class Pipeline:
         wants_loss = return_loss or not forward_only
         if criterion is None and wants_loss:
             raise ValueError("a loss is needed and there is no criterion: pass one to the door")
-        batch = (data, label)
-        microbatches = split_batch(batch, min(options.num_microbatches, num_samples_in(batch)))
-        shares = microbatch_weights(microbatches)
-        tally = _Tally([1.0] * len(shares) if _adds_up(criterion) else shares, optimizer, num_parts)
+        output_dim = output_dim_of(options.batch_dim, is_needed=return_output)
+        cut = cut_batch(TrainingBatch(data, label), options.num_microbatches, options.batch_dim)
+        microbatches: list[TrainingBatch] = cut.parts
+        if len(microbatches) > 1:
+            self._warn_of_tables(cut)
+        reduction = options.loss_reduction or reduction_of(criterion)
+        is_unknown = reduction is None and len(microbatches) > 1
+        tally = _Tally(cut.sizes, optimizer, num_parts, reduction=reduction or "mean")
         executor = self._executor(options)
         self._is_closing = sync = sync and not forward_only
         if not forward_only:
             self._data.set_sync(enabled=False)
 
         def compute_loss(output: Any, number: int) -> Tensor:
-            part = microbatches[number][1]
             output = self._precision.convert_output(output)
-            assert criterion is not None
-            return tally.take(number, criterion(output) if part is None else criterion(output, part))
+            part = microbatches[number]
+            loss = _loss_of(criterion, output, part)
+            if options.loss_reduction == "sum" and not isinstance(loss, Tensor):
+                raise ValueError(_PAIR_WITH_SUM)
+            value = tally.take(number, loss)
+            if is_unknown and isinstance(loss, Tensor):
+                self._reductions.compare_once(
+                    criterion,
+                    functools.partial(_loss_of, criterion),
+                    output,
+                    part,
+                    value.detach(),
+                    batch_dim=options.batch_dim,
+                )
+            return value
 
-        given = [part for part, _ in microbatches]
-        stage: Any = self._chunks[0]
-        if self._fused_loss and isinstance(stage, ModelStage):
-            given = [with_labels(part, labels, stage.model) for part, labels in microbatches]
         result = executor.run(
-            [self._precision.convert_input(part) for part in given],
+            [self._precision.convert_input(part) for part in self._inputs(microbatches)],
             compute_loss=compute_loss if wants_loss else None,
             forward_only=forward_only,
             loss_factors=tally.factors,
@@ -168,10 +204,28 @@ class Pipeline:
         loss, weight = self._share_loss(tally, options) if wants_loss else (None, None)
         output = None
         if result.outputs is not None:
-            sizes = [num_samples_in(microbatch) for microbatch in microbatches]
             outputs = [self._precision.convert_output(each) for each in result.outputs]
-            output = merge_outputs([*map(logits_of, outputs)] if self._fused_loss else outputs, sizes)
+            output = merge_outputs(
+                [*map(logits_of, outputs)] if self._fused_loss else outputs, cut.sizes, output_dim
+            )
         return BatchResult(output=output, loss=loss if return_loss else None, weight=weight)
+
+    def _inputs(self, microbatches: Sequence[TrainingBatch]) -> list[Any]:
+        stage: Any = self._chunks[0]
+        if self._fused_loss and isinstance(stage, ModelStage):
+            return [with_labels(part.data, part.label, stage.model) for part in microbatches]
+        return [part.data for part in microbatches]
+
+    def _warn_of_tables(self, cut: Microbatches) -> None:
+        """Warn of tensors that are cut by a guess, and seem to be about the whole batch."""
+        for each in self._repeated.see(cut.tensors):
+            get_dist_logger().log_once(
+                f"{each.place}, of shape {tuple(each.tensor.shape)}, has had the same values in different "
+                f"batches, and is cut into microbatches like samples, since it has {sum(cut.sizes)} entries "
+                f"as the batch has samples: if it is about the whole batch, pass batch_dim={{{each.name!r}: "
+                f"None}} with the options of the pipeline, else {{{each.name!r}: 0}} ends this warning",
+                ranks=[0],
+            )
 
     def _make_equal(self) -> None:
         """Make the gradients equal over the replicas, and those of shared weights over their stages."""
@@ -248,19 +302,24 @@ class _Tally:
     """The losses of the microbatches of a batch, as the last stage sees them one after the other.
 
     Args:
-        shares: The part of each microbatch in the loss of the batch, for those without a weight.
+        sizes: The number of samples of each microbatch.
         optimizer: The optimizer whose gradients are computed, if any; its backward starts here.
-        num_parts: What means are divided by.
+        num_parts: What losses without a weight are divided by.
+        reduction: Whether those are the "mean" over a microbatch, or the "sum".
 
     Attributes:
         losses: What there is yet.
         factors: What each microbatch's loss is multiplied by for the backward; known once it is in `losses`.
     """
 
-    def __init__(self, shares: Sequence[float], optimizer: OptimizerWrapper | None, num_parts: int) -> None:
+    def __init__(
+        self, sizes: Sequence[int], optimizer: OptimizerWrapper | None, num_parts: int, *, reduction: str
+    ) -> None:
         self.optimizer = optimizer
         self.losses: list[LossTerm] = []
-        self._shares = shares
+        num_samples = sum(sizes)
+        # The part of each microbatch in the loss of the batch.
+        shares = self._shares = [1.0 if reduction == "sum" else size / num_samples for size in sizes]
         self._scale = 1.0 if optimizer is None else optimizer.start_backward()
         factor = self._scale / num_parts
         self.factors: list[Any] = [share * factor for share in shares]
@@ -302,10 +361,9 @@ class _Tally:
         return torch.stack([total, weight, unit])
 
 
-def _adds_up(criterion: Criterion | None) -> bool:
-    """Whether a criterion says of itself that its value is a sum: then those of microbatches add up."""
-    options = criterion.keywords if isinstance(criterion, functools.partial) else {}
-    return options.get("reduction", getattr(criterion, "reduction", None)) == "sum"
+def _loss_of(criterion: Criterion | None, output: Any, part: TrainingBatch) -> Any:
+    assert criterion is not None
+    return criterion(output) if part.label is None else criterion(output, part.label)
 
 
 def _checked(loss: Any) -> LossTerm:

@@ -138,6 +138,8 @@ class Plan:
         try:
             if auto is not None:
                 return auto._with_features(config, pipeline)
+            if pipeline is not None:
+                _refuse_said_twice(config)
             return Plan._from_config(config, pipeline or _pipeline_options(config))
         except ValueError as error:
             raise error if isinstance(error, ConfigException) else ConfigException(str(error)) from error
@@ -242,7 +244,20 @@ def _pipeline_options(config: Config) -> PipelineOptions | None:
         schedule=written.get("schedule"),
         partition=written.get("partition"),
         tensor_shape=None if shape is None else tuple(shape),
+        batch_dim=written.get("batch_dim"),
+        loss_reduction=written.get("loss_reduction"),
     )
+
+
+def _refuse_said_twice(config: Config) -> None:
+    pipeline = (config.get("parallel") or {}).get("pipeline")
+    written: Mapping[str, Any] = pipeline if isinstance(pipeline, Mapping) else {}
+    for key in ("batch_dim", "loss_reduction"):
+        if written.get(key) is not None:
+            raise ConfigException(
+                f"parallel.pipeline.{key} is {written[key]!r}, and the schedule that initialize is given "
+                f"says how batches are run: take {key} out of the config, and pass it there"
+            )
 
 
 def _data_method_of(config: Config, handlers: Sequence[Any], *, in_pipeline: bool) -> DataMethod:

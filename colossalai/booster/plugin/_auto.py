@@ -1,11 +1,13 @@
 """The plugin that carries out a plan of Colossal-Auto."""
 
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from colossalai.amp import FullPrecision, Precision
 from colossalai.booster.plugin._plugin import Plugin
 from colossalai.context import global_context, names_arguments
+from colossalai.pipeline import BatchDim, PipelineOptions
 from colossalai.runtime import Plan
 
 if TYPE_CHECKING:
@@ -17,16 +19,26 @@ class AutoPlugin(Plugin):
 
     Args:
         plan: The plan, or the path of its file.
+        batch_dim: How a pipeline cuts a batch, if the plan has one; as in `HybridParallelPlugin`.
+        loss_reduction: What criteria return for a microbatch, "mean" or "sum"; as there.
 
     Raises:
-        ValueError: `plan` cannot be read, or is no plan.
+        ValueError: `plan` cannot be read, or is no plan, or an option is out of range.
     """
 
     @names_arguments
-    def __init__(self, plan: "AutoPlan | str | Path") -> None:
+    def __init__(
+        self,
+        plan: "AutoPlan | str | Path",
+        *,
+        batch_dim: BatchDim | None = None,
+        loss_reduction: str | None = None,
+    ) -> None:
         from colossalai.auto_parallel import given_plan  # what makes plans is not needed by other jobs
 
         self.auto_plan: AutoPlan = given_plan(plan)
+        self._of_batches: dict[str, Any] = {"batch_dim": batch_dim, "loss_reduction": loss_reduction}
+        PipelineOptions(num_microbatches=1, batch_dim=batch_dim, loss_reduction=loss_reduction)  # checked
 
     def configure(self) -> None:
         """See the base class.
@@ -48,4 +60,7 @@ class AutoPlugin(Plugin):
                 f"precision is given twice: to Booster, and by the plan ({self.auto_plan.precision!r}), "
                 "whose predictions hold for it: leave mixed_precision out, or make a plan for another one"
             )
-        return self.auto_plan.runtime_plan()
+        plan = self.auto_plan.runtime_plan()
+        if plan.pipeline is None:
+            return plan
+        return replace(plan, pipeline=replace(plan.pipeline, **self._of_batches))

@@ -10,7 +10,7 @@ from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_f
 from colossalai.booster.plugin._plugin import Plugin
 from colossalai.context import Layout, names_arguments, read_layout
 from colossalai.logging import get_dist_logger
-from colossalai.pipeline import PipelineOptions, Schedule
+from colossalai.pipeline import BatchDim, PipelineOptions, Schedule
 from colossalai.runtime import Plan, data_method, refuse_pairs
 
 
@@ -30,6 +30,8 @@ class HybridOptions:
     schedule: str | Path | Schedule | None
     num_model_chunks: int | None
     partition: str
+    batch_dim: BatchDim | None
+    loss_reduction: str | None
     precision: MixedPrecision | None
     max_norm: float
     recompute: bool | str | Sequence[str]
@@ -56,6 +58,8 @@ class HybridOptions:
                 "num_microbatches": self.num_microbatches,
                 "schedule": self.schedule,
                 "num_model_chunks": self.num_model_chunks,
+                "batch_dim": self.batch_dim,
+                "loss_reduction": self.loss_reduction,
             }
             useless = [name for name, value in given.items() if value is not None]
             if useless:
@@ -84,6 +88,8 @@ class HybridOptions:
             schedule=self.schedule,
             num_chunks=self.num_model_chunks,
             partition=self.partition,
+            batch_dim=self.batch_dim,
+            loss_reduction=self.loss_reduction,
         )
 
 
@@ -114,6 +120,11 @@ class HybridParallelPlugin(Plugin):
             actions, or a `colossalai.pipeline.Schedule`.
         num_model_chunks: Number of stages on a rank, for "interleaved".
         partition: "balanced" cuts blocks by their parameters, "uniform" by their number.
+        batch_dim: The dimension of the samples in all tensors of a batch and in the output; or a mapping from
+            names of inputs to it, such as `{"class_weights": None}` for what every microbatch gets whole. See
+            `colossalai.pipeline.PipelineOptions`. Default: dim 0 of every tensor.
+        loss_reduction: "mean" or "sum", what criteria return for the samples they are given. Default: as the
+            criterion's `reduction` says, else the mean.
         precision: "fp16", "bf16", "fp16_naive", "fp32" or an object with options.
         max_norm: Bound of the gradient norm over all ranks; 0 for none. `optimizer.step()` clips.
         recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
@@ -141,6 +152,8 @@ class HybridParallelPlugin(Plugin):
         schedule: str | Path | Schedule | None = None,
         num_model_chunks: int | None = None,
         partition: str = "balanced",
+        batch_dim: BatchDim | None = None,
+        loss_reduction: str | None = None,
         precision: MixedPrecision | str | None = None,
         max_norm: float = 0.0,
         recompute: bool | str | Sequence[str] = False,
@@ -176,6 +189,8 @@ class HybridParallelPlugin(Plugin):
             schedule=schedule,
             num_model_chunks=num_model_chunks,
             partition=partition,
+            batch_dim=batch_dim,
+            loss_reduction=loss_reduction,
             precision=mixed_precision_factory(precision) if isinstance(precision, str) else precision,
             max_norm=max_norm,
             recompute=recompute,

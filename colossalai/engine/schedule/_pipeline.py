@@ -8,7 +8,7 @@ import torch
 
 from colossalai.context import global_context, names_arguments
 from colossalai.engine.schedule._base import BaseSchedule, DataProcess
-from colossalai.pipeline import PipelineOptions, Schedule
+from colossalai.pipeline import BatchDim, PipelineOptions, Schedule
 
 if TYPE_CHECKING:
     from colossalai.engine._engine import Engine
@@ -30,9 +30,14 @@ class PipelineSchedule(BaseSchedule):
             only its part, and the receivers gather it.
         schedule: "1f1b", "gpipe", "zb-h1", or "zb-v" for two chunks on a rank; the path of a CSV file of
             actions; or a `colossalai.pipeline.Schedule`.
+        batch_dim: The dimension of the samples in all tensors of a batch and in the output; or a mapping from
+            names of inputs to it, such as `{"class_weights": None}` for what every microbatch gets whole. See
+            `colossalai.pipeline.PipelineOptions`.
+        loss_reduction: "mean" or "sum", what the criterion returns for the samples it is given; None: as its
+            `reduction` says, else the mean.
 
     Raises:
-        ValueError: `num_microbatches` is below 1, or `schedule` is unknown.
+        ValueError: `num_microbatches` is below 1, or another option is unknown or out of range.
     """
 
     @names_arguments
@@ -44,6 +49,8 @@ class PipelineSchedule(BaseSchedule):
         scatter_gather_tensors: bool = False,
         *,
         schedule: str | Path | Schedule | None = None,
+        batch_dim: BatchDim | None = None,
+        loss_reduction: str | None = None,
     ) -> None:
         super().__init__(data_process_func)
         self.options = PipelineOptions(
@@ -51,6 +58,8 @@ class PipelineSchedule(BaseSchedule):
             schedule=schedule,
             tensor_shape=None if tensor_shape is None else tuple(tensor_shape),
             scatter_gather_tensors=scatter_gather_tensors,
+            batch_dim=batch_dim,
+            loss_reduction=loss_reduction,
         )
 
     @classmethod
@@ -99,9 +108,12 @@ class InterleavedPipelineSchedule(PipelineSchedule):
         data_process_func: From a batch to (data, label); see `BaseSchedule`.
         tensor_shape: Shape of what every stage but the last returns for a microbatch; None: it is exchanged.
         scatter_gather_tensors: See `PipelineSchedule`.
+        batch_dim: See `PipelineSchedule`.
+        loss_reduction: See `PipelineSchedule`.
 
     Raises:
-        ValueError: `num_microbatches` is below 1, or `num_model_chunks` below 2.
+        ValueError: `num_microbatches` is below 1, `num_model_chunks` below 2, or another option is out of
+            range.
     """
 
     @names_arguments
@@ -112,6 +124,9 @@ class InterleavedPipelineSchedule(PipelineSchedule):
         data_process_func: DataProcess | None = None,
         tensor_shape: Sequence[int] | None = None,
         scatter_gather_tensors: bool = False,
+        *,
+        batch_dim: BatchDim | None = None,
+        loss_reduction: str | None = None,
     ) -> None:
         super().__init__(num_microbatches, data_process_func, tensor_shape, scatter_gather_tensors)
         self.options = PipelineOptions(
@@ -120,6 +135,8 @@ class InterleavedPipelineSchedule(PipelineSchedule):
             num_chunks=num_model_chunks,
             tensor_shape=self.options.tensor_shape,
             scatter_gather_tensors=scatter_gather_tensors,
+            batch_dim=batch_dim,
+            loss_reduction=loss_reduction,
         )
 
 

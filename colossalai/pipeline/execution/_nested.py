@@ -1,9 +1,8 @@
-"""Nested values: batches cut into microbatches, outputs put together again, payloads between stages.
+"""Nested values: outputs of microbatches put together again, payloads between stages.
 
-A batch is a tensor, or tuples, lists, dicts and dataclasses of tensors and other things. Tensors are cut
-along dim 0; everything else goes to every microbatch as it is. What comes back is put together by one rule,
-see `merge_outputs`. Between stages travel tensors in tuples, lists and dicts, taken apart into a spec and a
-list of tensors; a dataclass does not, since its class would have to travel.
+Outputs are put together by one rule, see `merge_outputs`. Between stages travel tensors in tuples, lists and
+dicts, taken apart into a spec and a list of tensors; a dataclass does not, since its class would have to
+travel.
 """
 
 import hashlib
@@ -17,86 +16,34 @@ from typing import Any, NoReturn
 import torch
 
 from colossalai.cluster import PlainCodec
-from colossalai.tensor import map_leaves, map_tensors, parts_of, rebuilt
+from colossalai.tensor import map_leaves, parts_of, rebuilt
 
 _SENT_CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 _EQUAL_CONSTANTS = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 
 
-def num_samples_in(batch: Any) -> int:
-    """Return the number of samples of a batch.
-
-    Raises:
-        ValueError: `batch` has no tensor that could be cut, or its tensors differ in their first extent.
-    """
-    sizes = {place: tensor.shape[0] for place, tensor in _named_tensors(batch) if tensor.ndim}
-    if not sizes:
-        raise ValueError(
-            f"there is no tensor to cut into microbatches in a batch of type {type(batch).__name__}"
-        )
-    if len(set(sizes.values())) > 1:
-        found = ", ".join(f"{place}: {size}" for place, size in sizes.items())
-        raise ValueError(f"the tensors of a batch differ in their number of samples (dim 0): {found}")
-    return next(iter(sizes.values()))
-
-
-def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
-    """Cut a batch into microbatches of equal size; the last one may be smaller.
-
-    Args:
-        batch: A tensor, or nested tuples, lists and dicts; what is no tensor, or a tensor without dimensions,
-            goes to every microbatch.
-        num_microbatches: The most parts; they have ceil(samples / num_microbatches) samples.
-
-    Returns:
-        The microbatches; fewer than asked for if so many are enough to hold all samples.
-
-    Raises:
-        ValueError: `num_microbatches` is below 1 or exceeds the samples of `batch`, or its tensors differ in
-            their number of samples.
-    """
-    if num_microbatches < 1:
-        raise ValueError(f"num_microbatches is {num_microbatches}; it must be at least 1")
-    num_samples = num_samples_in(batch)
-    if num_samples < num_microbatches:
-        raise ValueError(
-            f"a batch of {num_samples} samples cannot be cut into {num_microbatches} microbatches: "
-            "take a larger batch or fewer microbatches"
-        )
-    size = -(-num_samples // num_microbatches)
-    return [_slice(batch, start, start + size) for start in range(0, num_samples, size)]
-
-
-def microbatch_weights(microbatches: Sequence[Any]) -> list[float]:
-    """Return the share of each microbatch in the samples of all.
-
-    With them, means over the microbatches add up to the mean over the batch.
-    """
-    sizes = [num_samples_in(microbatch) for microbatch in microbatches]
-    return [size / sum(sizes) for size in sizes]
-
-
-def merge_outputs(outputs: Sequence[Any], weights: Sequence[float]) -> Any:
+def merge_outputs(outputs: Sequence[Any], weights: Sequence[float], dim: int = 0) -> Any:
     """Put the outputs of microbatches together.
 
-    - Tensors whose rows belong to samples, so many for each, are concatenated along dim 0.
+    - Tensors whose rows belong to samples, so many for each, are concatenated along `dim`.
     - Floating tensors with one value otherwise, and floats, are means over samples: they are averaged.
     - What is the same for all microbatches stays: constants, and tensors that are equal.
 
     Args:
         outputs: Nested values of one structure.
         weights: The number of samples of each microbatch.
+        dim: The dimension of the samples.
 
     Raises:
         ValueError: A value in `outputs` is of no kind above.
     """
-    return _merge(list(outputs), weights, "output")
+    return _merge(list(outputs), weights, dim, "output")
 
 
-def _merge(values: Sequence[Any], sizes: Sequence[float], place: str) -> Any:
+def _merge(values: Sequence[Any], sizes: Sequence[float], dim: int, place: str) -> Any:
     first = values[0]
     if isinstance(first, torch.Tensor) and all(isinstance(value, torch.Tensor) for value in values):
-        return _merge_tensors(values, sizes, place)
+        return _merge_tensors(values, sizes, dim, place)
     if any(type(value) is not type(first) for value in values):
         kinds = " and ".join(sorted({type(value).__name__ for value in values}))
         _refuse(place, f"is of type {kinds}")
@@ -106,7 +53,9 @@ def _merge(values: Sequence[Any], sizes: Sequence[float], place: str) -> Any:
         if any(found != names[0] for found in names):
             _refuse(place, f"has parts {names[0]} and {next(found for found in names if found != names[0])}")
         columns = zip(*([part for _, part in parts or ()] for parts in nested), strict=True)
-        merged = [_merge(column, sizes, place + name) for name, column in zip(names[0], columns, strict=True)]
+        merged = [
+            _merge(column, sizes, dim, place + name) for name, column in zip(names[0], columns, strict=True)
+        ]
         return rebuilt(first, merged)
     if isinstance(first, float):
         total = sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
@@ -120,16 +69,18 @@ def _merge(values: Sequence[Any], sizes: Sequence[float], place: str) -> Any:
     return first
 
 
-def _merge_tensors(tensors: Sequence[torch.Tensor], sizes: Sequence[float], place: str) -> torch.Tensor:
+def _merge_tensors(
+    tensors: Sequence[torch.Tensor], sizes: Sequence[float], dim: int, place: str
+) -> torch.Tensor:
     first = tensors[0]
-    if all(tensor.ndim for tensor in tensors):
-        rows_each = first.shape[0] / sizes[0]  # for a sample
+    if all(tensor.ndim > dim for tensor in tensors):
+        rows_each = first.shape[dim] / sizes[0]  # for a sample
         whole = abs(rows_each - round(rows_each)) < 1e-6
         fit = (
-            round(rows_each * size) == tensor.shape[0] for tensor, size in zip(tensors, sizes, strict=True)
+            round(rows_each * size) == tensor.shape[dim] for tensor, size in zip(tensors, sizes, strict=True)
         )
         if whole and all(fit):
-            return torch.cat(list(tensors))
+            return torch.cat(list(tensors), dim)
     if all(tensor.numel() == 1 and tensor.is_floating_point() for tensor in tensors):
         shares = [size / sum(sizes) for size in sizes]
         return torch.stack([tensor * share for tensor, share in zip(tensors, shares, strict=True)]).sum(0)
@@ -146,17 +97,6 @@ def _refuse(place: str, what: str) -> NoReturn:
         "means over the samples, or what is the same for all of them; or ask for no outputs "
         "(return_output_label=False, return_outputs=False)"
     )
-
-
-def _slice(batch: Any, start: int, stop: int) -> Any:
-    return map_tensors(lambda tensor: tensor[start:stop] if tensor.ndim else tensor, batch)
-
-
-def _named_tensors(value: Any, place: str = "batch") -> list[tuple[str, torch.Tensor]]:
-    if isinstance(value, torch.Tensor):
-        return [(place, value)]
-    parts = parts_of(value) or []
-    return [named for name, part in parts for named in _named_tensors(part, place + name)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from colossalai.auto_parallel.trace._profile_ops import profile_operations
 from colossalai.auto_parallel.trace._trace import trace_model
 from colossalai.booster.plugin import AutoPlugin
 from colossalai.cli._main import main
+from colossalai.pipeline import PipelineOptions
 from colossalai.shardformer import check_shards
 from tests.auto_parallel.plan.models import arguments_of, gpt, mixtral, resnet, slow_machine
 from tests.shardformer.models import mixtral_with_lora
@@ -39,6 +41,14 @@ def test_a_file_brings_the_same_plan_back_and_the_plugin_carries_it_out(tmp_path
     assert load_plan(tmp_path / "plan.json") == plan
     plugin = AutoPlugin(plan=str(tmp_path / "plan.json"))
     assert plugin.plan(FullPrecision()) == plan.runtime_plan() == AutoPlugin(plan).plan(FullPrecision())
+    staged = replace(plan.runtime_plan(), pipeline=PipelineOptions(num_microbatches=4))
+    with patch.object(type(plan), "runtime_plan", return_value=staged):
+        options = (
+            AutoPlugin(plan, batch_dim={"table": None}, loss_reduction="sum").plan(FullPrecision()).pipeline
+        )
+    assert options == PipelineOptions(num_microbatches=4, batch_dim={"table": None}, loss_reduction="sum")
+    with pytest.raises(ValueError, match="loss_reduction is 'total'"):
+        AutoPlugin(plan, loss_reduction="total")
     with pytest.raises(ValueError, match="precision is given twice"):
         plugin.plan(BF16Autocast())
     with pytest.raises(ValueError, match="cannot be read"):

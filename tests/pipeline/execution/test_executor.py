@@ -9,7 +9,7 @@ from torch import nn
 import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.pipeline.execution._executor import PipelineExecutor
-from colossalai.pipeline.execution._nested import microbatch_weights, split_batch
+from colossalai.pipeline.execution._microbatches import microbatch_weights, split_batch
 from colossalai.pipeline.schedules._generators import make_schedule
 from colossalai.pipeline.stages._stage import PipelineStage
 from tests.ranks import run_ranks

@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from colossalai.pipeline.execution._nested import (
-    merge_outputs,
+from colossalai.pipeline.execution._microbatches import (
+    RepeatedTensors,
+    cut_batch,
     microbatch_weights,
     num_samples_in,
-    shape_digest,
     split_batch,
-    take_apart,
 )
+from colossalai.pipeline.execution._nested import merge_outputs, shape_digest, take_apart
 
 pytestmark = pytest.mark.unit
 
@@ -147,3 +147,91 @@ def test_shapes_in_dataclasses_tell_data_apart():
     assert shape_digest(small) != shape_digest(large)
     with pytest.raises(ValueError, match="a stage returned a Result, which cannot be sent"):
         take_apart(small)
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What a pipeline takes: `batch_dim` names what is in it by these fields."""
+
+    data: object
+    label: object
+
+
+def test_batch_dim_says_how_each_tensor_is_cut():
+    weights, table = torch.arange(8.0), torch.arange(8.0)
+    batch = Pieces(
+        {
+            "x": torch.arange(24).view(3, 8),
+            "weights": weights,
+            "more": {"table": table, "n": torch.tensor(1)},
+        },
+        (torch.arange(8), torch.arange(16).view(2, 8)),
+    )
+    cut = cut_batch(batch, 3, {"data['x']": 1, "weights": None, "more": None, "label[1]": 1})
+    assert cut.sizes == [3, 3, 2]
+    assert torch.equal(torch.cat([part.data["x"] for part in cut.parts], 1), batch.data["x"])
+    assert torch.equal(torch.cat([part.label[1] for part in cut.parts], 1), batch.label[1])
+    assert [part.label[0].tolist() for part in cut.parts] == [[0, 1, 2], [3, 4, 5], [6, 7]]
+    assert all(part.data["weights"] is weights for part in cut.parts)
+    assert all(part.data["more"]["table"] is table for part in cut.parts)
+    first = split_batch({"x": torch.zeros(3, 8), "n": torch.tensor(1)}, 2, 1)[0]  # one for all
+    assert first["x"].shape == (3, 4)
+    inner = cut_batch(batch, 4, {"x": 1, "data": None, "table": 0, "label": 0, "label[1]": 1})
+    assert inner.parts[3].data["more"]["table"].tolist() == [6, 7]  # the innermost name counts
+
+
+@pytest.mark.parametrize(
+    ("batch_dim", "message"),
+    [
+        ({"wieghts": None}, r"batch_dim names 'wieghts', which is not in the batch: there are 'weights'"),
+        ({"x": 2}, r"batch_dim is 2 for data\['x'\], a tensor of shape \(3, 8\), which has no such"),
+        (1, r"batch_dim is 1 for data\['weights'\].* pass batch_dim=\{'weights': "),
+        ({"x": 0}, r"number of samples \(dim 0\): data\['x'\]: 3, .* label: 8\. .*batch_dim=\{'label': "),
+    ],
+)
+def test_a_batch_dim_that_does_not_fit_is_named(batch_dim, message):
+    batch = Pieces({"x": torch.zeros(3, 8), "weights": torch.zeros(8)}, torch.zeros(8))
+    with pytest.raises(ValueError, match=message):
+        cut_batch(batch, 2, batch_dim)
+
+
+def test_outputs_are_put_together_along_the_dimension_of_samples():
+    whole = torch.arange(40).view(4, 5, 2)
+    assert torch.equal(merge_outputs(list(whole.split(2, 1)), [2, 2, 1], 1), whole)
+
+
+def fresh(step):
+    """Return a batch as a loader makes it: what is the same in each is equal, and another tensor."""
+    samples = torch.Generator().manual_seed(step)
+    return {
+        "x": torch.randn(8, 3, generator=samples),
+        "class_weights": torch.arange(8.0),
+        "mask": torch.ones(8, 3),
+        "label": torch.randint(2, (8,), generator=samples),
+    }
+
+
+def reported(batches, batch_dim=None):
+    watch = RepeatedTensors()
+    return [[each.name for each in watch.see(cut_batch(batch, 4, batch_dim).tensors)] for batch in batches]
+
+
+def test_a_table_that_is_cut_like_samples_is_reported_once():
+    assert reported(map(fresh, range(6))) == [[], [], [], ["class_weights"], [], []]
+    assert not any(reported(map(fresh, range(6)), {"class_weights": 0}))
+    twice = (Pieces(batch, batch) for batch in map(fresh, range(4)))  # each tensor is data and label
+    assert reported(twice)[3] == ["class_weights"]
+    one = fresh(0)
+    assert not any(reported([one] * 20))  # a loop over one batch
+    assert not any(reported([one, one, one, fresh(1), fresh(2)], {"class_weights": None}))
+    assert not any(reported({**fresh(step), "class_weights": torch.ones(8)} for step in range(6)))
+
+
+def test_a_buffer_that_is_filled_anew_is_not_a_table():
+    buffer = torch.zeros(8, 3)
+
+    def batches():
+        for step in range(6):
+            yield {"x": buffer.copy_(fresh(step)["x"]), "label": fresh(step)["label"]}
+
+    assert not any(reported(batches()))

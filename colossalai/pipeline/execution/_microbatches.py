@@ -1,0 +1,283 @@
+"""Microbatches: a batch is cut along the dimension of its samples, which `batch_dim` names for each tensor.
+
+A batch is a tensor, or tuples, lists, dicts and dataclasses of tensors and other things. Without `batch_dim`
+every tensor with dimensions is cut along dim 0; see [Note: ambiguous guesses].
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from colossalai.tensor import map_tensors, parts_of
+
+BatchDim = int | Mapping[str, int | None]
+OUTPUT = "output"
+"""The name in `batch_dim` of what the model returns."""
+_ROOT = "batch"
+
+
+@dataclass(frozen=True, eq=False)
+class BatchTensor:
+    """A tensor of a batch, and how it is cut.
+
+    Attributes:
+        place: Its path in the batch, as `batch_dim` can name it.
+        name: The innermost key or field on that path, the path itself if there is none.
+        tensor: The tensor.
+        dim: The dimension of the samples; None: every microbatch gets the whole tensor.
+        is_guess: Whether `batch_dim` does not name it.
+    """
+
+    place: str
+    name: str
+    tensor: torch.Tensor
+    dim: int | None
+    is_guess: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatches:
+    """A batch in parts.
+
+    Attributes:
+        parts: The microbatches.
+        sizes: The number of samples of each.
+        tensors: The tensors of the whole batch, in order.
+    """
+
+    parts: list[Any]
+    sizes: list[int]
+    tensors: list[BatchTensor]
+
+
+def check_batch_dim(batch_dim: BatchDim | None) -> None:
+    """Check the values of an argument `batch_dim`; its names are compared with each batch.
+
+    Raises:
+        ValueError: `batch_dim` is neither a dimension, counted from the front, nor a mapping to such.
+    """
+    named = isinstance(batch_dim, Mapping)
+    for name, dim in batch_dim.items() if isinstance(batch_dim, Mapping) else [("", batch_dim)]:
+        is_dim = isinstance(dim, int) and not isinstance(dim, bool) and dim >= 0
+        if not isinstance(name, str) or not (is_dim or (dim is None and name != OUTPUT)):
+            where = f"batch_dim[{name!r}]" if named else "batch_dim"
+            raise ValueError(
+                f"{where} is {dim!r}; batch_dim is the dimension of the samples, at least 0, or a mapping "
+                "from names of inputs to it, with None for an input that every microbatch gets whole"
+            )
+
+
+def output_dim_of(batch_dim: BatchDim | None, *, is_needed: bool) -> int:
+    """Return the dimension of the samples in what the model returns.
+
+    Args:
+        batch_dim: The argument.
+        is_needed: Whether outputs are put together.
+
+    Raises:
+        ValueError: Outputs are needed, inputs are cut along another dimension than 0, and the outputs have
+            no entry in `batch_dim`.
+    """
+    if not isinstance(batch_dim, Mapping):
+        return batch_dim or 0
+    if is_needed and OUTPUT not in batch_dim and any(batch_dim.values()):
+        raise ValueError(
+            f"batch_dim is {dict(batch_dim)}, and outputs of microbatches are to be put together: name the "
+            f"dimension of their samples, too, with an entry {OUTPUT!r}; or ask for no outputs "
+            "(return_output_label=False, return_outputs=False)"
+        )
+    return batch_dim.get(OUTPUT) or 0
+
+
+def num_samples_in(batch: Any, batch_dim: BatchDim | None = None) -> int:
+    """Return the number of samples of a batch.
+
+    Raises:
+        ValueError: `batch` has no tensor that could be cut, its tensors differ in their number of samples, or
+            `batch_dim` does not fit it.
+    """
+    return _num_samples(batch, _tensors_in(batch, batch_dim))
+
+
+def split_batch(batch: Any, num_microbatches: int, batch_dim: BatchDim | None = None) -> list[Any]:
+    """Cut a batch into microbatches of equal size; the last one may be smaller.
+
+    Args:
+        batch: A tensor, or nested tuples, lists and dicts; what is no tensor, or a tensor without dimensions,
+            goes to every microbatch.
+        num_microbatches: The most parts; they have ceil(samples / num_microbatches) samples.
+        batch_dim: The dimension of the samples, or a mapping; see `PipelineOptions`.
+
+    Returns:
+        The microbatches; fewer than asked for if so many are enough to hold all samples.
+
+    Raises:
+        ValueError: `num_microbatches` is below 1 or exceeds the samples of `batch`, its tensors differ in
+            their number of samples, or `batch_dim` does not fit it.
+    """
+    if num_microbatches < 1:
+        raise ValueError(f"num_microbatches is {num_microbatches}; it must be at least 1")
+    num_samples = num_samples_in(batch, batch_dim)
+    if num_samples < num_microbatches:
+        raise ValueError(
+            f"a batch of {num_samples} samples cannot be cut into {num_microbatches} microbatches: "
+            "take a larger batch or fewer microbatches"
+        )
+    return cut_batch(batch, num_microbatches, batch_dim).parts
+
+
+def cut_batch(batch: Any, num_microbatches: int, batch_dim: BatchDim | None = None) -> Microbatches:
+    """Cut a batch as `split_batch` does; one with fewer samples has as many microbatches as samples.
+
+    Raises:
+        ValueError: `batch` has no samples, its tensors differ in their number of samples, or `batch_dim` does
+            not fit it.
+    """
+    tensors = _tensors_in(batch, batch_dim)
+    num_samples = _num_samples(batch, tensors)
+    if num_samples == 0:
+        raise ValueError("a batch without samples cannot be cut into microbatches: leave it out")
+    size = -(-num_samples // min(num_microbatches, num_samples))
+    starts = range(0, num_samples, size)
+    dims = [each.dim for each in tensors]
+    return Microbatches(
+        [_slice(batch, dims, slice(start, start + size)) for start in starts],
+        [min(size, num_samples - start) for start in starts],
+        tensors,
+    )
+
+
+def microbatch_weights(microbatches: Sequence[Any]) -> list[float]:
+    """Return the share of each microbatch in the samples of all.
+
+    With them, means over the microbatches add up to the mean over the batch.
+    """
+    sizes = [num_samples_in(microbatch) for microbatch in microbatches]
+    return [size / sum(sizes) for size in sizes]
+
+
+class RepeatedTensors:
+    """Looks in the first batches for tensors that are cut by a guess, and seem to be about the whole batch.
+
+    [Note: ambiguous guesses]
+    The extents do not tell a table from samples: every tensor of a batch that is accepted has one entry for
+    each sample. Its values do. A table (class weights, a similarity matrix) is the same in every batch,
+    while samples and labels change. So a tensor is reported if it had the same values in four batches, each
+    of which differed from the one before in another tensor. A loop over one fixed batch reports nothing, nor
+    do masks and positions whose rows are all equal, which come out right either way. Comparing ends as soon
+    as every tensor has changed, in the second batch as a rule: until then the batch before is kept.
+    """
+
+    _NUM_CHANGES, _NUM_BATCHES = 3, 16
+
+    def __init__(self) -> None:
+        self._earlier: dict[str, tuple[torch.Tensor, int]] = {}
+        self._suspects: set[str] | None = None  # None before the first batch
+        self._num_changes = 0
+        self._num_left = self._NUM_BATCHES
+
+    def see(self, tensors: Sequence[BatchTensor]) -> list[BatchTensor]:
+        """Take the tensors of a batch; return those to report, once."""
+        if self._num_left == 0:
+            return []
+        self._num_left -= 1
+        once = {id(each.tensor): each for each in reversed(tensors)}  # data can be the label, too
+        guessed = {each.place: each for each in once.values() if each.is_guess and each.dim is not None}
+        if self._suspects is None:
+            self._suspects = set(guessed)
+        else:
+            same = {place for place, each in guessed.items() if self._is_as_before(place, each.tensor)}
+            self._num_changes += len(same) < len(guessed)
+            self._suspects &= same
+        self._earlier = {place: (each.tensor, _version_of(each.tensor)) for place, each in guessed.items()}
+        is_sure = self._num_changes == self._NUM_CHANGES
+        if is_sure or not self._suspects or self._num_left == 0:
+            self._num_left, self._earlier = 0, {}
+        if not is_sure:
+            return []
+        found = [guessed[place] for place in guessed if place in self._suspects]
+        return [each for each in found if not bool((each.tensor == each.tensor[:1]).all())]
+
+    def _is_as_before(self, place: str, tensor: torch.Tensor) -> bool:
+        if place not in self._earlier:
+            return False
+        earlier, version = self._earlier[place]
+        if _version_of(earlier) != version:  # a buffer that has been filled anew
+            return False
+        is_alike = (earlier.dtype, earlier.device) == (tensor.dtype, tensor.device)
+        return earlier is tensor or (is_alike and torch.equal(earlier, tensor))
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _tensors_in(batch: Any, batch_dim: BatchDim | None) -> list[BatchTensor]:
+    """Return the tensors of a batch, in the order of `map_tensors`, each with its dimension of samples."""
+    named: Mapping[str, int | None] = batch_dim if isinstance(batch_dim, Mapping) else {}
+    default = batch_dim if isinstance(batch_dim, int) else None
+    found: list[BatchTensor] = []
+    known: dict[str, None] = {}
+    for place, name, value, setting in _nodes(batch, _ROOT, _ROOT, named, None):
+        known.update({name: None, place: None})
+        if not isinstance(value, torch.Tensor):
+            continue
+        dim = named[setting] if setting is not None else default or 0
+        if value.ndim == 0 and setting not in (place, name):  # a number; what is around it has a dimension
+            dim = None
+        if dim is not None and dim >= value.ndim:
+            raise ValueError(
+                f"batch_dim is {dim} for {place}, a tensor of shape {tuple(value.shape)}, which has no such "
+                f"dimension: pass batch_dim={{{name!r}: ...}} with one that it has, or with None if every "
+                "microbatch is to get it whole"
+            )
+        found.append(BatchTensor(place, name, value, dim, default is None and setting is None))
+    for unknown in named.keys() - known.keys() - {OUTPUT}:
+        near = get_close_matches(unknown, known, n=3) or [name for name in known if name != _ROOT][:8]
+        raise ValueError(
+            f"batch_dim names {unknown!r}, which is not in the batch: there are {', '.join(map(repr, near))}"
+        )
+    return found
+
+
+def _nodes(
+    value: Any, place: str, name: str, named: Mapping[str, int | None], setting: str | None
+) -> Iterator[tuple[str, str, Any, str | None]]:
+    """Yield path, name, value and the key of `batch_dim` in force, of everything in a nested value."""
+    setting = next((each for each in (place, name) if each in named), setting)
+    yield place, name, value, setting
+    for step, part in parts_of(value) or ():
+        inner = f"{place}{step}".removeprefix(f"{_ROOT}.")  # data and label of a batch are called so
+        own = step[1:] if step[0] == "." else step[2:-2] if step[1] in "'\"" else inner
+        yield from _nodes(part, inner, own, named, setting)
+
+
+def _num_samples(batch: Any, tensors: Sequence[BatchTensor]) -> int:
+    sizes = {each.place: each.tensor.shape[each.dim] for each in tensors if each.dim is not None}
+    if not sizes:
+        raise ValueError(
+            f"there is no tensor to cut into microbatches in a batch of type {type(batch).__name__}"
+        )
+    if len(set(sizes.values())) > 1:
+        found = ", ".join(f"{place}: {size}" for place, size in sizes.items())
+        dims = {each.dim for each in tensors if each.dim is not None}
+        name = [each.name for each in tensors if each.dim is not None][-1]
+        raise ValueError(
+            "the tensors of a batch differ in their number of samples "
+            f"(dim {' or '.join(map(str, sorted(dims)))}): {found}. Where one is about the whole batch, or "
+            f"has its samples along another dimension, name it: batch_dim={{{name!r}: None}}, or its dim"
+        )
+    return next(iter(sizes.values()))
+
+
+def _slice(batch: Any, dims: Sequence[int | None], rows: slice) -> Any:
+    remaining = iter(dims)
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        dim = next(remaining)
+        return tensor if dim is None else tensor[(slice(None),) * dim + (rows,)]
+
+    return map_tensors(cut, batch)
