@@ -97,6 +97,11 @@ class Engine:
         return self.training_step.loss_weight
 
     @property
+    def num_samples(self) -> int | None:
+        """The number of samples of the last batch, None if it did not run through a pipeline."""
+        return self.training_step.num_samples
+
+    @property
     def sees_output(self) -> bool:
         """Whether this rank gets output and label: in a pipeline, the one that holds the last stage."""
         return self.model.pipeline is None or self.model.pipeline.holds_last_stage
@@ -173,7 +178,7 @@ class Engine:
         Raises:
             StopIteration: `data_iter` has no more batches.
         """
-        self.training_step.loss_weight = None
+        self.training_step.loss_weight = self.training_step.num_samples = None
         return self.schedule.forward_back_step(
             self, data_iter, forward_only, return_loss, return_output_label
         )

@@ -65,11 +65,13 @@ class BatchResult:
         output: The output of the model for the whole batch, on the rank of the last stage; else None.
         loss: The mean loss of the batch, on every rank; None if it was not asked for.
         weight: What the mean is over, on every rank; None where the criterion returns no pair.
+        num_samples: The number of samples of the batch.
     """
 
     output: Any
     loss: Tensor | None
     weight: Tensor | None = None
+    num_samples: int
 
 
 class Pipeline:
@@ -208,7 +210,12 @@ class Pipeline:
             output = merge_outputs(
                 [*map(logits_of, outputs)] if self._fused_loss else outputs, cut.sizes, output_dim
             )
-        return BatchResult(output=output, loss=loss if return_loss else None, weight=weight)
+        return BatchResult(
+            output=output,
+            loss=loss if return_loss else None,
+            weight=weight,
+            num_samples=sum(cut.sizes),
+        )
 
     def _inputs(self, microbatches: Sequence[TrainingBatch]) -> list[Any]:
         stage: Any = self._chunks[0]

@@ -43,6 +43,7 @@ class TrainingStep:
 
     Attributes:
         loss_weight: The weight of the loss of the last batch, a scalar; None if it has none.
+        num_samples: The number of samples of the last batch, None if it did not run through a pipeline.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class TrainingStep:
         self.sync_grads = tuple(sync_grads)
         self.watch: EpochWatch | None = None
         self.loss_weight: torch.Tensor | None = None
+        self.num_samples: int | None = None
         self._optimizer = optimizer
         self._done = 0  # microbatches of the present window that are complete
 
@@ -139,7 +141,7 @@ class TrainingStep:
                 return_output=return_output,
                 sync=self._closes_window(),
             )
-        self.loss_weight = result.weight
+        self.loss_weight, self.num_samples = result.weight, result.num_samples
         return result
 
     def step(self) -> bool:

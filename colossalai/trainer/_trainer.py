@@ -304,6 +304,8 @@ class Trainer:
         self._call_hooks("after_test_iter", *results)
 
     def _take_weight(self) -> None:
+        if self.engine.num_samples is not None:  # a pipeline may cut along another dimension than 0
+            self.batch_samples = self.engine.num_samples
         weight = self.engine.loss_weight
         self.loss_weight = self.batch_samples if weight is None else weight
 

@@ -17,6 +17,7 @@ from colossalai.engine.schedule import InterleavedPipelineSchedule, PipelineSche
 from colossalai.logging import get_dist_logger
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan
+from colossalai.trainer import Trainer, hooks
 from tests.ranks import RanksError, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -65,6 +66,15 @@ def weighted_sum(output: Tensor, label: dict[str, Tensor]) -> Tensor:
 
 def sum_of_columns(output: Tensor, label: dict[str, Tensor]) -> Tensor:
     return weighted_sum(output.t(), label)
+
+
+def mean_of_columns(output: Tensor, label: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(output.t(), label["y"])
+
+
+def columns_of(num_samples: int) -> tuple[Tensor, dict[str, Tensor]]:
+    x, label = batch()
+    return x[:num_samples].t().contiguous(), {**label, "y": label["y"][:num_samples]}
 
 
 def check(
@@ -119,6 +129,24 @@ def all_ways() -> None:
 
 def test_losses_gradients_and_outputs_are_those_of_one_process() -> None:
     run_ranks(all_ways, 2)
+
+
+def evaluated() -> dict[str, float]:
+    columns = {"data": 1, "output": 1, **WHOLE}
+    parallel = {"pipeline": {"size": 2, "partition": "uniform", "batch_dim": columns}}
+    colossalai.launch_from_torch({"parallel": parallel, "NUM_MICRO_BATCHES": 2}, verbose=False)
+    engine, *_ = colossalai.initialize(net(True), None, mean_of_columns, verbose=False)
+    trainer = Trainer(engine)
+    trainer.evaluate([columns_of(NUM), columns_of(3)], hooks=[hooks.LossHook()])
+    gpc.destroy()
+    return trainer.metrics["test"].epoch_values
+
+
+def test_the_trainer_counts_samples_along_their_dimension() -> None:
+    losses = [mean_of_columns(net(True)(x), label).item() for x, label in map(columns_of, (NUM, 3))]
+    expected = (losses[0] * NUM + losses[1] * 3) / (NUM + 3)
+    for values in run_ranks(evaluated, 2):
+        assert values["Loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def warnings() -> list[str]:

@@ -33,7 +33,7 @@ class FakeEngine:
         self.observers = self.mesh.axis("dp")
         self.sees_output = True
         self.settings: dict[str, Any] = {"mesh": {"dp": 1}}
-        self.loss_weight = None
+        self.loss_weight = self.num_samples = None
         self.device = torch.device("cpu")
         self.schedule: Any = SimpleNamespace(data_process_func=None)
         self.accumulation_steps = accumulation_steps
