@@ -70,14 +70,28 @@ def _whole(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
     return (whole if spec is None else spec.whole(whole)).detach().clone()
 
 
-def _refuse_bare_step(wrapper: "weakref.ref[OptimizerWrapper]", optim: Optimizer, *_: Any) -> None:
-    """Refuse a step of an optimizer whose parameters have stand-ins, if its wrapper does not make it.
+def _watch_steps(optim: Optimizer, wrapper: "OptimizerWrapper") -> None:
+    """Let steps of an optimizer be refused that its wrapper does not make, where they would be wrong."""
+    hooks = getattr(optim, "_optimizer_step_pre_hooks", {})
+    for number, hook in list(hooks.items()):
+        if isinstance(hook, partial) and hook.func is _refuse_bare_step:
+            del hooks[number]  # of an earlier wrapper
+    if len(wrapper.masters) or wrapper.scaler.skips:
+        optim.register_step_pre_hook(
+            partial(_refuse_bare_step, weakref.ref(wrapper), bool(len(wrapper.masters)))
+        )
+
+
+def _refuse_bare_step(
+    wrapper: "weakref.ref[OptimizerWrapper]", has_stand_ins: bool, optim: Optimizer, *_: Any
+) -> None:
+    """Refuse a step of an optimizer that its wrapper does not make.
 
     Raises:
-        ValueError: The wrapper is gone, or makes no step.
+        ValueError: The wrapper makes no step, or is gone and has left stand-ins.
     """
     living = wrapper()
-    if living is None or not living._is_updating:
+    if has_stand_ins if living is None else not living._is_updating:
         raise ValueError(
             f"step() was called of the {type(optim).__name__} that was given to boost or initialize, and it "
             "works on masters, slices or scaled gradients: call step() of the optimizer that was returned"
@@ -156,8 +170,7 @@ class OptimizerWrapper(Optimizer):
         self._was_stepped_with = False  # whether the gradients of the last step have not been forgotten
         self._weights_factor: torch.Tensor | None = None  # what makes means of sums, once it is decided
         self._is_updating = False
-        if len(self.masters) or self.scaler.skips:
-            optim.register_step_pre_hook(partial(_refuse_bare_step, weakref.ref(self)))
+        _watch_steps(optim, self)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not set yet: pickle and copy ask before __init__ has run
@@ -331,7 +344,7 @@ class OptimizerWrapper(Optimizer):
         self._prepare()
         return {
             self.param_names[param]: _whole(param, grad)
-            for param, grad in self.masters.whole_grads(self._params()).items()
+            for param, grad in self.masters.gathered_grads(self._params()).items()
             if param in self.param_names
         }
 

@@ -64,7 +64,7 @@ class StandIns(ABC):
             params: What the optimizer holds.
         """
 
-    def whole_grads(self, params: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+    def gathered_grads(self, params: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
         """Return the gradients of the model's parameters that have one, after `take_grads`.
 
         Collective where ranks have slices of them.

@@ -19,7 +19,7 @@ from colossalai.logging import get_dist_logger
 from colossalai.monitor import name_modules
 from colossalai.nn.layer import SharesSequence
 from colossalai.nn.layer.moe import move_biases
-from colossalai.nn.parallel import AppliedDataMethod, ArrivingParams
+from colossalai.nn.parallel import AppliedDataMethod, ArrivingParams, remove_owners
 from colossalai.pipeline import ModelStage, has_full_names, is_counted, is_elsewhere, share_of
 from colossalai.runtime._accumulation import AccumulatingOptimizer
 from colossalai.runtime._compile import apply_compile, refuse_compiled
@@ -139,6 +139,7 @@ def assemble_with_optimizers(
     # A pipeline applies the precision stage by stage.
     computing = model if plan.pipeline is not None else apply_precision(model, plan.precision, device.type)
     plan.data.check(model, optimizers, blocks=blocks, replicas=replicas)
+    remove_owners(model.parameters())
     data = plan.data.apply(computing, blocks=blocks, replicas=replicas, arriving=arriving)
     masters = arriving.masters()
     masters.start_equal(replicas)

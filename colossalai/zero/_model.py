@@ -9,7 +9,13 @@ from torch import nn
 
 from colossalai.amp import Masters, Precision, apply_precision
 from colossalai.context import Axis, global_context, relayout
-from colossalai.nn.parallel import AppliedDataMethod, ArrivingParams, DataMethod, params_called
+from colossalai.nn.parallel import (
+    AppliedDataMethod,
+    ArrivingParams,
+    DataMethod,
+    params_called,
+    remove_owners,
+)
 from colossalai.tensor import CHUNK_PLACE, as_memory, as_plain_parameter, process_group_of
 
 if TYPE_CHECKING:
@@ -57,6 +63,7 @@ class ZeroModel(nn.Module):
         if not method.takes_runs:
             arriving.all()
         computing = apply_precision(raw, precision, device.type)
+        remove_owners(raw.parameters())
         self.data: AppliedDataMethod = method.apply(
             computing, blocks=[], replicas=self.replicas, arriving=arriving
         )

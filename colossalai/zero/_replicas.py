@@ -26,6 +26,7 @@ from colossalai.nn.parallel import (
     DataMethod,
     broadcast_floating_buffers,
     broadcast_from_first,
+    call_on_grad,
 )
 from colossalai.zero._elementwise import is_elementwise
 from colossalai.zero._layout import FlatBucket, deal_out, lay_out
@@ -107,12 +108,9 @@ class _Cut(AppliedDataMethod):
         self._parts = list(module) if isinstance(module, nn.ModuleList) else [module]
         self._reducers: list[ShardedReducer] = []  # one for each optimizer
         self._held: set[nn.Parameter] = set()  # by the optimizers that have been cut
-        # Until there is an optimizer, whose reducer averages: each rank would train by itself.
-        self._alone = [
-            param.register_post_accumulate_grad_hook(_refuse_grad)
-            for param in module.parameters()
-            if param.requires_grad and replicas.size > 1
-        ]
+        for param in module.parameters():
+            if param.requires_grad and replicas.size > 1:
+                call_on_grad(param, self, _Cut._refuse_alone)  # until a reducer takes it
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
         """See the base class; with stage 2 every backward synchronizes, or slices could not add up."""
@@ -132,8 +130,6 @@ class _Cut(AppliedDataMethod):
         Masters are given up to their slices here.
         """
         options, replicas = self._options, self._replicas
-        while self._alone:
-            self._alone.pop().remove()
         if options.cpu_offload and all(param.device.type == "cpu" for param in self.module.parameters()):
             get_dist_logger().log_once("cpu_offload has no effect: the model is in host memory", ranks=[0])
         if replicas.size > 1:
@@ -170,23 +166,23 @@ class _Cut(AppliedDataMethod):
                 before_step=self._give_buffers,
             )
 
+    def _refuse_alone(self, param: torch.Tensor) -> None:
+        """Refuse a gradient before there is an optimizer: each rank would train by itself.
+
+        Raises:
+            ValueError: No optimizer has been cut.
+        """
+        if not self._reducers:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} has a gradient, and its model was boosted under "
+                "ZeRO without an optimizer: gradients are averaged for the optimizer, so give it to "
+                "booster.boost(model, optimizer). For a model that is not trained, such as a teacher, use "
+                "torch.no_grad() or model.requires_grad_(False)"
+            )
+
     def _give_buffers(self) -> None:
         if self._options.broadcast_buffers and self._replicas.size > 1:
             broadcast_floating_buffers(self.module, self._replicas)
-
-
-def _refuse_grad(param: torch.Tensor) -> None:
-    """Refuse the gradient of a parameter that no optimizer has, which nothing would average.
-
-    Raises:
-        ValueError: `param` has a gradient.
-    """
-    raise ValueError(
-        f"a parameter of shape {tuple(param.shape)} has got a gradient, and its model was boosted under ZeRO "
-        "without an optimizer: gradients are averaged for the optimizer, so give it to "
-        "booster.boost(model, optimizer). For a model that is not trained, such as a teacher, use "
-        "torch.no_grad() or model.requires_grad_(False)"
-    )
 
 
 def refuse_own_clipping(optimizer: Optimizer) -> None:

@@ -378,12 +378,13 @@ class Shards(StandIns):
         self._take_masters(masters)
         self.settle(optimizer)
 
-    def whole_grads(self, params: Sequence[nn.Parameter] = ()) -> dict[nn.Parameter, torch.Tensor]:
-        """Return the whole mean gradients of the parameters that have one, after `take_grads`; collective.
+    def gathered_grads(self, params: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
+        """See the base class."""
+        rest = [param for param in params if param not in self._param_of]
+        return super().gathered_grads(rest) | self.whole_grads()
 
-        Args:
-            params: Without effect; those of all fragments are returned.
-        """
+    def whole_grads(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Return the whole mean gradients of the parameters that have one, after `take_grads`; collective."""
         found: dict[nn.Parameter, torch.Tensor] = {}
         marked = self._marked()
         for bucket, held in ((weights.bucket, weights.held) for weights in self._weights):

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, final
+from typing import Any, TypeVar, final
 
 import torch
 from torch import nn
@@ -69,15 +69,36 @@ def call_on_grad(param: torch.Tensor, owner: Owner, method: Callable[[Owner, tor
     The owner is held weakly, and what is registered does nothing once it has gone. For torch keeps such
     hooks where the garbage collector does not look: an owner that holds the parameter, as reducers do, would
     stay for ever, and the model with it.
+
+    A parameter has one owner: a later call takes the earlier owner's hook away.
     """
-    find_owner = weakref.ref(owner)
+    remove_owners([param])
+    param.register_post_accumulate_grad_hook(_CallOwner(weakref.ref(owner), method))
 
-    def call(param: torch.Tensor) -> None:
-        living = find_owner()
+
+def remove_owners(params: Iterable[torch.Tensor]) -> None:
+    """Take the hooks of `call_on_grad` away from parameters.
+
+    The owners of a model that is boosted again can be garbage on one rank and still be there on another one,
+    and owners communicate.
+    """
+    for param in params:
+        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+        for number in [number for number, hook in hooks.items() if isinstance(hook, _CallOwner)]:
+            del hooks[number]
+
+
+@dataclass(frozen=True)
+class _CallOwner:
+    """A hook of a parameter that calls a method of an owner, if that is still there."""
+
+    find_owner: "weakref.ref[Any]"
+    method: Callable[[Any, torch.Tensor], object]
+
+    def __call__(self, param: torch.Tensor) -> None:
+        living = self.find_owner()
         if living is not None:
-            method(living, param)
-
-    param.register_post_accumulate_grad_hook(call)
+            self.method(living, param)
 
 
 def adopt_grad(param: nn.Parameter, view: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """Gradients that torch's reducer does not take: those of other methods, second backwards, unfrozen layers."""
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -174,3 +175,30 @@ def count_all_reduces() -> None:
 
 def test_nothing_is_sent_twice() -> None:
     run_ranks(count_all_reduces, 2)
+
+
+def boost_again() -> None:
+    """A model is boosted again while one rank still holds what the first time has left."""
+    colossalai.launch_from_torch({}, verbose=False)
+    booster = Booster(plugin=TorchDDPPlugin(), mixed_precision="fp16")
+    raw, held = Net(), []
+    optimizer = torch.optim.SGD(raw.parameters(), lr=0.1)
+    for _ in range(3):
+        model, boosted, *_ = booster.boost(raw, optimizer)
+        booster.backward(loss_of_forward(model, torch.randint(20, (4, 5))), boosted)
+        boosted.step()
+        boosted.zero_grad()
+        with ledger() as book:
+            booster.backward(model.compute_loss(torch.randint(20, (4, 5))), boosted)
+        assert book.count("all_reduce") == 1
+        with pytest.raises(ValueError, match=r"step\(\) of the optimizer that was returned"):
+            optimizer.step()
+        if gpc.get_global_rank() == 0:
+            held += [model, boosted]
+        del model, boosted
+        gc.collect()
+    gpc.destroy()
+
+
+def test_what_an_earlier_boost_has_left_communicates_no_more() -> None:
+    run_ranks(boost_again, 2)
