@@ -30,6 +30,7 @@ from colossalai.tensor import (
     as_memory,
     count_zero_grads,
     global_grad_norm,
+    is_own_attribute,
     local_grads,
     scale_grads,
     spec_of,
@@ -99,7 +100,7 @@ def _refuse_bare_step(
 
 
 class OptimizerWrapper(Optimizer):
-    """What a door returns for an optimizer. It has the optimizer's attributes, so that schedulers work on it.
+    """What a door returns for an optimizer. Attributes are the optimizer's, to read and to set.
 
     Args:
         optim: The optimizer underneath.
@@ -146,7 +147,6 @@ class OptimizerWrapper(Optimizer):
         check_clipping(max_norm, norm_type)
         if beside is not None and scaler is not None:
             raise ValueError("a scaler is given, but an optimizer shares that of the one it is beside")
-        self.optim = optim
         self.scaler: LossScaler = beside.scaler if beside is not None else scaler or LossScaler()
         self.group = group
         self.masters: StandIns = Masters() if masters is None else masters
@@ -170,12 +170,41 @@ class OptimizerWrapper(Optimizer):
         self._was_stepped_with = False  # whether the gradients of the last step have not been forgotten
         self._weights_factor: torch.Tensor | None = None  # what makes means of sums, once it is decided
         self._is_updating = False
+        self.optim = optim  # last: see [Note: where an attribute is set]
         _watch_steps(optim, self)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optim":  # not set yet: pickle and copy ask before __init__ has run
             raise AttributeError(name)
         return getattr(self.optim, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute where it is read: `param_groups` and `state` are of the optimizer underneath.
+
+        Raises:
+            ValueError: Groups are set that have other parameters than those that are there now, and these are
+                float32 masters or slices.
+        """
+        optim = self.__dict__.get("optim")
+        if optim is None or is_own_attribute(self, name):
+            super().__setattr__(name, value)
+            return
+        if name == "param_groups" and len(self.masters):
+            known = set(self._params())
+            if any(param not in known for group in value for param in group["params"]):
+                raise ValueError(
+                    "param_groups is set with a parameter that the optimizer does not update now, where its "
+                    "float32 master would be missing: arrange those of optimizer.param_groups, or add others "
+                    "before Booster.boost"
+                )
+        setattr(optim, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute where it is read."""
+        if "optim" not in self.__dict__ or is_own_attribute(self, name):
+            super().__delattr__(name)
+        else:
+            delattr(self.optim, name)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"

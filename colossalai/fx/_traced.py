@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from colossalai.auto_parallel.checkpoint import TracedGraph, graph_of, profiled
 from colossalai.runtime import RecomputeHandle, removable_recompute
+from colossalai.tensor import is_own_attribute
 
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
 
@@ -48,6 +49,20 @@ class TracedModule(nn.Module):
             if "module" not in self.__dict__.get("_modules", {}):
                 raise
             return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute on the model, except those of the wrapper."""
+        if "_recomputation" not in self.__dict__ or name == "module" or is_own_attribute(self, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.module, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute where it is read."""
+        if name == "module" or is_own_attribute(self, name):
+            super().__delattr__(name)
+        else:
+            delattr(self.module, name)
 
     @property
     def graph(self) -> TracedGraph:

@@ -26,10 +26,10 @@ class AccumulatingOptimizer(OptimizerWrapper):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
         self._window: TrainingStep | None = None
         self._has_unstepped = False  # whether a backward waits for the step of its microbatch
         self._is_at_work = False
+        super().__init__(*args, **kwargs)  # last: see [Note: where an attribute is set]
 
     @property
     def window(self) -> TrainingStep:

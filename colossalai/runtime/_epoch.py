@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 from colossalai.monitor import section
+from colossalai.tensor import is_own_attribute
 
 _NOTHING = object()
 _LOADING = section("data loading")  # what the watchdog calls it
@@ -24,13 +25,19 @@ class WatchedLoader:
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
-        self.loader = loader
         self.at_last_batch = False
+        self.loader = loader  # last: see [Note: where an attribute is set]
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet: pickle and copy ask before __init__ has run
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "loader" not in self.__dict__ or is_own_attribute(self, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.loader, name, value)
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]

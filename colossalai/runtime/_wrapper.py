@@ -12,13 +12,17 @@ from colossalai.amp import OptimizerWrapper as OptimizerWrapper  # documented be
 from colossalai.context import MOE_CONTEXT
 from colossalai.nn.parallel import AppliedDataMethod, params_called
 from colossalai.runtime._pipeline import Pipeline
+from colossalai.tensor import TransparentModule
 
 
-class ModelWrapper(nn.Module):
+class ModelWrapper(TransparentModule):
     """A model with the methods of a plan applied.
 
     Forward goes through the methods. Names are those of the model that was given: `state_dict`,
     `named_parameters`, `named_modules` and attributes (`model.config`, `model.fc1`) have no prefix.
+    Attributes, buffers and modules without parameters are set on the model, too (see `TransparentModule`),
+    except `module`, `data`, `pipeline`, `takes_labels`, `trained_by`, `syncs`, `is_in_no_sync` and
+    `optimizers`, which are those of the wrapper.
 
     Args:
         raw: The model that was given.
@@ -27,6 +31,8 @@ class ModelWrapper(nn.Module):
         fused_loss: Whether it takes labels, and returns its loss in training without logits.
         trained_by: The optimizers of its parameters.
     """
+
+    _mutable = frozenset({"syncs", "is_in_no_sync", "optimizers"})
 
     def __init__(
         self,
@@ -46,16 +52,7 @@ class ModelWrapper(nn.Module):
         self.is_in_no_sync = False
         self.trained_by = tuple(trained_by)
         self.optimizers: tuple[Any, ...] = ()  # those whose steps wait for the end of a window
-        # Not a sub-module: its parameters are already those of `module`.
-        object.__setattr__(self, "_raw", raw)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_raw" not in self.__dict__:
-                raise
-            return getattr(self._raw, name)
+        self._stand_for(raw)
 
     def unwrap(self) -> nn.Module:
         """Return the model that was given."""
@@ -176,14 +173,6 @@ class ModelWrapper(nn.Module):
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the parameters under the names of the model that was given."""
         return self.unwrap().named_parameters(prefix, recurse, remove_duplicate)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Replace a child of the model that was given under its name, as `named_modules` has it."""
-        raw: nn.Module | None = self.__dict__.get("_raw")
-        if raw is not None and name in raw._modules and name not in self._modules:
-            setattr(raw, name, value)
-        else:
-            super().__setattr__(name, value)
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True

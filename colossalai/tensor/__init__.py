@@ -48,6 +48,8 @@ from colossalai.tensor._spec import spec_of as spec_of
 from colossalai.tensor._torch_function import ASKING_NO_VALUES as ASKING_NO_VALUES
 from colossalai.tensor._torch_function import OF_AUTOGRAD as OF_AUTOGRAD
 from colossalai.tensor._torch_function import with_gradient_edges as with_gradient_edges
+from colossalai.tensor._transparent import TransparentModule as TransparentModule
+from colossalai.tensor._transparent import is_own_attribute as is_own_attribute
 from colossalai.tensor.colo import ColoParameter as ColoParameter
 from colossalai.tensor.colo import ColoTensor as ColoTensor
 from colossalai.tensor.colo import ColoTensorSpec as ColoTensorSpec

@@ -16,16 +16,23 @@ from colossalai.nn.parallel import (
     params_called,
     remove_owners,
 )
-from colossalai.tensor import CHUNK_PLACE, as_memory, as_plain_parameter, process_group_of
+from colossalai.tensor import (
+    CHUNK_PLACE,
+    TransparentModule,
+    as_memory,
+    as_plain_parameter,
+    process_group_of,
+)
 
 if TYPE_CHECKING:
     from colossalai.zero._low_level import LowLevelZeroOptimizer
 
 
-class ZeroModel(nn.Module):
+class ZeroModel(TransparentModule):
     """A model whose optimizers are cut over the data-parallel ranks, and with stage 3 the model itself.
 
-    Names and attributes are those of the model that was given.
+    Names and attributes are those of the model that was given, in reading and in setting (see
+    `TransparentModule`), except the attributes below.
 
     Args:
         raw: The model; it is moved to the device of this rank and changed in place.
@@ -46,11 +53,12 @@ class ZeroModel(nn.Module):
             refused by the method.
     """
 
+    _mutable = frozenset({"masters", "precision", "first_optimizer"})
+
     @as_memory()
     def __init__(self, raw: nn.Module, method: DataMethod, precision: Precision) -> None:
         super().__init__()
         _check(raw)
-        object.__setattr__(self, "_raw", raw)  # not a sub-module: its parameters are those of `module`
         if (group := process_group_of(raw)) is not None:
             relayout(group.layout)
         for param in raw.parameters():
@@ -72,14 +80,7 @@ class ZeroModel(nn.Module):
         self.masters.start_equal(self.replicas)
         self.precision = precision
         self.first_optimizer: LowLevelZeroOptimizer | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_raw" not in self.__dict__:
-                raise
-            return getattr(self._raw, name)
+        self._stand_for(raw)
 
     def unwrap(self) -> nn.Module:
         """Return the model that was given."""

@@ -50,6 +50,15 @@ def test_the_mode_of_the_model_stays() -> None:
     assert gm.graph.digest != symbolic_trace(Mlp(), meta_args={"x": X}).graph.digest  # which drops
 
 
+def test_attributes_are_set_on_the_model() -> None:
+    model = Mlp()
+    gm = symbolic_trace(model, meta_args={"x": X})
+    gm.scale = 3.0
+    assert (model.scale, "scale" in vars(gm)) == (3.0, False)
+    del gm.scale
+    assert "scale" not in vars(model)
+
+
 def test_arguments_that_are_no_tensors() -> None:
     model = Masked()
     plain = symbolic_trace(model, meta_args={"x": X, "mask": X})

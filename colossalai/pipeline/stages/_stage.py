@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from colossalai.tensor import is_own_attribute
+
 
 class PipelineStage(nn.Module, ABC):
     """A part of a model that says itself how it runs as a stage.
@@ -228,6 +230,21 @@ class ModelStage(PipelineStage):
             if model is None:  # it is being copied
                 raise
             return getattr(model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute on the model, whose forward runs, except those of the stage."""
+        model = self.__dict__.get("_model")
+        if model is None or is_own_attribute(self, name):
+            super().__setattr__(name, value)
+        if model is not None and (name == "training" or not is_own_attribute(self, name)):
+            setattr(model, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete an attribute where it is read."""
+        if "_model" not in self.__dict__ or is_own_attribute(self, name):
+            super().__delattr__(name)
+        else:
+            delattr(self.model, name)
 
     def train(self, mode: bool = True) -> "ModelStage":
         """Set training mode, also of the model itself, which is no sub-module."""

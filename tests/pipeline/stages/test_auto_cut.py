@@ -129,6 +129,14 @@ def test_the_rest_of_the_model_loses_its_memory():
     assert len(find_blocks(stage)) == 2
 
 
+def test_attributes_of_a_stage_are_set_on_the_model():
+    stage = cut_model(ZOO["gpt"].build(), 2, [0])
+    stage.scale, stage.training = 3.0, False
+    assert (stage.model.scale, stage.model.training, "scale" in vars(stage)) == (3.0, False, False)
+    del stage.scale
+    assert "scale" not in vars(stage.model)
+
+
 def test_forward_frees_what_it_does_not_send():
     stage = cut_model(ZOO["vit"].build(), 2, [0])
     seen = []
