@@ -139,7 +139,6 @@ def assemble_with_optimizers(
     # A pipeline applies the precision stage by stage.
     computing = model if plan.pipeline is not None else apply_precision(model, plan.precision, device.type)
     plan.data.check(model, optimizers, blocks=blocks, replicas=replicas)
-    remove_owners(model.parameters())
     data = plan.data.apply(computing, blocks=blocks, replicas=replicas, arriving=arriving)
     masters = arriving.masters()
     masters.start_equal(replicas)
@@ -485,6 +484,7 @@ def _check(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 def _expect_params(plan: Plan, model: nn.Module, replicas: Axis, device: torch.device) -> ArrivingParams:
     """Return the parameters of the model, of which none is there yet: no values, device, precision."""
     refuse_misfit(plan.precision, shards_parameters=plan.data.shards_parameters)
+    remove_owners(model.parameters())  # those of an earlier boost
     keep_float32(model)
     casts = plan.precision.casts(model, float32_grads=plan.data.allows_float32_grads(replicas))
     # What is left of a lazy one: this rank's stage, and its slices.
