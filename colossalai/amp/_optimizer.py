@@ -206,6 +206,9 @@ class OptimizerWrapper(Optimizer):
         else:
             delattr(self.optim, name)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)  # that of torch would run hooks of the optimizer in our step, too
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
 
@@ -245,15 +248,24 @@ class OptimizerWrapper(Optimizer):
         scale = self.start_backward()
         self.note_loss(given)
         if given.weight is None:
-            (given.value if scale == 1.0 else given.value * scale).backward(**kwargs)
-            self.masters.after_backward()
+            with self._ending_backward():
+                (given.value if scale == 1.0 else given.value * scale).backward(**kwargs)
             return
         value, factor = given.value, self.factor_of_sum(given.weight) * scale
         if not given.is_sum:
             factor = factor * given.weight
         wide = torch.promote_types(value.dtype, torch.float32)
-        with nullcontext() if given.is_sum else Silenced(value, given.weight):
+        silenced = nullcontext() if given.is_sum else Silenced(value, given.weight)
+        with self._ending_backward(), silenced:
             (value.to(wide) * factor.to(wide)).backward(**kwargs)
+
+    @contextmanager
+    def _ending_backward(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.masters.after_backward(has_failed=True)
+            raise
         self.masters.after_backward()
 
     def start_backward(self) -> float:
@@ -402,6 +414,8 @@ class OptimizerWrapper(Optimizer):
             )
         if closure is None and self.weights.are_used and self.is_stepped_again and self._has_cast_grads():
             raise ValueError(_WEIGHTED_TWICE)
+        if self._decision is not None:  # gradients were taken before this call, as for clipping
+            self.masters.follow_users()
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm, self.norm_type)
         may_step = self._prepare()
@@ -472,7 +486,6 @@ class OptimizerWrapper(Optimizer):
     def _update(self, closure: Callable[[], float] | None) -> Any:
         if self._before_step is not None:
             self._before_step(self)
-        self.masters.follow_users()
         self.masters.take_weights()
         self._is_updating = True
         try:

@@ -42,8 +42,12 @@ class StandIns(ABC):
     def before_backward(self) -> None:  # noqa: B027 - most have nothing to prepare
         """Prepare for a backward."""
 
-    def after_backward(self) -> None:  # noqa: B027 - most have nothing to end
-        """End what `before_backward` has begun; not called after an exception."""
+    def after_backward(self, *, has_failed: bool = False) -> None:  # noqa: B027 - most have nothing to end
+        """End what `before_backward` has begun.
+
+        Args:
+            has_failed: Whether the backward has raised; nothing is sent then.
+        """
 
     @abstractmethod
     def scale_grads(self, factor: float) -> None:

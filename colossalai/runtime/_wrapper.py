@@ -77,15 +77,21 @@ class ModelWrapper(TransparentModule):
         """Let a method of the model run as its forward does, when it is called on this wrapper.
 
         Its inputs and outputs are converted and its operations cast by the precision, hooks of the model run
-        around it, FSDP gathers parameters for it, and its gradients are averaged during the backward.
+        around it, FSDP gathers parameters for it, and its gradients are averaged during the backward. Where
+        it calls `self(...)` FSDP gives the parameters of the model itself back after that: use them before,
+        or call `self.forward(...)`.
 
         Args:
             name: Name of the method, such as "compute_loss".
 
         Raises:
-            ValueError: The model has no such method, or is a stage of a pipeline.
+            ValueError: The model has no such method, it is forward, or the model is a stage of a pipeline.
         """
         raw = self.unwrap()
+        if self.pipeline is not None:
+            raise ValueError(f"{name} is a method of a whole model, and this is a stage of a pipeline")
+        if name == "forward":
+            raise ValueError("forward is what the other methods run as: call the model itself")
         if not callable(getattr(raw, name, None)) or isinstance(getattr(raw, name), nn.Module):
             classes = [each for each in type(raw).__mro__[:-1] if issubclass(each, nn.Module)]
             known = [
@@ -97,8 +103,6 @@ class ModelWrapper(TransparentModule):
             raise ValueError(
                 f"{type(raw).__name__} has no method {name!r}; its own are {', '.join(known) or 'none'}"
             )
-        if self.pipeline is not None:
-            raise ValueError(f"{name} is a method of a whole model, and this is a stage of a pipeline")
         self.__dict__[name] = partial(self._call_as_forward, name)
 
     def _call_as_forward(self, name: str, *args: Any, **kwargs: Any) -> Any:

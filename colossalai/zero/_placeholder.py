@@ -74,6 +74,10 @@ class GradPlaceholder(torch.Tensor):
         if func is torch.ops.aten.zero_.default:
             args[0].is_zeroed = True
             return args[0]
+        if func is torch.ops.aten._foreach_zero_.default:
+            for each in args[0]:
+                each.zero_()
+            return None
         if func in _ADDITIONS and torch._C._current_graph_task_id() >= 0 and args[0].added is None:
             if func is torch.ops.aten.add.Tensor:  # of a backward with create_graph=True
                 return args[1]
@@ -100,6 +104,10 @@ class BucketPlaceholders:
         self._put: set[int] = set()  # parameters whose mean is dropped with their placeholder
         self._covered: set[int] = set()  # those of them that have got new gradients on top of the mean
         self._is_lifted = False  # whether a backward runs for which they were taken away
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies of parameters have no gradients.
+        return {**vars(self), "_all": [], "_put": set(), "_covered": set(), "_is_lifted": False}
 
     def is_real(self, index: int) -> bool:
         """Return whether a parameter has a gradient that is not a placeholder."""
@@ -142,15 +150,18 @@ class BucketPlaceholders:
             else:
                 self._covered.add(index)
 
-    def note_grad(self, index: int) -> None:
-        """Let a parameter have what a backward has added to its placeholder."""
+    def take_grad(self, index: int) -> bool:
+        """Take what a backward has added to a placeholder; return whether the parameter has a gradient."""
+        param = self._params[index]
         if index not in self._put:
-            return
-        param, placeholder = self._params[index], self._all[index]
-        if param.grad is placeholder and placeholder.added is not None:
+            return param.grad is not None
+        placeholder = self._all[index]
+        if param.grad is placeholder:
             param.grad, placeholder.added = placeholder.added, None
-        if param.grad is not None:
-            self._covered.add(index)
+        if param.grad is None:
+            return False
+        self._covered.add(index)
+        return True
 
     def changed(self) -> tuple[list[int], list[int]]:
         """Return, once, the parameters whose placeholder is gone, and those whose placeholder is zero now."""

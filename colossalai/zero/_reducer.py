@@ -15,6 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,9 @@ class BucketGrads:
         self.placeholders = BucketPlaceholders(bucket.params, bucket.grad_dtype)
         # Called with parameters that have lost their mean, and with those whose mean has become zero.
         self.listeners: list[Callable[[list[nn.Parameter], list[nn.Parameter]], None]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "listeners": []}  # a copy of the model has no optimizer
 
     @property
     def is_full(self) -> bool:
@@ -264,9 +268,13 @@ class ShardedReducer:
         self._is_dirty = True
         self._ran = bool(self._queued_parts)
 
-    def after_backward(self) -> None:
-        """End what `before_backward` has begun; start what a backward that averages has left; collective."""
-        if self._ran:
+    def after_backward(self, *, has_failed: bool = False) -> None:
+        """End what `before_backward` has begun; start what a backward that averages has left; collective.
+
+        Args:
+            has_failed: Whether the backward has raised; nothing is started then.
+        """
+        if self._ran and not has_failed:
             self._start_rest()
         with torch._C.DisableTorchFunctionSubclass():
             for grads in self.all_grads:
@@ -323,6 +331,8 @@ class ShardedReducer:
         """
         if self._is_dirty or self._started:
             self.flush()
+            self.follow_users()
+            return
         self.follow_users()
         if any(grads.has_new for grads in self.all_grads):
             raise ValueError(
@@ -425,8 +435,7 @@ class ShardedReducer:
                 "run backwards by optimizer.backward(loss), and use overlap_communication=False where one "
                 "backward adds several times to a parameter (reentrant checkpointing of shared weights)"
             )
-        grads.placeholders.note_grad(index)
-        if grads.placeholders.is_real(index):  # a function may return none for it: zeros then
+        if grads.placeholders.take_grad(index):  # a function may return none for it: zeros then
             grads.adopt(index)
         if not self._nodes:
             self._arrive(grads, index)

@@ -94,6 +94,7 @@ class Shards(StandIns):
             weights: grads for grads in reducer.all_grads for weights in weights_of(grads.bucket)
         }
         self._weights = list(self._grads_of)
+        self._num_marks = sum(len(grads.bucket.params) for grads in reducer.all_grads)
         for weights, grads in self._grads_of.items():
             grads.listeners.append(partial(self._lose, weights))
         self._fragments: dict[nn.Parameter, Fragment] = {}
@@ -146,10 +147,10 @@ class Shards(StandIns):
         for reducer in self._reducers:
             reducer.before_backward()
 
-    def after_backward(self) -> None:
+    def after_backward(self, *, has_failed: bool = False) -> None:
         """See the base class."""
         for reducer in self._reducers:
-            reducer.after_backward()
+            reducer.after_backward(has_failed=has_failed)
 
     def finish_means(self) -> None:
         """Wait until this rank's slices are means over the replicas, of all that has come; collective."""
@@ -181,7 +182,7 @@ class Shards(StandIns):
             for index in weights.held:
                 param = bucket.params[index]
                 _give_grad(self._fragments[param].tensor, parts[index] if param in marked else None)
-        for grads in self._grads_of.values():
+        for grads in self._grads_of.values() if len(marked) < self._num_marks else ():
             grads.placeholders.withdraw(n for n, p in enumerate(grads.bucket.params) if p not in marked)
         for params in self._whole_groups:
             for param in params:

@@ -1,5 +1,6 @@
 """What users do to `.grad` in torch's ways: gradients that are dropped, made zero, read and written."""
 
+import copy
 import random
 
 import pytest
@@ -196,6 +197,42 @@ def read_and_write(name: str) -> None:
 @pytest.mark.parametrize("name", ["zero1", "zero2", "late"])
 def test_a_gradient_without_values_refuses_what_needs_some(name: str) -> None:
     run_ranks(read_and_write, 2, name)
+
+
+def copies_and_failures(name: str) -> None:
+    """Copies have nothing of the gradients; a backward that raises leaves what there was to be dropped."""
+    colossalai.launch_from_torch({}, verbose=False)
+    booster, model, optimizer, twin, plain = boosted(name, adamw)
+    axis = gpc.mesh.axis("dp")
+    for step in range(3):
+        x = batch_of(step)[:6]
+        part = x.chunk(axis.size)[axis.rank]
+        booster.backward(model(part).square().mean(), optimizer)
+        if step == 0 and name != "gemini":
+            copied = copy.deepcopy(model)
+            assert all(param.grad is None for param in copied.unwrap().parameters())
+            copy.deepcopy(optimizer)
+        failing = model(part)
+        failing.register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            booster.backward(failing.square().mean(), optimizer)
+        model.zero_grad()
+        twin(x).square().mean().backward()
+        booster.backward(model(part).square().mean(), optimizer)
+        if step == 2:
+            both = [*model.parameters(), *twin.parameters()]
+            torch.optim.SGD(both, lr=0.1, foreach=True).zero_grad(set_to_none=False)
+        plain.step()
+        optimizer.step()
+        assert_same(model, twin, f"{name} {step}")
+        plain.zero_grad()
+        optimizer.zero_grad()
+    gpc.destroy()
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2", "gemini"])
+def test_copies_and_backwards_that_fail_leave_gradients_alone(name: str) -> None:
+    run_ranks(copies_and_failures, 2, name)
 
 
 def drop_before_step() -> None:

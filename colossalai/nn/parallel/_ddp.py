@@ -107,36 +107,33 @@ class _Averaging(AppliedDataMethod):
         super().__init__(module)
         self._wrappers = wrappers
         self._means = means
-        self._syncs = [True]  # in a list, which others may hold
-        self._unsynced = [
-            UnsyncedGrads(params, replicas, means, syncs=partial(_first, self._syncs))
-            for params in _params_of_reducers(module, wrappers)
-        ]
-        for wrapper, grads in zip(wrappers, self._unsynced, strict=False):
-            wrapper.register_forward_pre_hook(partial(_expect, grads))
+        taken = _params_of_reducers(wrappers)
+        self._unsynced = UnsyncedGrads(
+            taken,
+            (param for param in module.parameters() if not param.requires_grad),
+            replicas,
+            means,
+            are_all_used=not any(wrapper.find_unused_parameters for wrapper in wrappers),
+        )
+        for number, wrapper in enumerate(wrappers):
+            wrapper.register_forward_pre_hook(partial(_expect, self._unsynced, number))
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
         """See the base class."""
-        self._syncs[0] = enabled
+        self._unsynced.syncs = enabled
         for wrapper in self._wrappers:
             wrapper.require_backward_grad_sync = enabled
 
 
-def _first(values: Sequence[bool]) -> bool:
-    return values[0]
-
-
-def _expect(grads: UnsyncedGrads, wrapper: nn.Module, *_: object) -> None:
+def _expect(grads: UnsyncedGrads, reducer: int, wrapper: nn.Module, *_: object) -> None:
     """Leave gradients to the reducer of a wrapper, under the condition on which its forward prepares it."""
     assert isinstance(wrapper, DistributedDataParallel)
     if torch.is_grad_enabled() and wrapper.require_backward_grad_sync:
-        grads.expect()
+        grads.expect(reducer)
 
 
-def _params_of_reducers(
-    module: nn.Module, wrappers: Sequence[DistributedDataParallel]
-) -> list[list[nn.Parameter]]:
-    """Return the parameters that each wrapper averages, and at last those that are frozen.
+def _params_of_reducers(wrappers: Sequence[DistributedDataParallel]) -> list[list[nn.Parameter]]:
+    """Return the parameters that each wrapper averages.
 
     None of a static graph: there a parameter may have several gradients in a backward.
     """
@@ -151,8 +148,7 @@ def _params_of_reducers(
         ]
         taken.update(dict.fromkeys(own))
         found.append([] if wrapper.static_graph else own)
-    rest = [param for param in module.parameters() if not param.requires_grad]
-    return [*found, rest]
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

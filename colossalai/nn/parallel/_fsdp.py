@@ -148,10 +148,10 @@ def _refuse_shards(kind: type, part: nn.Module, inputs: tuple[Any, ...]) -> None
     """Refuse the call of a module whose parameters are not gathered.
 
     Raises:
-        ValueError: A parameter of `part` is of the class `kind` (DTensor), and no input is.
+        ValueError: A parameter of `part` is of the class `kind` (DTensor), and an input is another tensor.
     """
     is_sharded = any(isinstance(param, kind) for param in part._parameters.values())
-    if is_sharded and not any(isinstance(each, kind) for each in inputs):
+    if is_sharded and any(isinstance(each, torch.Tensor) and not isinstance(each, kind) for each in inputs):
         raise ValueError(
             f"{type(part).__name__} was called outside of the forward of the boosted model, in which FSDP "
             "gathers parameters: call the model itself, or declare the method that calls it, as in "

@@ -6,10 +6,10 @@ trainable when it was made. After the loss of another method (`model.compute_los
 backward of two forwards, and in layers that were unfrozen since, each rank has gradients of its own. A hook
 on every parameter notices these, and at the end of the backward all gradients of that reducer are averaged.
 Those that are means already keep their values, which are the same on all ranks. All ranks run the same
-backwards, so they notice the same.
+backwards, so they notice the same; unfrozen parameters are averaged after each, whoever has gradients.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import final
 
 import torch
@@ -24,56 +24,81 @@ CAP_BYTES = 25 * 2**20
 
 @final
 class UnsyncedGrads:
-    """Notices gradients of some parameters that no reducer takes, and averages all of theirs.
+    """Notices gradients that no reducer of torch takes, and averages them at the end of the backward.
 
     See [Note: gradients that torch's reducer does not take].
 
     Args:
-        params: The parameters, trainable or not.
+        taken: The parameters of each reducer.
+        frozen: Those that were frozen when reducers were made; they are averaged once they are trainable.
         replicas: The ranks that see different parts of the batch.
         means: Of the same parameters.
-        syncs: Returns whether backwards average now.
+        are_all_used: Whether each forward uses all parameters of a reducer, on all ranks.
+
+    Attributes:
+        syncs: Whether backwards average now.
     """
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter],
+        taken: Sequence[Sequence[nn.Parameter]],
+        frozen: Iterable[nn.Parameter],
         replicas: Axis,
         means: EarlierMeans,
         *,
-        syncs: Callable[[], bool],
+        are_all_used: bool,
     ) -> None:
-        self._params = tuple(params)
+        self._taken = taken
+        self._frozen = tuple(filter(_can_be_trained, frozen))
         self._replicas = replicas
         self._means = means
-        self._syncs = syncs
-        self._expected: set[torch.Tensor] = set()  # what a reducer takes in the next backward
+        self._are_all_used = are_all_used
+        self.syncs = True
+        self._reducer_of: dict[torch.Tensor, int] = {}
+        for number, params in enumerate(taken):
+            self._reducer_of.update(dict.fromkeys(params, number))
+        self._expected: set[torch.Tensor] = set()  # what reducers take in the next backward
+        self._noticed: set[int] = set()  # reducers that did not take a gradient
         self._graph_task: int | None = None  # the backward at whose end gradients are averaged
-        for param in self._params:
-            is_frozen = not param.requires_grad
-            if is_frozen:
-                param.requires_grad_(True)  # or torch takes no hook
+        for param in self._reducer_of:
             call_on_grad(param, self, UnsyncedGrads._on_grad)
-            param.requires_grad_(not is_frozen)
+        for param in self._frozen:
+            param.requires_grad_(True)  # or torch takes no hook
+            call_on_grad(param, self, UnsyncedGrads._on_grad)
+            param.requires_grad_(False)
 
-    def expect(self) -> None:
+    def expect(self, reducer: int) -> None:
         """Leave the gradients of the next backward, one of each parameter, to a reducer."""
-        self._expected.update(self._params)
+        self._expected.update(self._taken[reducer])
 
     def _on_grad(self, param: torch.Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._graph_task:
+            self._graph_task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         if param in self._expected:
             self._expected.discard(param)
-        elif self._syncs():
-            task = torch._C._current_graph_task_id()
-            if task != self._graph_task:
-                self._graph_task = task
-                torch.autograd.Variable._execution_engine.queue_callback(self._average)
+        elif param in self._reducer_of:
+            self._noticed.add(self._reducer_of[param])
 
     @torch.no_grad()
-    def _average(self) -> None:
-        """Average the gradients of all parameters; collective over the ranks that hold them."""
+    def _end_backward(self) -> None:
+        """Average what reducers have not taken; collective over the ranks that hold it."""
         self._graph_task = None
-        trainable = [param for param in self._params if param.requires_grad]
+        if not self._are_all_used:  # else there can be a part of a backward that was checkpointed
+            self._expected.clear()
+        noticed, self._noticed = sorted(self._noticed), set()
+        if not self.syncs:
+            return
+        for reducer in noticed:
+            self._average(self._taken[reducer])
+        # On all ranks, whether or not there is a gradient on this one.
+        unfrozen = [param for param in self._frozen if param.requires_grad]
+        if unfrozen:
+            self._average(unfrozen)
+
+    def _average(self, params: Sequence[nn.Parameter]) -> None:
+        trainable = [param for param in params if param.requires_grad]
         self._means.track(trainable)
         for bucket in make_buckets(trainable, self._replicas, cap_bytes=CAP_BYTES):
             bucket.marks.fill_(1.0)
@@ -93,6 +118,10 @@ class UnsyncedGrads:
                 elif mark > 0:  # another rank has one
                     param.grad = view.clone()
                 self._means.note(param)
+
+
+def _can_be_trained(param: nn.Parameter) -> bool:
+    return (param.is_floating_point() or param.is_complex()) and not param.is_inference()
 
 
 def _check_dense(param: nn.Parameter) -> None:
