@@ -156,15 +156,19 @@ class BucketPlaceholders:
         if index not in self._put:
             return param.grad is not None
         placeholder = self._all[index]
-        if param.grad is placeholder:
+        if param.grad is placeholder and placeholder.added is not None:
             param.grad, placeholder.added = placeholder.added, None
-        if param.grad is None:
+        if param.grad is None or param.grad is placeholder:
             return False
         self._covered.add(index)
         return True
 
     def changed(self) -> tuple[list[int], list[int]]:
-        """Return, once, the parameters whose placeholder is gone, and those whose placeholder is zero now."""
+        """Return, once, the parameters whose placeholder is gone, and those whose placeholder is zero now.
+
+        Raises:
+            ValueError: A hook of the user's has added to a placeholder during a backward.
+        """
         if self._is_lifted or not self._put:
             return [], []
         gone, zeroed = [], []
@@ -172,6 +176,9 @@ class BucketPlaceholders:
             placeholder, grad = self._all[index], self._params[index].grad
             if grad is None or (grad is not placeholder and index not in self._covered):
                 gone.append(index)
+            elif placeholder.added is not None:
+                placeholder.added = None
+                raise ValueError(_REFUSED.format(name="an addition", shape=tuple(placeholder.shape)))
             elif placeholder.is_zeroed:
                 placeholder.is_zeroed = False
                 zeroed.append(index)

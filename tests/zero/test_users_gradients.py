@@ -235,6 +235,54 @@ def test_copies_and_backwards_that_fail_leave_gradients_alone(name: str) -> None
     run_ranks(copies_and_failures, 2, name)
 
 
+class NoGradient(torch.autograd.Function):
+    """The first argument; the second one has no gradient, and autograd says so."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def add_noise(param: torch.Tensor) -> None:
+    param.grad.add_(torch.ones_like(param))
+
+
+def other_backwards(name: str) -> None:
+    """Backwards that were not announced add to means, or give nothing; additions of hooks are refused."""
+    colossalai.launch_from_torch({}, verbose=False)
+    booster, model, optimizer, twin, plain = boosted(name, adamw)
+    axis = gpc.mesh.axis("dp")
+    x = batch_of(0)[:6]
+    part = x.chunk(axis.size)[axis.rank]
+    for step in range(3):
+        for each, inputs in ((model, part), (twin, x)):
+            given = getattr(each, "unwrap", lambda each=each: each)()
+            if step > 0:  # as that of another model, which goes through this one
+                NoGradient.apply(given.first.bias, given.first.weight).sum().backward()
+            loss = each(inputs).square().mean()
+            booster.backward(loss, optimizer) if each is model else loss.backward()
+        plain.step()
+        optimizer.step()
+        assert_same(model, twin, f"{name} {step}")
+    model = Net().double()  # all of whose buckets are sent during the backward
+    model, optimizer, *_ = booster.boost(model, adamw(model))
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(add_noise)
+    booster.backward(model(part).square().mean(), optimizer)
+    with pytest.raises(ValueError, match="an addition was called on the gradient"):
+        optimizer.step()
+    gpc.destroy()
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_backwards_that_were_not_announced_add_to_means(name: str) -> None:
+    run_ranks(other_backwards, 2, name)
+
+
 def drop_before_step() -> None:
     """The optimizer works on float32 copies of the gradients, which are there after the clipping."""
     colossalai.launch_from_torch({}, verbose=False)

@@ -53,14 +53,15 @@ class UnsyncedGrads:
         self._replicas = replicas
         self._means = means
         self._are_all_used = are_all_used
+        self._ends_always = bool(self._frozen) or not are_all_used
         self.syncs = True
-        self._reducer_of: dict[torch.Tensor, int] = {}
-        for number, params in enumerate(taken):
-            self._reducer_of.update(dict.fromkeys(params, number))
-        self._expected: set[torch.Tensor] = set()  # what reducers take in the next backward
+        # Parameters by their `id`: torch hashes a tensor in Python, and this is asked for every gradient.
+        self._ids = [frozenset(map(id, params)) for params in taken]
+        self._reducer_of = {each: number for number, ids in enumerate(self._ids) for each in ids}
+        self._expected: set[int] = set()  # what reducers take in the next backward
         self._noticed: set[int] = set()  # reducers that did not take a gradient
         self._graph_task: int | None = None  # the backward at whose end gradients are averaged
-        for param in self._reducer_of:
+        for param in (param for params in taken for param in params):
             call_on_grad(param, self, UnsyncedGrads._on_grad)
         for param in self._frozen:
             param.requires_grad_(True)  # or torch takes no hook
@@ -69,17 +70,21 @@ class UnsyncedGrads:
 
     def expect(self, reducer: int) -> None:
         """Leave the gradients of the next backward, one of each parameter, to a reducer."""
-        self._expected.update(self._taken[reducer])
+        self._expected |= self._ids[reducer]
 
     def _on_grad(self, param: torch.Tensor) -> None:
+        number = id(param)
+        is_expected = number in self._expected
+        if is_expected:
+            self._expected.remove(number)
+        elif number in self._reducer_of:
+            self._noticed.add(self._reducer_of[number])
+        if is_expected and not self._ends_always:
+            return
         task = torch._C._current_graph_task_id()
         if task != self._graph_task:
             self._graph_task = task
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        if param in self._expected:
-            self._expected.discard(param)
-        elif param in self._reducer_of:
-            self._noticed.add(self._reducer_of[param])
 
     @torch.no_grad()
     def _end_backward(self) -> None:
