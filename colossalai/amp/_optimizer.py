@@ -414,8 +414,6 @@ class OptimizerWrapper(Optimizer):
             )
         if closure is None and self.weights.are_used and self.is_stepped_again and self._has_cast_grads():
             raise ValueError(_WEIGHTED_TWICE)
-        if self._decision is not None:  # gradients were taken before this call, as for clipping
-            self.masters.follow_users()
         if self.max_norm > 0:
             self.clip_grad_by_norm(self.max_norm, self.norm_type)
         may_step = self._prepare()
@@ -547,6 +545,8 @@ class OptimizerWrapper(Optimizer):
         """
         if self._decision is None:
             self._decide()
+        else:  # users may have dropped gradients since they were taken
+            self.masters.follow_users()
         assert self._decision is not None
         if self._decision.may_step and self._scale_in_grads is not None:
             if self._weights_factor is not None:

@@ -12,6 +12,7 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin, HybridParallelPlugin
 from colossalai.core import global_context as gpc
 from colossalai.nn.optimizer import Lamb
+from tests.nn.parallel.test_bucketed import NoGradient
 from tests.ranks import run_ranks
 from tests.tiers import further
 from tests.zero.training import Net, adamw, batch_of, plugin
@@ -103,6 +104,11 @@ class Program:
         self.done += ["backward", act]
 
     def clip(self) -> None:
+        if self.rng.random() < 0.3:
+            self.done.append("read, then drop")
+            grads = self.booster.gathered_grads(self.model)
+            assert set(grads) == {name for name, p in self.twin.named_parameters() if p.grad is not None}
+            self.drop(self.rng.sample(self.names, 2))
         norm = nn.utils.clip_grad_norm_(self.twin.parameters(), 0.3)
         torch.testing.assert_close(self.optimizer.clip_grad_by_norm(0.3), norm)
         self.done.append("clip")
@@ -233,18 +239,6 @@ def copies_and_failures(name: str) -> None:
 @pytest.mark.parametrize("name", ["zero1", "zero2", "gemini"])
 def test_copies_and_backwards_that_fail_leave_gradients_alone(name: str) -> None:
     run_ranks(copies_and_failures, 2, name)
-
-
-class NoGradient(torch.autograd.Function):
-    """The first argument; the second one has no gradient, and autograd says so."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
 
 
 def add_noise(param: torch.Tensor) -> None:
