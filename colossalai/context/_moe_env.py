@@ -1,17 +1,32 @@
-"""What layers with experts leave for the loss of a forward, and how experts are spread: `moe_env`.
+"""Auxiliary losses of layers with experts, by forward, and how experts are spread: `moe_env`.
 
-A layer cannot return its auxiliary loss: models of any kind stand between it and the criterion. So it adds it
-here, and `MoeLoss` takes the sum. Each forward through a door starts from zero.
+A layer cannot return its auxiliary loss: models of any kind are between it and the criterion. So it adds it
+to the losses of the forward in progress, and `MoeLoss` looks up those of the forward that its arguments come
+from.
 """
 
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
+from torch.autograd.graph import Node
 
 from colossalai.context._mesh import Axis
 from colossalai.context._parallel_context import global_context
-from colossalai.context._process import process
+from colossalai.context._process import ExpertLosses, process
 from colossalai.context._random import moe_set_seed
+from colossalai.logging import get_dist_logger
+
+# [Note: outputs lead to losses] The losses of a forward of a wrapped model are in the metadata of the
+# autograd nodes of its outputs, so they are freed with the graph. From a loss the way back to these nodes
+# is short: a few steps of cross entropy, casts and views. Reference counts cannot free a cycle through a
+# graph, so a node that one of the losses depends on (as of hidden states that are returned, too) gets none:
+# it is older than the loss, which autograd's sequence numbers tell. Without a graph the losses are kept by
+# output, weakly.
+_METADATA = "colossalai.expert_losses"
+_MOST_NODES = 1000  # visited on the way from a loss; takes about half a millisecond
 
 
 class MoeInfo(NamedTuple):
@@ -31,9 +46,9 @@ class MoeInfo(NamedTuple):
 
 
 class MoeEnvironment:
-    """The experts of the launched job, and the auxiliary loss of the forward that ran last.
+    """The experts of the launched job, and the auxiliary losses of forwards.
 
-    It keeps nothing itself: the losses are the process's.
+    Its state is that of the process.
     """
 
     __slots__ = ()
@@ -50,7 +65,7 @@ class MoeEnvironment:
 
     @property
     def aux_loss(self) -> torch.Tensor | float:
-        """What `get_loss` returns."""
+        """What `get_loss` returns for the last forward."""
         return self.get_loss()
 
     def is_initialized(self) -> bool:
@@ -74,28 +89,126 @@ class MoeEnvironment:
         info = MoeInfo(ep_axis.size, dp_axis.size, ep_axis, dp_axis)
         return num_experts // ep_axis.size, info
 
-    def reset_loss(self) -> None:
-        """Forget the losses that were added; each forward through a door begins so."""
-        process.expert_losses = []
+    @contextmanager
+    def forward_of(self, model: nn.Module) -> Iterator[ExpertLosses]:
+        """Collect within the block the losses of a forward of a wrapped model; `assign` outputs to them.
 
-    def add_loss(self, loss: torch.Tensor) -> None:
-        """Add the loss of a layer; nothing happens while a forward is repeated for its backward."""
-        if not is_in_backward():
-            process.expert_losses.append(loss)
+        Those of a forward within another one belong to both.
+        """
+        experts = process.experts
+        outer = experts.current.get()
+        experts.num_wrapped += 1
+        losses = ExpertLosses(number=experts.num_wrapped)
+        if outer is None and not is_in_backward():  # where a forward is repeated, it is not the last one
+            experts.last = losses
+        token = experts.current.set(losses)
+        try:
+            yield losses
+        finally:
+            experts.current.reset(token)
+            if losses.terms:
+                experts.sources.add(model)
+                if outer is not None:
+                    outer.terms.extend(losses.terms)
+
+    def assign(self, losses: ExpertLosses, outputs: Iterable[torch.Tensor]) -> None:
+        """Let the outputs of a forward lead to its losses."""
+        # See [Note: outputs lead to losses].
+        nodes = [term.grad_fn for term in losses.terms if term.grad_fn is not None]
+        newest = max((node._sequence_nr() for node in nodes), default=-1)
+        has_graph = any(term.requires_grad for term in losses.terms)
+        for output in outputs:
+            node = output.grad_fn
+            if node is not None and node._sequence_nr() > newest:
+                earlier = _metadata(node).get(_METADATA)
+                if earlier is None or earlier.number > losses.number:  # of a forward within this one
+                    _metadata(node)[_METADATA] = losses
+            elif not output.requires_grad and not has_graph and output.is_floating_point():
+                process.experts.outputs[output] = losses
+
+    @property
+    def expects_losses(self) -> bool:
+        """Whether there can be auxiliary losses: a layer with experts has been built, or has added one."""
+        return process.experts.has_layers
+
+    def expect_losses(self) -> None:
+        """Announce a layer that adds losses; forwards of wrapped models are told apart from then on."""
+        process.experts.has_layers = True
+
+    def reset_loss(self) -> None:
+        """Forget the losses of the forward in progress, or, outside of one, of the last forward.
+
+        A forward of a wrapped model begins without losses. In a loop over a model without a wrapper call it
+        before each forward.
+        """
+        losses = process.experts.current.get()
+        if losses is None:
+            process.experts.last = ExpertLosses()
+        else:
+            losses.terms.clear()
+
+    def add_loss(self, loss: torch.Tensor, *, layer: nn.Module | None = None) -> None:
+        """Add a loss to the forward in progress, or, outside of one, to the last forward.
+
+        Nothing is added while a forward is repeated for its backward.
+
+        Args:
+            loss: The loss, a number.
+            layer: The layer whose forward it is from. Outside of a wrapped model its loss is not added to the
+                forward of one.
+        """
+        if is_in_backward():
+            return
+        experts = process.experts
+        experts.has_layers = True
+        losses = experts.current.get()
+        if losses is None:
+            last = experts.last
+            if last.number and layer is not None:
+                experts.last = ExpertLosses()
+            elif last.number and last.extends is None:
+                # A copy, as `loss` can depend on outputs that `last` is assigned to.
+                experts.last = ExpertLosses([*last.terms], last.number, last)
+            losses = experts.last
+            if layer is not None and not losses.terms:
+                experts.sources.add(layer)
+        losses.terms.append(loss)
 
     @property
     def has_losses(self) -> bool:
-        """Whether a layer has added something, and be it zero, since the last reset."""
-        return bool(process.expert_losses)
+        """Whether the forward in progress, or the last one, has added something, and be it zero."""
+        return bool((process.experts.current.get() or process.experts.last).terms)
 
-    def get_loss(self) -> torch.Tensor | float:
-        """Return the sum of the losses that were added since the last reset; 0.0 for none."""
-        if not process.expert_losses:
-            return 0.0
-        total = process.expert_losses[0]
-        for loss in process.expert_losses[1:]:
-            total = total + loss.to(total.device)
-        return total
+    def get_loss(self, outputs: torch.Tensor | None = None) -> torch.Tensor | float:
+        """Return the sum of the auxiliary losses of a forward; 0.0 if there are none.
+
+        Args:
+            outputs: A tensor that a wrapped model returned, or that was computed from such tensors, for the
+                forward of that model; default: the forward in progress, or the last one.
+        """
+        return self.losses_of([] if outputs is None else [outputs]).total()
+
+    def losses_of(self, tensors: Iterable[torch.Tensor]) -> ExpertLosses:
+        """Return the losses of the forwards that the first tensor comes from for which they are known.
+
+        If none is known, they are those of the forward in progress, or of the last one, with a warning if
+        several models could be meant.
+        """
+        experts = process.experts
+        found: list[ExpertLosses] = []
+        if experts.num_wrapped:
+            found = next(filter(None, map(_known_losses, tensors)), [])
+        if not found:
+            current = experts.current.get()
+            if current is None:
+                _warn_if_ambiguous()
+            return current or experts.last
+        if experts.last.extends in found:
+            found[found.index(experts.last.extends)] = experts.last
+        if len(found) == 1:
+            return found[0]
+        terms = {id(term): term for losses in found for term in losses.terms}
+        return ExpertLosses([*terms.values()])
 
 
 MOE_CONTEXT = MoeEnvironment()
@@ -105,3 +218,48 @@ MOE_CONTEXT = MoeEnvironment()
 def is_in_backward() -> bool:
     """Return whether the call is made by a backward, as one of a forward that is repeated for it is."""
     return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _metadata(node: Node) -> dict[Any, Any]:
+    return node.metadata  # type: ignore[return-value]  # a property, which torch declares as a method
+
+
+def _known_losses(tensor: torch.Tensor) -> list[ExpertLosses]:
+    """Return the losses of the forwards that made a tensor, or from whose outputs it was computed."""
+    if tensor.grad_fn is None:
+        outputs = process.experts.outputs
+        losses = outputs.get(tensor)
+        if losses is None and tensor._base is not None:
+            losses = outputs.get(tensor._base)
+        return [] if losses is None else [losses]
+    found: list[ExpertLosses] = []
+    seen = [tensor.grad_fn]  # which also keeps the objects of nodes, so that each has one
+    known = set(seen)
+    for node in seen:  # breadth first, and not beyond the outputs of a forward
+        losses = _metadata(node).get(_METADATA)
+        if losses is not None:
+            if losses not in found:
+                found.append(losses)
+        elif len(seen) < _MOST_NODES:
+            for earlier, _ in node.next_functions:
+                if earlier is not None and earlier not in known:
+                    known.add(earlier)
+                    seen.append(earlier)
+    return found
+
+
+def _warn_if_ambiguous() -> None:
+    experts = process.experts
+    sources = list(experts.sources)
+    if len(sources) == experts.num_sources_compared or len(sources) < 2:
+        return
+    experts.num_sources_compared = len(sources)
+    within = {part for source in sources for part in source.modules() if part is not source}
+    if sum(source not in within for source in sources) > 1:
+        get_dist_logger().log_once(
+            "auxiliary losses of experts: several models have left some, and the loss is not known "
+            "to come from the outputs of one of them; those of the last forward are taken. Compute the loss "
+            "from the outputs of a model that Booster.boost, colossalai.initialize or zero_model_wrapper "
+            "returned (without detach), or before the next model runs",
+            ranks=[0],
+        )

@@ -8,9 +8,13 @@ that this package keeps in a module besides the context. What is done with its p
 
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
+from contextvars import ContextVar
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 import torch
+from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from colossalai.cluster import StoreDeparture
 from colossalai.monitor import Watchdog
@@ -53,6 +57,55 @@ class RandomStates:
     place: SeedPlace = field(default_factory=SeedPlace)
 
 
+@dataclass(eq=False)
+class ExpertLosses:
+    """The auxiliary losses of one forward.
+
+    Attributes:
+        terms: The losses, one from each call of a layer with experts.
+        number: The number of the forward, counted over those of wrapped models; 0 if no wrapper ran it.
+        extends: The losses of a finished forward, if `terms` are these and what the user has added since.
+    """
+
+    terms: list[torch.Tensor] = field(default_factory=list)
+    number: int = 0
+    extends: "ExpertLosses | None" = None
+
+    def total(self) -> torch.Tensor | float:
+        """Return their sum, on the device of the first; 0.0 for none."""
+        if not self.terms:
+            return 0.0
+        total = self.terms[0]
+        for term in self.terms[1:]:
+            total = total + term.to(total.device)
+        return total
+
+
+@dataclass
+class ExpertForwards:
+    """The forwards whose auxiliary losses a criterion can ask for.
+
+    Attributes:
+        current: The losses of the forward in progress in this thread, that of the innermost wrapped model.
+        last: The losses of the forward that began last.
+        num_wrapped: The number of forwards of wrapped models so far.
+        has_layers: Whether layers with experts have been built, or have added a loss.
+        sources: The wrapped models whose forwards had losses, and for others the first layer of each forward.
+        num_sources_compared: The number of `sources` when they were last compared for a warning.
+        outputs: The losses by output, for outputs of forwards without a graph.
+    """
+
+    current: ContextVar[ExpertLosses | None] = field(
+        default_factory=lambda: ContextVar("expert_losses", default=None)
+    )
+    last: ExpertLosses = field(default_factory=ExpertLosses)
+    num_wrapped: int = 0
+    has_layers: bool = False
+    sources: WeakSet[nn.Module] = field(default_factory=WeakSet)
+    num_sources_compared: int = 0
+    outputs: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+
+
 @dataclass
 class Process:
     """What this process keeps.
@@ -62,7 +115,7 @@ class Process:
         watching: What watches over the launched job, one entry for each launch that has not ended.
         before_end: What is to be done before the groups of the job are destroyed, in this order.
         departure: From the store of the job; None outside of a job.
-        expert_losses: What layers with experts have left for the loss of the forward that ran last.
+        experts: What layers with experts have left for the losses of forwards.
         num_launches: How often it has launched. Tells launches apart in a store that outlives them.
     """
 
@@ -70,7 +123,7 @@ class Process:
     watching: list[tuple[Watchdog | None, ExitStack]] = field(default_factory=list)
     before_end: list[Callable[[], object]] = field(default_factory=list)
     departure: StoreDeparture | None = None
-    expert_losses: list[torch.Tensor] = field(default_factory=list)
+    experts: ExpertForwards = field(default_factory=ExpertForwards)
     num_launches: int = 0
 
 

@@ -35,6 +35,7 @@ from colossalai.pipeline import (
     sync_shared_grads,
 )
 from colossalai.runtime._fused_loss import criterion_of, with_labels
+from colossalai.tensor import nested_tensors
 
 Criterion = Callable[..., GivenLoss]
 _NO_WEIGHT = -1.0
@@ -110,7 +111,7 @@ class Pipeline:
         self._data = data
         self._chunks = list(model) if isinstance(model, nn.ModuleList) else [model]
         has_losses = any(isinstance(part, MoeLayer) for part in model.modules())
-        self._collection = LossesOfExperts() if any(gather_values(has_losses, axis.group)) else None
+        self._collection = LossesOfExperts(model) if any(gather_values(has_losses, axis.group)) else None
         self._is_closing = False  # whether the gradients are complete after the present batch
         self._executors: dict[PipelineOptions, PipelineExecutor] = {}
         self._last_ranks: dict[PipelineOptions, int] = {}
@@ -292,17 +293,23 @@ class Pipeline:
 
 
 class LossesOfExperts:
-    """The auxiliary losses of layers with experts, for `MoeLoss` behind the last stage."""
+    """The auxiliary losses of layers with experts, for `MoeLoss` behind the last stage.
 
-    def start(self, carried: Tensor | None) -> None:
-        """See `LossCollection`."""
-        MOE_CONTEXT.reset_loss()
-        if carried is not None:
-            MOE_CONTEXT.add_loss(carried)
+    Args:
+        model: The stages of this rank.
+    """
 
-    def total(self) -> Tensor:
-        """See `LossCollection`."""
-        return torch.as_tensor(MOE_CONTEXT.get_loss())
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def run(self, forward: Callable[[], Any], carried: Tensor | None) -> tuple[Any, Tensor]:
+        """See `LossCollection`; the output leads to the losses."""
+        with MOE_CONTEXT.forward_of(self._model) as losses:
+            if carried is not None:
+                MOE_CONTEXT.add_loss(carried)
+            output = forward()
+        MOE_CONTEXT.assign(losses, nested_tensors(output))
+        return output, torch.as_tensor(losses.total())
 
 
 class _Tally:

@@ -12,7 +12,7 @@ from colossalai.amp import OptimizerWrapper as OptimizerWrapper  # documented be
 from colossalai.context import MOE_CONTEXT
 from colossalai.nn.parallel import AppliedDataMethod, params_called
 from colossalai.runtime._pipeline import Pipeline
-from colossalai.tensor import TransparentModule
+from colossalai.tensor import TransparentModule, nested_tensors
 
 
 class ModelWrapper(TransparentModule):
@@ -60,7 +60,7 @@ class ModelWrapper(TransparentModule):
         return raw
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; what layers leave for the loss begins at zero.
+        """Run the model; its outputs lead to the auxiliary losses of its layers with experts.
 
         Raises:
             ValueError: The module is a stage of a pipeline, and no whole model.
@@ -70,8 +70,12 @@ class ModelWrapper(TransparentModule):
                 "this is a stage of a pipeline, which cannot be called: use engine.execute_schedule(...) or "
                 "booster.execute_pipeline(...), which run a batch through all stages"
             )
-        MOE_CONTEXT.reset_loss()
-        return self.module(*args, **kwargs)
+        if not MOE_CONTEXT.expects_losses:  # which torch.compile can trace
+            return self.module(*args, **kwargs)
+        with MOE_CONTEXT.forward_of(self) as losses:
+            output = self.module(*args, **kwargs)
+        MOE_CONTEXT.assign(losses, nested_tensors(output))
+        return output
 
     def register_forward_method(self, name: str) -> None:
         """Let a method of the model run as its forward does, when it is called on this wrapper.

@@ -21,6 +21,7 @@ from colossalai.tensor._flat_range import set_range_of_states as set_range_of_st
 from colossalai.tensor._module_mode import evaluation_mode as evaluation_mode
 from colossalai.tensor._nested import map_leaves as map_leaves
 from colossalai.tensor._nested import map_tensors as map_tensors
+from colossalai.tensor._nested import nested_tensors as nested_tensors
 from colossalai.tensor._nested import parts_of as parts_of
 from colossalai.tensor._nested import rebuilt as rebuilt
 from colossalai.tensor._norm import count_zero_grads as count_zero_grads

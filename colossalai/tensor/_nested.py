@@ -1,7 +1,7 @@
 """Nested values: tensors in tuples, lists, dicts and dataclasses, such as batches and outputs of modules."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -25,6 +25,15 @@ def map_leaves(function: Callable[[Any], Any], value: Any, *, records: bool = Tr
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """Return a nested value with every tensor in it replaced by what `function` makes of it."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+
+def nested_tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a nested value, in order."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    else:
+        for _, part in parts_of(value) or ():
+            yield from nested_tensors(part)
 
 
 def parts_of(value: Any, *, records: bool = True) -> list[tuple[str, Any]] | None:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from colossalai.amp import Masters, Precision, apply_precision
-from colossalai.context import Axis, global_context, relayout
+from colossalai.context import MOE_CONTEXT, Axis, global_context, relayout
 from colossalai.nn.parallel import (
     AppliedDataMethod,
     ArrivingParams,
@@ -21,6 +21,7 @@ from colossalai.tensor import (
     TransparentModule,
     as_memory,
     as_plain_parameter,
+    nested_tensors,
     process_group_of,
 )
 
@@ -88,8 +89,13 @@ class ZeroModel(TransparentModule):
         return raw
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model."""
-        return self.module(*args, **kwargs)
+        """Run the model; its outputs lead to the auxiliary losses of its layers with experts."""
+        if not MOE_CONTEXT.expects_losses:  # which torch.compile can trace
+            return self.module(*args, **kwargs)
+        with MOE_CONTEXT.forward_of(self) as losses:
+            output = self.module(*args, **kwargs)
+        MOE_CONTEXT.assign(losses, nested_tensors(output))
+        return output
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -1,5 +1,7 @@
 """`MoeLoss` and what layers with experts leave for it: once, for each forward, of the tokens of all ranks."""
 
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -7,12 +9,17 @@ import torch
 from torch import Tensor, nn
 
 import colossalai
+from colossalai.booster import Booster
+from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.context import MOE_CONTEXT
+from colossalai.context._process import ExpertForwards, process
 from colossalai.core import global_context as gpc
 from colossalai.engine.gradient_handler import MoeGradientHandler
 from colossalai.global_variables import moe_env
+from colossalai.logging import get_dist_logger
 from colossalai.nn import CrossEntropyLoss, MoeCrossEntropyLoss, MoeLoss, checkpoint
 from colossalai.nn.layer.moe import FFNExperts, MoeLayer, TopKRouter, auxiliary_loss
+from colossalai.zero import zero_model_wrapper
 from tests.parity.subjects.moe import auxiliary, collecting
 from tests.ranks import run_ranks
 from tests.tiers import further
@@ -95,6 +102,155 @@ def test_recomputation_counts_once() -> None:
         grads.append([param.grad.clone() for param in model.parameters()])
     assert losses[0] == losses[1] > 0
     assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+class Wrapped(nn.Module):
+    """A wrapper as those of the doors, around a model that also returns what its layer gets."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        with MOE_CONTEXT.forward_of(self) as losses:
+            hidden = 1 * x
+            outputs = self.model(hidden), hidden
+        MOE_CONTEXT.assign(losses, outputs)
+        return outputs
+
+
+@pytest.mark.unit
+def test_losses_are_freed_with_the_outputs() -> None:
+    model = Wrapped(Classifier())
+    logits, hidden = model(torch.randn(4, WIDTH, requires_grad=True))  # the loss depends on `hidden`
+    assert MOE_CONTEXT.get_loss(logits) > 0
+    term = weakref.ref(MOE_CONTEXT.losses_of([logits]).terms[0])
+    MOE_CONTEXT.add_loss(logits.sum())
+    MOE_CONTEXT.reset_loss()
+    assert MOE_CONTEXT.get_loss(logits) == term()
+    del logits
+    assert term() is None
+    del hidden
+    with torch.no_grad():
+        logits, hidden = model(torch.randn(4, WIDTH))
+    term = weakref.ref(MOE_CONTEXT.losses_of([logits]).terms[0])
+    MOE_CONTEXT.reset_loss()
+    assert MOE_CONTEXT.get_loss(logits) == term()
+    del logits, hidden
+    assert term() is None
+
+
+@pytest.mark.unit
+def test_losses_of_a_model_within_another_belong_to_both() -> None:
+    torch.manual_seed(0)
+    inner, own = Wrapped(Classifier()), Classifier()
+    x = torch.randn(4, WIDTH)
+    parts = []
+
+    class Outer(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            own(x)
+            alone, _ = inner(x)
+            parts.append((MOE_CONTEXT.get_loss(alone), MOE_CONTEXT.get_loss()))
+            return alone
+
+    result, _ = Wrapped(Outer())(x)
+    ((of_inner, of_both),) = parts
+    assert MOE_CONTEXT.get_loss(result) == MOE_CONTEXT.get_loss() == of_both
+    assert 0 < of_inner < of_both
+    with torch.no_grad():
+        assert inner(x)[0] is not None
+    assert MOE_CONTEXT.get_loss(result) == of_both
+    assert MOE_CONTEXT.get_loss() == of_inner
+
+
+@pytest.mark.unit
+def test_losses_that_are_added_after_a_forward() -> None:
+    wrapped, bare = Wrapped(Classifier()), Classifier()
+    x = torch.randn(4, WIDTH)
+    logits, _ = wrapped(x)
+    first = MOE_CONTEXT.get_loss(logits)
+    MOE_CONTEXT.add_loss(torch.tensor(1.0))  # the user's
+    MOE_CONTEXT.add_loss(torch.tensor(2.0))
+    assert MOE_CONTEXT.get_loss() == MOE_CONTEXT.get_loss(logits) == first + 1.0 + 2.0
+    bare(x)
+    assert MOE_CONTEXT.get_loss(logits) == first
+    both = MOE_CONTEXT.get_loss()
+    bare(x)  # without a wrapper forwards add up until a reset, as ever
+    assert MOE_CONTEXT.get_loss() == 2 * both
+
+
+@pytest.mark.unit
+def test_a_criterion_that_could_mean_several_models_warns_once(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "experts", ExpertForwards())
+    monkeypatch.setattr(get_dist_logger(), "_once", set())
+    first, second = Wrapped(Classifier()), Wrapped(Classifier())
+    x, y = torch.randn(4, WIDTH), torch.randint(3, (4,))
+    criterion, text = MoeCrossEntropyLoss(), "several models have left some"
+    logits, _ = first(x)
+    criterion(logits.detach(), y)
+    first.model(x)  # the same model without its wrapper
+    criterion(logits.detach(), y)
+    assert text not in capfd.readouterr().err
+    second(x)
+    criterion(logits, y)
+    assert text not in capfd.readouterr().err
+    for _ in range(2):
+        criterion(logits.detach(), y)
+    assert capfd.readouterr().err.count(text) == 1
+
+
+def boosted(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return each model as `Booster.boost` gives it."""
+    return [Booster(plugin=TorchDDPPlugin()).boost(model)[0] for model in models]
+
+
+def wrapped_by_zero(models: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return each model as `zero_model_wrapper` gives it."""
+    return [zero_model_wrapper(model, zero_stage=1, precision="fp32") for model in models]
+
+
+def losses_of_two_models(wrap: Callable[[Sequence[nn.Module]], list[nn.Module]]) -> None:
+    """Each criterion takes the loss of its own model's forward, however the calls are interleaved."""
+    colossalai.launch_from_torch({}, verbose=False)
+    torch.manual_seed(0)
+    raw = [Classifier(), Classifier(), nn.Linear(WIDTH, 3)]
+    x, other, y = torch.randn(9, WIDTH), torch.randn(9, WIDTH), torch.randint(3, (9,))
+    with collecting(raw[0]) as routes:
+        raw[0](x), raw[0](other)
+    wanted = [auxiliary([each], 0.0).item() for each in routes]
+    assert wanted[0] != wanted[1]
+    criterion = MoeCrossEntropyLoss(1.0)
+
+    def extra(logits: Tensor) -> float:
+        return (criterion(logits, y) - nn.functional.cross_entropy(logits, y)).item()
+
+    first, second, dense = wrap(raw)
+    for _ in range(2):  # losses of earlier steps do not add up
+        logits, others, plain = first(x), second(other), dense(x)
+        assert extra(logits) == pytest.approx(wanted[0], abs=1e-6)
+        assert extra(plain) == pytest.approx(0, abs=1e-6)
+        assert extra(logits.float()[:, :].view(9, 3)) == pytest.approx(wanted[0], abs=1e-6)
+        criterion(logits, y).backward()
+        assert all(param.grad is None for param in raw[1].parameters())
+        assert extra(others) == pytest.approx(MOE_CONTEXT.get_loss(others).item(), abs=1e-6)
+        logits, plain, later = first(x), dense(x), first(other)  # one model, two forwards before the losses
+        assert extra(logits) == pytest.approx(wanted[0], abs=1e-6)
+        assert extra(later) == pytest.approx(wanted[1], abs=1e-6)
+        assert extra(logits * later) == pytest.approx(sum(wanted), abs=1e-6)  # as a contrastive loss does
+        with torch.no_grad():
+            logits, _ = first(x), second(other)
+            assert extra(logits) == pytest.approx(wanted[0], abs=1e-6)
+            assert extra(logits[:]) == pytest.approx(wanted[0], abs=1e-6)
+    gpc.destroy()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("wrap", [boosted, wrapped_by_zero])
+def test_losses_belong_to_the_forward_that_made_them(wrap: Any) -> None:
+    run_ranks(losses_of_two_models, 1, wrap)
 
 
 def through_an_engine() -> None:

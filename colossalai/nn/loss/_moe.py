@@ -10,12 +10,16 @@ from colossalai.context import MOE_CONTEXT
 from colossalai.logging import get_dist_logger
 from colossalai.nn.loss._cross_entropy import CrossEntropyLoss, GivenLoss
 from colossalai.registry import LOSSES
+from colossalai.tensor import nested_tensors
 
 
 @LOSSES.register_module
 class MoeLoss(nn.Module):
-    """A loss plus `aux_weight` times what the layers with experts have left in the forward before.
+    """A loss plus `aux_weight` times the auxiliary losses of the forward that its arguments come from.
 
+    That is the forward of the wrapped model (from `Booster.boost`, `colossalai.initialize` or
+    `zero_model_wrapper`) that returned them, or the tensors that they were computed from; of several such
+    forwards all count. Where none is known, as for a model without a wrapper, it is the last one.
     Of a pair (sum, count) the sum gets the auxiliary loss times the count, as that is a mean. In evaluation
     the layers leave zero.
 
@@ -47,14 +51,15 @@ class MoeLoss(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> GivenLoss:
         """Return the loss of these arguments, plus the auxiliary one."""
         loss: GivenLoss = self.loss_fn(*args, **kwargs)
-        if not MOE_CONTEXT.has_losses:
+        losses = MOE_CONTEXT.losses_of(nested_tensors((loss, args, kwargs)))
+        if not losses.terms:
             get_dist_logger().log_once(
                 f"{type(self).__name__}: no layer of colossalai.nn.moe has left an auxiliary loss: the model "
                 "has none, or its forward did not run in this process; the loss is that of the task alone",
                 ranks=[0],
             )
             return loss
-        extra = self.aux_weight * MOE_CONTEXT.get_loss()
+        extra = self.aux_weight * losses.total()
         if isinstance(loss, torch.Tensor):
             return loss + extra
         total, count = loss

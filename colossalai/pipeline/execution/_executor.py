@@ -8,6 +8,7 @@ its microbatch: of an output that has been sent only its place in the autograd g
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -48,11 +49,16 @@ class LossCollection(Protocol):
     its gradient comes back as theirs do, with whatever factor the loss has, and each stage has its own terms.
     """
 
-    def start(self, carried: torch.Tensor | None) -> None:
-        """Begin a forward with the sum of the stages before; None on the first one."""
+    def run(self, forward: Callable[[], Any], carried: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
+        """Run the forward of a stage.
 
-    def total(self) -> torch.Tensor:
-        """Return the sum, a number, after the forward of a stage."""
+        Args:
+            forward: Returns the output.
+            carried: The sum of the stages before; None on the first one.
+
+        Returns:
+            The output, and the sum, a number.
+        """
 
 
 _NAMES = {
@@ -364,14 +370,16 @@ class _Run:
                 ]
             received = put_together(spec, tensors)
             del tensors
-        if self._collection is not None:
-            received, carried = (None, None) if received is None else received
-            self._collection.start(carried)
-            del carried
         with self._stage_context():
-            output = self._callers[stage](received, self._microbatches[microbatch])
-        if self._collection is not None and stage < self._last_stage:
-            output = (output, self._collection.total())
+            if self._collection is None:
+                output = self._callers[stage](received, self._microbatches[microbatch])
+            else:
+                received, carried = (None, None) if received is None else received
+                forward = partial(self._callers[stage], received, self._microbatches[microbatch])
+                output, total = self._collection.run(forward, carried)
+                if stage < self._last_stage:
+                    output = (output, total)
+                del forward, carried, total
         del received
         live = _Live(inputs, [])
         if stage < self._last_stage:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossalai.tensor import map_tensors, parts_of
+from colossalai.tensor import map_tensors, nested_tensors
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero.gemini._chunk import Chunk
 from colossalai.zero.gemini._residence import Residence
@@ -236,7 +236,7 @@ class WholeModules:
         trained = [param for param in dict.fromkeys(module.parameters()) if param.requires_grad]
         run, number = _Passage(self, chunks, trained), None
         views: dict[nn.Parameter, torch.Tensor] = {}
-        inputs = [tensor for tensor in _tensors_in((args, kwargs)) if tensor.requires_grad]
+        inputs = [tensor for tensor in nested_tensors((args, kwargs)) if tensor.requires_grad]
         if torch.is_grad_enabled() and (trained or inputs):
             outer = [self._residence.view_in_module(param) for param in trained]
             params = [param if view is None else view for param, view in zip(trained, outer, strict=True)]
@@ -263,7 +263,7 @@ class WholeModules:
         Raises:
             RuntimeError: `output` has no tensor in it.
         """
-        tensors = _tensors_in(output)
+        tensors = list(nested_tensors(output))
         if not tensors:
             raise RuntimeError(
                 f"{self._names[opened.module]!r}, one of whole_modules, returned a {type(output).__name__} "
@@ -278,9 +278,3 @@ class WholeModules:
         behind = _Exit.apply(opened.run, opened.number, *floating.values())
         found = dict(zip(floating, behind, strict=True))
         return map_tensors(lambda tensor: found.get(id(tensor), tensor), output)
-
-
-def _tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [tensor for _, part in parts_of(value) or () for tensor in _tensors_in(part)]

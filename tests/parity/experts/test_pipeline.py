@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import colossalai
+from colossalai.booster import Booster
+from colossalai.booster.plugin import HybridParallelPlugin
+from colossalai.context import MOE_CONTEXT
 from colossalai.core import global_context as gpc
 from colossalai.testing import Subject, check_parity
 from tests.parity.experts.test_moe import MAX_NORM, make_case
@@ -58,3 +61,35 @@ CELLS: list[Any] = [
 def test_all_stages(world_size: int, cells: list[tuple[Any, ...]]) -> None:
     for losses in run_ranks(each_in_turn, world_size, parity, [options for _, *options in cells])[0]:
         assert torch.tensor(losses).unique().numel() == 3
+
+
+def losses_with_another_model() -> list[float]:
+    """Return losses of a pipeline: by its criterion, and by one that runs another model before."""
+    colossalai.launch_from_torch({}, verbose=False)
+    torch.manual_seed(0)
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=MICROBATCHES, precision="fp32"))
+    model = moe.Net("top2", "ffn")
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    other = moe.Net("top2", "ffn", "one")
+    criterion = moe.criterion()
+
+    def behind_another(output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        with MOE_CONTEXT.forward_of(other) as losses:
+            logits = other(torch.ones(4, 3, 5))
+        MOE_CONTEXT.assign(losses, [logits])
+        assert MOE_CONTEXT.get_loss(logits) == MOE_CONTEXT.get_loss() != MOE_CONTEXT.get_loss(output)
+        return criterion(output, label)
+
+    found = []
+    for each in (criterion, behind_another):
+        result = booster.execute_pipeline(iter([moe.make_batches(1)[0]]), model, each, optimizer)
+        found.append(result["loss"].item())
+    assert all(param.grad is None for param in other.parameters())
+    gpc.destroy()
+    return found
+
+
+@pytest.mark.dist
+def test_the_criterion_of_a_pipeline_can_run_another_model_with_experts() -> None:
+    for alone, behind_another in run_ranks(losses_with_another_model, 2):
+        assert alone == behind_another

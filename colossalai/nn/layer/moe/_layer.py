@@ -73,6 +73,7 @@ class MoeLayer(nn.Module):
         self.gate = TokenGate(dim_model, num_experts)
         self.router = router
         self.experts = experts
+        MOE_CONTEXT.expect_losses()
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim_model) to the same shape.
@@ -100,7 +101,7 @@ class MoeLayer(nn.Module):
                 balance=self.router.balances_by_loss,
                 z_weight=self.router.z_loss_weight,
             )
-        MOE_CONTEXT.add_loss(loss)
+        MOE_CONTEXT.add_loss(loss, layer=self)
         return result.reshape(x.shape)
 
 
