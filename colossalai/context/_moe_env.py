@@ -90,15 +90,19 @@ class MoeEnvironment:
         return num_experts // ep_axis.size, info
 
     @contextmanager
-    def forward_of(self, model: nn.Module) -> Iterator[ExpertLosses]:
+    def forward_of(self, model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> Iterator[ExpertLosses]:
         """Collect within the block the losses of a forward of a wrapped model; `assign` outputs to them.
 
-        Those of a forward within another one belong to both.
+        Those of a forward within another one belong to both. The outputs also lead to the losses of the
+        forwards that the inputs come from.
         """
         experts = process.experts
         outer = experts.current.get()
         experts.num_wrapped += 1
         losses = ExpertLosses(number=experts.num_wrapped)
+        for tensor in inputs:
+            if tensor.grad_fn is not None:
+                losses.behind.extend(_known_losses(tensor))
         if outer is None and not is_in_backward():  # where a forward is repeated, it is not the last one
             experts.last = losses
         token = experts.current.set(losses)
@@ -240,6 +244,7 @@ def _known_losses(tensor: torch.Tensor) -> list[ExpertLosses]:
         if losses is not None:
             if losses not in found:
                 found.append(losses)
+                found.extend(earlier for earlier in losses.behind if earlier not in found)
         elif len(seen) < _MOST_NODES:
             for earlier, _ in node.next_functions:
                 if earlier is not None and earlier not in known:

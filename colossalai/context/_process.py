@@ -65,11 +65,13 @@ class ExpertLosses:
         terms: The losses, one from each call of a layer with experts.
         number: The number of the forward, counted over those of wrapped models; 0 if no wrapper ran it.
         extends: The losses of a finished forward, if `terms` are these and what the user has added since.
+        behind: The losses of the forwards that the inputs come from.
     """
 
     terms: list[torch.Tensor] = field(default_factory=list)
     number: int = 0
     extends: "ExpertLosses | None" = None
+    behind: "list[ExpertLosses]" = field(default_factory=list)
 
     def total(self) -> torch.Tensor | float:
         """Return their sum, on the device of the first; 0.0 for none."""

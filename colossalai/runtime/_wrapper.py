@@ -72,7 +72,7 @@ class ModelWrapper(TransparentModule):
             )
         if not MOE_CONTEXT.expects_losses:  # which torch.compile can trace
             return self.module(*args, **kwargs)
-        with MOE_CONTEXT.forward_of(self) as losses:
+        with MOE_CONTEXT.forward_of(self, nested_tensors((args, kwargs))) as losses:
             output = self.module(*args, **kwargs)
         MOE_CONTEXT.assign(losses, nested_tensors(output))
         return output

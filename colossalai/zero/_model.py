@@ -92,7 +92,7 @@ class ZeroModel(TransparentModule):
         """Run the model; its outputs lead to the auxiliary losses of its layers with experts."""
         if not MOE_CONTEXT.expects_losses:  # which torch.compile can trace
             return self.module(*args, **kwargs)
-        with MOE_CONTEXT.forward_of(self) as losses:
+        with MOE_CONTEXT.forward_of(self, nested_tensors((args, kwargs))) as losses:
             output = self.module(*args, **kwargs)
         MOE_CONTEXT.assign(losses, nested_tensors(output))
         return output

@@ -227,7 +227,8 @@ def losses_of_two_models(wrap: Callable[[Sequence[nn.Module]], list[nn.Module]])
     def extra(logits: Tensor) -> float:
         return (criterion(logits, y) - nn.functional.cross_entropy(logits, y)).item()
 
-    first, second, dense = wrap(raw)
+    raw += [nn.Linear(3, 3), nn.Sequential(nn.Linear(3, WIDTH), Classifier())]
+    first, second, dense, head, top = wrap(raw)
     for _ in range(2):  # losses of earlier steps do not add up
         logits, others, plain = first(x), second(other), dense(x)
         assert extra(logits) == pytest.approx(wanted[0], abs=1e-6)
@@ -240,6 +241,10 @@ def losses_of_two_models(wrap: Callable[[Sequence[nn.Module]], list[nn.Module]])
         assert extra(logits) == pytest.approx(wanted[0], abs=1e-6)
         assert extra(later) == pytest.approx(wanted[1], abs=1e-6)
         assert extra(logits * later) == pytest.approx(sum(wanted), abs=1e-6)  # as a contrastive loss does
+        behind_first = head(first(x))
+        second(other)
+        assert extra(behind_first) == pytest.approx(wanted[0], abs=1e-6)
+        assert extra(top(behind_first)) == pytest.approx(wanted[0] + MOE_CONTEXT.get_loss().item(), abs=1e-6)
         with torch.no_grad():
             logits, _ = first(x), second(other)
             assert extra(logits) == pytest.approx(wanted[0], abs=1e-6)
