@@ -5,6 +5,7 @@ to the losses of the forward in progress, and `MoeLoss` looks up those of the fo
 from.
 """
 
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -22,9 +23,9 @@ from colossalai.logging import get_dist_logger
 # [Note: outputs lead to losses] The losses of a forward of a wrapped model are in the metadata of the
 # autograd nodes of its outputs, so they are freed with the graph. From a loss the way back to these nodes
 # is short: a few steps of cross entropy, casts and views. Reference counts cannot free a cycle through a
-# graph, so a node that one of the losses depends on (as of hidden states that are returned, too) gets none:
-# it is older than the loss, which autograd's sequence numbers tell. Without a graph the losses are kept by
-# output, weakly.
+# graph, so a node that one of the losses may depend on (as of hidden states that are returned, too) gets
+# them weakly: it is older than the loss, which autograd's sequence numbers tell. Without a graph the losses
+# are kept by output, weakly.
 _METADATA = "colossalai.expert_losses"
 _MOST_NODES = 1000  # visited on the way from a loss; takes about half a millisecond
 
@@ -123,10 +124,11 @@ class MoeEnvironment:
         has_graph = any(term.requires_grad for term in losses.terms)
         for output in outputs:
             node = output.grad_fn
-            if node is not None and node._sequence_nr() > newest:
-                earlier = _metadata(node).get(_METADATA)
+            if node is not None:
+                earlier = _marked(node)
                 if earlier is None or earlier.number > losses.number:  # of a forward within this one
-                    _metadata(node)[_METADATA] = losses
+                    is_later = node._sequence_nr() > newest
+                    _metadata(node)[_METADATA] = losses if is_later else weakref.ref(losses)
             elif not output.requires_grad and not has_graph and output.is_floating_point():
                 process.experts.outputs[output] = losses
 
@@ -228,6 +230,12 @@ def _metadata(node: Node) -> dict[Any, Any]:
     return node.metadata  # type: ignore[return-value]  # a property, which torch declares as a method
 
 
+def _marked(node: Node) -> ExpertLosses | None:
+    losses = _metadata(node).get(_METADATA)
+    found: ExpertLosses | None = losses() if isinstance(losses, weakref.ref) else losses
+    return found
+
+
 def _known_losses(tensor: torch.Tensor) -> list[ExpertLosses]:
     """Return the losses of the forwards that made a tensor, or from whose outputs it was computed."""
     if tensor.grad_fn is None:
@@ -240,7 +248,7 @@ def _known_losses(tensor: torch.Tensor) -> list[ExpertLosses]:
     seen = [tensor.grad_fn]  # which also keeps the objects of nodes, so that each has one
     known = set(seen)
     for node in seen:  # breadth first, and not beyond the outputs of a forward
-        losses = _metadata(node).get(_METADATA)
+        losses = _marked(node)
         if losses is not None:
             if losses not in found:
                 found.append(losses)

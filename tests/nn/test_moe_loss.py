@@ -19,6 +19,7 @@ from colossalai.global_variables import moe_env
 from colossalai.logging import get_dist_logger
 from colossalai.nn import CrossEntropyLoss, MoeCrossEntropyLoss, MoeLoss, checkpoint
 from colossalai.nn.layer.moe import FFNExperts, MoeLayer, TopKRouter, auxiliary_loss
+from colossalai.tensor import nested_tensors
 from colossalai.zero import zero_model_wrapper
 from tests.parity.subjects.moe import auxiliary, collecting
 from tests.ranks import run_ranks
@@ -115,7 +116,7 @@ class Wrapped(nn.Module):
         with MOE_CONTEXT.forward_of(self) as losses:
             hidden = 1 * x
             outputs = self.model(hidden), hidden
-        MOE_CONTEXT.assign(losses, outputs)
+        MOE_CONTEXT.assign(losses, nested_tensors(outputs))
         return outputs
 
 
@@ -137,6 +138,26 @@ def test_losses_are_freed_with_the_outputs() -> None:
     MOE_CONTEXT.reset_loss()
     assert MOE_CONTEXT.get_loss(logits) == term()
     del logits, hidden
+    assert term() is None
+
+
+@pytest.mark.unit
+def test_an_output_that_is_older_than_a_loss_leads_to_it() -> None:
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = Classifier(), Classifier()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.first(x), self.second(x)
+
+    x = torch.randn(4, WIDTH)
+    (first, second), _ = Wrapped(TwoHeads())(x)
+    wanted = MOE_CONTEXT.get_loss()
+    Wrapped(Classifier())(x)
+    assert MOE_CONTEXT.get_loss(first) == MOE_CONTEXT.get_loss(second) == wanted != MOE_CONTEXT.get_loss()
+    term = weakref.ref(MOE_CONTEXT.losses_of([first]).terms[0])
+    del first, second, wanted
     assert term() is None
 
 
