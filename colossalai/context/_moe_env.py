@@ -137,9 +137,21 @@ class MoeEnvironment:
         """Whether there can be auxiliary losses: a layer with experts has been built, or has added one."""
         return process.experts.has_layers
 
-    def expect_losses(self) -> None:
-        """Announce a layer that adds losses; forwards of wrapped models are told apart from then on."""
+    def expect_losses(self, layer: type[nn.Module] | None = None) -> None:
+        """Announce a layer that adds losses; forwards of wrapped models are told apart from then on.
+
+        Args:
+            layer: Its class. A compiled forward of a model without such layers is not told apart: losses are
+                looked up in ways that `torch.compile` cannot trace.
+        """
         process.experts.has_layers = True
+        if layer is not None:
+            process.experts.layer_classes.add(layer)
+
+    def has_layers(self, model: nn.Module) -> bool:
+        """Return whether a model has a layer of a class that was announced."""
+        classes = tuple(process.experts.layer_classes)
+        return any(isinstance(part, classes) for part in model.modules())
 
     def reset_loss(self) -> None:
         """Forget the losses of the forward in progress, or, outside of one, of the last forward.
@@ -258,6 +270,8 @@ def _known_losses(tensor: torch.Tensor) -> list[ExpertLosses]:
                 if earlier is not None and earlier not in known:
                     known.add(earlier)
                     seen.append(earlier)
+    if not found and (losses := process.experts.outputs.get(tensor)) is not None:
+        return [losses]  # of a forward without a graph that has got one since, as by reentrant checkpointing
     return found
 
 

@@ -92,6 +92,7 @@ class ExpertForwards:
         last: The losses of the forward that began last.
         num_wrapped: The number of forwards of wrapped models so far.
         has_layers: Whether layers with experts have been built, or have added a loss.
+        layer_classes: The classes of those that have been built.
         sources: The wrapped models whose forwards had losses, and for others the first layer of each forward.
         num_sources_compared: The number of `sources` when they were last compared for a warning.
         outputs: The losses by output, for outputs of forwards without a graph.
@@ -103,6 +104,7 @@ class ExpertForwards:
     last: ExpertLosses = field(default_factory=ExpertLosses)
     num_wrapped: int = 0
     has_layers: bool = False
+    layer_classes: set[type[nn.Module]] = field(default_factory=set)
     sources: WeakSet[nn.Module] = field(default_factory=WeakSet)
     num_sources_compared: int = 0
     outputs: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)

@@ -6,6 +6,7 @@ from functools import partial
 from types import FunctionType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from colossalai.amp import OptimizerWrapper as OptimizerWrapper  # documented beside ModelWrapper
@@ -47,6 +48,7 @@ class ModelWrapper(TransparentModule):
         self.module = data.module
         self.data = data
         self.pipeline = pipeline
+        self._has_experts = MOE_CONTEXT.has_layers(raw)
         self.takes_labels = fused_loss
         self.syncs = True
         self.is_in_no_sync = False
@@ -70,8 +72,8 @@ class ModelWrapper(TransparentModule):
                 "this is a stage of a pipeline, which cannot be called: use engine.execute_schedule(...) or "
                 "booster.execute_pipeline(...), which run a batch through all stages"
             )
-        if not MOE_CONTEXT.expects_losses:  # which torch.compile can trace
-            return self.module(*args, **kwargs)
+        if not MOE_CONTEXT.expects_losses or (torch.compiler.is_compiling() and not self._has_experts):
+            return self.module(*args, **kwargs)  # which torch.compile can trace
         with MOE_CONTEXT.forward_of(self, nested_tensors((args, kwargs))) as losses:
             output = self.module(*args, **kwargs)
         MOE_CONTEXT.assign(losses, nested_tensors(output))

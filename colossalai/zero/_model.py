@@ -80,6 +80,7 @@ class ZeroModel(TransparentModule):
         self.masters: Masters = arriving.masters()
         self.masters.start_equal(self.replicas)
         self.precision = precision
+        self._has_experts = MOE_CONTEXT.has_layers(raw)
         self.first_optimizer: LowLevelZeroOptimizer | None = None
         self._stand_for(raw)
 
@@ -90,8 +91,8 @@ class ZeroModel(TransparentModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; its outputs lead to the auxiliary losses of its layers with experts."""
-        if not MOE_CONTEXT.expects_losses:  # which torch.compile can trace
-            return self.module(*args, **kwargs)
+        if not MOE_CONTEXT.expects_losses or (torch.compiler.is_compiling() and not self._has_experts):
+            return self.module(*args, **kwargs)  # which torch.compile can trace
         with MOE_CONTEXT.forward_of(self, nested_tensors((args, kwargs))) as losses:
             output = self.module(*args, **kwargs)
         MOE_CONTEXT.assign(losses, nested_tensors(output))

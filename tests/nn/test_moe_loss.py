@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
 
 import colossalai
 from colossalai.booster import Booster
@@ -270,6 +271,11 @@ def losses_of_two_models(wrap: Callable[[Sequence[nn.Module]], list[nn.Module]])
             logits, _ = first(x), second(other)
             assert extra(logits) == pytest.approx(wanted[0], abs=1e-6)
             assert extra(logits[:]) == pytest.approx(wanted[0], abs=1e-6)
+        # The forward runs without a graph, which its output gets after it.
+        logits, _ = recomputed(first, x.clone().requires_grad_(), use_reentrant=True), second(other)
+        assert extra(logits) == pytest.approx(wanted[0], abs=1e-6)
+    compiled = torch.compile(dense, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), dense(x))
     gpc.destroy()
 
 

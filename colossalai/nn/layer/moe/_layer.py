@@ -73,7 +73,7 @@ class MoeLayer(nn.Module):
         self.gate = TokenGate(dim_model, num_experts)
         self.router = router
         self.experts = experts
-        MOE_CONTEXT.expect_losses()
+        MOE_CONTEXT.expect_losses(MoeLayer)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim_model) to the same shape.
