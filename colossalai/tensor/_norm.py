@@ -42,7 +42,7 @@ def global_grad_norm(
         windows: Yields runs of some parameters, whose gradients may be in memory together.
 
     Returns:
-        A scalar in float32 (float64 for float64 gradients).
+        A scalar in float32 (float64 for float64 and complex128 gradients).
 
     Raises:
         ValueError: `norm_type` is below 1.
@@ -122,10 +122,15 @@ def _power_sum(params: list[torch.Tensor], norm_type: float, windows: Windows) -
 
     They are added in the order of `params`, whatever the windows: the sum is the same bits.
     """
-    dtype = torch.float64 if any(param.dtype == torch.float64 for param in params) else torch.float32
+    wide = (torch.float64, torch.complex128)
+    dtype = torch.float64 if any(param.dtype in wide for param in params) else torch.float32
     norm_of: dict[torch.Tensor, torch.Tensor] = {}
     for window in windows(params):
-        placed = [(param, _entries(local_slice(param.grad))) for param in window if param.grad is not None]
+        placed = [
+            (param, _magnitudes(_entries(local_slice(param.grad)), norm_type))
+            for param in window
+            if param.grad is not None
+        ]
         placed = [(param, grad) for param, grad in placed if grad.numel() > 0]
         if placed:
             norms_here = torch._foreach_norm([grad for _, grad in placed], norm_type, dtype=dtype)
@@ -148,6 +153,13 @@ def _num_zeros(params: Sequence[torch.Tensor]) -> torch.Tensor:
 def _entries(grad: torch.Tensor) -> torch.Tensor:
     """Return the elements of a gradient, of a sparse one those that it has, each once."""
     return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def _magnitudes(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Return real numbers with the p-norm of a gradient, whose elements can be complex."""
+    if not grad.is_complex():
+        return grad
+    return torch.view_as_real(grad) if norm_type == 2.0 else grad.abs()  # (..., 2) or (...)
 
 
 def _widest(device: torch.device) -> torch.dtype:

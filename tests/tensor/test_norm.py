@@ -151,3 +151,20 @@ def test_sparse_gradients_are_clipped(world_size):
             torch.testing.assert_close(torch.tensor(param, dtype=torch.float64), wanted.detach())
         assert norm == pytest.approx(0.1, rel=1e-5)
         assert num_zeros == zeros
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
+def test_complex_gradients(dtype, norm_type):
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in ((4, 3), (5,), ())]
+    for number, param in enumerate(params):
+        param.grad = torch.randn(param.shape, dtype=dtype, generator=torch.Generator().manual_seed(number))
+    params[0].grad[0] = 0
+    whole = torch.cat([param.grad.flatten() for param in params])
+    found = global_grad_norm(params, norm_type)
+    assert found.dtype == whole.abs().dtype
+    assert found.item() == pytest.approx(torch.linalg.vector_norm(whole, norm_type).item(), rel=1e-6)
+    assert count_zero_grads(params) == 3
+    scale_grads(params, 0.5)
+    assert torch.equal(torch.cat([param.grad.flatten() for param in params]), whole / 2)

@@ -83,9 +83,19 @@ def remove_owners(params: Iterable[torch.Tensor]) -> None:
     and owners communicate.
     """
     for param in params:
-        hooks = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-        for number in [number for number, hook in hooks.items() if isinstance(hook, _CallOwner)]:
-            del hooks[number]
+        for hooks in hooks_of_grad(param):
+            for number in [number for number, hook in hooks.items() if isinstance(hook, _CallOwner)]:
+                del hooks[number]
+
+
+def hooks_of_grad(param: torch.Tensor) -> list[dict[int, Callable[..., Any]]]:
+    """Return torch's containers of the hooks of a parameter: those before and after its gradient is added."""
+    return [hooks for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks) if hooks]
+
+
+def has_users_hooks(param: torch.Tensor) -> bool:
+    """Return whether a hook of the gradient of a parameter is not one of `call_on_grad`."""
+    return any(not isinstance(hook, _CallOwner) for hooks in hooks_of_grad(param) for hook in hooks.values())
 
 
 @dataclass(frozen=True)

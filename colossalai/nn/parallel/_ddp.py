@@ -6,7 +6,7 @@ and so its last bits. `DistributedDataParallel` lays its buckets out anew after 
 order in which that one's gradients came. The first step of a job, and the first one after a checkpoint was
 loaded, would then add up in an order of their own. So the reducer gets its first backward here: one from a
 zero that depends on every parameter, the last one first, which is the order that torch, too, expects of a
-model. The model's own forward is not run; a hook on a parameter sees one gradient of zeros.
+model. The model's own forward is not run, nor are hooks that users have registered on parameters.
 """
 
 import weakref
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from colossalai.context import Axis
 from colossalai.nn.parallel._arriving import ArrivingParams
-from colossalai.nn.parallel._buckets import EarlierMeans
+from colossalai.nn.parallel._buckets import EarlierMeans, hooks_of_grad
 from colossalai.nn.parallel._data_method import (
     AppliedDataMethod,
     DataMethod,
@@ -239,7 +239,12 @@ def _settle_buckets(applied: DistributedDataParallel) -> None:
 
     Collective over the replicas: one all-reduce of the size of the gradients.
     """
-    grads = {param: param.grad for param in applied.parameters()}
+    params = list(applied.parameters())
+    grads = {param: param.grad for param in params}
+    held = [hooks for param in params for hooks in hooks_of_grad(param)]
+    users = [dict(hooks) for hooks in held]
+    for hooks in held:
+        hooks.clear()  # those of the reducer are in the graph
     module, applied.module = applied.module, _Zero(applied.module)
     try:
         with torch.enable_grad():
@@ -247,5 +252,7 @@ def _settle_buckets(applied: DistributedDataParallel) -> None:
             applied(next(module.parameters()).device).backward()
     finally:
         applied.module = module
+        for hooks, each in zip(held, users, strict=True):
+            hooks.update(each)
     for param, grad in grads.items():
         param.grad = grad

@@ -1,6 +1,6 @@
 """Fully sharded data parallelism: torch's FSDP2 (`fully_shard`), which is ZeRO stage 3 (1910.02054)."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -13,8 +13,9 @@ from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
 
 from colossalai.context import Axis
 from colossalai.nn.parallel._arriving import ArrivingParams
+from colossalai.nn.parallel._buckets import has_users_hooks
 from colossalai.nn.parallel._data_method import AppliedDataMethod, DataMethod, broadcast_from_first
-from colossalai.tensor import GradientSync, ParameterHolder, gradient_sync
+from colossalai.tensor import GradientSync, ParameterHolder, gradient_sync, nested_tensors
 
 _LISTS_OF_MODULES = (nn.ModuleList, nn.ModuleDict)  # which are not called themselves
 _LISTS_OF_PARAMS = (nn.ParameterList, nn.ParameterDict, ParameterHolder)  # which are not called
@@ -79,6 +80,11 @@ class FullySharded(DataMethod):
             if any(True for _ in part.parameters(recurse=False)):
                 # After the hooks of FSDP, which gather.
                 part.register_forward_pre_hook(partial(_refuse_shards, DTensor))
+                part.register_load_state_dict_pre_hook(_shard_state)
+        for name, param in module.named_parameters():
+            param.register_hook = partial(_refuse_hook, name)  # type: ignore[method-assign]
+        # Before the hook of FSDP, so that a backward that is refused has not begun for FSDP.
+        module.register_forward_hook(_watch_outputs, prepend=True)
         return _Sharded(module)
 
     def check(
@@ -107,6 +113,7 @@ class FullySharded(DataMethod):
                     "nn.Parameter(param.detach().contiguous()) in its place before you build the optimizer"
                 )
             if param.requires_grad:
+                _refuse_complex_or_hooked(name, param)
                 dtypes.setdefault(part, {}).setdefault(param.dtype, name)
         for part, found in dtypes.items():
             if len(found) > 1:
@@ -157,6 +164,76 @@ def _refuse_shards(kind: type, part: nn.Module, inputs: tuple[Any, ...]) -> None
             "gathers parameters: call the model itself, or declare the method that calls it, as in "
             "booster.register_forward_method(model, 'compute_loss'), and call that on the boosted model"
         )
+
+
+def _refuse_complex_or_hooked(name: str, param: nn.Parameter) -> None:
+    """Refuse a trained parameter that would be updated wrongly, or whose hooks would never run.
+
+    Raises:
+        ValueError: `param` is complex, or the user has registered a hook of its gradient.
+    """
+    if param.is_complex():
+        raise ValueError(
+            f"the parameter {name} is {param.dtype}: optimizers view complex numbers as pairs of real ones, "
+            f"which torch does wrongly for the slices that FSDP holds: use {_STAGE_1}"
+        )
+    if has_users_hooks(param):
+        raise ValueError(
+            f"the parameter {name} has a hook of its gradient, which FSDP never calls, as it puts another "
+            f"parameter in place of this one: use {_STAGE_1}, or call register_post_accumulate_grad_hook on "
+            "the parameters of the boosted model (it gets this rank's slice of the average)"
+        )
+
+
+def _refuse_hook(name: str, hook: Callable[..., Any]) -> None:
+    """Stand in for `register_hook` of a parameter.
+
+    Raises:
+        ValueError: `register_hook` of a parameter is called.
+    """
+    raise ValueError(
+        f"register_hook of the parameter {name}: FSDP never calls such a hook, as its backward reaches a "
+        f"gathered copy of the parameter: use {_STAGE_1}, or register_post_accumulate_grad_hook, which gets "
+        "this rank's slice of the average"
+    )
+
+
+def _watch_outputs(module: nn.Module, inputs: Any, output: Any) -> None:
+    for tensor in nested_tensors(output):
+        if tensor.requires_grad:
+            tensor.register_hook(_refuse_graph_of_grads)
+
+
+def _refuse_graph_of_grads(grad: torch.Tensor) -> None:
+    """Refuse a backward whose gradients have a graph, before FSDP's part of it begins.
+
+    Raises:
+        ValueError: The backward has `create_graph=True`.
+    """
+    if torch.is_grad_enabled():  # which is what `create_graph` means to autograd
+        raise ValueError(
+            "a backward with create_graph=True through a model that FSDP shards: the second backward would "
+            f"need parameters that FSDP has freed. For a gradient penalty use {_STAGE_1}"
+        )
+
+
+def _shard_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Replace whole tensors in a state dict by this rank's slices; no communication."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    for name, param in module._parameters.items():
+        given = state.get(prefix + name)
+        if (
+            not isinstance(param, DTensor)
+            or not isinstance(given, torch.Tensor)
+            or isinstance(given, DTensor)
+        ):
+            continue
+        if given.shape == param.shape:  # else torch reports it
+            # From this rank's own copy, as in one process.
+            state[prefix + name] = distribute_tensor(
+                given.detach(), param.device_mesh, param.placements, src_data_rank=None
+            )
 
 
 def _scale(grads: torch.Tensor, *, factor: float) -> None:

@@ -10,6 +10,7 @@ import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.core import global_context as gpc
+from tests.ranks import run_ranks
 from tests.tiers import further
 from tests.turns import run_each
 
@@ -92,3 +93,23 @@ OPTIONS = [{}, {"bucket_cap_mb": 1, "gradient_as_bucket_view": True}, {"find_unu
 def test_a_resumed_run_adds_up_in_the_same_order(world_size):
     same = [[True] * (STEPS - SAVED_AT + 1)] * world_size
     assert run_each(world_size, resume, [(options,) for options in OPTIONS]) == [same] * len(OPTIONS)
+
+
+def calls_of_hooks():
+    """Return how often hooks of a parameter were called by `boost`, and by a backward after it."""
+    colossalai.launch_from_torch({}, verbose=False)
+    model = nn.Linear(2, 2)
+    calls = []
+    model.weight.register_hook(lambda _: calls.append("before"))
+    model.weight.register_post_accumulate_grad_hook(lambda _: calls.append("after"))
+    removed = model.bias.register_post_accumulate_grad_hook(calls.append)
+    boosted, *_ = Booster(plugin=TorchDDPPlugin()).boost(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    by_boost = [*calls]
+    removed.remove()
+    boosted(torch.ones(1, 2)).sum().backward()
+    gpc.destroy()
+    return by_boost, calls
+
+
+def test_boost_calls_no_hook_of_a_users_parameter():
+    assert run_ranks(calls_of_hooks, 2) == [([], ["before", "after"])] * 2

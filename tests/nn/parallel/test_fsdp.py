@@ -53,6 +53,12 @@ def sparse():
     return nn.Sequential(nn.Embedding(3, 4, sparse=True), nn.Linear(4, 4))
 
 
+def hooked(register):
+    model = blocks_of()
+    getattr(model[1].weight, register)(lambda _: None)
+    return model
+
+
 class Derived(torch.optim.Adafactor):
     pass
 
@@ -79,6 +85,17 @@ CASES = {
     ),
     "the parameter 1.weight is not contiguous": (not_contiguous, sgd),
     "0 gives sparse gradients": (sparse, sgd),
+    "the parameter 0.weight is torch.complex64: optimizers view complex numbers as pairs of real ones, which "
+    f"torch does wrongly for the slices that FSDP holds: {STAGE_1}": (
+        lambda: nn.Sequential(nn.Linear(4, 4, bias=False, dtype=torch.complex64)),
+        torch.optim.AdamW,
+    ),
+    "the parameter 1.weight has a hook of its gradient, which FSDP never calls, as it puts another parameter "
+    f"in place of this one: {STAGE_1}": (lambda: hooked("register_hook"), sgd),
+    "the parameter 1.weight has a hook of its gradient, which FSDP never calls": (
+        lambda: hooked("register_post_accumulate_grad_hook"),
+        sgd,
+    ),
 }
 
 
@@ -131,3 +148,48 @@ def on_disk():
 
 def test_states_on_disk_give_the_same_bits_as_in_memory():
     assert run_ranks(on_disk, 2) == [True, True]
+
+
+def used_by_hand():
+    """Return what torch's own calls on a model under FSDP give: differences, messages, numbers of calls."""
+    colossalai.launch_from_torch({}, verbose=False)
+    model, twin = blocks_of().double(), blocks_of().double()
+    boosted, optimizer, *_ = Booster(plugin=TorchFSDPPlugin()).boost(model, sgd(model.parameters()))
+    ours = sgd(twin.parameters())
+    x = torch.randn(3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    heard = []
+    for _ in range(2):  # the second after refusals
+        boosted.load_state_dict(twin.state_dict())
+        for param in boosted.parameters():
+            with pytest.raises(
+                ValueError, match=r"register_hook of the parameter .*post_accumulate_grad_hook, which"
+            ):
+                param.register_hook(lambda _: None)
+        with pytest.raises(
+            ValueError, match=rf"create_graph=True through a model that FSDP .* {STAGE_1[:22]}"
+        ):
+            torch.autograd.grad(boosted(x).sum(), x, create_graph=True)
+        handles = [each.register_post_accumulate_grad_hook(heard.append) for each in boosted.parameters()]
+        (slope,) = torch.autograd.grad(boosted(x).sum(), x)
+        heard.clear()
+        (boosted(x).square().mean() + (slope * boosted(x)).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for handle in handles:
+            handle.remove()
+        (twin(x).square().mean() + (slope * twin(x)).sum()).backward()
+        ours.step()
+        ours.zero_grad()
+    pairs = zip(boosted.parameters(), twin.parameters(), strict=True)
+    difference = max((param.full_tensor() - expected).abs().max().item() for param, expected in pairs)
+    with pytest.raises(RuntimeError, match=r"size mismatch for 1\.bias"):
+        boosted.load_state_dict({**twin.state_dict(), "1.bias": torch.zeros(5)})
+    num_missed = len(set(boosted.parameters()) - set(heard))
+    gpc.destroy()
+    return difference, num_missed
+
+
+def test_calls_of_torch_give_what_they_give_in_one_process_or_are_refused():
+    for difference, num_missed in run_ranks(used_by_hand, 2):
+        assert difference < 1e-14
+        assert num_missed == 0
