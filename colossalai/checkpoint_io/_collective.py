@@ -6,16 +6,36 @@ on some ranks only ends with an exchange of the outcome, in which ranks also tel
 failure anywhere is an exception everywhere.
 
 In a process without a process group these functions just call their argument.
+
+[Note: a save on one rank]
+To save on rank 0 only is what DDP's users are used to. Here every rank holds a part, so the other ranks go on
+to the collectives of the next step, where they would meet those of the save: a hang, or an error on a rank
+whose script is right. So the ranks first count themselves in the job's key-value store, in a meeting with a
+patience: the watchdog finds that those that are missing wait for the ones here, or have left, and ends
+the job with one sentence. A rank that only comes later is waited for.
 """
 
+import time
 from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from colossalai.cluster import gather_values
+from colossalai.context import is_watched
+from colossalai.monitor import meeting
 
+P = ParamSpec("P")
 T = TypeVar("T")
+
+PATIENCE_S = 10.0
+_FIRST_POLL_S, _LAST_POLL_S = 0.0005, 0.05
+_ADVICE = (
+    "Saves and loads are collective: all ranks call them, also where only rank 0 writes. Take the call out "
+    "of `if rank == 0:`"
+)
 
 
 class FullDiskError(OSError):
@@ -160,3 +180,49 @@ on_writer = COLLECTIVE.on_writer
 results = COLLECTIVE.results
 from_writer = COLLECTIVE.from_writer
 gather = COLLECTIVE.gather
+
+
+def called_by_all_ranks(op: str, name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Decorate a function that all ranks call: it begins when all have come.
+
+    In a job without a watchdog it begins at once.
+
+    Args:
+        op: "save" or "load".
+        name: What is saved or loaded: "a model".
+    """
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            if num_ranks() > 1 and is_watched():
+                _wait_for_all(op, name)
+            return function(*args, **kwargs)
+
+        return call
+
+    return decorated
+
+
+def _wait_for_all(op: str, name: str) -> None:
+    # See [Note: a save on one rank].
+    store, size = _get_default_store(), num_ranks()
+    key = f"colossalai/checkpoint/{op} of {name}"
+    number = store.add(f"{key}/{global_rank()}", 1)  # of this rank's calls
+    store.add(key, 1)
+    arrival = meeting(
+        name,
+        channel=key,
+        number=number,
+        partners=range(size),
+        op=op,
+        patience=PATIENCE_S,
+        advice=_ADVICE,
+        after_backwards=True,
+    )
+    with arrival:
+        pause = _FIRST_POLL_S
+        # No rank counts itself for its next call before all have come to this one.
+        while store.add(key, 0) < number * size:
+            time.sleep(pause)
+            pause = min(2 * pause, _LAST_POLL_S)

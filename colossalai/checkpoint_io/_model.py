@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from colossalai.checkpoint_io._collective import on_every_rank
+from colossalai.checkpoint_io._collective import called_by_all_ranks, on_every_rank
 from colossalai.checkpoint_io._global_plan import (
     merge_by_name,
     names_elsewhere,
@@ -330,6 +330,7 @@ def _refuse_meta(state: Mapping[str, Any]) -> None:
         raise ValueError(f"{what}. Give it memory first, with module.to_empty(device=...)")
 
 
+@called_by_all_ranks("save", "a model")
 @as_memory()
 def save_model(
     module: nn.Module,
@@ -384,6 +385,7 @@ def save_model(
     save_whole(checkpoint, state, MODEL, layout, texts=_config_files(module))
 
 
+@called_by_all_ranks("load", "a model")
 def load_model(
     module: nn.Module,
     checkpoint: str | Path,

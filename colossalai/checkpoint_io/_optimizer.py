@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.checkpoint_io._collective import on_every_rank
+from colossalai.checkpoint_io._collective import called_by_all_ranks, on_every_rank
 from colossalai.checkpoint_io._global_plan import names_elsewhere
 from colossalai.checkpoint_io._optimizer_state import (
     OPTIMIZER,
@@ -227,6 +227,7 @@ def _state_misfits(
             yield f"{name} is a tensor-parallel slice, and it is not known how to cut {listed(strange)}"
 
 
+@called_by_all_ranks("save", "an optimizer")
 @as_memory()
 def save_optimizer(
     optimizer: Optimizer,
@@ -275,6 +276,7 @@ def save_optimizer(
             save_sharded(checkpoint, state, OPTIMIZER)
 
 
+@called_by_all_ranks("load", "an optimizer")
 @as_memory()
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path, *, param_names: ParamNames) -> None:
     """Load an optimizer's state and hyper-parameters; collective: every rank copies its own slices.

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.checkpoint_io._collective import on_every_rank
+from colossalai.checkpoint_io._collective import called_by_all_ranks, on_every_rank
 from colossalai.checkpoint_io._global_plan import names_elsewhere
 from colossalai.checkpoint_io._model import (
     MODEL,
@@ -34,6 +34,7 @@ from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, atomic_file, lis
 from colossalai.tensor import as_memory
 
 
+@called_by_all_ranks("save", "a checkpoint")
 @as_memory()
 def save_checkpoint(
     file: str | Path,
@@ -96,6 +97,7 @@ def _save(
         write_torch_states(write, content, states.values(), buffer_size=buffer_size)
 
 
+@called_by_all_ranks("load", "a checkpoint")
 @as_memory()
 def load_checkpoint(
     file: str | Path,

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._collective import (
     COLLECTIVE,
+    called_by_all_ranks,
     from_writer,
     global_rank,
     num_ranks,
@@ -114,6 +115,7 @@ class TrainingState:
         return {name: part for name, part in parts.items() if part is not None}
 
 
+@called_by_all_ranks("save", "a training state")
 @as_memory()
 def save_training_state(
     folder: str | Path,
@@ -187,6 +189,7 @@ def latest_training_state(folder: str | Path) -> Path | None:
     return None if newest is None else newest.path
 
 
+@called_by_all_ranks("load", "a training state")
 @as_memory()
 def load_training_state(
     path: str | Path, state: TrainingState, *, buffer_size: float = DEFAULT_BUFFER_MB
@@ -216,6 +219,7 @@ def load_training_state(
         return _load(Path(path), replace(state, optimizer=raw), None, buffer_size)
 
 
+@called_by_all_ranks("load", "the newest training state")
 @as_memory()
 def resume_training_state(
     folder: str | Path, state: TrainingState, *, buffer_size: float = DEFAULT_BUFFER_MB

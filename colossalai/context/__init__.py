@@ -59,6 +59,7 @@ from colossalai.context._random_saved import set_random_state as set_random_stat
 from colossalai.context._supervision import before_end as before_end
 from colossalai.context._supervision import fail_at_end as fail_at_end
 from colossalai.context._supervision import is_in_job as is_in_job
+from colossalai.context._supervision import is_watched as is_watched
 
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

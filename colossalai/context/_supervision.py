@@ -133,6 +133,11 @@ def is_in_job() -> bool:
     return bool(process.watching)
 
 
+def is_watched() -> bool:
+    """Return whether the job that was launched here has a watchdog."""
+    return bool(process.watching) and process.watching[-1][0] is not None
+
+
 def is_debugging(config: Config) -> bool:
     """Whether the environment, or else the config, asks for the debug mode.
 

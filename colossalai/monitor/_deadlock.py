@@ -13,10 +13,14 @@ died has an error of its own: the connection is lost.
 The reports need not be of one moment. A rank tells what holds it before it tells how far it has come, and
 it gets no further while it is held. So if of several ranks each lacks another one of them that has not
 reached its wait, none of them can have been the first to go on after its own report.
+
+A rank in a backward may be computing beside its collectives, or wait for them where nobody sees it (torch's
+`DistributedDataParallel` waits in compiled code). It comes to a meeting `after_backwards` only when they are
+complete. So there, and only there, such a collective holds it.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from colossalai.monitor._diagnosis import Diagnosis, ranks_in_words
 from colossalai.monitor._rank_report import RankReport, Waiting
@@ -42,6 +46,13 @@ def deadlock(reports: Mapping[int, RankReport], left: Mapping[int, Left]) -> Dia
         reports: What the ranks say.
         left: Those that will never come. Any other rank that says nothing may still come.
     """
+    if any(
+        wait.after_backwards and _is_impatient(wait) for answer in reports.values() for wait in answer.held
+    ):
+        # See [Note: who may still come].
+        reports = {
+            rank: replace(answer, held=answer.held or answer.in_backward) for rank, answer in reports.items()
+        }
     stuck = {rank: reports[rank].held for rank in _stuck(reports, left)}
     impatient = [(rank, wait) for rank, held in stuck.items() for wait in held if _is_impatient(wait)]
     if not impatient:

@@ -55,6 +55,7 @@ class Issued:
         where: Of what it is a part, if not of what its group is.
         patience: See `meeting`.
         advice: See `meeting`.
+        after_backwards: See `meeting`.
     """
 
     op: str
@@ -70,6 +71,7 @@ class Issued:
     where: str = ""
     patience: float | None = None
     advice: str = ""
+    after_backwards: bool = False
 
 
 class RecordedCall:
@@ -251,6 +253,7 @@ def awaited_meetings() -> list[Issued]:
             where=f"of {item.name}",
             patience=item.patience,
             advice=item.advice,
+            after_backwards=item.after_backwards,
         )
         for thread, item in meetings().items()
     ]

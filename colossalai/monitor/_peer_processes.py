@@ -20,7 +20,7 @@ from typing import Self
 
 STACK_SIGNAL = signal.SIGRTMIN + 7
 _STACK_S = 0.4  # for writing the stacks
-_DIED = "has died"
+DIED = "has died"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class PeerProcess:
 
     def has_died(self) -> bool:
         """Return whether it has ended. Only for a process of the same place."""
-        return self.trouble() == _DIED
+        return self.trouble() == DIED
 
     def trouble(self) -> str | None:
         """Say what is wrong with it, as far as one sees from here; None if nothing is.
@@ -77,9 +77,9 @@ class PeerProcess:
             status = process.status()
             is_other = abs(process.create_time() - self.started) > 1.0
         except psutil.NoSuchProcess:
-            return _DIED
+            return DIED
         if is_other or status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-            return _DIED
+            return DIED
         if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
             return "is stopped (SIGSTOP, or a debugger)"
         return None

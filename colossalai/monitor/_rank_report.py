@@ -84,6 +84,7 @@ class Waiting:
         module: The name of the innermost module at work, where there is one.
         patience: See `meeting`.
         advice: See `meeting`.
+        after_backwards: See `meeting`.
     """
 
     op: str
@@ -97,6 +98,7 @@ class Waiting:
     module: str | None
     patience: float | None = None
     advice: str = ""
+    after_backwards: bool = False
 
     def describe(self) -> str:
         """Name it: "all_reduce #118 of axis tp in blocks.2.attn"."""
@@ -122,6 +124,7 @@ class RankReport:
         activity: What follows the words "rank 3"; for a rank that waits, where it is nevertheless.
         waiting: What it has issued and is not complete: meetings, then the rest, oldest first.
         held: Those of them in one of which its script waits; none while the script gets on by itself.
+        in_backward: While its script is in a backward: collectives that it issued and that are not complete.
         reached: How far it has come in every channel.
         met: By channel, the last meeting that it has come to.
         recent: For every group its last collectives: number, name, shapes.
@@ -137,6 +140,7 @@ class RankReport:
     activity: str
     waiting: tuple[Waiting, ...] = ()
     held: tuple[Waiting, ...] = ()
+    in_backward: tuple[Waiting, ...] = ()
     reached: dict[str, int] = dataclasses.field(default_factory=dict)
     met: dict[str, str] = dataclasses.field(default_factory=dict)
     recent: dict[str, list[tuple[int, str, tuple[tuple[int, ...], ...]]]] = dataclasses.field(
@@ -156,14 +160,14 @@ class RankReport:
     def from_json(text: str | bytes) -> "RankReport":
         """Return what `to_json` has written."""
         fields = json.loads(text)
-        waiting, held = (tuple(map(_waiting_from, fields[name])) for name in ("waiting", "held"))
+        waits = {name: tuple(map(_waiting_from, fields[name])) for name in ("waiting", "held", "in_backward")}
         recent = {
             group: [(number, op, _tuples(shapes)) for number, op, shapes in entries]
             for group, entries in fields["recent"].items()
         }
         gone = {int(rank): how for rank, how in fields["gone"].items()}
         signatures = {int(rank): from_plain(items) for rank, items in fields["signatures"].items()}
-        read = {"waiting": waiting, "held": held, "recent": recent, "gone": gone, "signatures": signatures}
+        read = {**waits, "recent": recent, "gone": gone, "signatures": signatures}
         return RankReport(**{**fields, **read})
 
 
@@ -202,6 +206,7 @@ def report_of_this_rank(
         return tuple(_waiting(item, frames.get(item.thread), axis_of, members) for item in items)
 
     held = describe(_held(frames, record, awaited=awaited, messages=messages, pending=pending))
+    in_backward = describe(_pending_in_backward(frames, pending))
     waiting = describe([*awaited, *pending, *messages])
     met = meetings_reached()
     reached = {**record.counts, **{channel: item.number for channel, item in met.items()}}
@@ -217,6 +222,7 @@ def report_of_this_rank(
         activity=_activity(main, frames.get(main)) + _waits_of_others(main),
         waiting=waiting,
         held=held,
+        in_backward=in_backward,
         reached=reached,
         met={channel: f"{item.op} #{item.number} of {item.name}" for channel, item in met.items()},
         recent={group: entries[-_NUM_RECENT:] for group, entries in recent.items()},
@@ -272,6 +278,18 @@ def _held(
     )
 
 
+def _pending_in_backward(frames: dict[int, FrameType], pending: list[Issued]) -> list[Issued]:
+    """Return the collectives of a backward that is in progress; it may be computing or wait for them."""
+    main = threading.main_thread().ident or 0
+    innermost = frames.get(main)
+    if innermost is None or innermost.f_code.co_name != "_engine_run_backward":
+        return []
+    if _frames().get(main) is not innermost:
+        return []
+    # Issued by the script's thread or by one of autograd's, which no frame of Python's belongs to.
+    return [item for item in pending if item.thread == main or item.thread not in frames]
+
+
 def _waiting(
     item: Issued,
     frame: FrameType | None,
@@ -294,6 +312,7 @@ def _waiting(
         module=_current_module(frame) if inside else None,
         patience=item.patience,
         advice=item.advice,
+        after_backwards=item.after_backwards,
     )
 
 

@@ -83,6 +83,7 @@ class meeting(section):
         patience: Seconds after which all ranks are asked where they are, again and again. It is an error if
             those that are missing cannot come any more; None: only the watchdog's timeout ends the wait.
         advice: A sentence for that error.
+        after_backwards: Whether it is between steps: a backward ends, with all its collectives, before.
     """
 
     def __init__(
@@ -95,10 +96,12 @@ class meeting(section):
         op: str = "step",
         patience: float | None = None,
         advice: str = "",
+        after_backwards: bool = False,
     ) -> None:
         super().__init__(name if op == "step" else f"a {op}")
         self.name, self.channel, self.number, self.partners = name, channel, number, tuple(partners)
         self.op, self.patience, self.advice = op, patience, advice
+        self.after_backwards = after_backwards
         self.start = time.monotonic()
 
     def come(self) -> None:

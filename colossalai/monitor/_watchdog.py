@@ -49,6 +49,7 @@ from colossalai.monitor._last_calls import (
 )
 from colossalai.monitor._options import WatchdogOptions
 from colossalai.monitor._peer_processes import (
+    DIED,
     RankProcess,
     innermost_place,
     register_this_process,
@@ -314,7 +315,7 @@ class Watchdog:
             stacks = {rank: self._store.text(f"stacks/{number}/{rank}") for rank in silent}
         absent = {rank: self._how_is(rank, reports, stacks.get(rank, "")) for rank in silent}
         is_notice = number.startswith("notice")
-        stuck = deadlock(reports, self._left(absent)) if is_notice else None
+        stuck = deadlock(reports, self._left(absent, reports)) if is_notice else None
         diagnosis = stuck or diagnose(reports, absent, self._axis_of)
         if self._store.add(f"told/{number}", 1) > 1:
             return  # another rank was quicker: its diagnosis is the one that all end by
@@ -360,12 +361,13 @@ class Watchdog:
             return f"{name} does not answer{ago}: compiled code holds Python's lock{innermost_place(stacks)}"
         return f"{name} does not answer{ago}: its machine is out of reach, or compiled code holds its lock"
 
-    def _left(self, absent: dict[int, str]) -> dict[int, Left]:
-        """Return those that have left the job, of the ranks that say nothing."""
+    def _left(self, absent: dict[int, str], reports: dict[int, RankReport]) -> dict[int, Left]:
+        """Return those that have left the job or have died, of the ranks that say nothing."""
+        died = {rank for report in reports.values() for rank, how in report.gone.items() if how == DIED}
         return {
-            rank: Left(how, json.loads(self._store.text(f"met/{rank}")))
+            rank: Left(how, json.loads(self._store.text(f"met/{rank}") or "{}"))
             for rank, how in absent.items()
-            if self._store.text(f"left/{rank}")
+            if rank in died or self._store.text(f"left/{rank}")
         }
 
     def _help_silent(self, number: str) -> None:

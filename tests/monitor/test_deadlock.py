@@ -15,7 +15,16 @@ ROUNDS = 40  # in which each rank makes a step: enough for all programs
 COMPUTES = -1  # in a program: for as long as anybody looks
 
 
-def wait(number=3, *, channel="gathers", partners=(0, 1), what="chunk 1", patience=PATIENCE_S, seconds=11.0):
+def wait(
+    number=3,
+    *,
+    channel="gathers",
+    partners=(0, 1),
+    what="chunk 1",
+    patience=PATIENCE_S,
+    seconds=11.0,
+    after_backwards=False,
+):
     return Waiting(
         op="gather" if patience else "all_reduce",
         channel=channel,
@@ -28,10 +37,11 @@ def wait(number=3, *, channel="gathers", partners=(0, 1), what="chunk 1", patien
         module=None,
         patience=patience,
         advice="Do the same." if patience else "",
+        after_backwards=after_backwards,
     )
 
 
-def report(rank, *held, reached=None, does="it is at train.py:1"):
+def report(rank, *held, reached=None, does="it is at train.py:1", in_backward=()):
     own = {item.channel: item.number for item in held}
     return RankReport(
         rank=rank,
@@ -39,6 +49,7 @@ def report(rank, *held, reached=None, does="it is at train.py:1"):
         pid=rank,
         activity=does,
         held=held,
+        in_backward=in_backward,
         reached={**own, **(reached or {})},
         met={"gathers": "gather #2 of chunk 0"},
     )
@@ -106,6 +117,15 @@ def test_only_a_meeting_that_has_waited_long_enough_asks_for_it():
     assert both() is not None
     assert both(seconds=9.0) is None
     assert both(patience=None) is None
+
+
+def test_collectives_of_a_backward_hold_a_rank_only_where_it_must_end_first():
+    pending = wait(7, channel="dp", what="axis dp", patience=None)
+    computing = report(1, in_backward=(pending,), reached={"gathers": 2, "dp": 7})
+    (line, _) = told(report(0, wait(after_backwards=True)), computing)
+    assert "And rank 1 waits in all_reduce #7 of axis dp" in line
+    assert told(report(0, wait()), computing) is None
+    assert told(report(0, wait(after_backwards=True), reached={"dp": 7}), computing) is None
 
 
 class Job:

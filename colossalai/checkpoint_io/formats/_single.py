@@ -18,7 +18,7 @@ import safetensors
 import safetensors.torch
 import torch
 
-from colossalai.checkpoint_io._collective import on_every_rank
+from colossalai.checkpoint_io._collective import called_by_all_ranks, on_every_rank
 from colossalai.checkpoint_io.formats._safetensors import CHECKSUMS, has_intact_header
 from colossalai.checkpoint_io.formats._torch_file import refuse_broken_frame, refuse_truncated, seal
 from colossalai.checkpoint_io.resharding import plain
@@ -214,6 +214,7 @@ class Stateful(Protocol):
         ...
 
 
+@called_by_all_ranks("save", "a learning rate scheduler")
 def save_lr_scheduler(lr_scheduler: Stateful, checkpoint: str | Path) -> None:
     """Save a learning-rate scheduler in a file; collective: every rank calls it, global rank 0 writes.
 
@@ -226,6 +227,7 @@ def save_lr_scheduler(lr_scheduler: Stateful, checkpoint: str | Path) -> None:
         write(lambda path: write_torch(path, state))
 
 
+@called_by_all_ranks("load", "a learning rate scheduler")
 def load_lr_scheduler(lr_scheduler: Stateful, checkpoint: str | Path) -> None:
     """Load a learning-rate scheduler from a file that `save_lr_scheduler` wrote; collective.
 
