@@ -23,7 +23,8 @@ names of others), `opened_tensors` (the first half for tensors in memory), `gath
 in memory, out of those that ranks hold in parts), `OpenedModel`, `ModelLoadPlan`,
 `StoredTensor` and `fill` (what lies between them),
 `set_prefix` and `set_tied_names` (what the names of a pipeline stage are in the whole model), `MODEL` and
-`names_by_tensor`, and `colossalai.checkpoint_io.tools` (for the command line).
+`names_by_tensor`, `whole_state_dict` and `load_whole_state_dict` (the state dict of a boosted
+model of which ranks hold parts), and `colossalai.checkpoint_io.tools` (for the command line).
 
 A tensor on its way to disk and back, in the terms of this package:
 
@@ -39,7 +40,8 @@ A tensor on its way to disk and back, in the terms of this package:
 | `ModelLoadPlan` | a checkpoint compared with a model, ready to be copied into it | `_model` |
 | `OptimizerLoadPlan` | the same of an optimizer | `_optimizer` |
 
-The reader for torch's distributed checkpoints, which take a second to import, comes when it is asked for.
+The reader for torch's distributed checkpoints, which take a second to import, and whole state dicts are
+imported on first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -82,10 +84,18 @@ from colossalai.checkpoint_io.storage import atomic_folder as atomic_folder
 from colossalai.checkpoint_io.storage import check_saves as check_saves
 from colossalai.checkpoint_io.storage import wait_for_saves as wait_for_saves
 
+_LAZY = {
+    "ChunkStorageReader": "colossalai.checkpoint_io._dcp_storage_reader",
+    "load_whole_state_dict": "colossalai.checkpoint_io._state_dict",
+    "whole_state_dict": "colossalai.checkpoint_io._state_dict",
+}
+
 if TYPE_CHECKING:
     from colossalai.checkpoint_io._dcp_storage_reader import ChunkStorageReader as ChunkStorageReader
+    from colossalai.checkpoint_io._state_dict import load_whole_state_dict as load_whole_state_dict
+    from colossalai.checkpoint_io._state_dict import whole_state_dict as whole_state_dict
 
 
 def __getattr__(name: str) -> Any:
     """Import what is not imported yet (PEP 562)."""
-    return find_name(__name__, {"ChunkStorageReader": "colossalai.checkpoint_io._dcp_storage_reader"}, name)
+    return find_name(__name__, _LAZY, name)

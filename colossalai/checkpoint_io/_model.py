@@ -67,7 +67,7 @@ def model_state(module: nn.Module, *, prefix: str = "") -> ShardedStateDict:
     full_prefix = prefix + prefix_of(module)
     # keep_vars: the parameters themselves, by whose identity tied ones are known.
     values = {full_prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
-    return with_other_ranks(lambda: values, merge=merge_by_name, flatten=_flatten)
+    return with_other_ranks(lambda: values, merge=merge_by_name, flatten=flat_state)
 
 
 def gathered_weights(
@@ -103,7 +103,7 @@ def gathered_weights(
         yield groups[name], found
 
 
-def stored_values(state: FlatStateDict[TensorMetadata]) -> Mapping[str, object]:
+def stored_values(state: FlatStateDict[Any]) -> Mapping[str, object]:
     """Return the values of the state dict that a flat one was made of.
 
     Raises:
@@ -118,7 +118,8 @@ def stored_values(state: FlatStateDict[TensorMetadata]) -> Mapping[str, object]:
     return {name: tensor for name, tensor in state.tensors.items() if name not in inner} | others
 
 
-def _flatten(values: Mapping[str, Any]) -> FlatStateDict[Any]:
+def flat_state(values: Mapping[str, Any]) -> FlatStateDict[Any]:
+    """Return the values of a state dict as a flat one: tensors by name, and a tree of all else."""
     tensors = {
         name: value for name, value in values.items() if isinstance(value, torch.Tensor | TensorMetadata)
     }
@@ -135,7 +136,7 @@ def _split(content: object) -> FlatStateDict[torch.Tensor]:
         raise ValueError(f"there are no weights by name in it, but a {type(content).__name__}")
     if {"epoch", "model"} <= content.keys():
         raise ValueError("it was written by save_checkpoint: read it with load_checkpoint")
-    return _flatten(content)
+    return flat_state(content)
 
 
 MODEL = Kind(

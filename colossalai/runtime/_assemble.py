@@ -156,7 +156,14 @@ def assemble_with_optimizers(
     _draw_apart(mesh)
     pipeline = _make_pipeline(plan, model, data, mesh=mesh, tensor_axis=tensor_axis, device=device)
     is_whole = plan.pipeline is None and all(map(_is_whole, model.parameters()))
-    wrapper = ModelWrapper(model, data, pipeline=pipeline, fused_loss=plan.fused_loss, trained_by=wrapped)
+    wrapper = ModelWrapper(
+        model,
+        data,
+        pipeline=pipeline,
+        fused_loss=plan.fused_loss,
+        trained_by=wrapped,
+        parts=mesh if plan.pipeline is not None or any(map(_is_cut, model.parameters())) else None,
+    )
     refuse_calls(
         [given, *(part.model for part in model.modules() if isinstance(part, ModelStage))],
         wrapper,
@@ -171,9 +178,12 @@ def assemble_with_optimizers(
 
 def _is_whole(param: nn.Parameter) -> bool:
     """Return whether this rank holds all values of a parameter."""
+    return not _is_cut(param) and local_slice(param) is param and CHUNK_PLACE not in vars(param)
+
+
+def _is_cut(param: nn.Parameter) -> bool:
     spec = spec_of(param)
-    is_cut = spec is not None and bool(spec.axes)
-    return not is_cut and local_slice(param) is param and CHUNK_PLACE not in vars(param)
+    return spec is not None and bool(spec.axes)
 
 
 def _take_users_cut(plan: Plan, model: nn.Module, mesh: Mesh) -> bool:

@@ -25,7 +25,15 @@ _CHANGING = (
     *("set_input_embeddings", "set_output_embeddings"),
     *("add_adapter", "add_weighted_adapter", "delete_adapter"),
 )
-_EXPORTING = ("save_pretrained", "merge_and_unload", "unload")  # of a model of peft
+_EXPORTING = ("save_pretrained", "merge_and_unload", "unload")  # the last two of a model of peft
+_INSTEAD = (
+    "booster.save_model(model, folder, shard=True, use_safetensors=True), which writes the weights of all "
+    "ranks and the config"
+)
+_INSTEAD_OF_PEFT = (
+    "colossalai.chat.save_pretrained(model, folder, booster=booster), which writes the adapters, or with "
+    "merges=True the model that they are added into"
+)
 
 
 class RefusedCall:
@@ -83,14 +91,14 @@ def refuse_calls(models: Iterable[nn.Module], wrapper: nn.Module, *, is_alone: b
                     "boost (or colossalai.initialize), and before the optimizer is built",
                     wrapper,
                 )
-        if not is_whole and _is_of_peft(module):
+        if not is_whole:
             for name in _methods(module, _EXPORTING):
+                is_of_peft = _is_of_peft(module)
+                instead = _INSTEAD_OF_PEFT if is_of_peft else _INSTEAD
                 vars(module)[name] = RefusedCall(
                     module,
                     name,
-                    "this rank holds a part of the model: let every rank call colossalai.chat."
-                    "save_pretrained(model, folder, booster=booster), which writes the adapters, or with "
-                    "merges=True the model that they are added into",
+                    f"this rank holds a part of the model: let every rank call {instead}",
                     wrapper,
                 )
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
+from colossalai import checkpoint_io
 from colossalai.amp import OptimizerWrapper as OptimizerWrapper  # documented beside ModelWrapper
-from colossalai.context import MOE_CONTEXT
+from colossalai.context import MOE_CONTEXT, Mesh, get_current_device
 from colossalai.nn.parallel import AppliedDataMethod, params_called
 from colossalai.runtime._pipeline import Pipeline
 from colossalai.tensor import TransparentModule, nested_tensors
@@ -22,7 +24,7 @@ class ModelWrapper(TransparentModule):
     Forward goes through the methods. Names are those of the model that was given: `state_dict`,
     `named_parameters`, `named_modules` and attributes (`model.config`, `model.fc1`) have no prefix.
     Attributes, buffers and modules without parameters are set on the model, too (see `TransparentModule`),
-    except `module`, `data`, `pipeline`, `takes_labels`, `trained_by`, `syncs`, `is_in_no_sync` and
+    except `module`, `data`, `pipeline`, `takes_labels`, `trained_by`, `parts`, `syncs`, `is_in_no_sync` and
     `optimizers`, which are those of the wrapper.
 
     Args:
@@ -31,6 +33,7 @@ class ModelWrapper(TransparentModule):
         pipeline: What runs it, if it is only a part of a model.
         fused_loss: Whether it takes labels, and returns its loss in training without logits.
         trained_by: The optimizers of its parameters.
+        parts: The ranks that hold the model together, if this one holds slices or stages of it.
     """
 
     _mutable = frozenset({"syncs", "is_in_no_sync", "optimizers"})
@@ -43,6 +46,7 @@ class ModelWrapper(TransparentModule):
         pipeline: Pipeline | None = None,
         fused_loss: bool = False,
         trained_by: Sequence[OptimizerWrapper] = (),
+        parts: Mesh | None = None,
     ) -> None:
         super().__init__()
         self.module = data.module
@@ -53,6 +57,7 @@ class ModelWrapper(TransparentModule):
         self.syncs = True
         self.is_in_no_sync = False
         self.trained_by = tuple(trained_by)
+        self.parts = parts
         self.optimizers: tuple[Any, ...] = ()  # those whose steps wait for the end of a window
         self._stand_for(raw)
 
@@ -164,18 +169,36 @@ class ModelWrapper(TransparentModule):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the model that was given, under its own names.
 
-        Under Gemini the values are whole, in host memory, on every rank; all ranks call it.
+        Under tensor, expert and pipeline parallelism and Gemini the values are whole, in host memory, on
+        every rank; all ranks call it. FSDP has DTensors. With `keep_vars` they are parameters of this rank.
         """
+        options = dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)) | kwargs
+        if self.parts is not None and not options.get("keep_vars"):
+            raw = self.unwrap()
+            device, prefix = get_current_device(), options.get("prefix", "")
+            whole = checkpoint_io.whole_state_dict(raw, self.parts, device=device, prefix=prefix)
+            if options.get("destination") is None:
+                return whole
+            options["destination"].update(whole)
+            return options["destination"]
         return self.data.state_dict(self.unwrap(), *args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state into the model that was given; under Gemini every rank loads the same whole values.
+        """Load a state into the model that was given; all ranks load the same whole values.
 
         Raises:
-            ValueError: `assign` is set, and the parameters lie in chunks.
+            ValueError: `assign` is set, and this rank holds parts of the model; or names or shapes in
+                `state_dict` are not the model's, where ranks hold slices or stages.
         """
+        if self.parts is not None:
+            if assign:
+                raise ValueError(
+                    "assign=True replaces parameters, and those of this model are parts: leave it out"
+                )
+            report = checkpoint_io.load_whole_state_dict(self.unwrap(), state_dict, strict=strict)
+            return _IncompatibleKeys([*report.missing], [*report.unexpected])
         return self.data.load_state_dict(self.unwrap(), state_dict, strict=strict, assign=assign)
 
     def named_parameters(
