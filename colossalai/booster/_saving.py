@@ -2,14 +2,17 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from colossalai import checkpoint_io
+from colossalai._lazy import find_name
 from colossalai.amp import OptimizerWrapper
 from colossalai.checkpoint_io import Stateful
 from colossalai.context import Mesh, global_context, names_arguments
+from colossalai.logging import get_dist_logger
 from colossalai.runtime import (
     AccumulatingOptimizer,
     ModelWrapper,
@@ -181,8 +184,16 @@ class Saving:
         Raises:
             OSError: The checkpoint cannot be written; nothing that was there before is lost.
         """
+        raw = _raw_model(model)
+        if shard and getattr(raw, "peft_config", None):
+            get_dist_logger().log_once(
+                "save_model of a model with adapters: the names are those of peft, which from_pretrained of "
+                "transformers does not open, so no config is written. booster.save_lora(model, folder) "
+                "writes the adapters, and with merges=True the whole model",
+                ranks=[0],
+            )
         checkpoint_io.save_model(
-            _raw_model(model),
+            raw,
             checkpoint,
             shard=shard,
             prefix=prefix or None,
@@ -227,6 +238,44 @@ class Saving:
             variant=variant,
             allow_pickle=allow_pickle,
         )
+
+    @names_arguments
+    def save_lora(
+        self, model: nn.Module, folder: str | Path, *, merges: bool = False, size_per_shard: float = 1024
+    ) -> None:
+        """Write the adapters of a model as peft does; every rank calls it, rank 0 writes.
+
+        `PeftModel.from_pretrained` opens the folder, and so does `load_lora` under any plan.
+
+        Args:
+            model: A model of peft's `get_peft_model`, boosted or not.
+            folder: Where to; it is made. Adapters with a name other than "default" go to folders in it.
+            merges: Write the whole model instead, with the adapters added into its weights, which
+                `from_pretrained` of transformers opens. Ranks need memory for the weights that have adapters.
+            size_per_shard: Largest size of a file of the merged weights, in MB.
+
+        Raises:
+            ValueError: `model` has no adapters, or with `merges` ones that cannot be merged.
+            OSError: `folder` cannot be written.
+        """
+        if merges:
+            _lora("save_merged")(model, folder, size_per_shard=size_per_shard)
+        else:
+            _lora("save_adapters")(model, folder)
+
+    def load_lora(self, model: nn.Module, folder: str | Path) -> None:
+        """Load adapters into those of a model; every rank calls it.
+
+        Args:
+            model: A model of peft's `get_peft_model` with adapters of the same shape, boosted or not.
+            folder: A folder of `save_lora`, or of peft's `save_pretrained`.
+
+        Raises:
+            ValueError: `model` has no adapters, `folder` has none, or they differ in shape or scaling;
+                nothing was overwritten.
+            OSError: `folder` cannot be read.
+        """
+        _lora("load_adapters")(model, folder)
 
     @names_arguments
     def save_optimizer(
@@ -279,6 +328,11 @@ class Saving:
     def load_lr_scheduler(self, lr_scheduler: Stateful, checkpoint: str | Path) -> None:
         """Load the state of a scheduler."""
         checkpoint_io.load_lr_scheduler(lr_scheduler, checkpoint)
+
+
+def _lora(name: str) -> Any:
+    """Return a function of `_lora`, which a job without adapters does not import."""
+    return find_name(__package__ or "", {name: f"{__package__}._lora"}, name)
 
 
 def _raw_model(model: nn.Module) -> nn.Module:

@@ -3,6 +3,10 @@
 For users: the methods, `chat_data`, `with_value_head`, and the folders `data` and `losses`.
 """
 
+from colossalai.booster import adapters_off as adapters_off
+from colossalai.booster import has_adapters as has_adapters
+from colossalai.booster import merge as merge
+from colossalai.booster import merged_tensors as merged_tensors
 from colossalai.chat import data as data
 from colossalai.chat import losses as losses
 from colossalai.chat._callbacks import PolicyDriftError as PolicyDriftError
@@ -11,10 +15,6 @@ from colossalai.chat._fit import FitResult as FitResult
 from colossalai.chat._grpo import GRPO as GRPO
 from colossalai.chat._heads import ValueModel as ValueModel
 from colossalai.chat._heads import with_value_head as with_value_head
-from colossalai.chat._lora import adapters_off as adapters_off
-from colossalai.chat._lora import has_adapters as has_adapters
-from colossalai.chat._lora import merge as merge
-from colossalai.chat._lora import merged_tensors as merged_tensors
 from colossalai.chat._methods import DPO as DPO
 from colossalai.chat._methods import SFT as SFT
 from colossalai.chat._methods import RewardModeling as RewardModeling

@@ -14,11 +14,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
-from colossalai.booster import Booster
+from colossalai.booster import Booster, adapters_off
 from colossalai.chat import losses
 from colossalai.chat._callbacks import KL_NAME, LARGEST_GAP, AnswerSample, Gap, RewardWatch
 from colossalai.chat._fit import TRAINING_RATE, Batch, FitLoop, forward_only
-from colossalai.chat._lora import adapters_off
 from colossalai.chat._records import Measures
 from colossalai.chat._text_method import logits_of, padding_of
 from colossalai.chat.data import ChatRow, EncodedText, collate

@@ -3,27 +3,26 @@
 Of a model with adapters, the folder is one of peft's.
 """
 
-import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed as dist
 from torch import nn
 
-from colossalai.booster import Booster
-from colossalai.chat._heads import CLASSIFIER, ValueModel, with_value_head
-from colossalai.chat._lora import (
+from colossalai.booster import (
+    Booster,
     TensorsByName,
     has_adapters,
     merged_tensors,
     raw_of,
     refuse_unmergeable,
     save_adapters,
+    with_config,
+    write_config,
 )
+from colossalai.chat._heads import CLASSIFIER, ValueModel, with_value_head
 from colossalai.checkpoint_io import load_model, on_writer
-from colossalai.pipeline import ModelStage
 
 
 def save_pretrained(
@@ -64,26 +63,19 @@ def save_pretrained(
     if merges:
         refuse_unmergeable(raw)
         raw = raw.get_base_model()
-    parts = (part.model if isinstance(part, ModelStage) else part for part in raw.modules())
-    raw = next((part for part in parts if "config" in vars(part)), raw)
-    if "config" not in vars(raw):
+    configured = with_config(raw)
+    if configured is None:
         raise ValueError(
             f"{type(raw).__name__} has no config, so is no model of transformers: write its weights with "
             "booster.save_model"
         )
     written = raw_of(model) if not merges else TensorsByName(dict(merged_tensors(model)))
     booster.save_model(written, folder, shard=True, use_safetensors=True, size_per_shard=shard_mb)
-    if booster.mesh.rank == 0:
-        config = copy.deepcopy(raw.config)
-        config.dtype = next(raw.parameters()).dtype
-        if not isinstance(raw, ValueModel):  # whose config has the name of its class
-            config.architectures = [type(raw).__name__.removeprefix("FSDP")]
-        config.save_pretrained(folder)
-        if getattr(raw, "generation_config", None) is not None:
-            raw.generation_config.save_pretrained(folder)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder)
-    dist.barrier()
+    # The config of a model with a head has the name of its class.
+    is_named = isinstance(configured, ValueModel)
+    on_writer(partial(write_config, configured, folder, is_named=is_named))
+    if tokenizer is not None:
+        on_writer(partial(tokenizer.save_pretrained, folder))
 
 
 def load_reward_model(folder: str | Path, *, dtype: torch.dtype | None = None) -> ValueModel:

@@ -15,12 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp import OptimizerWrapper
-from colossalai.booster import Booster
+from colossalai.booster import Booster, has_adapters
 from colossalai.chat._answers import MEASURED, MEASURED_OF_REFERENCE, Answerer, Prompt, ScoredAnswer
 from colossalai.chat._callbacks import RewardWatch, SampleLog, check_samples
 from colossalai.chat._course import Course
 from colossalai.chat._fit import Batch, Criterion, FitLoop, Task, boost
-from colossalai.chat._lora import has_adapters
 from colossalai.chat._memory import tell_memory
 from colossalai.chat.data import ChatData, EncodedData, encode_all
 from colossalai.chat.rewards import ModelReward, Reward, parts_of, reward_records

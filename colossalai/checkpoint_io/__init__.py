@@ -23,8 +23,9 @@ names of others), `opened_tensors` (the first half for tensors in memory), `gath
 in memory, out of those that ranks hold in parts), `OpenedModel`, `ModelLoadPlan`,
 `StoredTensor` and `fill` (what lies between them),
 `set_prefix` and `set_tied_names` (what the names of a pipeline stage are in the whole model), `MODEL` and
-`names_by_tensor`, `whole_state_dict` and `load_whole_state_dict` (the state dict of a boosted
-model of which ranks hold parts), and `colossalai.checkpoint_io.tools` (for the command line).
+`names_by_tensor`, `called_by_all_ranks` (for functions that save or load), `whole_state_dict` and
+`load_whole_state_dict` (the state dict of a boosted model of which ranks hold parts), and
+`colossalai.checkpoint_io.tools` (for the command line).
 
 A tensor on its way to disk and back, in the terms of this package:
 
@@ -49,6 +50,8 @@ from typing import TYPE_CHECKING, Any
 from colossalai._lazy import find_name
 from colossalai.checkpoint_io._checkpoint_io import CheckpointIO as CheckpointIO
 from colossalai.checkpoint_io._checkpoint_io import GeneralCheckpointIO as GeneralCheckpointIO
+from colossalai.checkpoint_io._collective import called_by_all_ranks as called_by_all_ranks
+from colossalai.checkpoint_io._collective import on_every_rank as on_every_rank
 from colossalai.checkpoint_io._collective import on_writer as on_writer
 from colossalai.checkpoint_io._global_plan import set_prefix as set_prefix
 from colossalai.checkpoint_io._global_plan import set_tied_names as set_tied_names

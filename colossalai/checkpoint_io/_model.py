@@ -543,6 +543,11 @@ class _HasJson(Protocol):
 
 
 def _config_files(module: nn.Module) -> dict[str, str]:
-    """Return the config.json that `from_pretrained` needs beside the weights, for a model of transformers."""
+    """Return the config.json that `from_pretrained` needs beside the weights, for a model of transformers.
+
+    There is none for a model with adapters of peft, whose names `from_pretrained` would not find.
+    """
+    if getattr(module, "peft_config", None):
+        return {}
     config = getattr(module, "config", None)
     return {"config.json": config.to_json_string()} if isinstance(config, _HasJson) else {}

@@ -16,6 +16,7 @@ from torch import nn
 
 import colossalai
 from colossalai.booster import Booster
+from colossalai.booster._lora import adapter_tensors
 from colossalai.chat import (
     DPO,
     GRPO,
@@ -27,7 +28,6 @@ from colossalai.chat import (
     save_pretrained,
     with_value_head,
 )
-from colossalai.chat._lora import adapter_tensors
 from colossalai.core import global_context as gpc
 from colossalai.inference import SamplingParams
 from colossalai.shardformer import shard_model

@@ -5,6 +5,7 @@ no memory: every rank computes with the same parameters as before, only without 
 """
 
 import copy
+import json
 import re
 import sys
 from collections import Counter
@@ -17,7 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from colossalai.checkpoint_io import on_writer, save_model
+from colossalai.checkpoint_io import (
+    called_by_all_ranks,
+    fill_model,
+    on_every_rank,
+    on_writer,
+    open_model,
+    save_model,
+)
 from colossalai.cluster import gather_values
 from colossalai.pipeline import ModelStage
 from colossalai.runtime import ModelWrapper
@@ -26,6 +34,8 @@ from colossalai.tensor import CHECKPOINT_TIED_NAMES, CHUNK_PLACE, set_spec, spec
 FILE = "adapter_model.safetensors"
 """What peft calls the file of the tensors of an adapter."""
 
+_TORCH_FILE, _CONFIG_FILE = "adapter_model.bin", "adapter_config.json"
+_SCALING = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 _FACTORS = ("lora_A", "lora_B")
 _PREFIX = "base_model.model."  # of all names in a model of peft
 
@@ -134,6 +144,120 @@ def merge(model: nn.Module, *, in_place: bool = False) -> Any:
     return (raw if in_place else copy.deepcopy(raw)).merge_and_unload().requires_grad_(True)
 
 
+def with_config(raw: nn.Module) -> Any:
+    """Return the part of a model that has a config of transformers; None if none has.
+
+    Args:
+        raw: The model, or a stage of it.
+    """
+    parts = (part.model if isinstance(part, ModelStage) else part for part in raw.modules())
+    return next((part for part in parts if "config" in vars(part)), None)
+
+
+def write_config(raw: Any, folder: str | Path, *, is_named: bool = False) -> None:
+    """Write the configs that transformers has beside weights.
+
+    Args:
+        raw: A model with a config.
+        folder: Where to.
+        is_named: Whether the config has the name of the class of `raw` already.
+    """
+    config = copy.deepcopy(raw.config)
+    config.dtype = next(raw.parameters()).dtype
+    if not is_named:
+        config.architectures = [type(raw).__name__.removeprefix("FSDP")]
+    config.save_pretrained(folder)
+    if getattr(raw, "generation_config", None) is not None:
+        raw.generation_config.save_pretrained(folder)
+
+
+@called_by_all_ranks("save", "a merged model")
+def save_merged(model: nn.Module, folder: str | Path, *, size_per_shard: float = 1024) -> None:
+    """Write a model with its adapters added into the weights; every rank calls it, rank 0 writes.
+
+    `from_pretrained` of transformers opens the folder.
+
+    Args:
+        model: The model, boosted or not.
+        folder: Where to.
+        size_per_shard: Largest size of a file of weights, in MB.
+
+    Raises:
+        ValueError: `model` has no adapters, or ones that cannot be merged.
+        OSError: `folder` cannot be written.
+    """
+    raw = _with_adapters(model)
+    refuse_unmergeable(raw)
+    merged = TensorsByName(dict(merged_tensors(model)))
+    save_model(merged, folder, shard=True, use_safetensors=True, size_per_shard=size_per_shard)
+    configured = with_config(raw.get_base_model())
+    if configured is not None:
+        on_writer(partial(write_config, configured, folder))
+
+
+@called_by_all_ranks("load", "adapters")
+def load_adapters(model: nn.Module, folder: str | Path) -> None:
+    """Load adapters into those of a model; every rank calls it and copies its own slices.
+
+    Args:
+        model: The model, boosted or not, with adapters of the same shape.
+        folder: A folder of `save_adapters`, or of peft's `save_pretrained`.
+
+    Raises:
+        ValueError: `model` has no adapters or other ones, `folder` has none, or they are scaled in another
+            way; nothing was overwritten.
+        OSError: `folder` cannot be read.
+    """
+    raw = _with_adapters(model)
+    folders = {name: _folder_of(name, folder) for name in raw.peft_config}
+    on_every_rank(partial(_refuse_other_configs, raw.peft_config, folders))
+    for name, source in folders.items():
+        held = TensorsByName(dict(adapter_tensors(raw, name)))
+        found = next((file for file in (source / FILE, source / _TORCH_FILE) if file.exists()), source / FILE)
+        fill_model(held, open_model(found), prefix="", any_dtype=True)
+
+
+def _with_adapters(model: nn.Module) -> Any:
+    """Return a model as it was given to `boost`.
+
+    Raises:
+        ValueError: `model` has no adapters.
+    """
+    raw = raw_of(model)
+    if not has_adapters(raw):
+        raise ValueError(
+            f"{type(raw).__name__} has no adapters: give a model of peft's get_peft_model, or use save_model "
+            "and load_model, which take all weights"
+        )
+    return raw
+
+
+def _folder_of(adapter: str, folder: str | Path) -> Path:
+    return Path(folder) if adapter == "default" else Path(folder, adapter)
+
+
+def _refuse_other_configs(configs: Mapping[str, Any], folders: Mapping[str, Path]) -> None:
+    """Refuse adapters that would compute something else with the same tensors.
+
+    Raises:
+        ValueError: A folder has no adapter, or its config differs in what scales it.
+    """
+    for name, folder in folders.items():
+        file = folder / _CONFIG_FILE
+        if not file.is_file():
+            raise ValueError(f"{folder} has no {_CONFIG_FILE}: give a folder of booster.save_lora or of peft")
+        stored = json.loads(file.read_text())
+        for option in _SCALING:
+            here = getattr(configs[name], option, None)
+            if option in stored and (stored[option] or None) != (here or None):
+                raise ValueError(
+                    f"{option} is {stored[option]!r} in {file} and {here!r} in the model, whose adapters "
+                    "would compute something else: build the model with "
+                    f"LoraConfig.from_pretrained({str(folder)!r})"
+                )
+
+
+@called_by_all_ranks("save", "adapters")
 def save_adapters(model: nn.Module, folder: str | Path) -> None:
     """Write the adapters of a model as peft does; every rank calls it, rank 0 writes.
 
@@ -147,11 +271,9 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
         ValueError: `model` has no adapters.
         OSError: `folder` cannot be written.
     """
-    raw = raw_of(model)
-    if not has_adapters(raw):
-        raise ValueError(f"{type(raw).__name__} has no adapters: write its weights with save_pretrained")
+    raw = _with_adapters(model)
     for name, config in raw.peft_config.items():
-        target = Path(folder) if name == "default" else Path(folder, name)
+        target = _folder_of(name, folder)
         on_writer(partial(target.mkdir, parents=True, exist_ok=True))
         # Only names are chosen here; slices become whole on their way to the file.
         chosen = TensorsByName(dict(adapter_tensors(raw, name)))
@@ -216,6 +338,10 @@ class TensorsByName(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return them."""
         return dict(self._tensors)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Yield them: what is loaded is written into these."""
+        yield from self._tensors.items()
 
 
 def _classes(*names: tuple[str, str]) -> tuple[type, ...]:
