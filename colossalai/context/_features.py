@@ -159,7 +159,8 @@ def check_config(config: Config, world_size: int) -> Layout:
     """Check every feature key of a config and return the layout of the mesh.
 
     Raises:
-        ConfigException: A feature has an unknown key, or a value of the wrong type or out of range.
+        ConfigException: A feature has an unknown key, a value of the wrong type or out of range, or a
+            misspelt name.
     """
     for key, check in _FEATURES.items():
         if config.get(key) is not None:
@@ -176,7 +177,7 @@ def check_config(config: Config, world_size: int) -> Layout:
             "the config has both gradient_handler and gradient_handlers: keep one of the two spellings"
         )
     for key, value in config.items():
-        _warn_of_what_looks_like_a_feature(key, value)
+        _look_for_misspelt_feature(key, value)
     return read_layout(config.get("parallel")).over(world_size)
 
 
@@ -228,8 +229,12 @@ def _refuse_two_bounds(config: Config) -> None:
         )
 
 
-def _warn_of_what_looks_like_a_feature(key: Any, value: Any) -> None:
-    """Warn of a key that is the user's own to us, and probably was meant as a feature."""
+def _look_for_misspelt_feature(key: Any, value: Any) -> None:
+    """Warn of a user's key that could be meant as a feature; refuse one whose value would be right for it.
+
+    Raises:
+        ConfigException: `key` is nearly the name of a feature, which takes `value`.
+    """
     if key in FEATURE_KEYS or not str(key).isidentifier():
         return
     if key in OTHERS_KEYS:
@@ -240,9 +245,27 @@ def _warn_of_what_looks_like_a_feature(key: Any, value: Any) -> None:
                 ranks=[0],
             )
         return
-    match = nearest(key, FEATURE_KEYS, cutoff=0.87)
-    if match is not None:
-        get_dist_logger().log_once(f"config key {key!r} is not a feature; did you mean {match!r}?", ranks=[0])
+    in_lower_case = {known.lower(): known for known in FEATURE_KEYS}
+    match = in_lower_case.get(str(key).lower()) or nearest(key, FEATURE_KEYS, cutoff=0.87)
+    if match is None or value is None:
+        return
+    if _takes(match, value):
+        raise ConfigException(
+            f"config key {key!r} is not a feature and would have no effect; did you mean {match!r}? A key of "
+            "your own needs another name"
+        )
+    get_dist_logger().log_once(f"config key {key!r} is not a feature; did you mean {match!r}?", ranks=[0])
+
+
+def _takes(feature: str, value: Any) -> bool:
+    """Return whether a value is right for a feature."""
+    try:
+        _FEATURES[feature](value)
+        if feature == "parallel":
+            read_layout(value)
+    except ConfigException:
+        return False
+    return True
 
 
 def precision_mode(value: Any) -> str:

@@ -45,16 +45,26 @@ def is_no_pp_or_last_stage() -> bool:
     return not global_context.is_launched or global_context.is_pipeline_last_stage()
 
 
-def print_rank_0(message: str, logger: DistributedLogger | logging.Logger | None = None) -> None:
+def print_rank_0(
+    message: object,
+    *values: object,
+    logger: DistributedLogger | logging.Logger | None = None,
+    sep: str = " ",
+) -> None:
     """Write a message on global rank 0 only, through a logger.
 
     Args:
         message: The message.
+        values: Further parts of it, as `print` takes them. The last one can be the logger.
         logger: A logger of `get_dist_logger`, or of the standard library; default: the former.
+        sep: Put between the parts.
 
     Raises:
         ValueError: `logger` is of neither kind.
     """
+    if logger is None and values and isinstance(values[-1], DistributedLogger | logging.Logger):
+        *values, logger = values  # type: ignore[assignment]  # the documented second argument
+    message = sep.join(map(str, (message, *values)))
     chosen = get_dist_logger() if logger is None else logger
     if isinstance(chosen, DistributedLogger):
         chosen.info(message, ranks=[0])

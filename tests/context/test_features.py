@@ -122,8 +122,29 @@ def test_what_is_wrong_in_a_feature_is_said(feature, message):
         check_config(Config(feature), 1)
 
 
-def test_a_misspelt_feature_is_a_warning_since_it_may_be_the_users_own(capfd):
-    check_config(Config(gradient_acumulation=4, BATCH_SIZE=8), 1)
+MISSPELT = {
+    "gradient_acumulation": (4, "gradient_accumulation"),
+    "paralel": ({"pipeline": 1}, "parallel"),
+    "Zero": ({"stage": 1}, "zero"),
+    "FP16": ({"mode": AMP_TYPE.TORCH}, "fp16"),
+    "Num_Chunks": (2, "NUM_CHUNKS"),
+    "watch_dog": (False, "watchdog"),
+}
+
+
+@pytest.mark.parametrize("key", MISSPELT)
+def test_a_misspelt_feature_with_a_value_of_the_feature_is_an_error(key):
+    value, feature = MISSPELT[key]
+    check_config(Config({feature: value}), 1)
+    with pytest.raises(
+        ConfigException, match=f"config key '{key}' is not a feature .* did you mean '{feature}'"
+    ):
+        check_config(Config({key: value}), 1)
+    check_config(Config({key: None}), 1)
+
+
+def test_a_misspelt_feature_with_another_value_is_a_warning_since_it_can_be_the_users_own(capfd):
+    check_config(Config(gradient_acumulation="linear", BATCH_SIZE=8), 1)
     text = capfd.readouterr().err
     assert "'gradient_acumulation' is not a feature; did you mean 'gradient_accumulation'?" in text
     assert "BATCH_SIZE" not in text

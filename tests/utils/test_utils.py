@@ -42,7 +42,18 @@ def test_print_rank_0_takes_a_logger(capfd):
     assert "rank 0 | to ours" in errors
     assert "rank 0 | to the default" in errors
     with pytest.raises(ValueError, match=r"logger is 'loud'; it must be a logger, such as get_dist_logger"):
-        utils.print_rank_0("message", "loud")
+        utils.print_rank_0("message", logger="loud")
+
+
+@pytest.mark.unit
+def test_print_rank_0_takes_what_print_takes(capfd):
+    utils.print_rank_0("loss", 0.25, torch.tensor([1, 2]), sep="; ")
+    utils.print_rank_0("step", 3, get_dist_logger("another"))
+    utils.print_rank_0(7)
+    errors = capfd.readouterr().err
+    assert "rank 0 | loss; 0.25; tensor([1, 2])\n" in errors
+    assert "rank 0 | step 3\n" in errors
+    assert "rank 0 | 7\n" in errors
 
 
 @pytest.mark.unit
