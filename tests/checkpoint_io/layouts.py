@@ -167,7 +167,7 @@ class Run:
     def tensors(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Tensor]]]:
         """Yield each parameter that this rank has by its name in the whole model, with all tensors of it."""
         optimizer, model = self.engine.optimizer, self.engine.model
-        values = model.state_dict()
+        values = model.data.state_dict(model.unwrap())  # as this rank holds them
         named = list(model.named_parameters())
         params = {optimizer.param_names[param]: param for _, param in named}
         values = {optimizer.param_names[param]: values[name] for name, param in named}
