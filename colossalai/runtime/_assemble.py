@@ -34,9 +34,11 @@ from colossalai.shardformer import (
     Rule,
     can_shard,
     check_shards,
+    expert_parameters,
     follow_batches_once,
     has_experts,
     keep_float32,
+    params_to_cut,
     refuse_unknown_names,
     shard_experts,
     shard_model,
@@ -53,6 +55,7 @@ from colossalai.tensor import (
     set_spec,
     spec_of,
 )
+from colossalai.zero import refuse_cut_parameters
 
 
 def assemble(
@@ -116,8 +119,8 @@ def assemble_with_optimizers(
     name_modules(model)
     replicas = mesh.axis(mesh.batch_axes)
     tensor_axis = None if layout.alike_axis is None else mesh.axis(layout.alike_axis)
+    _check_before_cuts(plan, model, optimizers, mesh, tensor_axis)
     if plan.pipeline is not None:
-        _check_whole_cuts(plan, model, mesh)
         model = take_stages(model, optimizers, options=plan.pipeline, axis=mesh.axis("pp"))
     is_cut_by_user = _take_users_cut(plan, model, mesh)
     if not is_cut_by_user:
@@ -373,6 +376,56 @@ def _param_names(model: nn.Module, plan: Plan) -> dict[nn.Parameter, str]:
     if plan.pipeline is not None:
         return parameter_names(model)
     return {param: name for name, param in model.named_parameters()}
+
+
+def _check_before_cuts(
+    plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh, tensor_axis: Axis | None
+) -> None:
+    """Check a model and its optimizers while it is whole: so all ranks find a mistake.
+
+    Optimizers have to step right where ranks will hold slices of parameters, or other layers.
+
+    Raises:
+        ValueError: An optimizer needs whole parameters, or all of them, and a rank will not have them.
+    """
+    _check_whole_cuts(plan, model, mesh)
+    if plan.pipeline is not None and mesh.axes.get("pp", 1) > 1:
+        for optimizer in optimizers:
+            _refuse_all_parameters_at_once(optimizer)
+    own = dict(model.named_parameters())
+    cut = {
+        param: name
+        for name, param in own.items()
+        if (spec := spec_of(param)) is not None and any(spec.mesh.axis_size(axis) > 1 for axis in spec.axes)
+    }
+    if process_group_of(model) is None:
+        cuts_layers = tensor_axis is not None and tensor_axis.size > 1
+        if cuts_layers:
+            cut |= params_to_cut(model, plan.cuts)
+        if mesh.axes.get("ep", 1) > 1 or (cuts_layers and plan.cuts is None):
+            names = (name for found in expert_parameters(model).values() for name in found)
+            cut |= {own[name]: name for name in names if name in own}
+    for optimizer in optimizers if cut else ():
+        refuse_cut_parameters(optimizer, cut)
+
+
+def _refuse_all_parameters_at_once(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that needs all parameters in one process: the stages of a pipeline have others.
+
+    Raises:
+        ValueError: `optimizer` is LBFGS, or has a `max_grad_norm`.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS treats all parameters as one vector, of which each stage of a pipeline has a part: train "
+            "without a pipeline, or with an optimizer that updates each parameter by itself, such as AdamW"
+        )
+    if bound := getattr(optimizer, "max_grad_norm", None):
+        raise ValueError(
+            f"{type(optimizer).__name__} clips to max_grad_norm={bound} by the norm of the gradients that a "
+            "stage of the pipeline has: build it with max_grad_norm=0, and give the bound to the plugin "
+            "(max_norm) or to the config (clip_grad_norm)"
+        )
 
 
 def _share_layers(

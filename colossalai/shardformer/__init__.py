@@ -19,6 +19,7 @@ from colossalai.shardformer._registry import sharded_classes as sharded_classes
 from colossalai.shardformer._shard import can_shard as can_shard
 from colossalai.shardformer._shard import check_rule as check_rule
 from colossalai.shardformer._shard import check_shards as check_shards
+from colossalai.shardformer._shard import params_to_cut as params_to_cut
 from colossalai.shardformer._shard import shard_model as shard_model
 from colossalai.shardformer.policies import Policy as Policy
 from colossalai.shardformer.policies import Rule as Rule

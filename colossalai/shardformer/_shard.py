@@ -113,6 +113,27 @@ def check_shards(model: nn.Module, num_ranks: int, cuts: Mapping[str, Rule] | No
     return found
 
 
+def params_to_cut(model: nn.Module, cuts: Mapping[str, Rule] | None = None) -> dict[nn.Parameter, str]:
+    """Return the parameters that `shard_model` would cut, with their names; nothing is changed.
+
+    Args:
+        model: The model.
+        cuts: As in `shard_model`; names that the model lacks are left out.
+    """
+    if cuts is not None:
+        own = {name for name, _ in model.named_modules()}
+        cuts = {name: rule for name, rule in cuts.items() if name in own}
+    chosen: set[nn.Parameter] = set()
+    for _, module, rule in _found_rules(model) if cuts is None else rules_by_name(model, cuts):
+        entire = (*rule.columns, *rule.heads, *rule.embeddings, *rule.feature_embeddings)
+        for _, layer in _layers(module, (*entire, *rule.channel_norms)):
+            chosen.update(layer.parameters())
+        for _, layer in _layers(module, (*rule.rows, *rule.splits)):
+            chosen.update(param for param in layer.parameters() if param.dim() > 1)  # each rank has the bias
+        chosen.update(map(module.get_parameter, rule.head_params))
+    return {param: name for name, param in model.named_parameters() if param in chosen}
+
+
 def can_shard(model: nn.Module) -> bool:
     """Return whether some module of a model has a rule that cuts layers, or the model a plan of its own."""
     return bool(_found_rules(model))

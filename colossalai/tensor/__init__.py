@@ -39,6 +39,7 @@ from colossalai.tensor._sharded_module import set_built_for as set_built_for
 from colossalai.tensor._spec import GradientSync as GradientSync
 from colossalai.tensor._spec import ShardingSpec as ShardingSpec
 from colossalai.tensor._spec import cut_dims as cut_dims
+from colossalai.tensor._spec import fragment_of as fragment_of
 from colossalai.tensor._spec import gradient_sync as gradient_sync
 from colossalai.tensor._spec import local_grads as local_grads
 from colossalai.tensor._spec import local_slice as local_slice

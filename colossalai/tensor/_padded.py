@@ -42,6 +42,21 @@ class PaddedSpec(ShardingSpec):
             gathered = gathered.narrow(dim, 0, size)
         return gathered.permute(self.stored_dims)
 
+    def boxes_without_padding(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return views of this rank's slice that have its elements, each once, without padding.
+
+        Args:
+            tensor: The slice, as it is stored.
+        """
+        boxes = []
+        for region in self.regions():
+            box = tensor
+            for dim, (stretch, end) in enumerate(zip(region, self.unpadded, strict=True)):
+                size = max(0, min(stretch.size, end - stretch.offset))
+                box = box.narrow(dim, stretch.local_offset, size)
+            boxes.append(box)
+        return boxes
+
 
 def padded_size(size: int, *num_ranks: int) -> int:
     """Return the next size that all numbers of ranks divide."""

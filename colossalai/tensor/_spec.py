@@ -274,7 +274,7 @@ def by_sharding_groups(tensors: Iterable[torch.Tensor]) -> dict[Groups, list[tor
     for tensor in tensors:
         whole: Any = tensor
         cut_again: Groups = ()
-        while (fragment := getattr(whole, FRAGMENT_OF, None)) is not None:
+        while (fragment := fragment_of(whole)) is not None:
             whole, group = fragment
             cut_again = (group, *cut_again)
         spec = getattr(whole, SHARDING_SPEC, None)
@@ -301,6 +301,11 @@ def sharding_groups(tensor: torch.Tensor) -> Groups:
 def set_fragment(tensor: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Let a tensor know that it is one of the pieces, of any length, that a group has of another one."""
     setattr(tensor, FRAGMENT_OF, (whole, group))
+
+
+def fragment_of(tensor: torch.Tensor) -> tuple[torch.Tensor, dist.ProcessGroup] | None:
+    """Return what `set_fragment` has set: the whole tensor and the group; None for a tensor of its own."""
+    return getattr(tensor, FRAGMENT_OF, None)
 
 
 def _is_dtensor(tensor: torch.Tensor) -> TypeGuard["DTensor"]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from colossalai._lazy import find_name
 from colossalai.zero._elementwise import declare_elementwise as declare_elementwise
 from colossalai.zero._elementwise import is_elementwise as is_elementwise
+from colossalai.zero._elementwise import refuse_cut_parameters as refuse_cut_parameters
 from colossalai.zero._init_context import ColoInitContext as ColoInitContext
 from colossalai.zero._init_context import post_process_colo_init_ctx as post_process_colo_init_ctx
 from colossalai.zero._low_level import LowLevelZeroOptimizer as LowLevelZeroOptimizer

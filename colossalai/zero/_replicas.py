@@ -28,7 +28,7 @@ from colossalai.nn.parallel import (
     broadcast_from_first,
     call_on_grad,
 )
-from colossalai.zero._elementwise import is_elementwise
+from colossalai.zero._elementwise import is_elementwise, refuse_cut_parameters
 from colossalai.zero._layout import FlatBucket, deal_out, lay_out
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._shards import Shards
@@ -134,6 +134,7 @@ class _Cut(AppliedDataMethod):
             get_dist_logger().log_once("cpu_offload has no effect: the model is in host memory", ranks=[0])
         if replicas.size > 1:
             refuse_own_clipping(optimizer)
+        refuse_cut_parameters(optimizer)
         held = {param for group in optimizer.param_groups for param in group["params"]}
         refuse_shared(self._held & held)
         own, shared = _trainable(self._parts, held, late)

@@ -80,10 +80,13 @@ class FusedLAMB(SetGradNone, Lamb):
         super()._update_all()
 
     def _clip_factor(self) -> Tensor | None:
-        grads = [[param.grad for param in params if param.grad is not None] for params, _ in self._lists()]
-        if not grads:
+        norms = [
+            whole_norms([param.grad for param in params if param.grad is not None], params)
+            for params, _ in self._lists()
+        ]
+        if not norms:
             return None
-        norm = torch.cat([whole_norms(members).to(grads[0][0].device) for members in grads]).norm()
+        norm = torch.cat([each.to(norms[0].device) for each in norms]).norm()
         factor: Tensor = (self.max_grad_norm / norm).clamp(max=1.0)
         return factor
 

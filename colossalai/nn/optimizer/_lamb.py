@@ -43,6 +43,9 @@ class Lamb(SteppingOptimizer):
     elementwise = False
     """The update of an element needs norms of the whole tensor: a slice of the parameter is not enough."""
 
+    measures_wholes = True
+    """Where the spec of a parameter cuts it, the ranks add up their squares: see `whole_norms`."""
+
     def __init__(
         self,
         params: ParamsT,
@@ -77,7 +80,7 @@ class Lamb(SteppingOptimizer):
             torch._foreach_add_(updates, params, alpha=decay)
         scales = [-group["lr"]] * len(params)
         if self._has_trust_ratio(group):
-            ratios = _trust_ratios(whole_norms(params), whole_norms(updates))
+            ratios = _trust_ratios(whole_norms(params, params), whole_norms(updates, params))
             scales = list((-group["lr"] * ratios).unbind())
         torch._foreach_mul_(updates, scales)
         torch._foreach_add_(params, updates)

@@ -42,6 +42,9 @@ class Lars(SteppingOptimizer):
     elementwise = False
     """The update of an element needs norms of the whole tensor: a slice of the parameter is not enough."""
 
+    measures_wholes = True
+    """Where the spec of a parameter cuts it, the ranks add up their squares: see `whole_norms`."""
+
     def __init__(
         self,
         params: ParamsT,
@@ -69,7 +72,8 @@ class Lars(SteppingOptimizer):
 
     def _update(self, params: list[Tensor], group: dict[str, Any]) -> None:
         grads = [param.grad for param in params if param.grad is not None]
-        scales = list((group["lr"] * _trust_ratios(whole_norms(params), whole_norms(grads), group)).unbind())
+        ratios = _trust_ratios(whole_norms(params, params), whole_norms(grads, params), group)
+        scales = list((group["lr"] * ratios).unbind())
         updates = list(torch._foreach_add(grads, params, alpha=group["weight_decay"]))
         torch._foreach_mul_(updates, scales)
         if group["momentum"] != 0:

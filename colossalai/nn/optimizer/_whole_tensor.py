@@ -3,7 +3,10 @@
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from colossalai.tensor import PaddedSpec, ShardingSpec, as_memory, fragment_of, spec_of
 
 
 def tensors_with_grad(params: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -34,13 +37,53 @@ def tensors_with_grad(params: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(lists.values())
 
 
-def whole_norms(tensors: list[Tensor]) -> Tensor:
+def whole_norms(tensors: list[Tensor], params: list[Tensor]) -> Tensor:
     """Return the 2-norms of the tensors as one vector, in float32 or better.
 
-    A DTensor counts as a whole: the ranks of its mesh add up the squares, in a scalar all-reduce per tensor.
+    A tensor that is cut counts as a whole: a scalar all-reduce for each DTensor, and an all-reduce of one
+    vector for each process group over which specs cut. Padding is left out, replicas are counted once.
+
+    Args:
+        tensors: The parameters, their gradients or their updates: this rank's slices.
+        params: The parameters, which carry the specs; the same on all ranks that share one of them.
+
+    Returns:
+        One norm for each tensor; the same values on all ranks.
     """
+    with as_memory():  # a ColoTensor is this rank's slice, as any other
+        specs = [_spec_of_whole(param) for param in params]
+        norms = [_norm_here(tensor, spec) for tensor, spec in zip(tensors, specs, strict=True)]
+        result = torch.stack(norms)
+        places_by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
+        for place, spec in enumerate(specs):
+            if spec is not None and spec.axes:
+                groups = tuple(spec.mesh.group(axis) for axis in spec.axes)
+                places_by_groups.setdefault(groups, []).append(place)
+        for groups, places in places_by_groups.items():
+            squares = torch.stack([norms[place] for place in places]).square()
+            for group in groups:
+                dist.all_reduce(squares, group=group)
+            result[places] = squares.sqrt()
+    return result
+
+
+def _spec_of_whole(param: Tensor) -> ShardingSpec | None:
+    """Return the spec of a parameter; that of what it stands for, if it is the only fragment of it."""
+    while (fragment := fragment_of(param)) is not None:
+        stands_for, _ = fragment
+        assert stands_for.numel() == param.numel(), "a norm of a part of a parameter"
+        param = stands_for
+    return spec_of(param)
+
+
+def _norm_here(tensor: Tensor, spec: ShardingSpec | None) -> Tensor:
+    """Return the 2-norm of this rank's slice without padding; of a DTensor, that of all of its shards."""
     from torch.distributed.tensor import DTensor
 
-    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
-    norms = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors]
-    return torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+    dtype = torch.promote_types(tensor.dtype, torch.float32)
+    if isinstance(spec, PaddedSpec) and not isinstance(tensor, DTensor):
+        boxes = spec.boxes_without_padding(tensor.view(spec.local_shape))
+        squares = [torch.linalg.vector_norm(box, dtype=dtype).square() for box in boxes]
+        return torch.stack(squares).sum().sqrt()
+    norm = torch.linalg.vector_norm(tensor, dtype=dtype)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -36,7 +36,7 @@ from colossalai.nn.parallel import (
     broadcast_from_first,
 )
 from colossalai.tensor import spec_of
-from colossalai.zero._elementwise import is_elementwise
+from colossalai.zero._elementwise import is_elementwise, refuse_cut_parameters
 from colossalai.zero._layout import FlatBucket
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._replicas import refuse_own_clipping, refuse_shared
@@ -167,6 +167,7 @@ class InChunks(DataMethod):
             ValueError: `optimizer` clips by a norm of its own or treats all parameters as one vector, or its
                 states go to disk by itself, and elsewhere by an option here.
         """
+        refuse_cut_parameters(optimizer)
         if replicas.size > 1:
             is_elementwise(optimizer)  # which refuses some
             refuse_own_clipping(optimizer)
