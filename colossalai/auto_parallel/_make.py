@@ -355,7 +355,10 @@ def rules_of(candidate: Candidate) -> dict[str, Rule]:
         # A module whose class has a rule may have layers that it does not name.
         rule = rules.get(parent, Rule())
         added = {field: (*getattr(rule, field), *names) for field, names in by_field.items()}
-        rules[parent] = replace(rule, **added)  # type: ignore[arg-type]
+        rule = replace(rule, **added)  # type: ignore[arg-type]
+        if rule.columns and rule.rows:  # the trace shows that no other layer is given a part
+            rule = replace(rule, outside=("*",))
+        rules[parent] = rule
     return rules
 
 

@@ -123,6 +123,17 @@ class SplitRowShard(LinearShard):
         return super().forward(split_forward_gather_backward(x, self.mesh.axis(AXIS), -1))
 
 
+class InnerRowShard(LinearShard):
+    """A row layer inside a cut region, with an output for each head: of the sum each rank takes its heads.
+
+    A rank finds the gradient of its own heads; these are gathered, so weight and bias receive whole ones.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the sum of the ranks' products."""
+        return split_forward_gather_backward(super().forward(x), self.mesh.axis(AXIS), -1)
+
+
 @dataclass(frozen=True)
 class LinearParts:
     """What a linear layer computes with, cut or not: for who computes it in another way.

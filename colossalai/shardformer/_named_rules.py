@@ -14,13 +14,17 @@ from torch import nn
 
 from colossalai.pipeline import is_elsewhere
 from colossalai.shardformer._adapters import without_adapter
+from colossalai.shardformer._inside import EVERYTHING
 from colossalai.shardformer._registry import parts_of, rule_of
 from colossalai.shardformer._tp_plan import planned_head
 from colossalai.shardformer.policies import Rule
 
 FoundRules = list[tuple[str, nn.Module, Rule]]
 
-_LAYERS = ("columns", "rows", "heads", "splits", "channel_norms", "embeddings", "feature_embeddings")
+_LAYERS = (
+    *("columns", "rows", "inner_rows", "heads", "splits"),
+    *("channel_norms", "embeddings", "feature_embeddings"),
+)
 
 
 class NamedRules(Mapping[str, Rule]):
@@ -144,7 +148,11 @@ def _has_layer(part: nn.Module, key: str) -> bool:
 
 
 def _has_param(part: nn.Module, key: str) -> bool:
-    return part._parameters.get(key) is not None
+    return next(head_params_of(part, Rule(head_params=(key,))), None) is not None
+
+
+def _has_part(part: nn.Module, key: str) -> bool:
+    return key == EVERYTHING or key in dict(part.named_modules()) or _has_param(part, key)
 
 
 def _has_setting(part: nn.Module, key: str) -> bool:
@@ -159,6 +167,7 @@ def _has_argument(part: nn.Module, key: str) -> bool:
 _NAMED: tuple[tuple[tuple[str, ...], str, Callable[[nn.Module, str], bool]], ...] = (
     ((*_LAYERS, "head_norms", "whole_dropouts"), "a layer", _has_layer),
     (("head_params",), "a parameter", _has_param),
+    (("outside",), "a layer or parameter", _has_part),
     (("counts", "part", "unset"), "an attribute", hasattr),
     (("divisible",), "an attribute of its config", _has_setting),
     (("head_inputs",), "an argument of its forward", _has_argument),
@@ -202,11 +211,21 @@ def _refuse_without_effect(where: str, parts: list[nn.Module], rule: Rule) -> No
         )
 
 
+def head_params_of(module: nn.Module, rule: Rule) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the `head_params` that a module has here, each by the module that owns it and its name there."""
+    for name in rule.head_params:
+        path, _, key = name.rpartition(".")
+        owner: Any = module
+        for child in filter(None, path.split(".")):
+            owner = getattr(owner, child, None)
+        if isinstance(owner, nn.Module) and owner._parameters.get(key) is not None:
+            yield owner, key
+
+
 def _cut_places(module: nn.Module, rule: Rule) -> Iterator[tuple[tuple[nn.Module, str], int]]:
     """Yield what a rule cuts: the module that has a parameter, its name there, and the dimension."""
-    for key in rule.head_params:
-        if module._parameters.get(key) is not None:
-            yield (module, key), 0
+    for owner, key in head_params_of(module, rule):
+        yield (owner, key), 0
     for field in _LAYERS:
         for key in getattr(rule, field):
             layer = without_adapter(getattr(module, key, None))
@@ -219,7 +238,7 @@ def _cut_places(module: nn.Module, rule: Rule) -> Iterator[tuple[tuple[nn.Module
 def _cut_dims(layer: nn.Module, field: str) -> Iterator[tuple[str, int]]:
     """Yield the names of the parameters of a layer that are cut, each with the dimension."""
     is_transposed = type(layer).__name__ == "Conv1D"  # of transformers: its weight is (in, out)
-    by_input = field in ("rows", "splits", "feature_embeddings")
+    by_input = field in ("rows", "inner_rows", "splits", "feature_embeddings")
     yield "weight", int(by_input != is_transposed)
     if not by_input:
         yield "bias", 0

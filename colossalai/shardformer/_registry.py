@@ -15,6 +15,7 @@ from colossalai.shardformer.policies import (
     GPT2,
     GPT_NEOX,
     GPT_OSS,
+    LEFT_OUT,
     LLAMA,
     OPT,
     PHI,
@@ -74,7 +75,7 @@ def _full_name(kind: type | str) -> str:
     return kind
 
 
-_registry = RuleRegistry((BERT, BLOOM, CAUSAL, GPT2, GPT_NEOX, GPT_OSS, LLAMA, OPT, PHI, T5, VIT))
+_registry = RuleRegistry((BERT, BLOOM, CAUSAL, GPT2, GPT_NEOX, GPT_OSS, LEFT_OUT, LLAMA, OPT, PHI, T5, VIT))
 
 
 def register_rule(kind: type[nn.Module] | str, rule: Rule, *, replace: bool = False) -> None:

@@ -9,7 +9,7 @@ names and the shapes that the model has on one process.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ from colossalai.shardformer._channels import (
     reason_against_convolution,
     reason_against_norm,
 )
+from colossalai.shardformer._inside import refuse_uncovered
 from colossalai.shardformer._layers import (
     AXIS,
     Asked,
@@ -40,6 +41,7 @@ from colossalai.shardformer._layers import (
     DrawsTogether,
     GathersHeads,
     HeadShard,
+    InnerRowShard,
     LinearShard,
     NotesQuestion,
     SplitRowShard,
@@ -52,7 +54,7 @@ from colossalai.shardformer._layers import (
     keep_specs,
     put_before,
 )
-from colossalai.shardformer._named_rules import FoundRules, refuse_half_tied, rules_by_name
+from colossalai.shardformer._named_rules import FoundRules, head_params_of, refuse_half_tied, rules_by_name
 from colossalai.shardformer._registry import parts_of, rule_of
 from colossalai.shardformer._tp_plan import rules_of_plans
 from colossalai.shardformer.policies import Rule
@@ -61,6 +63,7 @@ from colossalai.tensor import SpecKeeper
 _LINEAR_KINDS: Mapping[str, tuple[LinearScheme, type[LinearShard]]] = {
     "columns": (COLUMN, LinearShard),
     "rows": (ROW, LinearShard),
+    "inner_rows": (ROW, InnerRowShard),
     "heads": (COLUMN, HeadShard),
     "splits": (ROW, SplitRowShard),
 }
@@ -106,8 +109,9 @@ def check_shards(model: nn.Module, num_ranks: int, cuts: Mapping[str, Rule] | No
         ValueError: `model` cannot be shared by so many; see `shard_model`.
     """
     found = _found_rules(model) if cuts is None else rules_by_name(model, cuts)
+    ruled = {module for _, module, _ in found}
     for name, module, rule in found:
-        check_rule(name, module, rule, num_ranks)
+        check_rule(name, module, rule, num_ranks, ruled=ruled)
     if cuts is not None:
         refuse_half_tied(model, found)
     return found
@@ -178,11 +182,11 @@ def _adapt(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
         keep_specs(norm, mesh, SumsGradients)
     for _, dropout in _layers(module, rule.whole_dropouts):
         dropout.__class__ = put_before(DrawsTogether, dropout)
-    for name in rule.head_params:
-        param = module.get_parameter(name)
+    for owner, key in head_params_of(module, rule):
+        param = owner.get_parameter(key)
         cut_param(param, ((AXIS,), *[()] * (param.dim() - 1)), mesh, parts=(1,) * param.dim())
-    if rule.head_params:
-        keep_specs(module, mesh, SpecKeeper)
+    for owner in dict.fromkeys(owner for owner, _ in head_params_of(module, rule)):
+        keep_specs(owner, mesh, SpecKeeper)
     if rule.draws:
         module.__class__ = put_before(DrawsApart, module)
         for _, layer in _layers(module, rule.rows):
@@ -257,7 +261,9 @@ def _feature_embedding(layer: nn.Embedding, mesh: Mesh) -> ParallelEmbedding:
     return ParallelEmbedding(*sizes, cut=Cut(features=(AXIS,)), mesh=mesh, weight=weight)
 
 
-def check_rule(name: str, module: nn.Module, rule: Rule, num_ranks: int) -> None:
+def check_rule(
+    name: str, module: nn.Module, rule: Rule, num_ranks: int, *, ruled: Set[nn.Module] | None = None
+) -> None:
     """Refuse what cannot be shared out; whether two layers share a parameter is not looked at.
 
     Args:
@@ -265,13 +271,15 @@ def check_rule(name: str, module: nn.Module, rule: Rule, num_ranks: int) -> None
         module: What has the rule.
         rule: The rule.
         num_ranks: Ranks that are to share its layers.
+        ruled: Modules with a rule of their own. None: those whose classes have one.
 
     Raises:
-        ValueError: `module` has a layer that cannot be cut by `rule`, or that so many ranks do not divide.
+        ValueError: `module` has a layer that cannot be cut by `rule`, or that so many ranks do not divide, or
+            parameters inside the cut region that `rule` does not cover.
     """
     what = f"{type(module).__name__} {name!r} cannot be shared by {num_ranks} tensor-parallel ranks"
     kinds = {
-        _reason_against: (*rule.columns, *rule.rows, *rule.splits, *rule.heads),
+        _reason_against: (*rule.columns, *rule.rows, *rule.inner_rows, *rule.splits, *rule.heads),
         reason_against_norm: rule.channel_norms,
         _reason_against_embedding: (*rule.embeddings, *rule.feature_embeddings),
     }
@@ -288,6 +296,7 @@ def check_rule(name: str, module: nn.Module, rule: Rule, num_ranks: int) -> None
                 "be cut: name the layer in `heads` of the Rule, and the row layer behind it in `splits`"
             )
     _check_unset(what, module, rule)
+    refuse_uncovered(name, module, rule, ruled)
     for key, number in _numbers(module, rule).items():
         if number % num_ranks:
             raise ValueError(
@@ -338,8 +347,12 @@ def _numbers(module: nn.Module, rule: Rule) -> dict[str, int]:
     numbers |= {f"config.{key}": int(getattr(module.config, key)) for key in rule.divisible}
     for key in _present(module, rule.columns):
         numbers[f"number of output features of {key}"] = _features(getattr(module, key))[1]
-    for key in _present(module, (*rule.rows, *rule.splits)):
+    for key in _present(module, (*rule.rows, *rule.inner_rows, *rule.splits)):
         numbers[f"number of input features of {key}"] = _features(getattr(module, key))[0]
+    for key in _present(module, rule.inner_rows):
+        numbers[f"number of outputs of {key}"] = _features(getattr(module, key))[1]
+    for owner, key in head_params_of(module, rule):
+        numbers[f"number of entries of {key}"] = owner.get_parameter(key).shape[0]
     for key in _present(module, rule.channel_norms):
         halves, of_half = (2, " of each half") if key in rule.packed else (1, "")
         for extent, number in extents_of_norm(getattr(module, key)).items():

@@ -146,6 +146,84 @@ def glm4(**options: Any) -> nn.Module:
     return planned("Glm4", **options)
 
 
+def apertus(**options: Any) -> nn.Module:
+    """Return an Apertus, whose activation has parameters, between its wide layers."""
+    return planned("Apertus", hidden_act="xielu", **options)
+
+
+def cohere(**options: Any) -> nn.Module:
+    """Return a Cohere with a norm for each head of query and key."""
+    return _stirred(
+        planned("Cohere", **{"use_qk_norm": True, "bos_token_id": 0, "eos_token_id": 0, **options})
+    )
+
+
+def doge(**options: Any) -> nn.Module:
+    """Return a Doge, whose masks for each head come from the values of all of them."""
+    return _stirred(planned("Doge", **{"attention_bias": True, "keep_window_size": 4, **options}))
+
+
+def doge_with_experts() -> nn.Module:
+    """Return a Doge whose experts are rows of embeddings."""
+    return doge(is_moe=True, num_experts=16, num_experts_per_tok=2)
+
+
+def glm4_moe(**options: Any) -> nn.Module:
+    """Return a Glm4Moe that normalizes each head of query and key, behind a layer without experts."""
+    sizes = {"moe_intermediate_size": 24, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1}
+    sizes |= {"topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+    settings = {**sizes, "use_qk_norm": True, "attention_bias": True, "experts_implementation": "eager"}
+    return _stirred(planned("Glm4Moe", **{**settings, **options}))
+
+
+def qwen3_vl_moe() -> nn.Module:
+    """Return a Qwen3-VL-MoE, whose text model normalizes each head of query and key, for texts."""
+    from transformers import Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration
+
+    text = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": 0}
+    text |= {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
+    text |= {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16, "patch_size": 4}
+    tokens = {
+        "image_token_id": 20,
+        "video_token_id": 21,
+        "vision_start_token_id": 22,
+        "vision_end_token_id": 23,
+    }
+    config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, **tokens)
+    config.text_config._experts_implementation = "eager"
+    return _stirred(Qwen3VLMoeForConditionalGeneration(config))
+
+
+def qwen3_omni_moe() -> nn.Module:
+    """Return the thinker of a Qwen3-Omni-MoE, whose text model normalizes each head, for texts."""
+    from transformers import Qwen3OmniMoeThinkerConfig, Qwen3OmniMoeThinkerForConditionalGeneration
+
+    text = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "pad_token_id": 0}
+    text |= {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 2}
+    text |= {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
+    vision |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 16, "patch_size": 4}
+    audio = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16}
+    audio |= {"output_dim": 64, "num_mel_bins": 16, "downsample_hidden_size": 8}
+    tokens = {"image_token_id": 20, "video_token_id": 21, "audio_token_id": 22}
+    config = Qwen3OmniMoeThinkerConfig(text_config=text, vision_config=vision, audio_config=audio, **tokens)
+    config.text_config._experts_implementation = "eager"
+    return _stirred(Qwen3OmniMoeThinkerForConditionalGeneration(config))
+
+
+def _stirred(model: nn.Module) -> nn.Module:
+    """Return a model whose vectors (norms and biases), ones or zeros at the start, are none."""
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if param.dim() < 2 or "norm" in name:
+                param.add_(torch.randn_like(param), alpha=0.1)
+    return model
+
+
 def mixtral() -> nn.Module:
     """Return a Mixtral, whose experts tensor parallelism leaves whole."""
     return planned("Mixtral", num_local_experts=2, experts_implementation="eager")

@@ -28,7 +28,7 @@ DP_TP = Layout(data=2, tensor=2, mode="1d")
 PP_TP = Layout(pipeline=2, tensor=2, mode="1d")
 STAGES = PipelineOptions(num_microbatches=2, partition="balanced")
 
-BLOCK = Rule(columns=("conv1",), channel_norms=("norm1",), rows=("conv2",))
+BLOCK = Rule(columns=("conv1",), channel_norms=("norm1",), rows=("conv2",), outside=("norm2", "shortcut"))
 HEADS, SPLITS = Rule(heads=("classifier",)), Rule(splits=("classifier",))
 UNCUT = ("stem", "shortcut")
 
@@ -103,6 +103,7 @@ MIXED = Rule(
     heads=("head",),  # five channels: padded
     splits=("fewer",),
     packed=("gate", "gate_norm"),
+    outside=("last",),
 )
 
 

@@ -19,13 +19,18 @@ from tests.ranks import run_ranks
 from tests.shardformer.models import (
     VOCAB,
     InDouble,
+    apertus,
     bert,
     bloom,
+    cohere,
+    doge,
+    doge_with_experts,
     gated_t5,
     gemma,
     gemma2,
     gemma3,
     glm4,
+    glm4_moe,
     gpt2,
     gpt2_of_four_blocks,
     gpt_neox,
@@ -39,6 +44,8 @@ from tests.shardformer.models import (
     phi3,
     qwen2,
     qwen3,
+    qwen3_omni_moe,
+    qwen3_vl_moe,
     t5,
     vit,
     wide_opt,
@@ -128,6 +135,17 @@ CELLS: list[Any] = [
     further(glm4, 2, {}, ()),
     further(glm4, 4, BY_FOUR, ()),
     further(mixtral, 2, {}, ("experts", "gate")),  # and in test_experts.py
+    # By rules for what plans leave out inside a cut region:
+    (apertus, 2, {}, ("embed_tokens",)),
+    further(apertus, 4, BY_FOUR, ("embed_tokens",)),
+    (cohere, 2, {}, ()),
+    further(cohere, 4, BY_FOUR, ()),
+    (doge, 2, {}, ("embed_tokens",)),
+    further(doge, 4, BY_FOUR, ("embed_tokens",)),
+    further(doge_with_experts, 2, {}, ("embed_tokens", "router_gate")),
+    (glm4_moe, 2, {}, ("experts", "gate", "embed_tokens")),
+    (qwen3_vl_moe, 2, {}, ("experts", "gate", "embed_tokens", "visual")),
+    further(qwen3_omni_moe, 2, {}, ("experts", "gate", "embed_tokens", "visual", "audio_tower")),
 ]
 
 

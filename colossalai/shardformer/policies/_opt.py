@@ -13,7 +13,9 @@ OPT: Policy = {
         draws=True,
         attentions=True,
     ),
-    f"{_MODULE}.OPTDecoderLayer": Rule(columns=("fc1",), rows=("fc2",)),
+    f"{_MODULE}.OPTDecoderLayer": Rule(
+        columns=("fc1",), rows=("fc2",), outside=("self_attn_layer_norm", "final_layer_norm")
+    ),
     f"{_MODULE}.OPTDecoder": Rule(embeddings=("embed_tokens",)),
     f"{_MODULE}.OPTForCausalLM": Rule(heads=("lm_head",), loss_head="lm_head"),
 }

@@ -23,6 +23,8 @@ class Rule:
         embeddings: Names of embeddings that are cut along the vocabulary.
         feature_embeddings: Names of embeddings that are cut along the features, of which a rank returns its
             part: a bias for each head of an attention.
+        inner_rows: Names of row layers between the column and the row layers, with one output for each head:
+            outputs are summed, and a rank goes on with those of its heads.
         heads: Names of linear layers whose output features are cut, but which return all of them: from
             features to the vocabulary, or to what an attention needs the whole of. Any number is padded.
         splits: Names of row layers that are given all input features, of which each rank takes its part.
@@ -30,15 +32,18 @@ class Rule:
             those of its channels, with their running statistics.
         packed: Names of those of `columns`, `rows` and `channel_norms` whose cut features are two equal
             parts, one behind the other (gate and up), each of which is cut for itself.
-        head_params: Names of parameters of the module itself with one entry for each head, of which a rank
-            has those of its heads.
+        head_params: Names of parameters of the module, or of a layer of it (`q_norm.weight`), whose dimension
+            0 counts heads, of which a rank has those of its heads.
         head_inputs: Names of arguments of its forward whose dimension 0 counts batch times heads, of which a
             rank takes those of its heads; the first of `counts` counts the heads.
         experts: Names of parameters of the module itself whose dimension 0 counts experts: they are cut
             along it, and tokens travel to the ranks that have the experts of their choice. The module is
             called with (tokens, features), chosen experts and weights, both (tokens, choices).
-        head_norms: Names of norms that all ranks hold and that a rank applies to its heads alone; their
-            gradients are summed over the ranks.
+        head_norms: Names of layers that all ranks hold and that a rank applies to its heads or features
+            alone, as norms of single heads and activations with parameters; their gradients are summed.
+        outside: Names of layers and parameters of a module with column and row layers that act before the
+            ones or behind the others, on whole activations; "*" for all that no other field names. Any
+            other parameter of such a module has to be covered by a field, or by a rule of its own module.
         counts: Names of attributes that count heads or features, and of which a rank has its part.
         part: Name of the attribute that says how many output features of a column layer belong together,
             where it yields several things one behind the other: query, key and value. None: all do.
@@ -56,6 +61,7 @@ class Rule:
 
     columns: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+    inner_rows: tuple[str, ...] = ()
     embeddings: tuple[str, ...] = ()
     feature_embeddings: tuple[str, ...] = ()
     heads: tuple[str, ...] = ()
@@ -66,6 +72,7 @@ class Rule:
     head_inputs: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     head_norms: tuple[str, ...] = ()
+    outside: tuple[str, ...] = ()
     counts: tuple[str, ...] = ()
     part: str | None = None
     divisible: tuple[str, ...] = ()
@@ -79,7 +86,15 @@ class Rule:
     @property
     def cuts(self) -> bool:
         """Whether anything is shared out."""
-        cut = (self.columns, self.rows, self.splits, self.heads, self.embeddings, self.feature_embeddings)
+        cut = (
+            self.columns,
+            self.rows,
+            self.inner_rows,
+            self.splits,
+            self.heads,
+            self.embeddings,
+            self.feature_embeddings,
+        )
         norms = self.channel_norms or self.head_norms
         return any(cut) or bool(norms or self.head_params or self.counts or self.draws)
 

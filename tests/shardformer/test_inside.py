@@ -1,0 +1,115 @@
+"""Parameters between column and row layers that no rule covers are refused, and none that a rule covers."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from colossalai.context import Mesh
+from colossalai.shardformer import Rule, check_rule, check_shards, register_rule, shard_model
+from colossalai.shardformer._layers import SumsGradients
+from colossalai.tensor import spec_of
+from tests.shardformer.models import apertus, cohere, doge
+
+MESH = Mesh({"tp": 2}, rank=1)
+
+
+class Scale(nn.Module):
+    """A factor for each feature of a head, with a norm in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.factor = nn.Parameter(torch.ones(4))
+
+
+class Block(nn.Module):
+    """A norm, an attention of eight features, a norm behind it, and a block of the same kind inside."""
+
+    def __init__(self, *, is_inner: bool = False) -> None:
+        super().__init__()
+        self.before, self.behind, self.scale = nn.LayerNorm(8), nn.LayerNorm(8), Scale()
+        self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.sinks = nn.Parameter(torch.arange(8.0))
+        self.inner = nn.Identity() if is_inner else Block(is_inner=True)
+
+
+HALF = Rule(columns=("up",), rows=("down",), head_params=("sinks",))
+OUTSIDE = ("before", "behind")
+COVERED = replace(HALF, head_params=("sinks", "scale.factor"), head_norms=("scale",), outside=OUTSIDE)
+
+
+@pytest.mark.unit
+def test_parameters_that_no_rule_covers_are_named_before_anything_changes():
+    model = nn.Sequential(Block())
+    rules = {"0": HALF, "0.inner": COVERED}
+    with pytest.raises(
+        ValueError, match=r"Block '0' cannot be cut by up \(columns\) and down \(rows\): "
+    ) as caught:
+        shard_model(model, MESH, rules)
+    listed = "before.weight, before.bias, behind.weight, behind.bias, scale.factor, scale.norm.weight, "
+    assert f"its parameters {listed}scale.norm.bias. Between" in str(caught.value)
+    for word in ("register_rule", "Plan.cuts", "`head_norms`", "`head_params`", "`outside`"):
+        assert word in str(caught.value)
+    assert not any(spec_of(param) for param in model.parameters())
+    with pytest.raises(ValueError, match=r"Block '0' .*, inner\.before\.weight"):  # which has no rule then
+        check_shards(model, 2, {"0": HALF})
+
+
+@pytest.mark.unit
+def test_a_rule_covers_them_one_by_one_or_all():
+    for outside in (("before", "behind", "scale.norm", "inner"), ("*",)):
+        rule = replace(HALF, head_params=("sinks", "scale.factor"), outside=outside)
+        model = nn.Sequential(Block())
+        shard_model(model, MESH, {"0": rule})
+        assert model[0].sinks.tolist() == [4, 5, 6, 7]
+        assert tuple(model[0].scale.factor.shape) == (2,)
+        assert spec_of(model[0].scale.factor).whole_shape == (4,)
+        assert not any(spec_of(param) for param in model[0].inner.parameters())
+    with pytest.raises(ValueError, match="names 'beside' in outside, a layer or parameter that it lacks"):
+        check_shards(model, 2, {"0": replace(HALF, outside=("beside",))})
+
+
+@pytest.mark.unit
+def test_modules_with_column_layers_alone_have_no_region():
+    for rule in (Rule(columns=("up",)), Rule(heads=("up",), splits=("down",)), Rule(rows=("down",))):
+        check_shards(nn.Sequential(Block()), 2, {"0": rule})
+
+
+@pytest.mark.unit
+def test_rules_of_classes_and_plans_are_asked_alike():
+    class Ruled(Block):
+        pass
+
+    register_rule(Ruled, HALF)  # stays, and nobody else is called so
+    with pytest.raises(ValueError, match=r"no rule covers its parameters before\.weight"):
+        check_shards(nn.Sequential(Ruled()), 2)
+    with pytest.raises(ValueError, match=r"no rule covers its parameters before\.weight"):
+        check_rule("0", Ruled(), HALF, 2)
+    planned_block = nn.ModuleDict({"block": Block(is_inner=True)})
+    planned_block.tp_plan = {"block.up": "colwise", "block.down": "rowwise"}
+    with pytest.raises(ValueError, match=r"Block 'block' .* its parameters sinks, before\.weight"):
+        shard_model(planned_block, MESH)
+    assert tuple(planned_block["block"].up.weight.shape) == (8, 8)
+
+
+@pytest.mark.unit
+def test_what_lies_between_the_layers_of_these_families_is_cut_or_summed():
+    pytest.importorskip("transformers")
+    model = cohere(num_hidden_layers=1)
+    norm = model.model.layers[0].self_attn.q_norm
+    whole = norm.weight.detach().clone()
+    shard_model(model, MESH)
+    assert torch.equal(norm.weight, whole[4:])
+    check_shards(cohere(use_qk_norm=False), 2)
+    with pytest.raises(ValueError, match=r"config\.num_key_value_heads is 4, which they do not divide"):
+        check_shards(cohere(), 8)
+    model = doge(num_hidden_layers=1)
+    shard_model(model, MESH)
+    attention = model.model.layers[0].self_attn
+    assert tuple(attention.A.shape) == (2,)
+    assert tuple(attention.dt_proj.weight.shape) == (4, 16)
+    model = apertus(num_hidden_layers=1)
+    shard_model(model, MESH)
+    assert isinstance(model.model.layers[0].mlp.act_fn, SumsGradients)
