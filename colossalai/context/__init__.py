@@ -37,7 +37,11 @@ from colossalai.context._parallel_mode import TENSOR_LAYOUTS as TENSOR_LAYOUTS
 from colossalai.context._parallel_mode import ParallelMode as ParallelMode
 from colossalai.context._parallel_mode import TensorLayout as TensorLayout
 from colossalai.context._random import add_seed as add_seed
+from colossalai.context._random import draw_together as draw_together
+from colossalai.context._random import drawing_apart as drawing_apart
+from colossalai.context._random import drawing_by_batch as drawing_by_batch
 from colossalai.context._random import drawing_expert as drawing_expert
+from colossalai.context._random import drawing_together as drawing_together
 from colossalai.context._random import get_current_mode as get_current_mode
 from colossalai.context._random import get_seeds as get_seeds
 from colossalai.context._random import get_states as get_states

@@ -11,13 +11,29 @@ a random state of its own on every rank:
 - SEQUENCE, where there are both ranks that share sequences and ranks that share layers: differs along the
   data, pipeline and sequence axes, agrees along the tensor axes. In force then: the ranks that share a
   sequence hold other tokens. Without tensor axes it would be TENSOR's, which is in force.
+
+The state for sequences starts on the first rank of a sequence as DATA does: attention takes its seeds from
+there, and so drops the same weights on any number of ranks.
+
+[Note: forks of the state in force]
+A layer does not draw from the state of another mode: `torch.utils.checkpoint` restores torch's generators
+alone, so recomputation would go on where that mode was left. It draws from a fork of the state in force,
+which is seeded by a number that follows from this state and by the coordinates of the rank along the axes
+where ranks must differ. So the numbers differ along these axes and, where the state in force agrees, agree
+along all others; and whoever restores torch's generators restores the forks, too. The state in force moves
+on by one draw for each fork. The number is a hash of the state of the CPU generator: no device is waited for,
+nothing is sent, and no operator has to return a value, which none does under `torch.func.vmap` or for fake
+tensors. A fork is a mode of its own for as long as it is in force, and its parent is put aside as any other
+mode is: a `seed` block inside finds every mode, the parent as well, where it was left.
 """
 
+import ctypes
 import functools
 import hashlib
 import random
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -46,11 +62,16 @@ def seed_layout_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> No
     axes = ("dp", "pp", inner)
     dp_rank, pp_rank, tensor_rank = (mesh.axis_rank(axis) for axis in axes)
     dp_size, pp_size, tensor_size = (mesh.axis_size(axis) for axis in axes)
-    add_seed(ParallelMode.DATA, mix_seed(seed, "data", dp_rank, pp_rank), overwrite=True)
-    add_seed(ParallelMode.TENSOR, mix_seed(seed, "tensor", dp_rank, pp_rank, tensor_rank), overwrite=True)
-    if 1 < mesh.axes.get("sp", 1) < tensor_size:
-        sequence_seed = mix_seed(seed, "sequence", dp_rank, pp_rank, mesh.axis_rank("sp"))
+    data_seed = mix_seed(seed, "data", dp_rank, pp_rank)
+    tensor_seed = mix_seed(seed, "tensor", dp_rank, pp_rank, tensor_rank)
+    sp_size, sp_rank = mesh.axes.get("sp", 1), mesh.axis_rank("sp") if "sp" in mesh.axes else 0
+    if 1 < sp_size < tensor_size:
+        sequence_seed = mix_seed(seed, "sequence", dp_rank, pp_rank, sp_rank) if sp_rank else data_seed
         add_seed(ParallelMode.SEQUENCE, sequence_seed, overwrite=True)
+    elif sp_size > 1 and sp_rank == 0:
+        tensor_seed = data_seed
+    add_seed(ParallelMode.DATA, data_seed, overwrite=True)
+    add_seed(ParallelMode.TENSOR, tensor_seed, overwrite=True)
     process.random.expert_rank = mesh.axis_rank("ep")
     process.random.place = SeedPlace((dp_rank, pp_rank, tensor_rank), (dp_size, pp_size, tensor_size))
 
@@ -170,6 +191,101 @@ def drawing_expert(layer: int, number: int) -> Iterator[None]:
         yield
     finally:
         set_generator_state(kept)
+
+
+@dataclass(frozen=True, eq=False)
+class Fork:
+    """The mode that is in force in a block that draws from a fork.
+
+    Attributes:
+        parent: The mode that was in force before.
+    """
+
+    parent: Hashable
+
+
+@contextmanager
+def drawing_apart(*places: Hashable) -> Iterator[None]:
+    """Draw within the block other numbers than the ranks at other places.
+
+    See [Note: forks of the state in force]. Where nothing has been launched, this process is alone, and draws
+    from torch's generators.
+
+    Args:
+        places: Coordinates of this rank along the axes where ranks must differ; default: along all.
+    """
+    parent = process.random.current
+    if parent is None:
+        yield
+        return
+    seed_of_fork = mix_seed(_number_of_state(), "fork", *map(str, places or process.random.place.ranks))
+    torch.rand((), device="cpu")  # the next fork is another one
+    fork = Fork(parent)
+    process.random.states[parent] = generator_state()
+    process.random.states[fork] = {}
+    process.random.current = fork
+    _seed_generators(seed_of_fork)
+    try:
+        yield
+    finally:
+        if process.random.current == fork:
+            process.random.current = parent
+            set_generator_state(process.random.states[parent])
+        else:  # by draw_together, or by the block itself
+            set_mode(parent)
+        process.random.states.pop(fork, None)
+
+
+def draw_together() -> None:
+    """Go back to the state that was in force before `drawing_apart`, which then has no effect to its end."""
+    if process.random.current is not None:
+        set_mode(_whole_mode())
+
+
+@contextmanager
+def drawing_together() -> Iterator[None]:
+    """Draw within the block from the state that was in force before `drawing_apart`, if that is in force."""
+    if process.random.current is None:
+        yield
+        return
+    with seed(_whole_mode()):
+        yield
+
+
+@contextmanager
+def drawing_by_batch() -> Iterator[None]:
+    """Draw within the block other numbers than the ranks with other parts of the batch.
+
+    That is the state in force, except before a model has been assembled, when all ranks draw the same.
+    """
+    with drawing_together():
+        is_built = process.random.current != ParallelMode.GLOBAL
+        with nullcontext() if is_built else drawing_apart(*process.random.place.ranks[:2]):
+            yield
+
+
+def _whole_mode() -> Hashable:
+    """Return the mode that is in force outside of all forks."""
+    mode = process.random.current
+    while isinstance(mode, Fork):
+        mode = mode.parent
+    return mode
+
+
+def _number_of_state() -> int:
+    """Return a number that follows from the state of the CPU generator, which does not move."""
+    state = torch.default_generator.get_state()
+    # Not `state.numpy()`: an operator, which a mode for fake tensors refuses.
+    digest = hashlib.blake2b(ctypes.string_at(state.data_ptr(), state.nbytes), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed the generators of which `generator_state` returns the state, and not those of all devices."""
+    torch.default_generator.manual_seed(seed)
+    device = torch.accelerator.current_accelerator()
+    if device is not None and torch.accelerator.is_available():
+        torch.get_device_module(device).manual_seed(seed)
 
 
 @contextmanager

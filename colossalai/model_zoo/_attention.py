@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from colossalai.communication import slice_of
-from colossalai.context import ParallelMode, get_seeds, seed
+from colossalai.context import drawing_apart
 from colossalai.model_zoo._sequence import sequence_cut
 from colossalai.nn.layer import (
     Cut,
@@ -133,7 +133,7 @@ class SelfAttention(SharesSequence):
     def _random_state(self) -> AbstractContextManager[Any]:
         """Draw masks that differ where the ranks have different heads or samples."""
         is_cut = bool(self.cut.batch or self.cut.features)
-        return seed(ParallelMode.TENSOR) if is_cut and ParallelMode.TENSOR in get_seeds() else nullcontext()
+        return drawing_apart() if is_cut else nullcontext()
 
 
 def scaled_dot_product(

@@ -3,7 +3,8 @@
 [Note: random states in recomputation]
 The second forward must draw the same random numbers as the first, from the state of every parallel mode, and
 must not disturb what is drawn after it. torch's own checkpoint only restores the default generator, which
-holds the state of one mode; so its handling is switched off and a snapshot of all modes is replayed.
+holds the state of one mode, and users' layers may draw from others; so its handling is switched off and a
+snapshot of all modes is replayed.
 """
 
 from collections.abc import Callable

@@ -125,7 +125,15 @@ class DispatchedExperts(SpecKeeper):
 
     def _dispatch(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         num_experts = next(iter(self._specs.values())).shape[0]  # over all ranks
-        return dispatch(hidden, experts, weights, self._compute, num_experts=num_experts, mesh=self.mesh)
+        return dispatch(
+            hidden,
+            experts,
+            weights,
+            self._compute,
+            num_experts=num_experts,
+            mesh=self.mesh,
+            training=self.training,
+        )
 
     def _compute(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         raise NotImplementedError

@@ -14,7 +14,7 @@ from colossalai.communication import (
     gather_forward_split_backward,
     split_forward_gather_backward,
 )
-from colossalai.context import Axis, Mesh, ParallelMode, get_seeds, seed, set_mode
+from colossalai.context import Axis, Mesh, draw_together, drawing_apart, drawing_together
 from colossalai.nn.layer import ParallelEmbedding
 from colossalai.nn.layer.tensor_parallel import LinearScheme, ParallelMatmul
 from colossalai.tensor import PaddedSpec, ShardingSpec, SpecKeeper, pad_to, padded_size, set_spec, spec_of
@@ -292,8 +292,7 @@ class DrawsApart(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        is_launched = self.training and ParallelMode.TENSOR in get_seeds()
-        with seed(ParallelMode.TENSOR) if is_launched else nullcontext():
+        with drawing_apart() if self.training else nullcontext():
             return super().forward(*args, **kwargs)
 
 
@@ -302,18 +301,13 @@ class DrawsTogether(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        is_launched = self.training and ParallelMode.DATA in get_seeds()
-        with seed(ParallelMode.DATA) if is_launched else nullcontext():
+        with drawing_together() if self.training else nullcontext():
             return super().forward(*args, **kwargs)
 
 
-def draw_together(module: nn.Module, args: Any, output: Any) -> None:
-    """Let what follows a row layer draw the same numbers on all ranks; a hook behind that layer.
-
-    The module around it is of `DrawsApart`, which puts the state before it in force again at its end.
-    """
-    if module.training and ParallelMode.DATA in get_seeds():
-        set_mode(ParallelMode.DATA)
+def draw_together_behind(module: nn.Module, args: Any, output: Any) -> None:
+    """Let what follows a row layer draw the same numbers on all ranks; a hook behind that layer."""
+    draw_together()
 
 
 def put_before(first: type[nn.Module], module: nn.Module) -> type[nn.Module]:

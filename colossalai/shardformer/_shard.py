@@ -50,7 +50,7 @@ from colossalai.shardformer._layers import (
     VocabularyShard,
     class_of,
     cut_param,
-    draw_together,
+    draw_together_behind,
     keep_specs,
     put_before,
 )
@@ -190,7 +190,7 @@ def _adapt(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
     if rule.draws:
         module.__class__ = put_before(DrawsApart, module)
         for _, layer in _layers(module, rule.rows):
-            layer.register_forward_hook(draw_together)
+            layer.register_forward_hook(draw_together_behind)
 
 
 def _gather_attentions(model: nn.Module, attentions: dict[nn.Module, Rule], mesh: Mesh) -> None:

@@ -7,11 +7,15 @@ import random
 import numpy as np
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from colossalai.context import (
     Mesh,
     ParallelMode,
     add_seed,
+    draw_together,
+    drawing_apart,
+    drawing_together,
     get_current_mode,
     get_seeds,
     get_states,
@@ -67,6 +71,90 @@ def test_the_mode_is_put_back_also_after_an_error():
         fail()
     assert get_current_mode() == M.GLOBAL
     assert with_seed(get_current_mode, M.DATA)() == M.DATA
+
+
+def test_a_fork_is_drawn_again_where_the_state_in_force_is_and_only_there():
+    def draw():
+        with drawing_apart():
+            inside = torch.rand(2).tolist()
+        return inside, torch.rand(2).tolist()
+
+    set_mode(M.DATA)
+    kept = torch.get_rng_state()
+    first, second = draw(), draw()
+    assert len({tuple(part) for parts in (first, second) for part in parts}) == 4
+    torch.set_rng_state(kept)  # all that torch.utils.checkpoint restores
+    assert (draw(), draw()) == (first, second)
+    assert set(get_states()) == set(get_seeds())
+
+
+def test_a_fork_ends_with_an_error():
+    set_mode(M.DATA)
+    kept = torch.get_rng_state()
+    with drawing_apart():
+        pass
+    after = torch.get_rng_state()
+    torch.set_rng_state(kept)
+
+    def stop():
+        with drawing_apart():
+            torch.rand(3)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        stop()
+    assert get_current_mode() == M.DATA
+    assert torch.equal(torch.get_rng_state(), after)
+
+
+def test_what_is_drawn_together_in_a_fork_comes_from_the_state_in_force():
+    set_mode(M.DATA)
+    kept = torch.get_rng_state()
+    with drawing_apart():
+        pass
+    expected = torch.rand(7)
+    torch.set_rng_state(kept)
+    with drawing_apart():
+        apart = torch.rand(2)
+        with drawing_together():
+            assert torch.equal(torch.rand(2), expected[:2])
+        with seed(M.DATA), drawing_together():
+            assert torch.equal(torch.rand(2), expected[2:4])
+        assert not torch.equal(torch.rand(2), apart)
+        draw_together()
+        assert torch.equal(torch.rand(2), expected[4:6])
+    assert torch.equal(torch.rand(1), expected[6:])
+
+
+def test_forks_under_transforms_and_of_fake_tensors():
+    set_mode(M.DATA)
+
+    def dropped(x):
+        with drawing_apart():
+            return torch.nn.functional.dropout(x)
+
+    found = torch.func.vmap(dropped, randomness="different")(torch.ones(2, 40))
+    assert not torch.equal(found[0], found[1])
+    assert not torch.equal(found, torch.func.vmap(dropped, randomness="different")(torch.ones(2, 40)))
+    assert torch.func.grad(lambda x: dropped(x).sum())(torch.ones(40)).count_nonzero() > 0
+    kept = torch.get_rng_state()
+    with FakeTensorMode() as mode:
+        dropped(mode.from_tensor(torch.ones(3)))
+    assert torch.equal(torch.get_rng_state(), kept)
+
+
+@pytest.mark.parametrize("places", [(), (1,)])
+def test_forks_differ_by_place(places):
+    set_mode(M.GLOBAL)
+    drawn = set()
+    for rank in range(2):
+        reset_seeds()
+        seed_all_modes(
+            7, Mesh({"edp": 1, "ep": 1, "pp": 1, "tp": 2}, rank=rank, views={"dp": ("edp", "ep")}), ("tp",)
+        )
+        with drawing_apart(*places):
+            drawn.add(torch.rand(()).item())
+    assert len(drawn) == 2 - len(places)
 
 
 def test_states_come_back():
@@ -149,5 +237,8 @@ def test_ranks_that_share_sequences_and_layers_have_a_state_of_their_own():
     assert len({tensor for _, tensor, _ in (a, b, c, d)}) == 4
     assert a[2] == b[2] == c[2] == d[2]
     of_sequence, of_layers = first_draws({"sp": 2, "tp": 1}), first_draws({"sp": 1, "tp": 2})
-    assert of_sequence == of_layers  # one is called TENSOR as the other
+    assert of_sequence[1] == of_layers[1]  # one is called TENSOR as the other
+    for first in (a, (of_sequence[0][1],)):  # attention draws for the sequence as one process would
+        assert first[0] == a[2]
+    assert of_layers[0][1] != of_layers[0][2]
     assert all(sequence is None for sequence, *_ in of_sequence)

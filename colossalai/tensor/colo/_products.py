@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from colossalai.communication import all_reduce, reduce_forward_copy_backward
-from colossalai.context import ParallelMode, get_seeds, seed
+from colossalai.context import drawing_apart
 from colossalai.tensor.colo._cut import COMPUTE_SPEC, Sliced, TensorCut, cut_of, sliced, used_apart, whole
 from colossalai.tensor.colo._elementwise import Rule
 
@@ -180,9 +180,9 @@ def _dropout(func: Func, args: Args, kwargs: Kwargs) -> Any:
     cut = cut_of(args[0]) if args else None
     if cut is None:
         return NotImplemented
+    named = dict(zip(("input", "p", "training"), args, strict=False)) | dict(kwargs)
     # Slices differ between the ranks, and so must what is drawn for them.
-    is_launched = ParallelMode.TENSOR in get_seeds()
-    with seed(ParallelMode.TENSOR) if is_launched else nullcontext():
+    with drawing_apart() if named.get("training", True) else nullcontext():
         return Sliced(func(*args, **kwargs), cut)
 
 

@@ -19,7 +19,7 @@ none of them as well, which gives their weights gradients of zeros and not none.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ from colossalai.communication import (
     gather_forward_split_backward,
     split_forward_gather_backward,
 )
-from colossalai.context import Axis, Mesh, ParallelMode, get_seeds, seed
+from colossalai.context import Axis, Mesh, ParallelMode, drawing_apart, get_seeds, seed
 
 _BLOCK = 1 << 17  # elements
 
@@ -73,6 +73,7 @@ def dispatch(
     num_experts: int,
     mesh: Mesh,
     served: Tensor | None = None,
+    training: bool = True,
 ) -> Tensor:
     """Let the chosen experts compute, wherever they are, and add their results by weight.
 
@@ -86,10 +87,12 @@ def dispatch(
         num_experts: Over all ranks.
         mesh: The ranks.
         served: (tokens, choices): whether a choice counts; default: all do.
+        training: Whether the experts are in training.
 
     Returns:
         (tokens, features): sums over the choices that count; zeros for a token that has none.
     """
+    compute = _drawing_apart(compute, training)
     sharing = mesh.axis("tp") if "tp" in mesh.axes else None
     if sharing is None or sharing.size == 1:
         return _dispatch(hidden, experts, weights, compute, num_experts, mesh.axis("ep"), served)
@@ -116,11 +119,23 @@ def dispatch_here(
     *,
     num_experts: int,
     served: Tensor | None = None,
+    training: bool = True,
 ) -> Tensor:
     """Do as `dispatch` where this rank has all experts, or a part of each; no communication."""
+    return _here(hidden, experts, weights, _drawing_apart(compute, training), num_experts, served)
+
+
+def _here(
+    hidden: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    compute: Compute,
+    num_experts: int,
+    served: Tensor | None,
+) -> Tensor:
     slots, counts = sort_slots(experts, num_experts, served)
     rows = _TakeRows.apply(hidden, slots)
-    return _added(_compute(compute, rows, counts.tolist()), weights, slots)
+    return _added(compute(rows, counts.tolist()), weights, slots)
 
 
 def _padded(tensor: Tensor, num_parts: int) -> Tensor:
@@ -139,7 +154,7 @@ def _dispatch(
     served: Tensor | None,
 ) -> Tensor:
     if axis.size == 1:
-        return dispatch_here(hidden, experts, weights, compute, num_experts=num_experts, served=served)
+        return _here(hidden, experts, weights, compute, num_experts, served)
     slots, counts = sort_slots(experts, num_experts, served)
     rows = _TakeRows.apply(hidden, slots)
     # Counts of the ranks' choices for my experts: (ranks, experts of a rank). The host waits here, once.
@@ -153,17 +168,24 @@ def _dispatch(
     rows = exchange_forward_exchange_backward(rows, axis, num_sent=num_sent, num_received=num_received)
     sizes = counted.tolist()
     rows = _regrouped(rows, sizes)
-    rows = _compute(compute, rows, counted.sum(0).tolist())
+    rows = compute(rows, counted.sum(0).tolist())
     rows = _regrouped(rows, [list(of_expert) for of_expert in zip(*sizes, strict=True)])
     rows = exchange_forward_exchange_backward(rows, axis, num_sent=num_received, num_received=num_sent)
     return _added(rows, weights, slots)
 
 
-def _compute(compute: Compute, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Let experts compute; whatever they draw is drawn from the state in which all ranks differ."""
-    is_launched = ParallelMode.TENSOR in get_seeds()
-    with seed(ParallelMode.TENSOR) if is_launched else nullcontext():
-        return compute(rows, sizes)
+def _drawing_apart(compute: Compute, training: bool) -> Compute:
+    """Let all ranks draw different numbers in experts; in evaluation the state in force does not move on."""
+
+    def computed(rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        with drawing_apart() if training else _evaluating():
+            return compute(rows, sizes)
+
+    return computed
+
+
+def _evaluating() -> AbstractContextManager[None]:
+    return seed(ParallelMode.TENSOR) if ParallelMode.TENSOR in get_seeds() else nullcontext()
 
 
 def sort_slots(experts: Tensor, num_experts: int, served: Tensor | None = None) -> tuple[SlotOrder, Tensor]:

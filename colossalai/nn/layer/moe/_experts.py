@@ -151,6 +151,7 @@ class Experts(MoeExperts):
             num_experts=self.num_experts,
             mesh=self.mesh,
             served=routes.served,
+            training=self.training,
         )
 
     def train(self, mode: bool = True) -> Self:

@@ -21,11 +21,10 @@ from colossalai.communication import (
     reduce_forward_copy_backward,
     scatter_forward_gather_backward,
 )
-from colossalai.context import drawing_expert
+from colossalai.context import drawing_by_batch, drawing_expert
 from colossalai.nn.layer.moe._dispatch import dispatch, dispatch_here
 from colossalai.nn.layer.moe._experts import MoeExperts
 from colossalai.nn.layer.moe._grouped import grouped_linear
-from colossalai.nn.layer.moe._noise import drawn_by_tokens
 from colossalai.nn.layer.moe._router import Routes
 from colossalai.tensor import cut_dims, set_spec
 
@@ -129,6 +128,7 @@ class FFNExperts(FeedForwardExperts):
             num_experts=self.num_experts,
             mesh=self.mesh,
             served=routes.served,
+            training=self.training,
         )
 
     def _compute_and_drop(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -190,6 +190,7 @@ class TPExperts(FeedForwardExperts):
             self._without_bias,
             num_experts=self.num_experts,
             served=all_served,
+            training=self.training,
         )
         if "tp" in self.axes:
             total = reduce_forward_copy_backward(total, self.mesh.axis("tp"))
@@ -203,7 +204,7 @@ class TPExperts(FeedForwardExperts):
             return functional.dropout(total, self.drop_rate, self.training)
 
     def _state(self) -> AbstractContextManager[Any]:
-        return drawn_by_tokens() if self.drop_rate > 0 and self.training else nullcontext()
+        return drawing_by_batch() if self.drop_rate > 0 and self.training else nullcontext()
 
     def _without_bias(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         return self._compute(rows, sizes, bias=False)

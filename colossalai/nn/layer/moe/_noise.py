@@ -1,26 +1,11 @@
 """Noise on the logits of a router, so that experts which are nearly chosen are tried as well.
 
-Ranks that hold different tokens draw different noise, those that share tokens (along `tp`) the same: it comes
-from the state of DATA, which recomputation replays.
+Ranks that hold different tokens draw different noise, those that share tokens (along `tp`) the same
+(`context.drawing_by_batch`).
 """
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-
-from colossalai.context import ParallelMode, get_seeds, seed
-
-
-@contextmanager
-def drawn_by_tokens() -> Iterator[None]:
-    """Draw within the block from the state that differs between ranks with different tokens."""
-    if ParallelMode.DATA not in get_seeds():  # nothing has been launched: there are no other ranks
-        yield
-        return
-    with seed(ParallelMode.DATA):
-        yield
 
 
 class NormalNoiseGenerator:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from colossalai.context import drawing_by_batch
 from colossalai.nn.layer.moe._capacity import capacity_of, serve
-from colossalai.nn.layer.moe._noise import drawn_by_tokens
 
 Noise = Callable[[Tensor], Tensor]
 """From logits to logits with noise."""
@@ -99,7 +99,7 @@ class MoeRouter(nn.Module):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         noisy = logits
         if self.training and self.noisy_func is not None:
-            with drawn_by_tokens():
+            with drawing_by_batch():
                 noisy = self.noisy_func(logits)
         probabilities = noisy.softmax(-1)
         experts = self.choose(probabilities)

@@ -13,8 +13,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from colossalai.context import is_in_backward
-from colossalai.nn.layer.moe._noise import drawn_by_tokens
+from colossalai.context import drawing_by_batch, is_in_backward
 from colossalai.nn.layer.moe._router import MoeRouter, Noise, Routes, greatest
 from colossalai.tensor import keep_dtype
 
@@ -64,7 +63,7 @@ class Top1Router(MoeRouter):
         """See the base class."""
         if self.select_policy == "first" or not self.training:
             return None
-        with drawn_by_tokens():
+        with drawing_by_batch():
             return torch.randperm(num_tokens, device=device)
 
 

@@ -9,11 +9,10 @@ splitmix64, Steele et al. 2014); an element is the sum of its row's and its colu
 of multiplication and shift (Wellons' `lowbias32`).
 """
 
-from contextlib import nullcontext
-
 import torch
 
-from colossalai.context import ParallelMode, get_seeds, seed
+from colossalai.communication import broadcast
+from colossalai.context import Axis, drawing_by_batch
 from colossalai.nn.layer.sequence_parallel._order import TokenSpan
 
 _GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, as a signed number
@@ -21,13 +20,21 @@ _MIX_64 = ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15))
 _MIX_32 = ((16, 0x7FEB352D), (15, -0x7B935975))
 
 
-def draw_seed() -> int:
-    """Draw a seed from the random state of DATA, which the ranks of a sequence share.
+def draw_seed(axis: Axis, device: torch.device) -> int | torch.Tensor:
+    """Draw a seed that the ranks of a sequence share: the number of the first of them.
 
-    Without a launched job it comes from torch's generator; the ranks must have seeded it alike.
+    It is drawn from the state in force, which recomputation restores and which differs along the sequence, so
+    it is broadcast: 8 bytes, which stay on the device.
+
+    Args:
+        axis: The ranks that share the sequence.
+        device: Where the seed is needed.
     """
-    with seed(ParallelMode.DATA) if ParallelMode.DATA in get_seeds() else nullcontext():
-        return int(torch.randint(2**62, ()))
+    with drawing_by_batch():
+        number = torch.randint(2**62, (), device="cpu")
+    if axis.size == 1:
+        return int(number)
+    return broadcast(number.to(device), axis.ranks[0], axis)
 
 
 def dropout_factors(
@@ -35,7 +42,7 @@ def dropout_factors(
     queries: TokenSpan,
     keys: TokenSpan,
     *,
-    dropout_seed: int,
+    dropout_seed: int | torch.Tensor,
     dropout_p: float,
     lanes: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -45,7 +52,7 @@ def dropout_factors(
         like: A tile (batch, heads, queries, keys); the result has its shape, type and device.
         queries: Their positions.
         keys: Their positions.
-        dropout_seed: What fixes the whole mask.
+        dropout_seed: What fixes the whole mask; a tensor () on the device of `like`, or a number.
         dropout_p: From 0 to below 1.
         lanes: (batch, heads), the number of each sample and head; None: they are counted, as all there are.
     """
@@ -63,9 +70,9 @@ def numbered_lanes(batch: int, heads: int, *, device: torch.device) -> torch.Ten
     return torch.arange(batch * heads, device=device).view(batch, heads)
 
 
-def _key(counter: torch.Tensor, salt: int) -> torch.Tensor:
+def _key(counter: torch.Tensor, salt: int | torch.Tensor) -> torch.Tensor:
     """Return 32 mixed bits for each counter."""
-    x = (counter + 1) * _GOLDEN ^ _mix64(torch.tensor(salt, device=counter.device))
+    x = (counter + 1) * _GOLDEN ^ _mix64(torch.as_tensor(salt, device=counter.device))
     return _mix64(x).to(torch.int32)
 
 

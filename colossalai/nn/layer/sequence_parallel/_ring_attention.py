@@ -30,6 +30,7 @@ def ring_attention(
     order: Order = "zigzag",
     tile_size: int = 512,
     lanes: torch.Tensor | None = None,
+    dropout_seed: int | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return softmax(scale q k^T) v of the whole sequence for this rank's queries.
 
@@ -50,14 +51,15 @@ def ring_attention(
         key_padding_mask: This rank's slice of it, bool, True for a key that nobody attends to. A query that
             sees no key has the result 0.
         dropout_p: Probability that a weight is dropped; pass 0 in evaluation. The mask is a function of one
-            seed, drawn here from the random state of DATA, and of sample, head and the two positions: it does
-            not depend on the number of ranks, the order or the size of a tile.
+            seed for all ranks along the axis, and of sample, head and the two positions: it does not depend
+            on the number of ranks, the order or the size of a tile.
         scale: Factor of the scores; default 1 / sqrt(head_size).
         order: Which positions a rank holds: "contiguous", or "zigzag" (`zigzag_split`), which gives all
             ranks the same work under a causal mask.
         tile_size: The most queries, and the most keys, of one tile.
         lanes: Whole numbers that tell samples and heads apart when masks are drawn, where q has a part of
             them only, because tensor parallelism cuts them; default: they are counted.
+        dropout_seed: The seed of the mask, the same on all ranks along the axis; default: it is drawn.
 
     Shape:
         q, k, v and the result (batch, heads, sub_seq, head_size); key_padding_mask (batch, sub_seq); lanes
@@ -70,6 +72,8 @@ def ring_attention(
     check_operands("ring_attention", q, k, v, key_padding_mask, dropout_p, tile_size, lanes)
     sub_seq, head_size = q.shape[-2:]
     check_order(order, sub_seq)
+    if dropout_seed is None:
+        dropout_seed = draw_seed(axis, q.device) if dropout_p > 0.0 else 0
     rules = Rules(
         order=order,
         axis_rank=axis.rank,
@@ -79,7 +83,7 @@ def ring_attention(
         causal=causal,
         scale=1.0 / math.sqrt(head_size) if scale is None else scale,
         dropout_p=dropout_p,
-        dropout_seed=draw_seed() if dropout_p > 0.0 else 0,
+        dropout_seed=dropout_seed,
         lanes=lanes,
     )
     result: torch.Tensor = _RingAttention.apply(q, k, v, key_padding_mask, axis, rules)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossalai.context import ParallelMode, get_seeds, global_context, seed
+from colossalai.context import ParallelMode, drawing_apart, global_context
 from colossalai.logging import get_dist_logger
 from colossalai.nn.layer.sequence_parallel._attentions import ATTENTIONS, RING
 from colossalai.nn.layer.sequence_parallel._scores import RingAV, RingQK
@@ -123,7 +123,7 @@ class TransformerSelfAttentionRing(SharesSequence):
             scores = self.attention_mask_func(scores, mask)
         weights = scores.softmax(dim=-1).to(dtype)
         # The ranks hold different rows: each draws masks of its own.
-        with seed(ParallelMode.TENSOR) if ParallelMode.TENSOR in get_seeds() else nullcontext():
+        with drawing_apart() if self.training else nullcontext():
             dropped: torch.Tensor = self.attention_dropout(weights)
         return dropped
 

@@ -61,7 +61,7 @@ class Rules:
     causal: bool
     scale: float
     dropout_p: float
-    dropout_seed: int
+    dropout_seed: int | torch.Tensor
     lanes: torch.Tensor | None = field(default=None, compare=False)
 
     def tiles(self, owner: int) -> list[tuple[TokenSpan, TokenSpan]]:

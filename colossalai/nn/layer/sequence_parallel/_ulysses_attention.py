@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from colossalai.communication import all_gather, all_to_all_forward_all_to_all_backward
 from colossalai.context import Axis
-from colossalai.nn.layer.sequence_parallel._dropout import numbered_lanes
+from colossalai.nn.layer.sequence_parallel._dropout import draw_seed, numbered_lanes
 from colossalai.nn.layer.sequence_parallel._order import Order, check_order, rank_by_rank
 from colossalai.nn.layer.sequence_parallel._ring_attention import check_operands, ring_attention
 
@@ -87,6 +87,7 @@ def ulysses_attention(
             order="contiguous",
             tile_size=tile_size,
             lanes=all_lanes.chunk(axis.size, dim=1)[axis.rank],
+            dropout_seed=draw_seed(axis, q.device) if dropout_p > 0.0 else 0,
         )
     else:
         mixed = _fused(*stacked.unbind(0), causal=causal, padding=padding, scale=scale)

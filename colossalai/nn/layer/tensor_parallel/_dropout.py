@@ -1,12 +1,12 @@
 """Dropout of an activation that is cut, or held whole, by the ranks of a tensor-parallel group."""
 
-from collections.abc import Hashable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
-from colossalai.context import Mesh, ParallelMode, add_seed, get_seeds, seed
+from colossalai.communication import broadcast
+from colossalai.context import Mesh, drawing_apart, drawing_by_batch, get_current_mode
 from colossalai.nn.layer.tensor_parallel._flow import current_cut
 from colossalai.nn.layer.tensor_parallel._launched import launched_job
 from colossalai.nn.layer.tensor_parallel._record import recorded_cut
@@ -30,41 +30,32 @@ class ParallelDropout(nn.Dropout):
         self.cut = cut
         job = launched_job()
         self.mesh, self.tensor_axes = job.mesh, job.tensor_axes
-        self._mode(cut)  # makes its state, which a checkpoint that is loaded may set before the first draw
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input with elements zeroed and the others scaled up."""
         is_drawing = self.training and self.p > 0.0
-        mode = self._mode(recorded_cut(x) or self.cut) if is_drawing else None
-        with nullcontext() if mode is None else seed(mode):
+        cut = recorded_cut(x) or self.cut
+        with drawing_by_cut(cut, self.mesh, self.tensor_axes) if is_drawing else nullcontext():
             return super().forward(x)
 
-    def _mode(self, cut: Cut) -> Hashable | None:
-        return random_mode(cut, self.mesh, self.tensor_axes)
 
+def drawing_by_cut(cut: Cut, mesh: Mesh, tensor_axes: Axes) -> AbstractContextManager[None]:
+    """Draw numbers that differ along the axes of a cut, and along other tensor axes agree.
 
-def random_mode(cut: Cut, mesh: Mesh, tensor_axes: Axes, *, by_token: bool = True) -> Hashable | None:
-    """Return the mode whose random state differs along the axes of a cut alone; None: the one in force.
-
-    The mode is made where nobody has drawn along these axes before.
+    The state in force agrees along all tensor axes. See [Note: forks of the state in force].
 
     Args:
         cut: How what is dropped is cut.
         mesh: The ranks.
-        tensor_axes: All tensor axes of the mesh: what differs along them all is the mode TENSOR.
-        by_token: Whether tokens are dropped, and not samples: ranks that share a sequence have other tokens.
+        tensor_axes: All tensor axes of the mesh.
     """
     axes = (*cut.batch, *cut.features)
-    if not axes or ParallelMode.DATA not in get_seeds():  # not launched: this process is alone
-        return None
+    if not axes or get_current_mode() is None:  # not launched: this process is alone
+        return nullcontext()
     if set(axes) == set(tensor_axes):
-        return ParallelMode.TENSOR
-    if by_token and "sp" in mesh.batch_axes:
-        axes = ("sp", *axes)
-    mode = f"slices along {' x '.join(axes)}"
-    if mode not in get_seeds():  # the seed of DATA is a hash: those that follow it are nobody's
-        add_seed(mode, get_seeds()[ParallelMode.DATA] + 1 + mesh.axis_rank(axes))
-    return mode
+        return drawing_apart()
+    batch_axes = [name for name in ("sp", "pp", "dp") if name in mesh.axes]
+    return drawing_apart(*(mesh.axis_rank(name) for name in (*batch_axes, *axes)))
 
 
 class DropPath(nn.Module):
@@ -91,7 +82,6 @@ class DropPath(nn.Module):
         job = launched_job()
         self.mesh, self.tensor_axes = job.mesh, job.tensor_axes
         self.cut = Cut(batch=(cut or current_cut(job.mode)).batch)
-        self._mode()  # makes its random state, as dropout does
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows."""
@@ -101,15 +91,11 @@ class DropPath(nn.Module):
         """Return the branch with samples zeroed, the branch itself in evaluation."""
         if not self.training or self.p == 0.0:
             return branch
-        mode = self._mode(recorded_cut(branch))
-        with nullcontext() if mode is None else seed(mode):
-            kept = branch.new_empty(len(branch), *[1] * (branch.dim() - 1)).bernoulli_(1.0 - self.p)
-        return branch * kept.div_(1.0 - self.p)
-
-    def _mode(self, recorded: Cut | None = None) -> object | None:
-        """Return the mode that draws alike on the ranks that hold parts of the same samples."""
-        shared = ParallelMode.DATA if ParallelMode.DATA in get_seeds() else None
+        recorded = recorded_cut(branch)
         cut = self.cut if recorded is None else Cut(batch=recorded.batch)
-        if not cut.batch:
-            return shared
-        return random_mode(cut, self.mesh, self.tensor_axes, by_token=False) or shared
+        with drawing_by_cut(cut, self.mesh, self.tensor_axes) if cut.batch else drawing_by_batch():
+            kept = branch.new_empty(len(branch), *[1] * (branch.dim() - 1)).bernoulli_(1.0 - self.p)
+        if "sp" in self.mesh.batch_axes:
+            axis = self.mesh.axis("sp")  # its ranks hold parts of the same samples, and draw apart
+            kept = broadcast(kept, axis.ranks[0], axis)
+        return branch * kept.div_(1.0 - self.p)

@@ -91,9 +91,8 @@ def masks_of(attend: Callable[..., Tensor], axis: Axis, order: Any, lanes: Tenso
     mine = own_positions(SEQ, axis, order=order)
     q, k, v, grad = (tensor[:, :, mine] for tensor in whole_tensors())
     inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
-    with seed(ParallelMode.DATA):
-        torch.manual_seed(5)  # all ranks draw the same seed
-    with seed(ParallelMode.TENSOR):  # which the state in force does not change
+    with seed(ParallelMode.TENSOR):  # as an assembled model has it
+        torch.manual_seed(5 + axis.rank)  # the first rank draws for all
         out = attend(*inputs, axis=axis, causal=True, dropout_p=0.3, order=order, tile_size=3, lanes=lanes)
     out.backward(grad)
     return [out.detach(), *(tensor.grad for tensor in inputs)]
