@@ -198,6 +198,7 @@ def plan_model_loading(
     saved_prefix: str | None = None,
     rename: "Renaming | None" = None,
     any_dtype: bool = False,
+    same_shapes: bool = False,
     is_lazy: bool = False,
 ) -> ModelLoadPlan:
     """Compare a checkpoint with a model and overwrite nothing.
@@ -211,11 +212,12 @@ def plan_model_loading(
         saved_prefix: What the names in the checkpoint begin with; found out if it is not given.
         rename: Returns what is stored by the names of the model, where it has other ones.
         any_dtype: Whether values of another dtype fit.
+        same_shapes: Whether another shape is an error also where `strict` is not set.
         is_lazy: Whether tensors of the model may have no memory by now.
 
     Raises:
-        ValueError: A name, shape or dtype in the checkpoint is not the model's and `strict` is set; all of
-            them are named.
+        ValueError: A name, shape or dtype in the checkpoint is not the model's and `strict` is set, or a
+            shape and `same_shapes` is; all of them are named.
     """
     prefix = prefix_of(module)
     wanted = {prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
@@ -254,7 +256,7 @@ def plan_model_loading(
         unexpected=tuple(name for name in stored if name not in wanted and name not in elsewhere),
         mismatched=(*mismatched, *_torn(groups, stored)),
     )
-    if strict and not report.is_clean:
+    if (strict and not report.is_clean) or (same_shapes and wrong_shape):
         raise ValueError(f"{source} does not fit the model; nothing was loaded.\n{report.describe()}")
 
     fitting = [name for name in common if name not in wrong_shape]
@@ -494,6 +496,7 @@ def fill_model(
     prefix: str | None = None,
     rename: Renaming | None = None,
     any_dtype: bool = False,
+    same_shapes: bool = False,
     apply: Callable[[ModelLoadPlan], None] | None = None,
 ) -> LoadReport:
     """Fill a model with the values of an opened checkpoint; collective: each rank copies its own slices.
@@ -505,6 +508,7 @@ def fill_model(
         prefix: Text in front of the names in the checkpoint that is to be left out.
         rename: Returns what is stored by the names of the model, where it has other ones.
         any_dtype: Whether values of another dtype fit; they are converted.
+        same_shapes: Whether another shape is an error also where `strict` is not set.
         apply: Does the filling, of a model that may be lazy; default: `ModelLoadPlan.apply`.
 
     Returns:
@@ -527,6 +531,7 @@ def fill_model(
             saved_prefix=prefix,
             rename=rename,
             any_dtype=any_dtype,
+            same_shapes=same_shapes,
             is_lazy=apply is not None,
         )
     )

@@ -51,11 +51,12 @@ def load_whole_state_dict(
     Args:
         module: The model.
         content: The values by name, the same on all ranks.
-        strict: Whether names or shapes that do not fit are an error; else they are logged.
+        strict: Whether names that do not fit are an error; else they are logged. Shapes that do not fit are
+            one in any case, and values of another dtype are converted, as torch does.
 
     Raises:
         ValueError: Names or shapes in `content` are not the model's; nothing was overwritten.
     """
     flat = flat_state(content)
     opened = OpenedModel("the state dict", FlatStateDict(stored_views(flat.tensors), flat.tree))
-    return fill_model(module, opened, strict=strict, prefix="")
+    return fill_model(module, opened, strict=strict, prefix="", any_dtype=True, same_shapes=True)

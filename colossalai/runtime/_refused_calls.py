@@ -28,7 +28,7 @@ _CHANGING = (
 _EXPORTING = ("save_pretrained", "merge_and_unload", "unload")  # the last two of a model of peft
 _INSTEAD = (
     "booster.save_model(model, folder, shard=True, use_safetensors=True), which writes the weights of all "
-    "ranks and the config"
+    "ranks and the config (or give the whole state_dict=)"
 )
 _INSTEAD_OF_PEFT = (
     "colossalai.chat.save_pretrained(model, folder, booster=booster), which writes the adapters, or with "
@@ -44,22 +44,27 @@ class RefusedCall:
         name: Name of the method.
         reason: Why it is refused, and what to do instead.
         wrapper: Of the model under the plan; None: of a copy, which has no plan.
+        unless: An argument by name with which the method is right under a plan, too.
     """
 
-    def __init__(self, owner: nn.Module, name: str, reason: str, wrapper: nn.Module | None) -> None:
+    def __init__(
+        self, owner: nn.Module, name: str, reason: str, wrapper: nn.Module | None, *, unless: str = ""
+    ) -> None:
         self._owner = weakref.ref(owner)  # no cycle: the memory of a model is freed with its last reference
         self._wrapper = None if wrapper is None else weakref.ref(wrapper)
         self._name = name
         self._reason = reason
+        self._unless = unless
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse; call the method where the plan has ended.
 
         Raises:
-            ValueError: The plan has not ended.
+            ValueError: The plan has not ended, and the argument that makes it right is not given.
         """
         owner = self._owner()
-        if is_in_job() and self._wrapper is not None and self._wrapper() is not None:
+        is_right = kwargs.get(self._unless) is not None
+        if not is_right and is_in_job() and self._wrapper is not None and self._wrapper() is not None:
             raise ValueError(f"{type(owner).__name__}.{self._name}: {self._reason}")
         return getattr(type(owner), self._name)(owner, *args, **kwargs)
 
@@ -100,6 +105,7 @@ def refuse_calls(models: Iterable[nn.Module], wrapper: nn.Module, *, is_alone: b
                     name,
                     f"this rank holds a part of the model: let every rank call {instead}",
                     wrapper,
+                    unless="" if is_of_peft else "state_dict",  # a whole one, which the user has gathered
                 )
 
 

@@ -67,6 +67,11 @@ def states(plan, folder):
             boosted.load_state_dict({name: other[name] for name in other if name != "transformer.ln_f.bias"})
         found = boosted.load_state_dict({**first, "head": torch.ones(1)}, strict=False)
         assert found.unexpected_keys == ["head"]
+        boosted.load_state_dict({name: tensor.double() for name, tensor in first.items()})  # as torch does
+        is_held(first)
+        with pytest.raises(ValueError, match=r"another shape.*: lm_head\.weight"):
+            boosted.load_state_dict({**first, "lm_head.weight": torch.ones(1)}, strict=False)
+        is_held(first)
         with pytest.raises(ValueError, match="assign=True"):
             boosted.load_state_dict(other, assign=True)
         boosted.load_state_dict(other)
@@ -78,10 +83,16 @@ def states(plan, folder):
         ValueError, match=r"save_pretrained: .* let every rank call booster\.save_model\(model, folder, s"
     ):
         boosted.save_pretrained(folder)
+    is_writer = gpc.mesh.rank == 0
+    if is_writer:
+        boosted.save_pretrained(folder / "given", state_dict=first)
     booster.save_model(boosted, folder, shard=True, use_safetensors=True)
     gpc.destroy()
     for name, tensor in type(gpt2()).from_pretrained(folder, dtype=torch.float32).state_dict().items():
         torch.testing.assert_close(tensor, other[name], **tolerance)
+    if is_writer:
+        given = type(gpt2()).from_pretrained(folder / "given").state_dict()
+        assert all(torch.equal(given[name], tensor) for name, tensor in first.items())
 
 
 @pytest.mark.parametrize("plan", ["tp", "pp", *map(further, ("tp with ZeRO 1", "gemini", "fsdp"))])
