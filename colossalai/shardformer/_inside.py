@@ -22,7 +22,7 @@ EVERYTHING = "*"
 """In `Rule.outside`: all layers and parameters that no other field names."""
 
 
-def refuse_uncovered(name: str, module: nn.Module, rule: Rule, ruled: Set[nn.Module] | None = None) -> None:
+def refuse_uncovered(name: str, module: nn.Module, rule: Rule, ruled: Set[nn.Module] = frozenset()) -> None:
     """Refuse a rule that leaves out parameters between the column and the row layers of a module.
 
     See [Note: what is inside a cut region].
@@ -31,7 +31,7 @@ def refuse_uncovered(name: str, module: nn.Module, rule: Rule, ruled: Set[nn.Mod
         name: The module's name, for the message.
         module: The module that has the rule.
         rule: The rule.
-        ruled: Modules with a rule of their own. None: those whose classes have one.
+        ruled: Modules with a rule of their own, next to those whose classes have one.
 
     Raises:
         ValueError: `module` has such parameters; the message has the names of all.
@@ -51,7 +51,7 @@ def refuse_uncovered(name: str, module: nn.Module, rule: Rule, ruled: Set[nn.Mod
         )
 
 
-def _uncovered(module: nn.Module, rule: Rule, ruled: Set[nn.Module] | None) -> Iterator[str]:
+def _uncovered(module: nn.Module, rule: Rule, ruled: Set[nn.Module]) -> Iterator[str]:
     """Yield the names, within a module, of the parameters inside of its cut region that are not covered."""
     if EVERYTHING in rule.outside or not (_has_any(module, rule.columns) and _has_any(module, rule.rows)):
         return
@@ -72,11 +72,10 @@ def _uncovered(module: nn.Module, rule: Rule, ruled: Set[nn.Module] | None) -> I
                 yield full
 
 
-def _has_rule(part: nn.Module, ruled: Set[nn.Module] | None) -> bool:
-    if ruled is not None:
-        return part in ruled
+def _has_rule(part: nn.Module, ruled: Set[nn.Module]) -> bool:
+    """Return whether a module is a region of its own, which takes whole activations, cut or not."""
     rule = rule_of(part)
-    return rule is not None and rule.cuts
+    return part in ruled or (rule is not None and rule.cuts)
 
 
 def _has_any(module: nn.Module, names: tuple[str, ...]) -> bool:

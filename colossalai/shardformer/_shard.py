@@ -262,7 +262,7 @@ def _feature_embedding(layer: nn.Embedding, mesh: Mesh) -> ParallelEmbedding:
 
 
 def check_rule(
-    name: str, module: nn.Module, rule: Rule, num_ranks: int, *, ruled: Set[nn.Module] | None = None
+    name: str, module: nn.Module, rule: Rule, num_ranks: int, *, ruled: Set[nn.Module] = frozenset()
 ) -> None:
     """Refuse what cannot be shared out; whether two layers share a parameter is not looked at.
 
@@ -271,7 +271,7 @@ def check_rule(
         module: What has the rule.
         rule: The rule.
         num_ranks: Ranks that are to share its layers.
-        ruled: Modules with a rule of their own. None: those whose classes have one.
+        ruled: Modules with a rule of their own, next to those whose classes have one.
 
     Raises:
         ValueError: `module` has a layer that cannot be cut by `rule`, or that so many ranks do not divide, or

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from colossalai.context import Mesh
-from colossalai.shardformer import Rule, check_rule, check_shards, register_rule, shard_model
+from colossalai.shardformer import Rule, check_rule, check_shards, register_rule, rule_of, shard_model
 from colossalai.shardformer._layers import SumsGradients
 from colossalai.tensor import spec_of
-from tests.shardformer.models import apertus, cohere, doge
+from tests.shardformer.models import apertus, cohere, doge, opt
 
 MESH = Mesh({"tp": 2}, rank=1)
 
@@ -92,6 +92,14 @@ def test_rules_of_classes_and_plans_are_asked_alike():
     with pytest.raises(ValueError, match=r"Block 'block' .* its parameters sinks, before\.weight"):
         shard_model(planned_block, MESH)
     assert tuple(planned_block["block"].up.weight.shape) == (8, 8)
+
+
+@pytest.mark.unit
+def test_a_child_whose_class_has_a_rule_is_covered_if_it_stays_whole():
+    pytest.importorskip("transformers")
+    model = opt()
+    rule = rule_of(model.model.decoder.layers[0])  # its attention has a rule of its own
+    assert len(check_shards(model, 2, {"model.decoder.layers.0": rule})) == 1
 
 
 @pytest.mark.unit
