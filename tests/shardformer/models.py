@@ -194,7 +194,9 @@ def qwen3_vl_moe() -> nn.Module:
     }
     config = Qwen3VLMoeConfig(text_config=text, vision_config=vision, **tokens)
     config.text_config._experts_implementation = "eager"
-    return _stirred(Qwen3VLMoeForConditionalGeneration(config))
+    model = _stirred(Qwen3VLMoeForConditionalGeneration(config))
+    model.model.visual.requires_grad_(False)  # texts do not use it
+    return model
 
 
 def qwen3_omni_moe() -> nn.Module:
@@ -212,7 +214,10 @@ def qwen3_omni_moe() -> nn.Module:
     tokens = {"image_token_id": 20, "video_token_id": 21, "audio_token_id": 22}
     config = Qwen3OmniMoeThinkerConfig(text_config=text, vision_config=vision, audio_config=audio, **tokens)
     config.text_config._experts_implementation = "eager"
-    return _stirred(Qwen3OmniMoeThinkerForConditionalGeneration(config))
+    model = _stirred(Qwen3OmniMoeThinkerForConditionalGeneration(config))
+    for tower in (model.model.visual, model.model.audio_tower):
+        tower.requires_grad_(False)  # texts use neither
+    return model
 
 
 def _stirred(model: nn.Module) -> nn.Module:

@@ -32,6 +32,8 @@ from tests.shardformer.models import (
     planned,
     qwen2_moe,
     qwen3_moe,
+    qwen3_omni_moe,
+    qwen3_vl_moe,
 )
 from tests.tiers import further, in_soak
 from tests.turns import each_in_turn, grouped
@@ -117,6 +119,8 @@ CELLS: list[Any] = [
     further(gpt_oss, 2, 2, {"recompute": True}),
     (gpt_oss, 4, 2, {"parallel": TENSOR}),
     (glm4_moe, 4, 2, {"parallel": TENSOR}),
+    further(qwen3_vl_moe, 4, 2, {"parallel": TENSOR}),
+    further(qwen3_omni_moe, 4, 2, {"parallel": TENSOR}),
     further(mixtral_of_eight, 4, 2, {**PIPELINE, "zero": {"stage": 1}}),  # as in tests/parity/experts
     # Mixtral beside each other method, Gemini and ZeRO 3 among them: in tests/parity/test_pairs.py.
     further(mixtral_of_eight, 4, 4, {"zero": {"stage": 1}}),
