@@ -34,7 +34,10 @@ MAX_NORM = 0.2  # of a norm of about 1
 
 
 class WholeSGD(torch.optim.SGD):
-    """An optimizer of which ZeRO does not know that it would take slices."""
+    """An optimizer that gets whole slices from ZeRO, and whose steps on them are those on the whole."""
+
+    elementwise = False
+    measures_wholes = True
 
     def step(self, closure: Any = None) -> Any:
         return super().step(closure)
