@@ -36,6 +36,7 @@ FILE = "adapter_model.safetensors"
 
 _TORCH_FILE, _CONFIG_FILE = "adapter_model.bin", "adapter_config.json"
 _SCALING = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+_KINDS = ("LORA", "ADALORA", "OFT")  # of adapters whose files are written and read here
 _FACTORS = ("lora_A", "lora_B")
 _PREFIX = "base_model.model."  # of all names in a model of peft
 
@@ -212,16 +213,21 @@ def load_adapters(model: nn.Module, folder: str | Path) -> None:
     folders = {name: _folder_of(name, folder) for name in raw.peft_config}
     on_every_rank(partial(_refuse_other_configs, raw.peft_config, folders))
     for name, source in folders.items():
-        held = TensorsByName(dict(adapter_tensors(raw, name)))
         found = next((file for file in (source / FILE, source / _TORCH_FILE) if file.exists()), source / FILE)
-        fill_model(held, open_model(found), prefix="", any_dtype=True)
+        opened = open_model(found)
+        # Beside adapters of an embedding, or a resized one, peft writes the embedding itself.
+        whole = {
+            each: value for each, value in raw.state_dict(keep_vars=True).items() if each in opened.tensors
+        }
+        held = TensorsByName(whole | dict(adapter_tensors(raw, name)))
+        fill_model(held, opened, prefix="", any_dtype=True)
 
 
 def _with_adapters(model: nn.Module) -> Any:
     """Return a model as it was given to `boost`.
 
     Raises:
-        ValueError: `model` has no adapters.
+        ValueError: `model` has no adapters, or ones of a kind that is not written here.
     """
     raw = raw_of(model)
     if not has_adapters(raw):
@@ -229,6 +235,13 @@ def _with_adapters(model: nn.Module) -> Any:
             f"{type(raw).__name__} has no adapters: give a model of peft's get_peft_model, or use save_model "
             "and load_model, which take all weights"
         )
+    for name, config in raw.peft_config.items():
+        kind = str(getattr(config.peft_type, "value", config.peft_type))
+        if kind not in _KINDS:
+            raise ValueError(
+                f"the adapter {name} is of the kind {kind}, and those written here are {', '.join(_KINDS)}: "
+                "use save_model and load_model, which take all weights"
+            )
     return raw
 
 

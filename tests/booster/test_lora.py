@@ -119,3 +119,28 @@ def without_adapters(folder: Path) -> None:
 def test_a_model_without_adapters_is_refused(tmp_path: Path) -> None:
     run_ranks(without_adapters, 1, tmp_path)
     assert not [*tmp_path.iterdir()]
+
+
+def of_other_kinds(folder: Path) -> None:
+    from peft import IA3Config, VeraConfig, get_peft_model
+
+    colossalai.launch_from_torch({}, verbose=False)
+    booster = Booster(plugin=TorchDDPPlugin())
+    layers = {"target_modules": ["q_proj", "embed_tokens"]}
+    wanted, model = adapted(2, **layers), adapted(1, **layers)
+    with torch.no_grad():
+        wanted.get_input_embeddings().weight.add_(1.0)
+    wanted.save_pretrained(folder)  # with the embedding, which has an adapter
+    booster.load_lora(booster.boost(model)[0], folder)
+    torch.testing.assert_close(model(input_ids=IDS).logits, wanted(input_ids=IDS).logits, rtol=0, atol=0)
+    ia3 = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    for config, kind in ((ia3, "IA3"), (VeraConfig(r=2, target_modules=["q_proj"]), "VERA")):
+        boosted, *_ = booster.boost(get_peft_model(causal(), config))
+        for call in (booster.save_lora, booster.load_lora):
+            with pytest.raises(ValueError, match=rf"default is of the kind {kind}, and those w"):
+                call(boosted, folder / kind)
+    gpc.destroy()
+
+
+def test_embeddings_are_loaded_and_other_kinds_of_adapters_refused(tmp_path: Path) -> None:
+    run_ranks(of_other_kinds, 1, tmp_path)
