@@ -200,7 +200,8 @@ def _refuse_hook(name: str, hook: Callable[..., Any]) -> None:
 
 def _watch_outputs(module: nn.Module, inputs: Any, output: Any) -> None:
     for tensor in nested_tensors(output):
-        if tensor.requires_grad:
+        # The backward of `torch.func.grad` always has a graph, which ends with the call.
+        if tensor.requires_grad and not torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor.register_hook(_refuse_graph_of_grads)
 
 

@@ -171,6 +171,7 @@ def used_by_hand():
             torch.autograd.grad(boosted(x).sum(), x, create_graph=True)
         handles = [each.register_post_accumulate_grad_hook(heard.append) for each in boosted.parameters()]
         (slope,) = torch.autograd.grad(boosted(x).sum(), x)
+        torch.testing.assert_close(torch.func.grad(lambda y: boosted(y).sum())(x.detach()), slope)
         heard.clear()
         (boosted(x).square().mean() + (slope * boosted(x)).sum()).backward()
         optimizer.step()
