@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from colossalai.cluster import gather_values
-from colossalai.context import is_watched
+from colossalai.context import is_in_job, is_watched
 from colossalai.monitor import meeting
 
 P = ParamSpec("P")
@@ -185,7 +185,7 @@ gather = COLLECTIVE.gather
 def called_by_all_ranks(op: str, name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function that all ranks call: it begins when all have come.
 
-    In a job without a watchdog it begins at once.
+    A rank without a watchdog does not wait.
 
     Args:
         op: "save" or "load".
@@ -195,7 +195,7 @@ def called_by_all_ranks(op: str, name: str) -> Callable[[Callable[P, T]], Callab
     def decorated(function: Callable[P, T]) -> Callable[P, T]:
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            if num_ranks() > 1 and is_watched():
+            if num_ranks() > 1 and is_in_job():
                 _wait_for_all(op, name)
             return function(*args, **kwargs)
 
@@ -220,9 +220,18 @@ def _wait_for_all(op: str, name: str) -> None:
         advice=_ADVICE,
         after_backwards=True,
     )
-    with arrival:
-        pause = _FIRST_POLL_S
-        # No rank counts itself for its next call before all have come to this one.
-        while store.add(key, 0) < number * size:
-            time.sleep(pause)
-            pause = min(2 * pause, _LAST_POLL_S)
+    if not is_watched():  # the other ranks can be
+        return
+    try:
+        with arrival:
+            pause = _FIRST_POLL_S
+            # No rank counts itself for its next call before all have come to this one.
+            while store.add(key, 0) < number * size:
+                time.sleep(pause)
+                pause = min(2 * pause, _LAST_POLL_S)
+    except BaseException:  # such as an interrupt, after which a user can call again
+        if store.add(key, -1) + 1 >= number * size:  # all have come, and go on
+            store.add(key, 1)
+        else:
+            store.add(f"{key}/{global_rank()}", -1)
+        raise

@@ -4,6 +4,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -145,6 +146,35 @@ def comes_late(folder: Path) -> bool:
         training.step()
         gpc.destroy()
     return (folder / "model.pt").exists()
+
+
+class Interrupt(BaseException):
+    """Ctrl-C in a notebook."""
+
+
+def is_interrupted(folder: Path) -> bool:
+    """Rank 0 waits, is interrupted, and saves again; rank 1 saves once."""
+    training = Training("gloo", TorchDDPPlugin(), folder)
+    if training.rank == 0:
+
+        def interrupt(seconds: float) -> None:
+            raise Interrupt
+
+        _collective.time = SimpleNamespace(sleep=interrupt)  # of this thread alone
+        with pytest.raises(Interrupt):
+            training.save_model()
+        _collective.time = time
+        (folder / "interrupted").touch()
+    wait_for((folder / "interrupted").exists)
+    training.save_model()
+    training.step()
+    gpc.destroy()
+    return (folder / "model.pt").exists()
+
+
+def test_a_save_that_was_interrupted_can_be_called_again(tmp_path: Path) -> None:
+    assert run_ranks(is_interrupted, 2, tmp_path) == [True, True]
+    assert not list(tmp_path.glob("hang-*"))
 
 
 def test_a_late_rank_is_waited_for(tmp_path: Path) -> None:
