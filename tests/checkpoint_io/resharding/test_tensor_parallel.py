@@ -29,6 +29,7 @@ from colossalai.core import global_context as gpc
 from colossalai.nn.layer import Cut, current_cut, next_linear, restart
 from colossalai.tensor import cut_dims, spec_of
 from colossalai.utils import load_checkpoint, save_checkpoint
+from colossalai.zero import declare_elementwise
 from tests.checkpoint_io.resharding.test_fsdp import FORMATS
 from tests.parity.test_tensor_parallel import TORCH, Model
 from tests.ranks import run_ranks
@@ -266,18 +267,25 @@ def test_embeddings_norms_and_heads_pass_through_every_mode_unchanged(name: str,
         assert_equal(values_in(again), values_in(tmp_path / f"{tied}.pt"), atol=0)
 
 
+class Factored(Adafactor):
+    """An optimizer with states of rows and columns that a user has declared to be elementwise, wrongly."""
+
+
+declare_elementwise(Factored)
+
+
 def refuse_states_of_other_shapes(folder: Path) -> None:
     launch("2d")
     parts = make(seed=1)
     model = parts[0]
-    train(parts, optimizer := Adafactor(model.parameters()), steps=range(1))
+    train(parts, optimizer := Factored(model.parameters()), steps=range(1))
     with pytest.raises(
         ValueError, match=r"the state of '0.weight', .* holds row_var \(4, 1\), col_var \(1, 8\)"
     ):
         save_checkpoint(folder / "other.pt", 1, model, optimizer)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(ValueError, match=r"0.weight .* how to cut row_var \(16, 1\), col_var \(1, 8\)"):
-        load_checkpoint(folder / "adafactor.pt", model, Adafactor(model.parameters()))
+        load_checkpoint(folder / "adafactor.pt", model, Factored(model.parameters()))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
