@@ -34,7 +34,7 @@ from colossalai.shardformer import (
     Rule,
     can_shard,
     check_shards,
-    expert_parameters,
+    experts_to_cut,
     follow_batches_once,
     has_experts,
     keep_float32,
@@ -392,10 +392,9 @@ def _check_before_cuts(
     if plan.pipeline is not None and mesh.axes.get("pp", 1) > 1:
         for optimizer in optimizers:
             _refuse_all_parameters_at_once(optimizer)
-    own = dict(model.named_parameters())
     cut = {
         param: name
-        for name, param in own.items()
+        for name, param in model.named_parameters()
         if (spec := spec_of(param)) is not None and any(spec.mesh.axis_size(axis) > 1 for axis in spec.axes)
     }
     if process_group_of(model) is None:
@@ -403,8 +402,7 @@ def _check_before_cuts(
         if cuts_layers:
             cut |= params_to_cut(model, plan.cuts)
         if mesh.axes.get("ep", 1) > 1 or (cuts_layers and plan.cuts is None):
-            names = (name for found in expert_parameters(model).values() for name in found)
-            cut |= {own[name]: name for name in names if name in own}
+            cut |= experts_to_cut(model, mesh)
     for optimizer in optimizers if cut else ():
         refuse_cut_parameters(optimizer, cut)
 

@@ -4,6 +4,7 @@ from colossalai.shardformer._batch_norm import follow_batches_once as follow_bat
 from colossalai.shardformer._batch_norm import sync_batch_norms as sync_batch_norms
 from colossalai.shardformer._experts import expert_parameters as expert_parameters
 from colossalai.shardformer._experts import experts_of as experts_of
+from colossalai.shardformer._experts import experts_to_cut as experts_to_cut
 from colossalai.shardformer._experts import has_experts as has_experts
 from colossalai.shardformer._experts import keep_float32 as keep_float32
 from colossalai.shardformer._experts import shard_experts as shard_experts

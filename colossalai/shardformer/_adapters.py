@@ -52,6 +52,19 @@ def reason_against_adapter(layer: Any) -> str:
     return ""
 
 
+def factors_to_cut(layer: Any, *, cuts_outputs: bool) -> list[nn.Parameter]:
+    """Return the parameters of adapters that are cut with a layer; none where none can be cut.
+
+    Args:
+        layer: A linear layer, or what peft has put around one.
+        cuts_outputs: Whether the layer is a column layer; else it is a row layer.
+    """
+    if not is_adapter(layer) or reason_against_adapter(layer):
+        return []
+    # A bias of B is cut with the outputs; A has none.
+    return list((layer.lora_B if cuts_outputs else layer.lora_A).parameters())
+
+
 def cut_with_adapter(adapter: Any, cut: Callable[[nn.Module], LinearShard]) -> None:
     """Cut a layer and the factors of its adapters, in place. See [Note: how an adapter is cut].
 

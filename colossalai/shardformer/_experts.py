@@ -58,8 +58,7 @@ def shard_experts(model: nn.Module, mesh: Mesh) -> int:
     num_ranks = mesh.axis_size(axes)
     chosen = [each for each in found if _can_cut(*each, num_ranks=num_ranks, is_asked=is_asked)]
     cut = {module for _, module, _ in chosen}
-    adapters: list[Any] = [part for _, part in parts_of(model) if _is_adapter(part)]
-    of_chosen = [adapter for adapter in adapters if adapter.get_base_layer() in cut]
+    of_chosen = [adapter for adapter in _adapters_in(model) if adapter.get_base_layer() in cut]
     for adapter in of_chosen:
         _check_adapter(adapter, num_ranks)
     for _, module, names in chosen:
@@ -88,6 +87,28 @@ def expert_parameters(model: nn.Module) -> dict[str, tuple[str, ...]]:
         for name, part in parts_of(model)
         if (names := _names_of_experts(part))
     }
+
+
+def experts_to_cut(model: nn.Module, mesh: Mesh) -> dict[nn.Parameter, str]:
+    """Return the parameters that `shard_experts` would cut, with their names; nothing is changed.
+
+    Args:
+        model: The model.
+        mesh: The ranks.
+    """
+    num_ranks = mesh.axis_size(tuple(axis for axis in EXPERT_AXES if axis in mesh.axes))
+    is_asked = mesh.axes.get("ep", 1) > 1
+    chosen: set[nn.Parameter] = set()
+    cut = set()
+    for _, part in parts_of(model):
+        params = [part.get_parameter(name) for name in _names_of_experts(part)]
+        if params and (is_asked or params[0].shape[0] % num_ranks == 0):
+            chosen.update(params)
+            cut.add(part)
+    for adapter in _adapters_in(model):
+        if adapter.get_base_layer() in cut:
+            chosen.update((*adapter.lora_A.parameters(), *adapter.lora_B.parameters()))
+    return {param: name for name, param in model.named_parameters() if param in chosen}
 
 
 def experts_of(model: nn.Module) -> list[nn.Module]:
@@ -196,6 +217,10 @@ def _is_adapter(module: Any) -> bool:
     """Return whether a module is what peft puts around experts for LoRA on one of their parameters."""
     kind = type(module)
     return kind.__module__.startswith("peft.") and kind.__name__ == "ParamWrapper"
+
+
+def _adapters_in(model: nn.Module) -> list[Any]:
+    return [part for _, part in parts_of(model) if _is_adapter(part)]
 
 
 def _check_adapter(adapter: Any, num_ranks: int) -> None:

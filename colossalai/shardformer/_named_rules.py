@@ -108,7 +108,7 @@ def refuse_half_tied(model: nn.Module, found: FoundRules) -> None:
     names = {part: name for name, part in parts_of(model)}
     places: dict[tuple[nn.Module, str], int] = {}
     for _, module, rule in found:
-        places.update(_cut_places(module, rule))
+        places.update(cut_places(module, rule))
     dim_of: dict[nn.Parameter, tuple[str, int]] = {}
     for (part, key), dim in places.items():
         param = part._parameters[key]
@@ -222,7 +222,7 @@ def head_params_of(module: nn.Module, rule: Rule) -> Iterator[tuple[nn.Module, s
             yield owner, key
 
 
-def _cut_places(module: nn.Module, rule: Rule) -> Iterator[tuple[tuple[nn.Module, str], int]]:
+def cut_places(module: nn.Module, rule: Rule) -> Iterator[tuple[tuple[nn.Module, str], int]]:
     """Yield what a rule cuts: the module that has a parameter, its name there, and the dimension."""
     for owner, key in head_params_of(module, rule):
         yield (owner, key), 0

@@ -21,6 +21,7 @@ from colossalai.nn.layer.tensor_parallel import COLUMN, ROW, Cut, LinearScheme
 from colossalai.pipeline import is_elsewhere
 from colossalai.shardformer._adapters import (
     cut_with_adapter,
+    factors_to_cut,
     is_adapter,
     reason_against_adapter,
     without_adapter,
@@ -54,7 +55,13 @@ from colossalai.shardformer._layers import (
     keep_specs,
     put_before,
 )
-from colossalai.shardformer._named_rules import FoundRules, head_params_of, refuse_half_tied, rules_by_name
+from colossalai.shardformer._named_rules import (
+    FoundRules,
+    cut_places,
+    head_params_of,
+    refuse_half_tied,
+    rules_by_name,
+)
 from colossalai.shardformer._registry import parts_of, rule_of
 from colossalai.shardformer._tp_plan import rules_of_plans
 from colossalai.shardformer.policies import Rule
@@ -127,14 +134,12 @@ def params_to_cut(model: nn.Module, cuts: Mapping[str, Rule] | None = None) -> d
     if cuts is not None:
         own = {name for name, _ in model.named_modules()}
         cuts = {name: rule for name, rule in cuts.items() if name in own}
-    chosen: set[nn.Parameter] = set()
+    chosen: set[nn.Parameter | None] = set()
     for _, module, rule in _found_rules(model) if cuts is None else rules_by_name(model, cuts):
-        entire = (*rule.columns, *rule.heads, *rule.embeddings, *rule.feature_embeddings)
-        for _, layer in _layers(module, (*entire, *rule.channel_norms)):
-            chosen.update(layer.parameters())
-        for _, layer in _layers(module, (*rule.rows, *rule.splits)):
-            chosen.update(param for param in layer.parameters() if param.dim() > 1)  # each rank has the bias
-        chosen.update(map(module.get_parameter, rule.head_params))
+        chosen.update(owner._parameters[key] for (owner, key), _ in cut_places(module, rule))
+        for field, (scheme, _) in _LINEAR_KINDS.items():
+            for _, layer in _layers(module, getattr(rule, field)):
+                chosen.update(factors_to_cut(layer, cuts_outputs=bool(scheme.w_out)))
     return {param: name for name, param in model.named_parameters() if param in chosen}
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -11,12 +12,22 @@ import colossalai
 from colossalai.communication import ledger
 from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
-from colossalai.shardformer import Rule, can_shard, register_rule, rule_of, shard_model, sharded_classes
+from colossalai.shardformer import (
+    Rule,
+    can_shard,
+    experts_to_cut,
+    params_to_cut,
+    register_rule,
+    rule_of,
+    shard_experts,
+    shard_model,
+    sharded_classes,
+)
 from colossalai.shardformer._layers import TakesOwnHeads
 from colossalai.shardformer._registry import RuleRegistry
 from colossalai.tensor import spec_of
 from tests.ranks import run_ranks
-from tests.shardformer.models import VOCAB, bloom, gpt2, llama
+from tests.shardformer.models import VOCAB, bloom, cohere, doge_with_experts, gpt2, llama, mixtral_with_lora
 
 pytest.importorskip("transformers")
 
@@ -42,6 +53,24 @@ def test_each_rank_keeps_its_heads_of_query_key_and_value():
     assert model.lm_head.weight is model.transformer.wte.weight
     assert tuple(model.lm_head.weight.shape) == (13, 8)
     assert spec_of(model.lm_head.weight).whole_shape == (VOCAB, 8)
+
+
+def llama_with_lora() -> nn.Module:
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules="all-linear"))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    "build",
+    [gpt2, partial(cohere, use_qk_norm=False), cohere, doge_with_experts, mixtral_with_lora, llama_with_lora],
+)
+def test_parameters_to_cut_are_those_that_are_cut(build):
+    model, of_rank = build(), mesh()
+    expected = params_to_cut(model) | experts_to_cut(model, of_rank)
+    shard_model(model, of_rank)
+    shard_experts(model, of_rank)
+    assert expected == {param: name for name, param in model.named_parameters() if spec_of(param)}
 
 
 @pytest.mark.unit
