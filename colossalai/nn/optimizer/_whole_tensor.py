@@ -50,9 +50,17 @@ def whole_norms(tensors: list[Tensor], params: list[Tensor]) -> Tensor:
     Returns:
         One norm for each tensor; the same values on all ranks.
     """
+    from torch.distributed.tensor import DTensor
+
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     with as_memory():  # a ColoTensor is this rank's slice, as any other
+        norms = [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in tensors]
         specs = [_spec_of_whole(param) for param in params]
-        norms = [_norm_here(tensor, spec) for tensor, spec in zip(tensors, specs, strict=True)]
+        for place, spec in enumerate(specs):
+            if isinstance(norm := norms[place], DTensor):
+                norms[place] = norm.full_tensor()
+            elif isinstance(spec, PaddedSpec):
+                norms[place] = _norm_without_padding(tensors[place], spec, dtype)
         result = torch.stack(norms)
         places_by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
         for place, spec in enumerate(specs):
@@ -76,14 +84,7 @@ def _spec_of_whole(param: Tensor) -> ShardingSpec | None:
     return spec_of(param)
 
 
-def _norm_here(tensor: Tensor, spec: ShardingSpec | None) -> Tensor:
-    """Return the 2-norm of this rank's slice without padding; of a DTensor, that of all of its shards."""
-    from torch.distributed.tensor import DTensor
-
-    dtype = torch.promote_types(tensor.dtype, torch.float32)
-    if isinstance(spec, PaddedSpec) and not isinstance(tensor, DTensor):
-        boxes = spec.boxes_without_padding(tensor.view(spec.local_shape))
-        squares = [torch.linalg.vector_norm(box, dtype=dtype).square() for box in boxes]
-        return torch.stack(squares).sum().sqrt()
-    norm = torch.linalg.vector_norm(tensor, dtype=dtype)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+def _norm_without_padding(tensor: Tensor, spec: PaddedSpec, dtype: torch.dtype) -> Tensor:
+    boxes = spec.boxes_without_padding(tensor.view(spec.local_shape))
+    norm: Tensor = torch.stack([torch.linalg.vector_norm(box, dtype=dtype) for box in boxes]).norm()
+    return norm
