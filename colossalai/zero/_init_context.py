@@ -1,14 +1,17 @@
 """The documented context in which models are built: on a device, in a dtype."""
 
 from contextlib import ExitStack
+from functools import cache
 from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from colossalai.logging import get_dist_logger
 from colossalai.tensor import DistSpec, ProcessGroup, as_colo_parameter
+from colossalai.zero._elementwise import refuse_cut_parameters
 
 Device = torch.device | str | int
 
@@ -49,6 +52,7 @@ class ColoInitContext:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        _watch_optimizers()
         hook = register_module_parameter_registration_hook(self._note)
         self._stack.callback(hook.remove)
         if self.dtype is not None:
@@ -97,11 +101,22 @@ def post_process_colo_init_ctx(
                 "LazyInitContext.materialize(model) first"
             )
     model.to(device=place, dtype=floating)
+    _watch_optimizers()
     for param in model.parameters():
         if not _has_own_class(param):
             as_colo_parameter(param, default_pg)
             if default_dist_spec is not None and default_pg is not None:
                 _cut(param, default_dist_spec, default_pg)
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Let steps on slices of ColoParameters be refused that `boost` would refuse: a loop may do without."""
+    register_optimizer_step_pre_hook(_refuse_slices)
+
+
+def _refuse_slices(optimizer: Optimizer, *_: Any) -> None:
+    refuse_cut_parameters(optimizer)
 
 
 def _check(

@@ -69,6 +69,10 @@ STATE = {
         "_is_memory",
     ): "a context variable: whether functions take ColoTensors as memory, for this thread and block",
     ("zero/_elementwise.py", "_declared"): "classes of optimizers that users declare to be elementwise",
+    (
+        "zero/_init_context.py",
+        "_watch_optimizers",
+    ): "one hook of torch on all optimizers: those of ColoParameters that no one boosts",
 }
 
 SAME_CLASS_NAME = {

@@ -175,6 +175,14 @@ def train_colo() -> None:
     gpt2.cut(raw, group)
     with pytest.raises(ValueError, match=r"Adafactor holds transformer\.wte\.weight"):
         booster.boost(raw, torch.optim.Adafactor(raw.parameters()))
+    loss = gpt2.loss_of(raw, gpt2.batch(1, 0))
+    loss.backward()
+    before = [param.detach().data.clone() for param in raw.parameters()]
+    for build in (torch.optim.Adafactor, torch.optim.LBFGS):
+        with pytest.raises(ValueError, match=r"holds a parameter of shape .* a slice"):
+            build(raw.parameters()).step(lambda: loss)
+    for param, other in zip(raw.parameters(), before, strict=True):
+        assert torch.equal(torch.Tensor(param.detach().data), torch.Tensor(other))
     gpc.destroy()
 
 
