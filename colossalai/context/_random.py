@@ -20,11 +20,13 @@ A layer does not draw from the state of another mode: `torch.utils.checkpoint` r
 alone, so recomputation would go on where that mode was left. It draws from a fork of the state in force,
 which is seeded by a number that follows from this state and by the coordinates of the rank along the axes
 where ranks must differ. So the numbers differ along these axes and, where the state in force agrees, agree
-along all others; and whoever restores torch's generators restores the forks, too. The state in force moves
-on by one draw for each fork. The number is a checksum of the state of the CPU generator: no device is
-waited for, nothing is sent, and no operator has to return a value, which none does under `torch.func.vmap`
-or for fake tensors. A fork is a mode of its own for as long as it is in force, and its parent is put aside as
-any other mode is: a `seed` block inside finds every mode, the parent as well, where it was left.
+along all others; and whoever restores torch's generators restores the forks, too. The state in force moves on
+by one draw for each fork, so that the next one is another; a layer that can be without dropout moves it only
+if it has drawn, or else what a user draws after its forward would not be that of one process. The number is a
+checksum of the state of the CPU generator: no device is waited for, nothing is sent, and no operator has to
+return a value, which none does under `torch.func.vmap` or for fake tensors. A fork is a mode of its own for
+as long as it is in force, and its parent is put aside as any other mode is: a `seed` block inside finds every
+mode, the parent as well, where it was left.
 """
 
 import ctypes
@@ -34,7 +36,7 @@ import random
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -194,19 +196,21 @@ def drawing_expert(layer: int, number: int) -> Iterator[None]:
         set_generator_state(kept)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Fork:
     """The mode that is in force in a block that draws from a fork.
 
     Attributes:
         parent: The mode that was in force before.
+        first: The state that the fork began with, until its parent has moved on for it.
     """
 
     parent: Hashable
+    first: State = field(default_factory=dict)
 
 
 @contextmanager
-def drawing_apart(*places: Hashable) -> Iterator[None]:
+def drawing_apart(*places: Hashable, only_if_drawn: bool = False) -> Iterator[None]:
     """Draw within the block other numbers than the ranks at other places.
 
     See [Note: forks of the state in force]. Where nothing has been launched, this process is alone, and draws
@@ -214,27 +218,57 @@ def drawing_apart(*places: Hashable) -> Iterator[None]:
 
     Args:
         places: Coordinates of this rank along the axes where ranks must differ; default: along all.
+        only_if_drawn: Move the state in force only if the block draws. All ranks along which that state has
+            to agree do so, or none does.
     """
     parent = process.random.current
     if parent is None:
         yield
         return
-    seed_of_fork = mix_seed(_number_of_state(), "fork", *map(str, places or process.random.place.ranks))
-    torch.rand((), device="cpu")  # the next fork is another one
+    for other in tuple(process.random.states):  # put aside by draw_together, and not at its end yet
+        if isinstance(other, Fork) and other.parent == parent:
+            _move_for(other)
+    # In place: a compiler leaves generators as they are, but would look into a function, and warn of what it
+    # finds. Not `state.numpy()`: an operator, which a mode for fake tensors refuses. Checksums take a part of
+    # the time of a digest, and mix_seed digests them.
+    state = torch.default_generator.get_state()
+    content = ctypes.string_at(state.data_ptr(), state.nbytes)
+    number = zlib.crc32(content) << 32 | zlib.adler32(content)
+    kind = "fork" if not only_if_drawn else "fork if drawn"
+    seed_of_fork = mix_seed(number, kind, *map(str, places or process.random.place.ranks))
+    if not only_if_drawn:
+        torch.rand((), device="cpu")  # the next fork is another one
     fork = Fork(parent)
     process.random.states[parent] = generator_state()
     process.random.states[fork] = {}
     process.random.current = fork
     _seed_generators(seed_of_fork)
+    if only_if_drawn:
+        fork.first = generator_state()
     try:
         yield
     finally:
         if process.random.current == fork:
+            if fork.first:
+                process.random.states[fork] = generator_state()
             process.random.current = parent
             set_generator_state(process.random.states[parent])
-        else:  # by draw_together, or by the block itself
+        else:  # by draw_together, or by the block itself, which have put the state of the fork aside
             set_mode(parent)
+        _move_for(fork)
         process.random.states.pop(fork, None)
+
+
+def _move_for(fork: Fork) -> None:
+    """Move the state in force, the parent's, on by one draw if a fork has drawn: the next one is another."""
+    last = process.random.states.get(fork) or {}  # without it where states were loaded inside of the block
+    for device, first in fork.first.items():
+        end = last.get(device, first)
+        # Their bytes: see `drawing_apart`.
+        if ctypes.string_at(first.data_ptr(), first.nbytes) != ctypes.string_at(end.data_ptr(), end.nbytes):
+            torch.rand((), device="cpu")
+            fork.first = {}
+            return
 
 
 def draw_together() -> None:
@@ -271,14 +305,6 @@ def _whole_mode() -> Hashable:
     while isinstance(mode, Fork):
         mode = mode.parent
     return mode
-
-
-def _number_of_state() -> int:
-    """Return a number that follows from the state of the CPU generator, which does not move."""
-    state = torch.default_generator.get_state()
-    # Not `state.numpy()`: an operator, which a mode for fake tensors refuses. A checksum takes a tenth of the
-    # time of a digest, and mix_seed digests it.
-    return zlib.crc32(ctypes.string_at(state.data_ptr(), state.nbytes))
 
 
 def _seed_generators(seed: int) -> None:

@@ -292,7 +292,7 @@ class DrawsApart(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        with drawing_apart() if self.training else nullcontext():
+        with drawing_apart(only_if_drawn=True) if self.training else nullcontext():
             return super().forward(*args, **kwargs)
 
 

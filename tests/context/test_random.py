@@ -3,6 +3,7 @@
 import io
 import math
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -141,6 +142,56 @@ def test_forks_under_transforms_and_of_fake_tensors():
     with FakeTensorMode() as mode:
         dropped(mode.from_tensor(torch.ones(3)))
     assert torch.equal(torch.get_rng_state(), kept)
+
+
+@pytest.mark.parametrize("only_if_drawn", [False, True])
+def test_a_compiler_does_not_look_into_forks(only_if_drawn):
+    set_mode(M.DATA)
+
+    def dropped(x):
+        hidden = x + 1
+        with drawing_apart(only_if_drawn=only_if_drawn):
+            hidden = torch.nn.functional.dropout(hidden)
+        return hidden + 1
+
+    start, x = random_state(), torch.ones(40)
+    expected = [dropped(x), dropped(x)]
+    set_random_state(start)
+    compiled = torch.compile(dropped, backend="eager")
+    torch._dynamo.utils.warn_once_cache.clear()
+    with warnings.catch_warnings(action="error"):
+        assert all(torch.equal(compiled(x), of_eager) for of_eager in expected)
+
+
+def test_a_fork_that_draws_nothing_can_leave_the_state_in_force():
+    set_mode(M.DATA)
+    kept = torch.get_rng_state()
+    with drawing_apart(only_if_drawn=True):
+        draw_together()
+    with drawing_apart(only_if_drawn=True), drawing_apart(only_if_drawn=True):
+        pass
+    assert torch.equal(torch.get_rng_state(), kept)
+
+    def numbers():
+        found = []
+        with drawing_apart(only_if_drawn=True):
+            with drawing_apart(only_if_drawn=True):
+                found.append(torch.rand(2))
+            found.append(torch.rand(2))
+            draw_together()
+            for only_if_drawn in (True, False):  # while the fork before has not ended
+                with drawing_apart(only_if_drawn=only_if_drawn):
+                    found.append(torch.rand(2))
+            found.append(torch.rand(2))
+        with drawing_apart(only_if_drawn=True):
+            found.append(torch.rand(2))
+        return [tuple(each.tolist()) for each in found]
+
+    drawn = numbers() + numbers()
+    assert len({*drawn}) == len(drawn)
+    assert not torch.equal(torch.get_rng_state(), kept)
+    torch.set_rng_state(kept)
+    assert numbers() + numbers() == drawn
 
 
 @pytest.mark.parametrize("places", [(), (1,)])

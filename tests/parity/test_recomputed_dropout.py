@@ -185,3 +185,30 @@ def test_gradients_are_those_without_recomputation(num_ranks: int, names: list[s
         for worst, of_other_masks in of_ranks:
             assert max(worst) < 1e-12, (name, worst)
             assert of_other_masks > 1e-3, name
+
+
+def moves_the_state(parallel: dict[str, Any], make: Callable[[], Made]) -> bool:
+    """Return whether a forward without dropout moves the random state that a user draws from."""
+    colossalai.launch_from_torch({"parallel": parallel}, verbose=False)
+    torch.manual_seed(0)
+    model, _, compute = make()
+    colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), verbose=False)
+    model.train()
+    before = torch.get_rng_state()
+    compute().backward()
+    return not torch.equal(torch.get_rng_state(), before)
+
+
+def without_dropout() -> Made:
+    return of_transformers(model := gpt2(), model)
+
+
+def without_dropout_of_experts() -> Made:
+    layer = MoeLayer(6, 4, Top1Router(), FFNExperts(4, 6, 8))
+    model, x = nn.Sequential(nn.Linear(6, 6), layer), torch.ones(5, 6)
+    return model, lambda _: None, lambda: model(x).square().sum()
+
+
+def test_without_dropout_users_draw_what_they_draw_in_one_process() -> None:
+    cases = [(TENSOR, without_dropout), ({"moe": {"size": 2}}, without_dropout_of_experts)]
+    assert run_each(2, moves_the_state, cases) == [[False, False]] * 2

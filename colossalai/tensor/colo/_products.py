@@ -182,7 +182,7 @@ def _dropout(func: Func, args: Args, kwargs: Kwargs) -> Any:
         return NotImplemented
     named = dict(zip(("input", "p", "training"), args, strict=False)) | dict(kwargs)
     # Slices differ between the ranks, and so must what is drawn for them.
-    with drawing_apart() if named.get("training", True) else nullcontext():
+    with drawing_apart(only_if_drawn=True) if named.get("training", True) else nullcontext():
         return Sliced(func(*args, **kwargs), cut)
 
 

@@ -178,7 +178,7 @@ def _drawing_apart(compute: Compute, training: bool) -> Compute:
     """Let all ranks draw different numbers in experts; in evaluation the state in force does not move on."""
 
     def computed(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        with drawing_apart() if training else _evaluating():
+        with drawing_apart(only_if_drawn=True) if training else _evaluating():
             return compute(rows, sizes)
 
     return computed

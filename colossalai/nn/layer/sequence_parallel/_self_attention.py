@@ -123,7 +123,7 @@ class TransformerSelfAttentionRing(SharesSequence):
             scores = self.attention_mask_func(scores, mask)
         weights = scores.softmax(dim=-1).to(dtype)
         # The ranks hold different rows: each draws masks of its own.
-        with drawing_apart() if self.training else nullcontext():
+        with drawing_apart(only_if_drawn=True) if self.training else nullcontext():
             dropped: torch.Tensor = self.attention_dropout(weights)
         return dropped
 
