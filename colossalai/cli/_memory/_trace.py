@@ -4,6 +4,7 @@ The ranks are a job of their own (`_trace_worker.py`); rank 0 writes what `recor
 """
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -86,6 +87,12 @@ def trace_memory(trace_file: str, *, as_json: bool, **options: Any) -> int:
         if exit_code != 0:
             return exit_code
         found = json.loads(file.read_text())
+    if "needed" in found:
+        needed = math.ceil(found["needed"] / 2**20)
+        raise ValueError(
+            f"--memory-budget {options['memory_budget']} is less than the largest chunks take: "
+            f"--memory-budget {needed}MiB would do, or smaller chunks by --min-chunk-size-mb"
+        )
     if "refused" in found:
         raise ValueError(found["refused"])
     iterations = [Iteration.from_dict(content) for content in found["iterations"]]

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from colossalai.zero.gemini.chunk._chunk_manager import ChunkManager as ChunkManager
     from colossalai.zero.gemini.chunk._chunk_manager import GeminiManager as GeminiManager
     from colossalai.zero.gemini.planning import PLACEMENT_POLICIES as PLACEMENT_POLICIES
+    from colossalai.zero.gemini.planning import SmallBudgetError as SmallBudgetError
 else:
     _HOMES = {
         "InChunks": "colossalai.zero.gemini._method",
@@ -54,6 +55,7 @@ else:
         "ZeroOptimizer": "colossalai.zero.gemini._wrappers",
         "get_static_torch_model": "colossalai.zero.gemini._wrappers",
         "PLACEMENT_POLICIES": "colossalai.zero.gemini.planning",
+        "SmallBudgetError": "colossalai.zero.gemini.planning",
         "ChunkManager": "colossalai.zero.gemini.chunk._chunk_manager",
         "GeminiManager": "colossalai.zero.gemini.chunk._chunk_manager",
     }

@@ -7,6 +7,7 @@ from colossalai.zero.gemini.planning._policy import Home as Home
 from colossalai.zero.gemini.planning._policy import ModelData as ModelData
 from colossalai.zero.gemini.planning._policy import Placement as Placement
 from colossalai.zero.gemini.planning._policy import PlacementPolicy as PlacementPolicy
+from colossalai.zero.gemini.planning._policy import SmallBudgetError as SmallBudgetError
 from colossalai.zero.gemini.planning._trace import Trace as Trace
 from colossalai.zero.gemini.planning._victims import DoesNotFit as DoesNotFit
 from colossalai.zero.gemini.planning._victims import Period as Period

@@ -295,18 +295,33 @@ def _is_disk_next(below: Tiers | Mapping[Home, float]) -> bool:
     return Home.DISK in below and Home.HOST not in below
 
 
+class SmallBudgetError(ValueError):
+    """A memory budget below what the largest chunks take.
+
+    Args:
+        message: The message.
+        needed: Bytes that would do.
+    """
+
+    def __init__(self, message: str, needed: int) -> None:
+        super().__init__(message)
+        self.needed = needed
+
+
 def _check_least(budget: float, data: ModelData, trace: Trace | None, *, updates_from_disk: bool) -> None:
     measured = 0 if trace is None else max(trace.other_bytes, default=0)
     least = data.two_chunks + measured
     if updates_from_disk and budget < data.most_updated and least < data.most_updated:
-        raise ValueError(
+        raise SmallBudgetError(
             f"the compute tier has {budget} bytes, and to update the largest chunk takes {data.most_updated} "
-            f"with its gradient and states: memory_budget={data.most_updated} would do, or smaller chunks"
+            f"with its gradient and states: memory_budget={data.most_updated} would do, or smaller chunks",
+            data.most_updated,
         )
     if budget < least:
-        raise ValueError(
+        raise SmallBudgetError(
             f"the compute tier has {budget} bytes, and needs {data.two_chunks} for the two largest chunks "
-            f"and {measured} as measured beside them: memory_budget={least} would do"
+            f"and {measured} as measured beside them: memory_budget={least} would do",
+            least,
         )
 
 
