@@ -25,6 +25,7 @@ from colossalai.amp._masters import Casts as Casts
 from colossalai.amp._masters import Masters as Masters
 from colossalai.amp._optimizer import OptimizerWrapper as OptimizerWrapper
 from colossalai.amp._optimizer import check_clipping as check_clipping
+from colossalai.amp._precision import AutoPrecision as AutoPrecision
 from colossalai.amp._precision import BF16Autocast as BF16Autocast
 from colossalai.amp._precision import FP16Autocast as FP16Autocast
 from colossalai.amp._precision import FullPrecision as FullPrecision

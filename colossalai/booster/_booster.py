@@ -58,7 +58,8 @@ class Booster(Saving):
 
     Args:
         device: Where the models are put; default: the device of this rank.
-        mixed_precision: "fp16", "bf16", "fp32" or an object with options; default: as the model is.
+        mixed_precision: "fp16", "bf16", "fp32" or an object with options; default: as the model is. "auto":
+            "bf16" on devices that are fast at it, else "fp32"; decided by rank 0 at the first `boost`.
         plugin: The parallel methods; default: data parallelism over all ranks.
         gradient_accumulation: Number of microbatches that make one optimizer step; see `accumulate`.
         compile: Compile the model's blocks: True, or a dict of options of `torch.compile`.
@@ -198,6 +199,8 @@ class Booster(Saving):
         check_division(
             dataloader, self.mesh.axis_size("dp"), remedy="plugin.prepare_dataloader(dataset, batch_size)"
         )
+        plan = plan.decided(self.mesh, self.device)
+        self.plan = replace(self.plan, precision=plan.precision)  # of later models, too, and in checkpoints
         boosted, wrapped = assemble_with_optimizers(
             plan,
             model,

@@ -4,8 +4,19 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
+import torch
+
 from colossalai.amp import FullPrecision, Precision, precision_of
-from colossalai.context import Config, ConfigException, Layout, check_compile, precision_mode, read_layout
+from colossalai.communication import broadcast
+from colossalai.context import (
+    Config,
+    ConfigException,
+    Layout,
+    Mesh,
+    check_compile,
+    precision_mode,
+    read_layout,
+)
 from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import Bucketed, DataMethod, FullySharded, Replicated, Unsynchronized
 from colossalai.pipeline import PipelineOptions
@@ -87,6 +98,22 @@ class Plan:
         choices = _choices(self, {each.name for each in fields(self)} - apart)
         cuts = [] if self.cuts is None else [f"cuts={len(self.cuts)} modules by name"]
         return ", ".join([_brief(self.data), _brief(self.precision), *choices, *cuts])
+
+    def decided(self, mesh: Mesh, device: torch.device) -> "Plan":
+        """Return the plan without choices that depend on the devices; collective if there is one.
+
+        Args:
+            mesh: The ranks of the job, which all get the choice of rank 0.
+            device: The device of this rank.
+        """
+
+        def agree(verdict: bool) -> bool:
+            # One byte from rank 0: processors, and versions of torch, may differ between machines.
+            sent = torch.tensor([verdict], dtype=torch.uint8, device=device)
+            return bool(broadcast(sent, 0, mesh.axis(tuple(mesh.axes))))
+
+        precision = self.precision.decided(device, agree)
+        return self if precision is self.precision else replace(self, precision=precision)
 
     def _check_layers(self) -> None:
         """Refuse cuts that no ranks share, and batch norms of parts that a tensor mode cuts again."""

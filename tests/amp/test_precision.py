@@ -1,21 +1,32 @@
 """Loss scaling and autocast in one process."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 from colossalai.amp import (
     AMP_TYPE,
+    AutoPrecision,
     BF16Autocast,
     DynamicLossScaler,
     FP16Autocast,
     FullPrecision,
     LossScaler,
     OptimizerWrapper,
+    PureBF16,
     apply_precision,
     convert_to_amp,
     precision_of,
 )
+from colossalai.amp._precision import cpu_features, is_fast_at_bfloat16
+from colossalai.booster.mixed_precision import mixed_precision_factory
+from colossalai.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin
+from colossalai.context import Config
+from colossalai.runtime import Plan
+from colossalai.zero import zero_model_wrapper
 
 pytestmark = pytest.mark.unit
 
@@ -152,3 +163,61 @@ def test_a_mistake_is_said():
         precision_of(AMP_TYPE.TORCH, {"initial_scale": 1})
     with pytest.raises(ValueError, match="the scale must be above 0"):
         make_scaler(backoff_factor=1.5)
+
+
+@pytest.mark.parametrize(
+    ("features", "is_fast", "reason"),
+    [
+        ({"cpu_name": "Intel Xeon", "avx512_bf16": True, "amx_bf16": True}, True, "has amx_bf16"),
+        ({"cpu_name": "AMD EPYC 9654", "avx512_bf16": True}, True, "has avx512_bf16"),
+        ({"cpu_name": "Intel Xeon", "avx512_bf16": True}, False, "avx512_bf16 without amx_bf16"),
+        ({"cpu_name": "Intel Xeon", "avx512_f": True, "avx512_bf16": False}, False, "neither amx_bf16"),
+        ({"cpu_name": "Apple M4", "bf16": True}, False, "neither amx_bf16"),
+        ({}, False, "neither amx_bf16"),
+    ],
+)
+def test_which_processors_are_fast_at_bfloat16(features, is_fast, reason):
+    with mock.patch.object(torch.backends.mkldnn, "is_available", return_value=True):
+        verdict, given = is_fast_at_bfloat16(torch.device("cpu"), features=features)
+    assert verdict is is_fast
+    assert reason in given
+
+
+def test_which_other_devices_are_fast_at_bfloat16():
+    def verdict(name, **supports):
+        with mock.patch.object(torch, name, SimpleNamespace(**supports), create=True):
+            return is_fast_at_bfloat16(torch.device(name))[0]
+
+    def emulates(including_emulation=True):
+        return including_emulation
+
+    assert verdict("cuda", is_bf16_supported=lambda including_emulation=True: True)
+    assert not verdict("cuda", is_bf16_supported=emulates)
+    assert verdict("hpu", is_bf16_supported=lambda: True)  # it has no such argument
+    assert not verdict("mps")  # it does not report it
+    with mock.patch.object(torch.backends.mkldnn, "is_available", return_value=False):
+        verdict, reason = is_fast_at_bfloat16(torch.device("cpu"), features={"amx_bf16": True})
+    assert (verdict, "lacks oneDNN" in reason) == (False, True)
+
+
+def test_features_of_the_processor_are_found_without_torch(tmp_path):
+    is_fast_at_bfloat16(torch.device("cpu"))  # on whatever this machine is
+    file = tmp_path / "cpuinfo"
+    file.write_text("vendor_id\t: GenuineIntel\nflags\t: fpu avx512_bf16 amx_bf16\n\nvendor_id : other\n")
+    with mock.patch.object(torch, "cpu", SimpleNamespace()):
+        found = cpu_features(file)
+        assert cpu_features(tmp_path / "none") == {}
+    assert found == {"cpu_name": "GenuineIntel", "fpu": True, "avx512_bf16": True, "amx_bf16": True}
+
+
+def test_who_takes_auto():
+    assert mixed_precision_factory("auto").precision() == AutoPrecision(BF16Autocast())
+    assert HybridParallelPlugin(precision="auto").plan(FullPrecision()).precision.bfloat16 == BF16Autocast()
+    assert LowLevelZeroPlugin().precision == AutoPrecision(PureBF16())
+    assert LowLevelZeroPlugin(precision="bf16").precision == PureBF16()
+    with pytest.raises(ValueError, match=r"fp16\.mode is 'auto'; it must be one of"):
+        Plan.from_config(Config(fp16={"mode": "auto"}))
+    with pytest.raises(ValueError, match="precision is 'auto'; it must be one of fp16"):
+        GeminiPlugin(precision="auto")
+    with pytest.raises(ValueError, match=r"precision is 'auto'; it must be one of \['bf16'"):
+        zero_model_wrapper(nn.Linear(1, 1), precision="auto")

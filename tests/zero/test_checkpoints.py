@@ -133,7 +133,7 @@ def test_an_optimizer_that_has_made_steps() -> None:
 
 def low_run(folder: Path, steps: range, *, starts: bool) -> dict[str, Tensor]:
     colossalai.launch_from_torch({}, verbose=False)
-    booster = Booster(plugin=LowLevelZeroPlugin(2))
+    booster = Booster(plugin=LowLevelZeroPlugin(2, precision="bf16"))
     torch.manual_seed(0)
     model = Net()
     model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.01))

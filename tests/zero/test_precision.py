@@ -1,9 +1,12 @@
 """Every precision under ZeRO: as without it up to the rounding of gradients, and overflows skip all ranks."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 import colossalai
+from colossalai.amp import _precision
 from colossalai.booster import Booster
 from colossalai.booster.mixed_precision import (
     FP16NaiveMixedPrecision,
@@ -12,6 +15,8 @@ from colossalai.booster.mixed_precision import (
 )
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.core import global_context as gpc
+from colossalai.logging import DistributedLogger
+from colossalai.runtime import settings_of
 from tests.ranks import run_ranks
 from tests.tiers import further
 from tests.zero.training import Net, batch_of
@@ -176,3 +181,45 @@ def test_weights_that_are_loaded_without_masters(stage: int) -> None:
 
 def test_weights_that_are_written_between_steps() -> None:
     run_ranks(written_weights, 2)
+
+
+def decide_on_each_rank(is_fast_on_first: bool) -> tuple[str, set[torch.dtype], list[str]]:
+    """Boost with the default precision where processors differ, and return what was decided and logged."""
+    colossalai.launch_from_torch({}, verbose=False)
+    is_fast = is_fast_on_first == (gpc.get_global_rank() == 0)
+    features = {"cpu_name": "Intel Xeon", "avx512_bf16": is_fast, "amx_bf16": is_fast}
+    booster = Booster(plugin=LowLevelZeroPlugin(stage=2))
+    with (
+        mock.patch.object(_precision, "cpu_features", return_value=features),
+        mock.patch.object(DistributedLogger, "_log") as log,
+    ):
+        torch.manual_seed(0)
+        model = Net()
+        model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+        booster.boost(Net())  # the job has its precision: nothing is sent, or logged
+    loss = model(batch_of(0).float()).square().mean()
+    booster.backward(loss, optimizer)
+    optimizer.step()
+    dtypes = {param.dtype for param in model.parameters()}
+    saved = settings_of(booster.plan, booster.mesh, {})["plan"]["precision"]["type"]
+    gpc.destroy()
+    return saved, dtypes, [call.args[1] for call in log.call_args_list if "'auto'" in call.args[1]]
+
+
+@pytest.mark.parametrize(
+    ("is_fast", "dtype", "saved", "line"),
+    [
+        (True, torch.bfloat16, "PureBF16", "'bf16' here: the processor has amx_bf16. precision='fp32'"),
+        (
+            False,
+            torch.float32,
+            "FullPrecision",
+            "'fp32' here: the processor has neither amx_bf16 nor avx512_bf16. precision='bf16'",
+        ),
+    ],
+    ids=["fast", "slow"],
+)
+def test_rank_0_decides_the_default_for_all(is_fast: bool, dtype: torch.dtype, saved: str, line: str) -> None:
+    first, second = run_ranks(decide_on_each_rank, 2, is_fast)
+    assert first == (saved, {dtype}, [f"precision='auto' is {line} would be the other one"])
+    assert second[:2] == first[:2]

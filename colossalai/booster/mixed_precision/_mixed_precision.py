@@ -12,6 +12,8 @@ from colossalai._not_landed import FP8
 from colossalai.amp import (
     AMP_TYPE,
     ApexPrecision,
+    AutoPrecision,
+    BF16Autocast,
     FP16Autocast,
     FullPrecision,
     NaiveFP16,
@@ -100,6 +102,7 @@ _FACTORIES: Mapping[str, Callable[[], MixedPrecision]] = {
     "bf16": BF16MixedPrecision,
     "bf16_master": lambda: BF16MixedPrecision(master_weights=True),
     "fp32": lambda: _Named(FullPrecision()),
+    "auto": lambda: _Named(AutoPrecision(BF16Autocast())),
 }
 
 

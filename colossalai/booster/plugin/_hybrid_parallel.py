@@ -125,7 +125,8 @@ class HybridParallelPlugin(Plugin):
             `colossalai.pipeline.PipelineOptions`. Default: dim 0 of every tensor.
         loss_reduction: "mean" or "sum", what criteria return for the samples they are given. Default: as the
             criterion's `reduction` says, else the mean.
-        precision: "fp16", "bf16", "fp16_naive", "fp32" or an object with options.
+        precision: "fp16", "bf16", "fp16_naive", "fp32", "auto" or an object with options; as Booster's
+            `mixed_precision`.
         max_norm: Bound of the gradient norm over all ranks; 0 for none. `optimizer.step()` clips.
         recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
         sequence_parallel: An older word: let the `tp_size` ranks share the sequence and not the layers, which

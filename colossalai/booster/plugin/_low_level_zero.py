@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from colossalai.amp import FullPrecision, NaiveFP16, Precision, PureBF16, check_clipping
+from colossalai.amp import AutoPrecision, FullPrecision, NaiveFP16, Precision, PureBF16, check_clipping
 from colossalai.booster.mixed_precision import MixedPrecision
 from colossalai.booster.plugin._plugin import Plugin
 from colossalai.context import names_arguments
@@ -29,7 +29,8 @@ class LowLevelZeroPlugin(Plugin):
     Args:
         stage: 1 or 2.
         precision: "bf16" and "fp16": all in that precision, with float32 masters of the weights in the
-            optimizer. "fp32": as the model is. Or a `MixedPrecision` object.
+            optimizer. "fp32": as the model is. "auto" (default): "bf16" on devices that are fast at it, else
+            "fp32"; decided by rank 0 at the first `boost`, and logged. Or a `MixedPrecision` object.
         initial_scale: First loss scale of "fp16"; so are all up to `max_scale`.
         min_scale: The scale does not shrink below it.
         growth_factor: Factor of the scale after `growth_interval` steps without overflow.
@@ -55,7 +56,7 @@ class LowLevelZeroPlugin(Plugin):
     def __init__(  # noqa: PLR0913 - the documented options
         self,
         stage: int = 1,
-        precision: MixedPrecision | str = "bf16",
+        precision: MixedPrecision | str = "auto",
         initial_scale: float = 2.0**32,
         min_scale: float = 1.0,
         growth_factor: float = 2.0,
@@ -104,7 +105,7 @@ class LowLevelZeroPlugin(Plugin):
         """
         if not isinstance(precision, FullPrecision):
             raise ValueError(
-                "Booster is given a precision, and LowLevelZeroPlugin has one of its own (default 'bf16'): "
+                "Booster is given a precision, and LowLevelZeroPlugin has one of its own (default 'auto'): "
                 "give it to the plugin only"
             )
         return Plan(
@@ -127,10 +128,10 @@ def _precision(name: MixedPrecision | str, scaler: dict[str, Any]) -> Precision:
         )
     if isinstance(name, MixedPrecision):
         return name.precision()
-    named: dict[str, type[Precision]] = {"bf16": PureBF16, "fp32": FullPrecision}
+    named = {"auto": AutoPrecision(PureBF16()), "bf16": PureBF16(), "fp32": FullPrecision()}
     if name not in named:
         raise ValueError(
             f"precision is {name!r}; it must be 'bf16', 'fp16' (both with float32 masters of the weights), "
-            "'fp32' or a MixedPrecision object"
+            "'fp32', 'auto' or a MixedPrecision object"
         )
-    return named[name]()
+    return named[name]
