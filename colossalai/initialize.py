@@ -22,7 +22,6 @@ from colossalai.context import launch_from_torch as launch_from_torch
 from colossalai.engine import Engine
 from colossalai.engine.gradient_handler import MoeGradientHandler, build_gradient_handler
 from colossalai.engine.schedule import BaseSchedule, NonPipelineSchedule, PipelineSchedule
-from colossalai.logging import get_dist_logger
 from colossalai.nn.layer.moe import MoeExperts
 from colossalai.runtime import (
     Criterion,
@@ -31,6 +30,8 @@ from colossalai.runtime import (
     assemble,
     check_division,
     criterion_of,
+    describe_model,
+    log_start,
     settings_of,
     watched,
 )
@@ -64,7 +65,7 @@ def initialize(
             where an epoch ends, so that the last, short accumulation window is not lost.
         test_dataloader: Batches to evaluate on; returned as it is.
         lr_scheduler: A scheduler of the optimizer; returned as it is.
-        verbose: Whether rank 0 logs the plan.
+        verbose: Whether rank 0 logs the model, the plan and the bytes that it holds.
         schedule: How `engine.execute_schedule` runs a batch; by default as the config says.
 
     Returns:
@@ -88,6 +89,7 @@ def initialize(
         mesh.axis_size("dp"),
         remedy="colossalai.utils.get_dataloader(dataset, batch_size=...)",
     )
+    described = describe_model(model)
     assembled, wrapped = assemble(plan, model, optimizer, mesh=mesh, device=device)
     raw = assembled.unwrap()
     handlers = (
@@ -116,7 +118,8 @@ def initialize(
         settings=settings_of(plan, mesh, global_context.config),
     )
     if verbose:
-        get_dist_logger().info(f"initialized {type(model).__name__}: {plan}", ranks=[0])
+        trained = [] if wrapped is None else [wrapped]
+        log_start(assembled, trained, plan=plan, mesh=mesh, described=described)
     return engine, train_dataloader, test_dataloader, lr_scheduler
 
 

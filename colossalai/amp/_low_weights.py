@@ -40,6 +40,11 @@ class _LowWeights(Precision):
     dtype: torch.dtype
 
     @property
+    def label(self) -> str:
+        """See the base class."""
+        return "bf16 with fp32 masters" if self.dtype == torch.bfloat16 else "fp16 with fp32 masters"
+
+    @property
     def has_masters(self) -> bool:
         return True
 

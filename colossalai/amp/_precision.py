@@ -20,9 +20,16 @@ from colossalai.amp._masters import Casts, Masters
 from colossalai.amp._optimizer import OptimizerWrapper
 from colossalai.logging import get_dist_logger
 
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 
 class Precision:
     """What a precision does around a step; the base class leaves everything as the model has it."""
+
+    @property
+    def label(self) -> str:
+        """The name of the precision in the log; empty: that of the model's parameters."""
+        return type(self).__name__
 
     @property
     def has_masters(self) -> bool:
@@ -91,6 +98,11 @@ class FullPrecision(Precision):
 
     returns_float32: bool = False
 
+    @property
+    def label(self) -> str:
+        """See the base class."""
+        return ""
+
     def convert_output(self, output: Any) -> Any:
         return tree_map_only(torch.Tensor, to_float32, output) if self.returns_float32 else output
 
@@ -102,6 +114,11 @@ class _Autocast(Precision):
     """
 
     dtype: torch.dtype
+
+    @property
+    def label(self) -> str:
+        """See the base class."""
+        return f"{_SHORT[self.dtype]} autocast"
 
     def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
         return torch.autocast(device_type, dtype=self.dtype)
@@ -164,6 +181,11 @@ class AutoPrecision(Precision):
     """
 
     bfloat16: Precision
+
+    @property
+    def label(self) -> str:
+        """See the base class."""
+        return "auto"
 
     def decided(self, device: torch.device, agree: Callable[[bool], bool]) -> Precision:
         """See the base class. Rank 0 logs the choice and its reason once."""

@@ -25,8 +25,10 @@ from colossalai.runtime import (
     check_built_for,
     check_division,
     criterion_of,
+    describe_model,
     divided_among,
     gather_samples,
+    log_start,
     to_device,
     watched,
 )
@@ -201,6 +203,7 @@ class Booster(Saving):
         )
         plan = plan.decided(self.mesh, self.device)
         self.plan = replace(self.plan, precision=plan.precision)  # of later models, too, and in checkpoints
+        described = describe_model(model)
         boosted, wrapped = assemble_with_optimizers(
             plan,
             model,
@@ -209,6 +212,7 @@ class Booster(Saving):
             device=self.device,
             accumulation_steps=self.gradient_accumulation,
         )
+        log_start(boosted, wrapped, plan=plan, mesh=self.mesh, described=described)
         if isinstance(criterion, nn.Module):
             check_built_for(self.plan, criterion, self.mesh)
             criterion.to(self.device)

@@ -14,7 +14,6 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.optim import SGD
 
 from colossalai.amp import OptimizerWrapper
 from colossalai.booster import Booster
@@ -31,15 +30,17 @@ from colossalai.runtime.memory import (
     ParamNumbers,
     RlhfSetup,
     Storage,
+    bytes_text,
     free_bytes,
     held_in_training,
+    num_states,
     plans_of,
     rlhf_memory,
     rlhf_numbers,
 )
 
 _STAGES: Mapping[str | None, Literal[0, 1, 2, 3]] = {"ZeRO 1": 1, "ZeRO 2": 2, "ZeRO 3": 3, "Gemini": 3}
-_MOMENTS = 2  # of an optimizer of the family of Adam
+_MOMENTS = 2  # of an optimizer that is not known: those of Adam
 _TO_COME = ("gradients", "gradients in float32", "optimizer states")
 _LORA_RANK = 16  # of the adapters that are proposed
 
@@ -101,10 +102,11 @@ def tell_memory(
             "plan_that_fits": proposal,
         }
         Path(course.log, "memory.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    to_come, free = bytes_text(worst.to_come), bytes_text(worst.free)
     if course.log is not None or course.shows_progress:
-        parts = ", ".join(f"{name} {_text(sum(kinds.values()))}" for name, kinds in note.models.items())
+        parts = ", ".join(f"{name} {bytes_text(sum(kinds.values()))}" for name, kinds in note.models.items())
         get_dist_logger().info(
-            f"memory of a rank: {parts}; {_text(worst.to_come)} of it to come, {_text(worst.free)} are free",
+            f"memory of a rank: {parts}; {to_come} of it to come, {free} are free",
             ranks=[0],
         )
     if not fits:
@@ -115,8 +117,8 @@ def tell_memory(
             else f"{proposal} takes less, and fits"
         )
         get_dist_logger().warning(
-            f"the first step will take {_text(worst.to_come)} more on a rank, and {_text(worst.free)} are "
-            f"free, activations aside: {help_text}",
+            f"the first step will take {to_come} more on a rank, and {free} are free, activations aside: "
+            f"{help_text}",
             ranks=[0],
         )
 
@@ -203,9 +205,8 @@ def _storage(dtype: torch.dtype, optimizer: OptimizerWrapper, *, has_masters: bo
 def _num_moments(optimizer: OptimizerWrapper) -> int:
     """Return how many numbers an optimizer keeps for each parameter."""
     inner = optimizer.optim
-    if isinstance(inner, SGD):
-        return int(any(group["momentum"] for group in inner.param_groups))
-    return _MOMENTS + int(any(group.get("amsgrad", False) for group in inner.param_groups))
+    states = num_states(inner)
+    return _MOMENTS if states is None else max(states(group) for group in inner.param_groups)
 
 
 def _state_bytes(optimizer: OptimizerWrapper) -> int:
@@ -277,15 +278,3 @@ def _plan_that_fits(
                 adapters = f" with adapters (LoRA) of rank {lora_rank}" if lora_rank else ""
                 return plan.written(precision) + adapters
     return None
-
-
-def _text(num_bytes: int) -> str:
-    unit, name = next(
-        (
-            (2**power, name)
-            for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB"))
-            if num_bytes >= 2**power
-        ),
-        (1, "B"),
-    )
-    return f"{num_bytes / unit:.2f} {name}" if unit > 1 else f"{num_bytes} B"

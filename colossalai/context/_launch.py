@@ -143,7 +143,10 @@ def launch(
     seed_all_modes(seed, global_context.mesh, global_context.tensor_axes)
     if verbose:
         mesh = global_context.mesh
-        get_dist_logger().info(f"launched {mesh} with {talk} on {device.type}, seed {seed}", ranks=[0])
+        # A plugin may lay the ranks out later: that they are all along `dp` is nothing to log before.
+        is_laid_out = mesh.axis_size("dp") < world_size
+        what = mesh if is_laid_out else f"{world_size} rank{'s' if world_size > 1 else ''}"
+        get_dist_logger().info(f"launched {what} with {talk} on {device.type}, seed {seed}", ranks=[0])
 
 
 @names_arguments

@@ -5,6 +5,8 @@ from colossalai.runtime._accumulation import AccumulatingOptimizer as Accumulati
 from colossalai.runtime._assemble import assemble as assemble
 from colossalai.runtime._assemble import assemble_with_optimizers as assemble_with_optimizers
 from colossalai.runtime._assemble import check_built_for as check_built_for
+from colossalai.runtime._assemble import describe_model as describe_model
+from colossalai.runtime._assemble import log_start as log_start
 from colossalai.runtime._assemble import parameter_shapes as parameter_shapes
 from colossalai.runtime._assemble import refuse_other_model as refuse_other_model
 from colossalai.runtime._compatibility import REFUSED as REFUSED

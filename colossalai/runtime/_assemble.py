@@ -3,6 +3,7 @@
 Pipeline, tensors, batch norms, precision, compilation, recomputation, loss in chunks, data.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -177,6 +178,39 @@ def assemble_with_optimizers(
         if isinstance(each, AccumulatingOptimizer):
             each.open_window(wrapper, accumulation_steps)
     return wrapper, wrapped
+
+
+def describe_model(model: nn.Module) -> str:
+    """Return the class of a model and the number of its parameters, with all that other ranks hold of them.
+
+    Args:
+        model: The model, before it is assembled. Of a stage of a pipeline the parameters of that stage count.
+    """
+    if not isinstance(model, nn.Module):
+        return ""  # `assemble` refuses it
+    specs = ((param, spec_of(param)) for param in model.parameters())
+    number = sum(param.numel() if spec is None else math.prod(spec.whole_shape) for param, spec in specs)
+    return f"{type(model).__name__}, {number:,} parameters{' in this stage' if has_full_names(model) else ''}"
+
+
+def log_start(
+    model: ModelWrapper, optimizers: Sequence[OptimizerWrapper], *, plan: Plan, mesh: Mesh, described: str
+) -> None:
+    """Log one line on rank 0: the model, the plan, and the bytes that this rank holds in training.
+
+    Args:
+        model: The assembled model.
+        optimizers: Its optimizers.
+        plan: The plan.
+        mesh: The ranks.
+        described: The result of `describe_model` before `assemble`.
+    """
+    if mesh.rank == 0:
+        from colossalai.runtime.memory import start_line  # formulas that a job needs once, on one rank
+
+        with as_memory():
+            line = start_line(model, optimizers, plan=plan, mesh=mesh, described=described)
+        get_dist_logger().info(line, ranks=[0])
 
 
 def _is_whole(param: nn.Parameter) -> bool:

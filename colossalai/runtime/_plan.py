@@ -26,6 +26,8 @@ from colossalai.shardformer import NamedRules, Rule
 from colossalai.zero import ZeroReplicas
 from colossalai.zero.gemini import GeminiOptions
 
+_IN_WORDS = {"layout", "data", "precision", "cuts", "made_for"}  # and not as choices
+_UNSAID = {"stage", "bucket_cap_mb"}  # the label has the one, and each plugin its own default of the other
 _PIPELINE_KEYS = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE")
 
 
@@ -93,11 +95,20 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the choices that differ from the defaults, for people; `repr` has all of it."""
-        is_one_rank = self.layout in (Layout(), Layout(data=1))
-        apart = {"data", "precision", "cuts", "made_for", "layout" if is_one_rank else ""}
-        choices = _choices(self, {each.name for each in fields(self)} - apart)
+        return self.words("the model's own precision")
+
+    def words(self, own_precision: str) -> str:
+        """Return the extents of the mesh, the methods, and the choices that differ from the defaults.
+
+        Args:
+            own_precision: The name of the precision that the model has by itself.
+        """
+        choices = _choices(self, {each.name for each in fields(self)} - _IN_WORDS)
         cuts = [] if self.cuts is None else [f"cuts={len(self.cuts)} modules by name"]
-        return ", ".join([_brief(self.data), _brief(self.precision), *choices, *cuts])
+        extents = [] if self.layout in (None, Layout(), Layout(data=1)) else [_extents(self.layout)]
+        data = _with_choices(self.data.label, self.data)
+        precision = _with_choices(self.precision.label or own_precision, self.precision)
+        return ", ".join([*extents, data, precision, *choices, *cuts])
 
     def decided(self, mesh: Mesh, device: torch.device) -> "Plan":
         """Return the plan without choices that depend on the devices; collective if there is one.
@@ -205,10 +216,29 @@ class Plan:
         )
 
 
+def _extents(layout: Layout) -> str:
+    """Return "tp 2 x pp 2 x dp 1", without what has one rank but for `dp`, the last."""
+    mode = "" if layout.mode in (None, "1d") else f" ({layout.mode})"
+    experts = f" (ep {layout.expert})" if layout.expert > 1 else ""
+    parts = [
+        (f"tp {layout.tensor}{mode}", layout.tensor > 1),
+        (f"sp {layout.sequence} ({layout.attention})", layout.sequence > 1),
+        (f"pp {layout.pipeline}", layout.pipeline > 1),
+        (f"dp {layout.data}{experts}", layout.data is not None),
+    ]
+    return " x ".join(part for part, is_said in parts if is_said)
+
+
+def _with_choices(label: str, option: Any) -> str:
+    """Return a label, with the fields of an option that differ from their defaults."""
+    if not is_dataclass(option):  # a precision of the user's own
+        return label
+    choices = _choices(option, {each.name for each in fields(option) if each.init and each.repr} - _UNSAID)
+    return f"{label} ({', '.join(choices)})" if choices else label
+
+
 def _brief(option: Any) -> str:
     """Return the class of an option, with the fields that differ from their defaults."""
-    if not is_dataclass(option):  # a precision of the user's own
-        return type(option).__name__
     choices = _choices(option, {each.name for each in fields(option) if each.init and each.repr})
     return f"{type(option).__name__}({', '.join(choices)})" if choices else type(option).__name__
 

@@ -77,6 +77,11 @@ class ZeroReplicas(DataMethod):
         """See the base class."""
         return f"ZeRO {self.stage}"
 
+    @property
+    def cuts_gradients(self) -> bool:
+        """See the base class."""
+        return self.stage == 2
+
     def allows_float32_grads(self, replicas: Axis) -> bool:
         """See the base class: they have the size of the parameters, which is what memory is reckoned with."""
         return False

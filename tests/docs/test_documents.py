@@ -114,6 +114,9 @@ def test_the_readme_runs_by_its_command(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert_printed(output, done.stdout + done.stderr)
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", done.stdout + done.stderr)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.unit
@@ -138,3 +141,4 @@ def test_the_readme_has_an_example_of_each_door():
     examples = BLOCK.findall((ROOT / "README.md").read_text())
     assert any("Booster(" in block for block in examples)
     assert any("colossalai.initialize(" in block for block in examples)
+    assert all('print_rank_0(f"step {step + 1}: loss ' in block for block in examples)

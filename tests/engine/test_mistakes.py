@@ -157,11 +157,11 @@ class OwnPrecision(Precision):
 @pytest.mark.parametrize(
     ("plan", "shown"),
     [
-        (Plan(), "Replicated, FullPrecision"),
-        (Plan(precision=OwnPrecision()), "Replicated, OwnPrecision"),
+        (Plan(), "DDP, the model's own precision"),
+        (Plan(precision=OwnPrecision()), "DDP, OwnPrecision"),
         (
             Plan(data=ZeroReplicas(stage=2), precision=NaiveFP16(verbose=True), clip_grad_norm=1.0),
-            "ZeroReplicas(stage=2), NaiveFP16(verbose=True), clip_grad_norm=1.0",
+            "ZeRO 2, fp16 with fp32 masters (verbose=True), clip_grad_norm=1.0",
         ),
         (
             Plan(
@@ -170,7 +170,7 @@ class OwnPrecision(Precision):
                 pipeline=PipelineOptions(num_microbatches=8),
                 accumulation_steps=2,
             ),
-            "Bucketed, BF16Autocast, accumulation_steps=2, pipeline=PipelineOptions(num_microbatches=8)",
+            "DDP, bf16 autocast, accumulation_steps=2, pipeline=PipelineOptions(num_microbatches=8)",
         ),
     ],
 )
@@ -231,4 +231,8 @@ def log_of_a_start():
 
 @pytest.mark.dist
 def test_the_start_is_one_short_line():
-    assert run_ranks(log_of_a_start, 1) == ["initialized Linear: Replicated, NaiveFP16, clip_grad_norm=1.0"]
+    line = (
+        "Linear, 8 parameters: DDP, fp16 with fp32 masters, clip_grad_norm=1.0; rank 0 holds 80 B "
+        "(parameters 16 B, gradients 32 B, optimizer states 32 B)"
+    )
+    assert run_ranks(log_of_a_start, 1) == [line]

@@ -41,6 +41,11 @@ class Bucketed(DataMethod):
 
     in_pipeline: ClassVar[bool | None] = True
 
+    @property
+    def label(self) -> str:
+        """See the base class."""
+        return "DDP"
+
     def __post_init__(self) -> None:
         if not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb is {self.bucket_cap_mb}; it must be above 0")

@@ -41,6 +41,16 @@ class DataMethod(ABC):
         """What the table of methods that cannot be combined calls it; None: it goes with all of them."""
         return None
 
+    @property
+    def label(self) -> str:
+        """The name of the method in the log."""
+        return self.name_in_pairs or type(self).__name__
+
+    @property
+    def cuts_gradients(self) -> bool:
+        """Whether a rank that has whole parameters keeps only its slices of their gradients."""
+        return False
+
     def allows_float32_grads(self, replicas: Axis) -> bool:
         """Return whether gradients of parameters in 16 bits may accumulate in float32."""
         return True

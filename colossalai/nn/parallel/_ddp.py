@@ -52,6 +52,11 @@ class Replicated(DataMethod):
     static_graph: bool = False
     in_pipeline: ClassVar[bool | None] = False
 
+    @property
+    def label(self) -> str:
+        """See the base class."""
+        return "DDP"
+
     def allows_float32_grads(self, replicas: Axis) -> bool:
         """See the base class: `DistributedDataParallel` reduces in the dtype of the parameters only."""
         return replicas.size == 1
@@ -154,6 +159,11 @@ def _params_of_reducers(wrappers: Sequence[DistributedDataParallel]) -> list[lis
 @dataclass(frozen=True, kw_only=True)
 class Unsynchronized(DataMethod):
     """Every rank holds the whole model; somebody else (a gradient handler) makes the gradients equal."""
+
+    @property
+    def label(self) -> str:
+        """See the base class."""
+        return "gradients left to handlers"
 
     def apply(
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, arriving: ArrivingParams

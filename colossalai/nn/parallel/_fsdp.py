@@ -45,6 +45,11 @@ class FullySharded(DataMethod):
     reduce_dtype: torch.dtype | None = None
 
     @property
+    def label(self) -> str:
+        """See the base class."""
+        return "FSDP"
+
+    @property
     def name_in_pairs(self) -> str:
         """See the base class."""
         return "ZeRO 3"

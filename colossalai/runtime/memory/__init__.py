@@ -28,3 +28,7 @@ from colossalai.runtime.memory._rlhf import held_in_training as held_in_training
 from colossalai.runtime.memory._rlhf import plans_of as plans_of
 from colossalai.runtime.memory._rlhf import rlhf_memory as rlhf_memory
 from colossalai.runtime.memory._rlhf import rollout_bytes as rollout_bytes
+from colossalai.runtime.memory._start import bytes_text as bytes_text
+from colossalai.runtime.memory._start import held_from_the_first_step as held_from_the_first_step
+from colossalai.runtime.memory._start import num_states as num_states
+from colossalai.runtime.memory._start import start_line as start_line

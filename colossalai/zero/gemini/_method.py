@@ -133,6 +133,11 @@ class InChunks(DataMethod):
         """See the base class."""
         return "Gemini"
 
+    @property
+    def cuts_gradients(self) -> bool:
+        """See the base class."""
+        return not self.keeps_grads
+
     def allows_float32_grads(self, replicas: Axis) -> bool:
         """See the base class: they have the size of the parameters, which is what memory is reckoned with."""
         return False
