@@ -98,7 +98,8 @@ def test_what_is_told_is_what_a_step_leaves(name, num_ranks, tmp_path):
     assert told["models"]["model"] == kinds  # before the first step and after it
     assert told["fits"]
     assert told["plan_that_fits"] is None
-    assert told["bytes"] == max(sum(each.models["model"].values()) for _, _, each, _ in ranks)
+    # Those of the rank that has least left; how much is free on the host changes from moment to moment.
+    assert told["bytes"] in [sum(each.models["model"].values()) for _, _, each, _ in ranks]
     assert note.to_come == kinds["gradients"] + kinds.get("gradients in float32", 0)  # states are there
     # Of each kind all ranks together have what is told, however a cut falls; of chunks their ends beside.
     more = 0.05 if name == "gemini" else 0.0
