@@ -264,12 +264,12 @@ def stall_rows(
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--parameters", type=float, default=500e6)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--layouts", default="replicated,sharded")
-    parser.add_argument("--dir", default=None, help="a folder on the disk to measure")
+    parser.add_argument("--parameters", type=float, default=500e6, help="(%(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="(%(default)s)")
+    parser.add_argument("--layouts", default="replicated,sharded", help="(%(default)s)")
+    parser.add_argument("--dir", help="a folder on the disk to measure")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     colossalai.launch_from_torch({}, verbose=False)

@@ -1,9 +1,11 @@
-"""Kill ranks that save checkpoints, at seeded random moments, and see that none is ever lost.
+"""Kill ranks that save checkpoints at random moments; none may ever be lost.
 
-    python tools/checkpoint_kills.py --tries 200 [--seed 1] [--json FILE]
+    python tools/checkpoint_kills.py --tries 200 --seed 1 --json kills.json
 
-Two ranks save in a loop, in the foreground or in the background; one or both are killed (SIGKILL), and what
-they left must be complete: the last checkpoint that had been saved, or the one that was being saved.
+The moments are drawn from a seed. Two ranks save in a loop, in the foreground
+or in the background; one or both are killed (SIGKILL), and what they left must
+be complete: the last checkpoint that had been saved, or the one that was being
+saved.
 """
 
 import argparse
@@ -37,7 +39,9 @@ def summary(kills: list[Kill], seconds: float) -> dict[str, object]:
 
 def main() -> None:
     """Parse the command line, run, and print the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--tries", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--folder", type=Path, help="where to save; default: the system's temporary folder")

@@ -1,13 +1,16 @@
-"""Every benchmark before and after: an earlier commit and the present one, by turns, in one run.
+r"""Every benchmark before and after: an earlier commit and the present one.
 
-A machine that others use is faster in one minute than in the next, so the two trees take turns, and what is
-compared is a ratio to a peer that the same benchmark measured in the same rounds (torch's DDP, DTensor,
-pipelining, DCP), wherever it has one. A figure is *within noise* where the medians differ by 3 % at most, or
-the runs of one tree reach into the range of the other's; *less* and *more* say the rest. An idle machine is
-needed all the same: a job of two ranks wants both cores.
+A machine that others use is faster in one minute than in the next, so the two
+trees take turns, and what is compared is a ratio to a peer that the same
+benchmark measured in the same rounds (torch's DDP, DTensor, pipelining, DCP),
+wherever it has one. A figure is *within noise* where the medians differ by 3 %
+at most, or the runs of one tree reach into the range of the other's; *less*
+and *more* say the rest. An idle machine is needed all the same: a job of two
+ranks wants both cores.
 
     python tools/compare_benchmarks.py 79c225b
-    python tools/compare_benchmarks.py 79c225b --only pipeline zero --repeats 5 --json compare.json
+    python tools/compare_benchmarks.py 79c225b --only pipeline zero \
+      --repeats 5 --json compare.json
 """
 
 import argparse

@@ -1,9 +1,11 @@
-"""Take the picture of the page of `colossalai serve` that docs/features/inference.md shows.
+"""Take the picture of `colossalai serve` in docs/features/inference.md.
 
-    python tools/page_screenshot.py [--scheme dark] docs/features/served_page.png
+    python tools/page_screenshot.py docs/features/served_page.png
+    python tools/page_screenshot.py --scheme dark docs/features/served_page.png
 
-The server, the page and the browser are real. The engine is the tests' one, which says a given text at a
-given pace, so that the picture needs no trained model.
+The server, the page and the browser are real. The engine is the tests' one,
+which says a given text at a given pace, so that the picture needs no trained
+model.
 """
 
 import argparse
@@ -51,7 +53,9 @@ def ask_beside(url: str, over: threading.Event) -> None:
 
 def main() -> None:
     """Serve, talk, and take the picture."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("file", type=Path)
     parser.add_argument("--scheme", choices=("light", "dark"), default="light")
     options = parser.parse_args()

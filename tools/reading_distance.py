@@ -1,15 +1,19 @@
-"""How far a reader must go: files, and switches between files, that common actions cross.
+"""How far a reader must go: files, and switches between files, of an action.
 
-The rule of counting: while an action runs on rank 0, in its main thread, every entry of a function of the
-package is noted with its file (generators that go on count as entries). *Files* is the number of different
-files, *switches* how often the function entered lies in another file than the one entered before it. Each
-action is done three times, and the third is counted: what is made once is made. `ssh start` is the exception:
-it is counted in the process that the user starts, from its first line to the moment the ranks' script runs.
-What Python's import system calls at every import (`find_spec`) is no entry. Ranks communicate over gloo,
-whose group is C++ and so ends the way; `--backend auto` goes on, through the group over shared memory.
+The rule of counting: while an action runs on rank 0, in its main thread, every
+entry of a function of the package is noted with its file (generators that go
+on count as entries). *Files* is the number of different files, *switches* how
+often the function entered lies in another file than the one entered before it.
+Each action is done three times, and the third is counted: what is made once is
+made. `ssh start` is the exception: it is counted in the process that the user
+starts, from its first line to the moment the ranks' script runs. What Python's
+import system calls at every import (`find_spec`) is no entry. Ranks
+communicate over gloo, whose group is C++ and so ends the way; `--backend auto`
+goes on, through the group over shared memory.
 
     python tools/reading_distance.py                         # this checkout
-    python tools/reading_distance.py --before 79c225b        # the same for a commit, and both side by side
+    # the same for a commit, and both side by side
+    python tools/reading_distance.py --before 79c225b
     python tools/reading_distance.py --before 79c225b --json distance.json
 """
 

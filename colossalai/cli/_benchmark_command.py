@@ -10,10 +10,13 @@ from click.core import ParameterSource
 _EXAMPLES = """\b
 Examples:
   colossalai benchmark --gpus 4
-  colossalai benchmark --gpus 8 --batch_size 16 --hidden_size 1024 --plot modes.png
+  colossalai benchmark --gpus 8 --batch_size 16 --hidden_size 1024 \\
+    --plot modes.png
   colossalai benchmark --gpus 4 --modes 1d,2d --json -
-  colossalai benchmark --serve http://127.0.0.1:8020 --clients 32 --requests 500 --plot times.png
-  colossalai benchmark --serve https://host --api-key-file key.txt --rate 4 --duration 60"""
+  colossalai benchmark --serve http://127.0.0.1:8020 --clients 32 \\
+    --requests 500 --plot times.png
+  colossalai benchmark --serve https://host --api-key-file key.txt \\
+    --rate 4 --duration 60"""
 
 _SERVE_OPTIONS = (
     "clients", "requests", "duration", "prompt_tokens", "new_tokens", "rate", "seed", "model", "api_key_file"

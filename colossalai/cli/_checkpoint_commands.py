@@ -6,6 +6,11 @@ from typing import Any
 
 import click
 
+_EXAMPLES = """\b
+Examples:
+  colossalai checkpoint inspect checkpoints/step-00000120
+  colossalai checkpoint convert checkpoints/step-00000120 my-gpt2 --to hf
+  colossalai checkpoint diff checkpoints/step-00000120 my-gpt2"""
 _INSPECT_EXAMPLES = """\b
 Examples:
   colossalai checkpoint inspect checkpoints/step-00000120
@@ -15,9 +20,11 @@ Example:
   colossalai checkpoint verify checkpoints/step-00000120"""
 _CONVERT_EXAMPLES = """\b
 Examples:
-  colossalai checkpoint convert checkpoints/step-00000120 my-gpt2 --to hf --dtype bf16
+  colossalai checkpoint convert checkpoints/step-00000120 my-gpt2 \\
+    --to hf --dtype bf16
   colossalai checkpoint convert my-gpt2 start/step-00000000 --to state
-  colossalai checkpoint convert torch-dcp-folder model.pt --to pt --allow-pickle"""
+  colossalai checkpoint convert torch-dcp-folder model.pt --to pt \\
+    --allow-pickle"""
 _MERGE_EXAMPLES = """\b
 Examples:
   colossalai checkpoint merge checkpoints/step-00000120 model.safetensors
@@ -51,7 +58,7 @@ _buffer_size = click.option(
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON, without tables.")
 
 
-@click.group()
+@click.group(epilog=_EXAMPLES)
 def checkpoint() -> None:
     """Look into checkpoints, verify, convert, merge and compare them, without the code of the model.
 

@@ -32,7 +32,8 @@ _PIPELINE_EXAMPLES = """\b
 Examples:
   colossalai pipeline --stages 8 --microbatches 32
   colossalai pipeline --stages 4 --microbatches 8 --schedule 1f1b,zb-v --text
-  colossalai pipeline --stages 8 --microbatches 32 --chunks 4 --p2p 0.05 --plot schedules.png
+  colossalai pipeline --stages 8 --microbatches 32 --chunks 4 --p2p 0.05 \\
+    --plot schedules.png
   colossalai pipeline --file mine.csv --schedule zb-h1 --json"""
 
 _POSITIVE = click.IntRange(min=1)

@@ -10,13 +10,18 @@ from click.core import ParameterSource
 _EXAMPLES = """\b
 Examples:
   colossalai memory --model gpt2-xl --dp 8 --zero 2
-  colossalai memory --model gpt3 --dp 16 --tp 8 --pp 12 --zero 1 --recompute --explain
-  colossalai memory --model path/to/config.json --batch 4 --seq 512 --precision bf16 --json
-  colossalai memory --model gpt2-small --trace out.png --memory-budget 768MiB --offload-dir /tmp/chunks
+  colossalai memory --model gpt3 --dp 16 --tp 8 --pp 12 --zero 1 \\
+    --recompute --explain
+  colossalai memory --model path/to/config.json --batch 4 --seq 512 \\
+    --precision bf16 --json
+  colossalai memory --model gpt2-small --trace out.png \\
+    --memory-budget 768MiB --offload-dir /tmp/chunks
   colossalai memory --serve bloom_175B --tp 8 --quantize int8 --memory 80GiB
   colossalai memory --rlhf --memory 80GiB
-  colossalai memory --rlhf --model path/to/config.json --lora-rank 8 --batch 16 --seq 1024 --json
-  colossalai memory --serve path/to/model --kv-dtype int8 --max-length 4096 --json"""
+  colossalai memory --rlhf --model path/to/config.json --lora-rank 8 \\
+    --batch 16 --seq 1024 --json
+  colossalai memory --serve path/to/model --kv-dtype int8 \\
+    --max-length 4096 --json"""
 
 _TRACE_OPTIONS = ("memory_budget", "offload_dir", "placement_policy", "blocks", "min_chunk_size_mb")
 _SERVE_OPTIONS = ("quantize", "kv_dtype", "dtype", "block_size", "max_length", "max_running", "memory")

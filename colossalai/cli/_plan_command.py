@@ -10,10 +10,13 @@ import click
 # \b keeps click from filling the lines.
 _EXAMPLES = """\b
 Examples:
-  colossalai plan gpt2-medium --world-size 4 --budget 4GB --batch 8 --output plan.json
-  colossalai plan path/to/model --world-size 8 --batch 16 --seq 1024 --precision bf16
+  colossalai plan gpt2-medium --world-size 4 --budget 4GB --batch 8 \\
+    --output plan.json
+  colossalai plan path/to/model --world-size 8 --batch 16 --seq 1024 \\
+    --precision bf16
   colossalai plan mymodels:make_resnet --world-size 2 --budget 2GiB
-  colossalai plan gpt3 --world-size 1024 --batch 1536 --profile a100-80gb --precision bf16_master
+  colossalai plan gpt3 --world-size 1024 --batch 1536 \\
+    --profile a100-80gb --precision bf16_master
   colossalai plan --diff plan.json other.json"""
 _POSITIVE = click.IntRange(min=1)
 

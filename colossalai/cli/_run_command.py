@@ -8,10 +8,12 @@ import click
 _EXAMPLES = """\b
 Examples:
   colossalai run --nproc_per_node 4 train.py --config config.py
-  colossalai run --nproc_per_node 4 --set fp16.mode=bf16 train.py --config config.yaml
+  colossalai run --nproc_per_node 4 --set fp16.mode=bf16 \\
+    train.py --config config.yaml
   colossalai run --nproc_per_node 2 --master_port 29505 -m package.train
   colossalai run --nproc_per_node 8 --host host1,host2 train.py
-  colossalai run --hostfile hosts --exclude host3 --max-restarts 3 --log-dir logs train.py"""
+  colossalai run --hostfile hosts --exclude host3 --max-restarts 3 \\
+    --log-dir logs train.py"""
 
 
 @click.command(context_settings={"allow_interspersed_args": False}, epilog=_EXAMPLES)

@@ -10,9 +10,11 @@ _EXAMPLES = """\b
 Examples:
   colossalai serve path/to/opt-125m
   colossalai serve path/to/model --tp 2 --api-key-file key.txt --port 0
-  colossalai serve path/to/model --dtype bfloat16 --kv-memory 4GiB --max-queue 100
+  colossalai serve path/to/model --dtype bfloat16 --kv-memory 4GiB \\
+    --max-queue 100
   colossalai serve path/to/model --quantize int8 --kv-dtype int8
-  colossalai serve path/to/model --lora sql=adapters/sql --lora chat=adapters/chat
+  colossalai serve path/to/model --lora sql=adapters/sql \\
+    --lora chat=adapters/chat
   colossalai serve path/to/model --speculate ngram:4
   colossalai serve --config opt_config.py"""
 _POSITIVE = click.IntRange(min=1)

@@ -1,9 +1,10 @@
-"""Train a model within less and less memory for activations, and see what that costs in time.
+"""Train a model within less and less memory, and see what that costs in time.
 
     python examples/auto_parallel/checkpoint.py --model resnet
 
-For each part of the bytes that the model takes by itself a solver chooses which blocks are recomputed. The
-losses are those of the model as it is, bit for bit.
+For each part of the bytes that the model takes by itself a solver chooses
+which blocks are recomputed. The losses are those of the model as it is, bit
+for bit.
 """
 
 import argparse

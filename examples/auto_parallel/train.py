@@ -1,10 +1,13 @@
-"""Train a model that is cut as is fastest on the ranks at hand, in a loop that knows nothing of it.
+r"""Train a model that is cut as is fastest on the ranks at hand.
 
-    colossalai run --nproc_per_node 4 examples/auto_parallel/train.py --model gpt2
-    colossalai run --nproc_per_node 4 examples/auto_parallel/train.py --model resnet --mesh 2 2
+    colossalai run --nproc_per_node 4 examples/auto_parallel/train.py \
+      --model gpt2
+    colossalai run --nproc_per_node 4 examples/auto_parallel/train.py \
+      --model resnet --mesh 2 2
 
-The models are made from configs, with random weights. With `--mesh`, the first axes of the grid of ranks are
-for data, or the last ones for the features of layers.
+The loop knows nothing of it. The models are made from configs, with random
+weights. With `--mesh`, the first axes of the grid of ranks are for data, or
+the last ones for the features of layers.
 """
 
 import argparse

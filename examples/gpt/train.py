@@ -1,9 +1,13 @@
-"""Train a small GPT on text through the config door: launch, initialize, Engine.
+r"""Train a small GPT on text: launch, colossalai.initialize, Engine.
 
-    colossalai run --nproc_per_node 2 examples/gpt/train.py [--config FILE] [--data PATH] [--fresh]
+    colossalai run --nproc_per_node 2 examples/gpt/train.py
+    colossalai run --nproc_per_node 2 examples/gpt/train.py --data texts \
+      --fresh
+    colossalai run --nproc_per_node 4 examples/gpt/train.py \
+      --config examples/gpt/config_hybrid.py
 
-Run again, it goes on from the newest complete checkpoint, with the data order, random states and losses of a
-run that was never interrupted.
+Run again, it goes on from the newest complete checkpoint, with the data order,
+random states and losses of a run that was never interrupted.
 """
 
 import argparse
@@ -74,6 +78,7 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = colossalai.get_default_parser()
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     parser.set_defaults(config=str(Path(__file__).with_name("config.py")))
     parser.add_argument(
         "--data", type=Path, help="a .txt or .jsonl file, or a folder (default: Python's library)"

@@ -16,8 +16,9 @@ from colossalai.nn.lr_scheduler import CosineAnnealingLR
 from colossalai.utils import get_dataloader
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(description: str | None) -> argparse.Namespace:
     parser = colossalai.get_default_parser()
+    parser.description, parser.formatter_class = description, argparse.RawDescriptionHelpFormatter
     parser.set_defaults(config=str(Path(__file__).with_name("config.py")))
     parser.add_argument("--library", choices=LIBRARIES, default="model_zoo", help="where the network is from")
     return parser.parse_args()

@@ -1,8 +1,9 @@
-"""Train a ResNet on handwritten digits with the Booster: your loop, and a plugin that says what is parallel.
+"""Train a ResNet on handwritten digits with the Booster and a loop of your own.
 
     colossalai run --nproc_per_node 2 examples/images/train_booster.py
 
-With --precision bf16 in mixed precision, with --plugin torch_fsdp with parameters cut over the ranks.
+With --precision bf16 in mixed precision, with --plugin torch_fsdp with
+parameters cut over the ranks.
 """
 
 import argparse
@@ -64,7 +65,9 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--precision", choices=("fp16", "bf16"), help="mixed precision (default: float32)")
     parser.add_argument("--plugin", choices=PLUGINS, default="torch_ddp", help="how the training is parallel")
     parser.add_argument(

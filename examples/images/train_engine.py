@@ -19,7 +19,7 @@ from colossalai.logging import get_dist_logger
 
 
 def main() -> None:
-    engine, train_dataloader, test_dataloader, lr_scheduler = build_engine(parse_args())
+    engine, train_dataloader, test_dataloader, lr_scheduler = build_engine(parse_args(__doc__))
     for epoch in range(gpc.config.NUM_EPOCHS):
         engine.train()
         for images, labels in train_dataloader:

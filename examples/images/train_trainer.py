@@ -1,4 +1,4 @@
-"""Train a ResNet on handwritten digits with the Trainer: the loop is its own, hooks do the rest.
+"""Train a ResNet on handwritten digits with the Trainer and its hooks.
 
     colossalai run --nproc_per_node 2 examples/images/train_trainer.py
 
@@ -17,7 +17,7 @@ from colossalai.trainer import Trainer, hooks
 
 
 def main() -> None:
-    engine, train_dataloader, test_dataloader, lr_scheduler = build_engine(parse_args())
+    engine, train_dataloader, test_dataloader, lr_scheduler = build_engine(parse_args(__doc__))
     logger = get_dist_logger()
     trainer = Trainer(engine=engine, logger=logger)
     trainer.fit(

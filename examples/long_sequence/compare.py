@@ -1,6 +1,9 @@
-"""Run train.py with several numbers of processes, under one budget of memory for each, and print a table.
+"""Run train.py on several numbers of processes, within one budget of memory.
 
-python examples/long_sequence/compare.py [--ranks 1 2 4] [options of train.py]
+    python examples/long_sequence/compare.py
+    python examples/long_sequence/compare.py --ranks 1 2 --seq-length 2048
+
+Options that it does not have go to train.py. It prints a table.
 """
 
 import argparse
@@ -15,7 +18,9 @@ REFUSAL = "BudgetExceededError: "
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of processes (1 2 4)"
     )

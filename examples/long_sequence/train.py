@@ -1,6 +1,9 @@
-"""Train GPT or BERT on sequences of text that are cut over all processes of the job.
+r"""Train GPT or BERT on sequences that are cut over all processes of the job.
 
-Start it with `colossalai run --nproc_per_node N examples/long_sequence/train.py`; `--help` lists the options.
+Examples:
+    colossalai run --nproc_per_node 2 examples/long_sequence/train.py
+    colossalai run --nproc_per_node 4 examples/long_sequence/train.py \
+      --attention ulysses
 """
 
 import argparse
@@ -32,7 +35,7 @@ NO_DROPOUT = {"embedding_dropout": 0.0, "dropout": 0.0, "attention_dropout": 0.0
 def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = colossalai.get_default_parser()
-    parser.description = __doc__
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     parser.add_argument("--model", choices=("gpt", "bert"), default="gpt")
     parser.add_argument("--attention", choices=("ring", "ulysses"), default="ring", help="(ring)")
     parser.add_argument("--memory-budget", type=float, default=48.0, help="MB that a rank keeps (48)")

@@ -1,10 +1,15 @@
-"""Train a vision transformer on handwritten digits; the config alone says how it is spread over processes.
+r"""Train a vision transformer on digits; the config says how it is parallel.
 
-colossalai run --nproc_per_node 2 examples/vit/train.py --config examples/vit/configs/data.py
-colossalai run --nproc_per_node 2 examples/vit/train.py --config examples/vit/configs/pipeline.py
-colossalai run --nproc_per_node 4 examples/vit/train.py --config examples/vit/configs/hybrid.py
+Examples:
+    colossalai run --nproc_per_node 2 examples/vit/train.py \
+      --config examples/vit/configs/data.py
+    colossalai run --nproc_per_node 2 examples/vit/train.py \
+      --config examples/vit/configs/pipeline.py
+    colossalai run --nproc_per_node 4 examples/vit/train.py \
+      --config examples/vit/configs/hybrid.py
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -26,6 +31,7 @@ from data import GOAL, NUM_CLASSES, load_images
 
 def main() -> None:
     parser = colossalai.get_default_parser()
+    parser.description, parser.formatter_class = __doc__, argparse.RawDescriptionHelpFormatter
     parser.set_defaults(config=str(Path(__file__).with_name("configs") / "data.py"))
     args = parser.parse_args()
     colossalai.launch_from_torch(args.config, backend=args.backend)

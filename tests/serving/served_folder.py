@@ -18,8 +18,14 @@ WINDOW = 512
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 
 
-def save_tiny(folder: Path, *, family: str = "Llama") -> Path:
-    """Write a model with its tokenizer and chat template, the same values each time."""
+def save_tiny(folder: Path, *, family: str = "Llama", **options: Any) -> Path:
+    """Write a model with its tokenizer and chat template, the same values each time.
+
+    Args:
+        folder: Where to.
+        family: Prefix of the class in transformers.
+        **options: Entries of the config that differ.
+    """
     import transformers
 
     from tests.inference.tiny_tokenizers import byte_level
@@ -29,7 +35,7 @@ def save_tiny(folder: Path, *, family: str = "Llama") -> Path:
     sizes |= {"num_attention_heads": 4, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.3}
     if family == "Llama":
         sizes |= {"intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": WINDOW}
-    config = getattr(transformers, f"{family}Config")(**sizes)
+    config = getattr(transformers, f"{family}Config")(**sizes | options)
     torch.manual_seed(0)
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,6 +1,8 @@
-"""Prompts for train_prompts.py: questions of a data set, drawn at random, without their answers.
+r"""Prompts for train_prompts.py: questions of a data set, without answers.
 
-python generate_prompt_dataset.py --dataset_path data.json --save_path prompt.json --sample_size 512
+Examples:
+    python generate_prompt_dataset.py --dataset_path data.json \
+      --save_path prompt.json --sample_size 512
 """
 
 import argparse

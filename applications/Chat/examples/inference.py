@@ -1,6 +1,8 @@
-"""One answer of a trained model, at the command line.
+r"""One answer of a trained model, at the command line.
 
-python inference.py --model_path coati --input "Name the longest river." --max_length 100
+Examples:
+    python inference.py --model_path coati --input "Name the longest river." \
+      --max_length 100
 """
 
 import argparse

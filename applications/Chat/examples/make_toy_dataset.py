@@ -1,6 +1,8 @@
-"""Made-up data for each stage, to see the scripts run before there are real ones.
+r"""Made-up data for each stage, to see the scripts run before there are real ones.
 
-python make_toy_dataset.py --stage preference --kind sort --save_path pairs.json
+Examples:
+    python make_toy_dataset.py --stage preference --kind sort \
+      --save_path pairs.json
 """
 
 import argparse

@@ -32,7 +32,13 @@ def make_parser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--strategy", choices=STRATEGIES, default="colossalai_zero2", help="default: %(default)s")
+    add(
+        "--strategy",
+        choices=STRATEGIES,
+        metavar="NAME",
+        default="colossalai_zero2",
+        help=f"one of {', '.join(STRATEGIES)}; default: %(default)s",
+    )
     add(
         "--plugin",
         metavar="CALL",

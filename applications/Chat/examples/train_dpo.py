@@ -1,6 +1,8 @@
-"""Preferences without a reward model: direct preference optimization of a causal language model.
+r"""Preferences without a reward model: direct preference optimization.
 
-colossalai run --nproc_per_node 2 train_dpo.py --pretrain coati --model llama --dataset pairs.jsonl
+Examples:
+    colossalai run --nproc_per_node 2 train_dpo.py --pretrain coati \
+      --model llama --dataset pairs.jsonl
 """
 
 from options import make_parser

@@ -1,6 +1,8 @@
-"""Rewards of a function: group relative policy optimization of a causal language model on prompts.
+r"""Rewards of a function: group relative policy optimization on prompts.
 
-colossalai run --nproc_per_node 2 train_grpo.py --pretrain coati --dataset data.json --reward my.py:exact
+Examples:
+    colossalai run --nproc_per_node 2 train_grpo.py --pretrain coati \
+      --dataset data.json --reward rewards.py:exact
 """
 
 import argparse

@@ -1,6 +1,8 @@
-"""Stage 3: proximal policy optimization of a causal language model on prompts, with a reward model.
+r"""Stage 3: proximal policy optimization on prompts, with a reward model.
 
-colossalai run --nproc_per_node 2 train_prompts.py --pretrain coati --rm_path rm --prompt_dataset prompts.json
+Examples:
+    colossalai run --nproc_per_node 2 train_prompts.py --pretrain coati \
+      --rm_path rm --prompt_dataset prompts.json
 """
 
 import argparse

@@ -1,6 +1,8 @@
-"""Stage 2: a reward model from comparisons of answers.
+r"""Stage 2: a reward model from comparisons of answers.
 
-colossalai run --nproc_per_node 2 train_reward_model.py --pretrain coati --model llama --dataset pairs.jsonl
+Examples:
+    colossalai run --nproc_per_node 2 train_reward_model.py --pretrain coati \
+      --model llama --dataset pairs.jsonl
 """
 
 from options import make_parser, truth

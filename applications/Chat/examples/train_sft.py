@@ -1,6 +1,8 @@
-"""Stage 1: supervised fine-tuning of a causal language model on instructions and answers.
+r"""Stage 1: supervised fine-tuning on instructions and answers.
 
-colossalai run --nproc_per_node 2 train_sft.py --pretrain path --model llama --dataset data.json
+Examples:
+    colossalai run --nproc_per_node 2 train_sft.py --pretrain path \
+      --model llama --dataset data.json
 """
 
 from options import make_parser

@@ -1,8 +1,9 @@
-"""The chat server: a trained model behind HTTP, with POST /generate and /generate/stream.
+"""The chat server: a trained model behind POST /generate and /generate/stream.
 
-python server.py coati --quant 8bit --http_host localhost --http_port 7070
+    python server.py coati --quant 8bit --http_host localhost --http_port 7070
 
-It is `colossalai serve coati --quantize int8 --host localhost --port 7070`, which has many more options.
+It is the same as `colossalai serve coati --quantize int8 --host localhost
+--port 7070`, which has many more options.
 """
 
 import argparse
