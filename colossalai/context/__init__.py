@@ -23,6 +23,7 @@ from colossalai.context._launch import launch_from_torch as launch_from_torch
 from colossalai.context._launch import relayout as relayout
 from colossalai.context._layout import SEQUENCE_ATTENTIONS as SEQUENCE_ATTENTIONS
 from colossalai.context._layout import Layout as Layout
+from colossalai.context._layout import LayoutNames as LayoutNames
 from colossalai.context._layout import read_layout as read_layout
 from colossalai.context._mesh import Axis as Axis
 from colossalai.context._mesh import Mesh as Mesh

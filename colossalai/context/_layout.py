@@ -22,6 +22,33 @@ SEQUENCE_ATTENTIONS = ("ring", "ulysses")
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayoutNames:
+    """Names of the settings of a layout, for error messages: those of a config, or arguments of a plugin.
+
+    Attributes:
+        data: The data-parallel size.
+        pipeline: The number of stages.
+        sequence: The number of ranks that share a sequence.
+        attention: How they attend to it.
+        tensor: The tensor-parallel size.
+        mode: The tensor mode.
+        depth: The depth of the 2.5D layout.
+        expert: The expert-parallel size.
+        sizes: All sizes, as in "change ...".
+    """
+
+    data: str = "parallel.data"
+    pipeline: str = "parallel.pipeline"
+    sequence: str = "parallel.sequence.size"
+    attention: str = "parallel.sequence.attention"
+    tensor: str = "parallel.tensor.size"
+    mode: str = "parallel.tensor.mode"
+    depth: str = "parallel.tensor.depth"
+    expert: str = "parallel.moe"
+    sizes: str = "a size in `parallel`"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Layout:
     """The extents of a job's mesh; a field of a `Plan`.
 
@@ -37,6 +64,7 @@ class Layout:
         arguments: Keyword arguments for the user's own group initializer.
         plain_layers: Whether layers of `colossalai.nn` are built plain in spite of the tensor mode, since a
             plan cuts them by their names later.
+        names: What the user calls these extents.
     """
 
     data: int | None = None
@@ -49,6 +77,7 @@ class Layout:
     expert: int = 1
     arguments: Mapping[str, Any] = field(default_factory=dict)
     plain_layers: bool = field(default=False, compare=False)  # the mesh is the same
+    names: LayoutNames = field(default=LayoutNames(), compare=False, repr=False)
 
     @property
     def layout_mode(self) -> str | None:
@@ -103,10 +132,12 @@ class Layout:
             tensor = "" if self.cuts_sequences and self.mode is None else f" x tensor {self.tensor}"
             raise ConfigException(
                 f"{world_size} processes, but data {data} x pipeline {self.pipeline}{sequence}{tensor} = "
-                f"{data * inner}: start {data * inner} processes or change a size in `parallel`"
+                f"{data * inner}: start {data * inner} processes or change {self.names.sizes}"
             )
         if data % self.expert:
-            raise ConfigException(f"moe size {self.expert} does not divide the data-parallel size {data}")
+            raise ConfigException(
+                f"{self.names.expert} is {self.expert}, which does not divide the data-parallel size {data}"
+            )
         return self if data == self.data else replace(self, data=data)
 
     def written(self) -> dict[str, Any]:
@@ -122,27 +153,30 @@ class Layout:
         return written
 
 
-def read_layout(parallel: Any) -> Layout:
+def read_layout(parallel: Any, names: LayoutNames | None = None) -> Layout:
     """Check the `parallel` feature by itself and return its layout.
 
     Args:
         parallel: The value of the feature: a dict with any of `data`, `pipeline`, `sequence`, `tensor`,
             `moe`, or None.
+        names: What the user calls the extents. Default: as in a config.
 
     Raises:
         ConfigException: A key is unknown, a size is not a positive integer or does not fit its mode, or the
             two spellings of sequence parallelism contradict each other.
     """
     parallel = {} if parallel is None else parallel
+    names = LayoutNames() if names is None else names
     check_mapping(parallel, "parallel", example="parallel=dict(pipeline=2, tensor=dict(size=4, mode='2d'))")
     check_keys(parallel, _PARALLEL_KEYS, "parallel")
-    pipeline = _size(parallel, "pipeline", options=(*_PIPELINE_NAMES, "batch_dim"))
+    pipeline = _size(parallel, "pipeline", names.pipeline, options=(*_PIPELINE_NAMES, "batch_dim"))
     _check_pipeline(parallel.get("pipeline"))
     return replace(
-        _sequence(parallel.get("sequence"), _tensor(parallel.get("tensor"))),
-        data=_size(parallel, "data") if parallel.get("data") is not None else None,
+        _sequence(parallel.get("sequence"), _tensor(parallel.get("tensor"), names), names),
+        data=_size(parallel, "data", names.data) if parallel.get("data") is not None else None,
         pipeline=pipeline,
-        expert=_size(parallel, "moe"),
+        expert=_size(parallel, "moe", names.expert),
+        names=names,
     )
 
 
@@ -157,7 +191,7 @@ def with_expert_size(config: Config) -> Config:
     if size is None or not isinstance(parallel, Mapping):
         return config
     check_positive(size, "max_ep_size")
-    if parallel.get("moe") is not None and _size(parallel, "moe") != size:
+    if parallel.get("moe") is not None and _size(parallel, "moe", "parallel.moe") != size:
         raise ConfigException(
             f"max_ep_size is {size}, and parallel.moe {parallel['moe']!r}: both are the number of ranks that "
             "share experts, so leave one of them out"
@@ -175,7 +209,7 @@ def _check_pipeline(value: Any) -> None:
             )
 
 
-def _size(parallel: Mapping[str, Any], key: str, *, options: tuple[str, ...] = ()) -> int:
+def _size(parallel: Mapping[str, Any], key: str, name: str, *, options: tuple[str, ...] = ()) -> int:
     """Read a size that is written as an int, as `dict(size=...)`, or not at all (then 1)."""
     value = parallel.get(key)
     if value is None:
@@ -183,10 +217,10 @@ def _size(parallel: Mapping[str, Any], key: str, *, options: tuple[str, ...] = (
     if isinstance(value, Mapping):
         check_keys(value, ("size", *options), f"parallel.{key}")
         value = value.get("size", 1)
-    return check_positive(value, f"parallel.{key}")
+    return check_positive(value, name)
 
 
-def _sequence(sequence: Any, layout: Layout) -> Layout:
+def _sequence(sequence: Any, layout: Layout, names: LayoutNames) -> Layout:
     """Add the sequence part to a layout, whose tensor part may have said it in the other spelling."""
     if sequence is None:
         return layout
@@ -200,23 +234,23 @@ def _sequence(sequence: Any, layout: Layout) -> Layout:
         )
     if "size" not in sequence and not layout.cuts_sequences:
         raise ConfigException(f"parallel.sequence is {dict(sequence)}, with no size: add size=...")
-    size = check_positive(sequence.get("size", layout.sequence), "parallel.sequence.size")
+    size = check_positive(sequence.get("size", layout.sequence), names.sequence)
     if layout.cuts_sequences and size != layout.sequence:
         raise ConfigException(
-            f"parallel.sequence has size {size}, and parallel.tensor size {layout.sequence} with mode "
-            "'sequence', which is another spelling of the same: leave one of them out; a tensor mode beside "
-            "it is written tensor=dict(size=..., mode='1d')"
+            f"{names.sequence} is {size}, and {names.tensor} is {layout.sequence} with {names.mode} "
+            "'sequence', which is another spelling of the same: leave one of them out, or choose another "
+            f"{names.mode}, such as '1d'"
         )
     attention = sequence.get("attention", SEQUENCE_ATTENTIONS[0])
     if not isinstance(attention, str) or attention not in SEQUENCE_ATTENTIONS:
         raise ConfigException(
-            f"parallel.sequence.attention is {attention!r}; it must be one of "
+            f"{names.attention} is {attention!r}; it must be one of "
             f"{', '.join(map(repr, SEQUENCE_ATTENTIONS))}"
         )
     return replace(layout, sequence=size, attention=attention)
 
 
-def _tensor(tensor: Any) -> Layout:
+def _tensor(tensor: Any, names: LayoutNames) -> Layout:
     """Read the tensor part; the other fields of the layout stay at their defaults."""
     if tensor is None:
         return Layout()
@@ -227,38 +261,36 @@ def _tensor(tensor: Any) -> Layout:
         raise ConfigException(
             f"parallel.tensor is {size}, a size without a mode: write tensor=dict(size={size}, mode='1d')"
         )
-    mode = _mode(tensor.get("mode"))
+    mode = _mode(tensor.get("mode"), names)
     own = mode in INITIALIZER_MAPPING
     if not own:
         check_keys(tensor, _TENSOR_KEYS, "parallel.tensor")
     if "size" not in tensor and mode is not None:
         raise ConfigException(f"parallel.tensor has mode {mode!r} but no size: add size=...")
-    size = check_positive(tensor.get("size", 1), "parallel.tensor.size")
+    size = check_positive(tensor.get("size", 1), names.tensor)
     if mode is None and size > 1:
         raise ConfigException(
-            f"parallel.tensor has size {size} without a mode: add mode='1d' (or {_known_modes()})"
+            f"{names.tensor} is {size}, without a mode: set {names.mode} to '1d' (or {_known_modes()})"
         )
     if own:
         arguments = {key: value for key, value in tensor.items() if key not in ("size", "mode")}
         return Layout(tensor=size, mode=mode, arguments=arguments)
-    depth = _depth(tensor, mode)
+    depth = _depth(tensor, mode, names)
     if mode == _SEQUENCE_SPELLING:
         return Layout(sequence=size, attention=SEQUENCE_ATTENTIONS[0])
-    _check_size(mode, size, depth)
+    _check_size(mode, size, depth, names)
     return Layout(tensor=size, mode=mode, depth=depth)
 
 
-def _depth(tensor: Mapping[str, Any], mode: str | None) -> int:
+def _depth(tensor: Mapping[str, Any], mode: str | None, names: LayoutNames) -> int:
     """Read the depth."""
-    depth = check_positive(tensor["depth"], "parallel.tensor.depth") if tensor.get("depth") is not None else 1
+    depth = check_positive(tensor["depth"], names.depth) if tensor.get("depth") is not None else 1
     if depth != 1 and mode != "2.5d":
-        raise ConfigException(
-            f"parallel.tensor.depth is {depth}, but only mode '2.5d' has a depth, not {mode!r}"
-        )
+        raise ConfigException(f"{names.depth} is {depth}, but only mode '2.5d' has a depth, not {mode!r}")
     return depth
 
 
-def _check_size(mode: str | None, size: int, depth: int) -> None:
+def _check_size(mode: str | None, size: int, depth: int, names: LayoutNames) -> None:
     """Check that a size fits its mode."""
     layout = TENSOR_LAYOUTS[mode]
     edge = layout.largest_edge(size, depth)
@@ -266,14 +298,14 @@ def _check_size(mode: str | None, size: int, depth: int) -> None:
         fitting = [layout.size(q, depth) for q in (edge, edge + 1) if q > 0]
         suffix = f" {depth}*q*q" if mode == "2.5d" else ""
         raise ConfigException(
-            f"parallel.tensor.size is {size}, but mode {mode!r} needs {layout.requirement}{suffix}: "
+            f"{names.tensor} is {size}, but mode {mode!r} needs {layout.requirement}{suffix}: "
             f"the nearest that fit: {' and '.join(map(str, fitting))}"
         )
 
 
-def _mode(mode: object) -> str | None:
+def _mode(mode: object, names: LayoutNames) -> str | None:
     if not isinstance(mode, str | None) or not (mode in ALLOWED_MODES or mode in INITIALIZER_MAPPING):
-        raise ConfigException(f"parallel.tensor.mode is {mode!r}; it must be one of {_known_modes()}")
+        raise ConfigException(f"{names.mode} is {mode!r}; it must be one of {_known_modes()}")
     return mode
 
 

@@ -67,8 +67,9 @@ class PipelineOptions:
             self.num_chunks < fewest or (self.name == "zb-v" and self.num_chunks != 2)
         ):
             raise ValueError(
-                f"schedule {self.name!r} with num_chunks={self.num_chunks}: it needs "
-                f"{'exactly' if self.name == 'zb-v' else 'at least'} {fewest}"
+                f"schedule {self.name!r} with {self.num_chunks} stage{'s' * (self.num_chunks != 1)} on a "
+                f"rank: it needs {'exactly' if self.name == 'zb-v' else 'at least'} {fewest} "
+                "(num_model_chunks of HybridParallelPlugin, NUM_CHUNKS in a config)"
             )
         if self.num_chunks is not None and self.num_chunks > 1 and self.name in ("gpipe", "1f1b", "zb-h1"):
             raise ValueError(

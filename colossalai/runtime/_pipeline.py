@@ -163,7 +163,10 @@ class Pipeline:
         forward_only = optimizer is None
         wants_loss = return_loss or not forward_only
         if criterion is None and wants_loss:
-            raise ValueError("a loss is needed and there is no criterion: pass one to the door")
+            raise ValueError(
+                "a loss is needed and there is no criterion: pass one to colossalai.initialize or "
+                "booster.execute_pipeline"
+            )
         output_dim = output_dim_of(options.batch_dim, is_needed=return_output)
         cut = cut_batch(TrainingBatch(data, label), options.num_microbatches, options.batch_dim)
         microbatches: list[TrainingBatch] = cut.parts

@@ -27,8 +27,9 @@ _CHANGING = (
 )
 _EXPORTING = ("save_pretrained", "merge_and_unload", "unload")  # the last two of a model of peft
 _INSTEAD = (
-    "booster.save_model(model, folder, shard=True, use_safetensors=True), which writes the weights of all "
-    "ranks and the config (or give the whole state_dict=)"
+    "booster.save_model(model, folder, shard=True, use_safetensors=True), or with an Engine save_model of "
+    "colossalai.checkpoint_io, which writes the weights of all ranks and the config (or give the whole "
+    "state_dict=)"
 )
 _INSTEAD_OF_PEFT = (
     "colossalai.chat.save_pretrained(model, folder, booster=booster), which writes the adapters, or with "

@@ -432,8 +432,9 @@ class ShardedReducer:
         if grads in self._started:
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} got a gradient after its average was under way: "
-                "run backwards by optimizer.backward(loss), and use overlap_communication=False where one "
-                "backward adds several times to a parameter (reentrant checkpointing of shared weights)"
+                "run backwards by optimizer.backward(loss), booster.backward(loss, optimizer) or "
+                "engine.backward(loss), and pass use_reentrant=False to torch.utils.checkpoint, which "
+                "otherwise adds several times to shared weights"
             )
         if grads.placeholders.take_grad(index):  # a function may return none for it: zeros then
             grads.adopt(index)

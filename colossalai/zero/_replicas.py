@@ -182,8 +182,8 @@ class _Cut(AppliedDataMethod):
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} has a gradient, and its model was boosted under "
                 "ZeRO without an optimizer: gradients are averaged for the optimizer, so give it to "
-                "booster.boost(model, optimizer). For a model that is not trained, such as a teacher, use "
-                "torch.no_grad() or model.requires_grad_(False)"
+                "booster.boost(model, optimizer) or colossalai.initialize(model, optimizer). For a model "
+                "that is not trained, such as a teacher, use torch.no_grad() or model.requires_grad_(False)"
             )
 
     def _give_buffers(self) -> None:

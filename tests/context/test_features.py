@@ -59,7 +59,7 @@ def test_what_is_right_passes(world_size, parallel, sizes):
          "4 processes, but data 1 x pipeline 2 x tensor 4 = 8: start 8 processes"),
         (4, {"data": 3}, "4 processes, but data 3 x pipeline 1 x tensor 1 = 3"),
         (4, {"tensor": 4}, "a size without a mode: write tensor=dict\\(size=4, mode='1d'\\)"),
-        (4, {"tensor": {"size": 4}}, "size 4 without a mode"),
+        (4, {"tensor": {"size": 4}}, "size is 4, without a mode: set parallel.tensor.mode to"),
         (4, {"tensor": {"mode": "1d"}}, "no size"),
         (8, {"tensor": {"size": 8, "mode": "2d"}}, "8, but mode '2d' needs a square .* 4 and 9"),
         (8, {"tensor": {"size": 8, "mode": "2.5d", "depth": 3}}, "depth times a square 3\\*q\\*q"),
@@ -67,7 +67,7 @@ def test_what_is_right_passes(world_size, parallel, sizes):
         (4, {"tensor": {"size": 4, "mode": "1d", "depth": 2}}, "only mode '2.5d' has a depth"),
         (4, {"tensor": {"size": 4, "mode": "sequence", "depth": 2}}, "only mode '2.5d' has a depth"),
         (4, {"sequence": 2, "tensor": {"size": 4, "mode": "sequence"}},
-         "sequence has size 2, and parallel.tensor size 4 with mode 'sequence', which is another spelling"),
+         "sequence.size is 2, and parallel.tensor.size is 4 with parallel.tensor.mode 'sequence', which is"),
         (4, {"sequence": {"attention": "ulysses"}}, "with no size: add size"),
         (4, {"sequence": {"size": 4, "attention": "star"}}, "is 'star'; it must be one of 'ring', 'ulysses'"),
         (4, {"sequence": {"size": 4, "attention": ["ring"]}}, "is \\['ring'\\]; it must be one of"),
@@ -85,7 +85,7 @@ def test_what_is_right_passes(world_size, parallel, sizes):
         (4, {"pipeline": True}, "parallel.pipeline is True"),
         (4, {"pipeline": 2.0}, "parallel.pipeline is 2.0"),
         (4, [2, 2], "parallel is \\[2, 2\\]; it must be a dict"),
-        (4, {"moe": 3}, "moe size 3 does not divide the data-parallel size 4"),
+        (4, {"moe": 3}, "parallel.moe is 3, which does not divide the data-parallel size 4"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_parallel_is_said(world_size, parallel, message):

@@ -130,7 +130,7 @@ def test_plans_of_pipelines():
             "NUM_CHUNKS": 2,
             "parallel": {"pipeline": {"size": 2, "schedule": "1f1b"}},
         },
-        r"'zb-v' with num_chunks=3: it needs exactly 2": {"NUM_CHUNKS": 3},
+        r"'zb-v' with 3 stages on a rank: it needs exactly 2": {"NUM_CHUNKS": 3},
     }
     for message, wrong in mistakes.items():
         enough = {} if "add NUM" in message else {"NUM_MICRO_BATCHES": 4}

@@ -8,10 +8,21 @@ from typing import Any
 from colossalai.amp import FullPrecision, Precision
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin._plugin import Plugin
-from colossalai.context import Layout, names_arguments, read_layout
+from colossalai.context import Layout, LayoutNames, names_arguments, read_layout
 from colossalai.logging import get_dist_logger
 from colossalai.pipeline import BatchDim, PipelineOptions, Schedule
 from colossalai.runtime import Plan, data_method, refuse_pairs
+
+_NAMES = LayoutNames(
+    pipeline="pp_size",
+    sequence="sp_size",
+    attention="sequence_attention",
+    tensor="tp_size",
+    mode="tp_mode",
+    depth="tp_depth",
+    expert="ep_size",
+    sizes="tp_size, sp_size or pp_size",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +50,7 @@ class HybridOptions:
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage is {self.zero_stage!r}; it must be 0, 1, 2 or 3")
-        methods = ["pipeline"] if self.pp_size > 1 else []
+        methods = ["pipeline"] if self.layout.pipeline > 1 else []  # refuses sizes that are not numbers
         refuse_pairs([*methods, *([f"ZeRO {self.zero_stage}"] if self.zero_stage else [])])
         if self.sequence_attention is not None and self.sp_size == 1:
             raise ValueError(
@@ -69,7 +80,7 @@ class HybridOptions:
     def layout(self) -> Layout:
         """The extents of the mesh, but for the data-parallel size, which is what is left of the ranks."""
         tensor = {"size": self.tp_size, "mode": self.tp_mode if self.tp_size != 1 else None}
-        if self.tp_mode == "2.5d":
+        if self.tp_mode == "2.5d" or self.tp_depth != 1:
             tensor["depth"] = self.tp_depth
         parallel: dict[str, Any] = {"pipeline": self.pp_size, "tensor": tensor}
         if self.sp_size != 1:
@@ -77,7 +88,7 @@ class HybridOptions:
             parallel["sequence"] = {"size": self.sp_size, **named}
         if self.ep_size != 1:
             parallel["moe"] = self.ep_size
-        return read_layout(parallel)
+        return read_layout(parallel, _NAMES)
 
     def pipeline_options(self) -> PipelineOptions | None:
         """Return how the pipeline is run, None without one."""

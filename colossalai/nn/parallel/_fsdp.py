@@ -167,7 +167,7 @@ def _refuse_shards(kind: type, part: nn.Module, inputs: tuple[Any, ...]) -> None
         raise ValueError(
             f"{type(part).__name__} was called outside of the forward of the boosted model, in which FSDP "
             "gathers parameters: call the model itself, or declare the method that calls it, as in "
-            "booster.register_forward_method(model, 'compute_loss'), and call that on the boosted model"
+            "model.register_forward_method('compute_loss') of the boosted model, and call that on it"
         )
 
 

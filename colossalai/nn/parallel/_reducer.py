@@ -131,9 +131,8 @@ class GradReducer:
         if bucket in self._started:
             raise ValueError(
                 f"a parameter of shape {tuple(param.shape)} got a gradient after its average was under way: "
-                "switch synchronization on right before the last backward, or use Bucketed(overlap=False) "
-                "where one backward adds several times to a parameter (reentrant checkpointing of shared "
-                "weights)"
+                "switch synchronization on right before the last backward, and pass use_reentrant=False to "
+                "torch.utils.checkpoint, which otherwise adds several times to shared weights"
             )
         if param.grad is not None:  # a function may return none for it: zeros then
             adopt_grad(bucket.params[index], bucket.views[index])

@@ -84,6 +84,10 @@ class _Elsewhere(nn.Module):
         return f"{self.name}: {type(self.outline).__name__} of another stage"
 
 
+def _cut_with(option: str, name: str) -> str:
+    return f"pass stages that colossalai.pipeline.cut_model makes with {option}=[{name!r}]"
+
+
 class FrontElsewhere(_Elsewhere):
     """A part that runs before the blocks, on the first stage; here it returns zeros of the right shapes.
 
@@ -110,7 +114,7 @@ class FrontElsewhere(_Elsewhere):
         if self.flow.has_reached_blocks:
             raise RuntimeError(
                 f"{self.name!r} is on the first stage only, but the model calls it after its blocks: "
-                f"cut it with last=[{self.name!r}]"
+                + _cut_with("last", self.name)
             )
         received = _first_tensor(self.flow.received)
         if self.feeds_blocks:
@@ -121,7 +125,7 @@ class FrontElsewhere(_Elsewhere):
         except Exception as error:
             raise RuntimeError(
                 f"{self.name!r} is on the first stage only, and it cannot be run on meta tensors, from which "
-                f"this stage would learn the shape of what it returns: cut it with everywhere=[{self.name!r}]"
+                "this stage would learn the shape of what it returns: " + _cut_with("everywhere", self.name)
             ) from error
         return tree_map(lambda leaf: _zeros(leaf, received.device), shapes)
 
@@ -143,7 +147,7 @@ class BehindElsewhere(_Elsewhere):
         """
         raise RuntimeError(
             f"{self.name!r} is on the last stage only, but the model calls it before its blocks: "
-            f"cut it with first=[{self.name!r}]"
+            + _cut_with("first", self.name)
         )
 
 

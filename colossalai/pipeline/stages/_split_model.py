@@ -112,8 +112,9 @@ def _try(model: nn.Module, anatomy: Anatomy, sample: Any) -> Trial | None:
         else:
             return _checked(trial, anatomy)
     get_dist_logger().log_once(
-        f"cut_model makes no trial run of {type(model).__name__} ({reason}): what runs before and after the "
-        "blocks is taken from the order of registration; give cut_model sample=, or first= and last=",
+        f"no trial run of {type(model).__name__} before it is cut into stages ({reason}): the order of "
+        "registration says what runs before and after the blocks. Where that is wrong, pass stages that "
+        "colossalai.pipeline.cut_model makes (sample=..., or first=[...] and last=[...])",
         level="INFO",
         ranks=[0],
     )

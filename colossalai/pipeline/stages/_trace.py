@@ -255,8 +255,9 @@ def dissect(model: nn.Module, stack: str | None = None) -> Anatomy:
         if not stacks:
             raise ValueError(
                 f"{type(model).__name__} has no nn.ModuleList or nn.Sequential of blocks of one class along "
-                "which it could be cut: name one with stack=, or cut it with build_pipeline_model (an "
-                "nn.Sequential), with PipelinableContext, or by hand"
+                "which it could be cut: name one to colossalai.pipeline.cut_model (stack='...'), or cut it "
+                "with build_pipeline_model (an nn.Sequential), with PipelinableContext, or by hand, and give "
+                "the stages of this rank in place of the model"
             )
         stack = max(stacks, key=lambda name: len(stacks[name]._modules))
     chosen = dict(model.named_modules()).get(stack)

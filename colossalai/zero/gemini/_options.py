@@ -107,4 +107,9 @@ class GeminiOptions:
 
     def _chunk_sizes(self) -> ChunkSizes:
         interval = DEFAULT_INTERVAL if self.hidden_dim is None else self.hidden_dim
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+            raise ValueError(
+                f"hidden_dim is {self.hidden_dim!r}; it must be an integer of at least 1: the step between "
+                "sizes of chunks, in elements, such as the hidden size of the model"
+            )
         return ChunkSizes.in_mb(self.search_range_mb, interval, self.min_chunk_size_mb)

@@ -360,7 +360,7 @@ def mistakes() -> list[tuple[str, str]]:
         (lambda: GeminiDDP(fresh(), precision="fp8"), "precision is 'fp8'; it must be one of"),
         (lambda: GeminiDDP(fresh(), min_chunk_size_mb=-1), "min_chunk_size_mb=-1"),
         (lambda: GeminiDDP(fresh(), search_range_mb=-1), "search_range_mb=-1"),
-        (lambda: GeminiDDP(fresh(), hidden_dim=0), "search_interval_byte=0"),
+        (lambda: GeminiDDP(fresh(), hidden_dim=0), "hidden_dim is 0"),
         (lambda: GeminiDDP(fresh(), memstats=object()), "memstats"),
         (lambda: GeminiDDP(fresh(), placement="cpu"), "has no argument 'placement': did you mean"),
         (lambda: GeminiDDP(fresh(), device="meta"), "this rank computes on cpu"),

@@ -52,7 +52,8 @@ class MoeExperts(SpecKeeper):
         if job.layout.sequence > 1:
             raise ValueError(
                 "experts and sequence parallelism cannot be combined: the ranks that share sequences would "
-                "be replicas without experts of their own; leave `sequence` out of `parallel`"
+                "be replicas without experts of their own; leave it out (sp_size of HybridParallelPlugin, "
+                "parallel.sequence in a config)"
             )
         self.axes = tuple(axis for axis in EXPERT_AXES if self.mesh.axes.get(axis, 1) > 1)
         self._check_agreement(num_experts, job.device)
