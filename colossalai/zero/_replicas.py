@@ -9,7 +9,7 @@ and optimizer states (masters included):
 Each step sends (n-1)/n of the gradients and (n-1)/n of the parameters, and one byte for each parameter.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -27,6 +27,7 @@ from colossalai.nn.parallel import (
     broadcast_floating_buffers,
     broadcast_from_first,
     call_on_grad,
+    refuse_sparse_gradients,
 )
 from colossalai.zero._elementwise import is_elementwise, refuse_cut_parameters
 from colossalai.zero._layout import FlatBucket, deal_out, lay_out
@@ -85,6 +86,19 @@ class ZeroReplicas(DataMethod):
     def allows_float32_grads(self, replicas: Axis) -> bool:
         """See the base class: they have the size of the parameters, which is what memory is reckoned with."""
         return False
+
+    def check(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        *,
+        blocks: list[nn.Module],
+        replicas: Axis,
+    ) -> None:
+        """See the base class."""
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        held = {param for group in groups for param in group["params"]}
+        refuse_sparse_gradients(module, "which ZeRO does not average", held=held)
 
     def apply(
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, arriving: ArrivingParams

@@ -222,3 +222,24 @@ def broadcast_floating_buffers(module: nn.Module, replicas: Axis) -> None:
         flat = broadcast(torch.cat([buffer.flatten() for buffer in buffers]), holders.ranks[0], holders)
         for buffer, part in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
             buffer.copy_(part.view(buffer.shape))
+
+
+def refuse_sparse_gradients(
+    module: nn.Module, reason: str, *, held: Collection[nn.Parameter] | None = None
+) -> None:
+    """Refuse embeddings that are built with `sparse=True`.
+
+    Args:
+        module: The module.
+        reason: Why, a clause that begins with "which" or "and".
+        held: The parameters that count; default: all.
+
+    Raises:
+        ValueError: `module` has such an embedding.
+    """
+    for name, part in module.named_modules():
+        is_sparse = isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse
+        if is_sparse and (held is None or part.weight in held):
+            raise ValueError(
+                f"{name or type(part).__name__} gives sparse gradients, {reason}: build it with sparse=False"
+            )

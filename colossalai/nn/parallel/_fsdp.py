@@ -14,7 +14,12 @@ from torch.optim import LBFGS, Adafactor, Muon, Optimizer, Rprop
 from colossalai.context import Axis
 from colossalai.nn.parallel._arriving import ArrivingParams
 from colossalai.nn.parallel._buckets import has_users_hooks
-from colossalai.nn.parallel._data_method import AppliedDataMethod, DataMethod, broadcast_from_first
+from colossalai.nn.parallel._data_method import (
+    AppliedDataMethod,
+    DataMethod,
+    broadcast_from_first,
+    refuse_sparse_gradients,
+)
 from colossalai.tensor import GradientSync, ParameterHolder, gradient_sync, nested_tensors
 
 _LISTS_OF_MODULES = (nn.ModuleList, nn.ModuleDict)  # which are not called themselves
@@ -127,11 +132,7 @@ class FullySharded(DataMethod):
                     f"{part} has parameters of several dtypes ({written}), which FSDP cannot shard together: "
                     f"convert the model to one dtype, or use {_STAGE_1}"
                 )
-        for name, child in module.named_modules():
-            if isinstance(child, nn.Embedding | nn.EmbeddingBag) and child.sparse:
-                raise ValueError(
-                    f"{name} gives sparse gradients, which FSDP does not average: build it with sparse=False"
-                )
+        refuse_sparse_gradients(module, "which FSDP does not average")
 
 
 @final
