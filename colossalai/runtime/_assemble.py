@@ -28,7 +28,7 @@ from colossalai.runtime._fused_loss import apply_fused_loss
 from colossalai.runtime._pipeline import Pipeline
 from colossalai.runtime._plan import Plan
 from colossalai.runtime._refused_calls import refuse_calls
-from colossalai.runtime._stages import join_stages, take_stages
+from colossalai.runtime._stages import has_stepped, join_stages, take_stages
 from colossalai.runtime._wrapper import ModelWrapper
 from colossalai.runtime.recomputation import apply_recompute, find_blocks
 from colossalai.shardformer import (
@@ -470,7 +470,7 @@ def _share_layers(
     cuts_layers = tensor_axis is not None and tensor_axis.size > 1
     by_class = cuts_layers and plan.cuts is None
     cuts_experts = (by_class or mesh.axes.get("ep", 1) > 1) and has_experts(model)
-    has_steps = any(optimizer.state for optimizer in optimizers)
+    has_steps = any(map(has_stepped, optimizers))
     if has_steps and (cuts_experts or plan.cuts or (by_class and can_shard(model))):
         raise ValueError(
             "the optimizer has made steps already, but this plan cuts the layers of the model: assemble "
@@ -480,6 +480,19 @@ def _share_layers(
         shard_model(model, mesh, _cuts_of_stage(plan, model, mesh))
     if plan.cuts is None or mesh.axes.get("ep", 1) > 1:
         shard_experts(model, mesh)
+    for optimizer in optimizers:
+        if not has_stepped(optimizer):
+            _cut_first_states(optimizer)
+
+
+def _cut_first_states(optimizer: Optimizer) -> None:
+    """Cut the states that an optimizer has before its first step, as Adagrad does, with their parameters."""
+    for param, states in optimizer.state.items():
+        if (spec := spec_of(param)) is None:
+            continue
+        for key, value in states.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != param.shape:
+                states[key] = spec.slice_of(value)
 
 
 def _check_whole_cuts(plan: Plan, model: nn.Module, mesh: Mesh) -> None:
@@ -603,8 +616,7 @@ def _follow_replaced_params(optimizer: Optimizer, model: nn.Module, names: dict[
         if changed and optimizer.state:
             raise ValueError(
                 "the optimizer has made steps already, but this plan replaces parameters: assemble first, "
-                "then load the state of the optimizer (one that has states before its first step, as Adagrad "
-                "does, needs LowLevelZeroPlugin; in a config, zero=dict(stage=1))"
+                "then load the state of the optimizer"
             )
         group["params"] = replaced
 

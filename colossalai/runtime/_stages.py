@@ -83,12 +83,19 @@ def _keep_own(optimizer: Optimizer, model: nn.Module, given: set[int]) -> None:
     own = {id(param) for param in model.parameters()}
     for group in optimizer.param_groups:
         kept = [param for param in group["params"] if id(param) in own or id(param) not in given]
-        if len(kept) < len(group["params"]) and optimizer.state:
+        if len(kept) < len(group["params"]) and has_stepped(optimizer):
             raise ValueError(
                 "the optimizer has made steps already, but this plan cuts the model: assemble first, then "
                 "load the state of the optimizer"
             )
+        for param in set(group["params"]).difference(kept):
+            optimizer.state.pop(param, None)  # one of before the first step
         group["params"] = kept
+
+
+def has_stepped(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has states, other than those of a class that has them before a step."""
+    return any(state.get("step", 1) > 0 for state in optimizer.state.values())
 
 
 def _check_chunks(model: nn.Module, num_stages: int, schedule: Schedule) -> None:

@@ -1,10 +1,12 @@
 """A pipeline trains as one process does: every schedule, alone, with tensor and data parallelism."""
 
 import os
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import colossalai
@@ -89,3 +91,16 @@ def test_the_plugin_door_is_one_process(schedules: tuple[str, ...]) -> None:
     chunks = {"1f1b": {}, "interleaved": {"num_model_chunks": 2}, "zb-v": {}}
     cells = [({"pp_size": 2, "schedule": schedule, **chunks[schedule]}, 0.1) for schedule in schedules]
     run_ranks(each_in_turn, 4, by_booster, cells)
+
+
+def with_states_before_the_first_step() -> list[float]:
+    colossalai.launch_from_torch({}, verbose=False)
+    case = replace(case_of(), build_optimizer=partial(torch.optim.Adagrad, lr=0.05))
+    options = {"pp_size": 2}
+    losses = check_parity(case, partial(through_booster, case, options), **slice_of_batch_of(options))
+    gpc.destroy()
+    return losses
+
+
+def test_a_stage_keeps_the_states_of_its_parameters() -> None:
+    run_ranks(with_states_before_the_first_step, 2)

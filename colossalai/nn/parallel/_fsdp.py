@@ -321,3 +321,9 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} cannot update the slices of parameters that FSDP holds: use "
             f"{instead}, or an optimizer such as AdamW"
         )
+    if optimizer.state:
+        raise ValueError(
+            f"{type(optimizer).__name__} has made steps already, or has states before its first step, as "
+            "Adagrad does, and FSDP replaces the parameters that the states belong to: boost the optimizer "
+            f"before its first step and load its states then, or use {_STAGE_1}"
+        )
