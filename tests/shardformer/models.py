@@ -229,11 +229,6 @@ def _stirred(model: nn.Module) -> nn.Module:
     return model
 
 
-def mixtral() -> nn.Module:
-    """Return a Mixtral, whose experts tensor parallelism leaves whole."""
-    return planned("Mixtral", num_local_experts=2, experts_implementation="eager")
-
-
 def mixtral_of_eight(**options: Any) -> nn.Module:
     """Return a Mixtral whose experts several ranks can share."""
     return planned("Mixtral", num_local_experts=8, experts_implementation="eager", **options)

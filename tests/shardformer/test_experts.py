@@ -113,7 +113,6 @@ TENSOR = {"tensor": {"size": 2, "mode": "1d"}}
 PIPELINE = {"parallel": {"pipeline": {"size": 2, "partition": "uniform"}}, "NUM_MICRO_BATCHES": 2}
 CELLS: list[Any] = [
     (mixtral_with_lora, 2, 2, {}),
-    (qwen2_moe, 2, 2, {}),
     further(qwen3_moe, 2, 2, {"gradient_accumulation": 2}),
     (deepseek_v3, 2, 2, {"zero": {"stage": 2}}),
     further(gpt_oss, 2, 2, {"recompute": True}),
@@ -133,9 +132,8 @@ CELLS: list[Any] = [
     further(gpt_oss, 4, 2, {**PIPELINE, "zero": {"stage": 1}}),
     further(mixtral_of_eight, 8, 2, {**PIPELINE, "parallel": {**PIPELINE["parallel"], **TENSOR}}),
     *(
-        cell(build, ep_size, ep_size, {})
+        further(build, 4, 4, {})  # by two: in tests/verdicts
         for build in (mixtral_of_eight, qwen2_moe, qwen3_moe, deepseek_v3, gpt_oss)
-        for cell, ep_size in ((further, 4), (in_soak, 2))
     ),
     further(deepseek_v3, 4, 2, {"parallel": TENSOR}),
     further(qwen2_moe, 8, 2, {"parallel": TENSOR, "zero": {"stage": 1}}),
