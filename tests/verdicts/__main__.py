@@ -1,9 +1,9 @@
-"""Run all cells of the table and write their verdicts into the document: `python -m tests.verdicts`."""
+"""Run all cells of the tables and write their verdicts into the document: `python -m tests.verdicts`."""
 
 from collections.abc import Callable, Iterable, Sequence
 
 from tests.turns import run_each
-from tests.verdicts import families, page
+from tests.verdicts import families, optimizers, page
 
 
 def run_rows(columns: Sequence[str], labels: Iterable[str], run: Callable[[str, str], str]) -> page.Rows:
@@ -18,11 +18,13 @@ def run_rows(columns: Sequence[str], labels: Iterable[str], run: Callable[[str, 
 
 
 def main() -> None:
-    """Write the table."""
+    """Write both tables."""
     rows = run_rows(families.COLUMNS, families.FAMILIES, families.run)
     for label, family in families.FAMILIES.items():
         rows[label]["cut by"] = families.cut_by(family.build())
     page.write("family", ("cut by", *families.COLUMNS), rows)
+    rows = run_rows(optimizers.COLUMNS, optimizers.OPTIMIZERS, optimizers.run)
+    page.write("optimizer", optimizers.COLUMNS, rows)
 
 
 if __name__ == "__main__":
