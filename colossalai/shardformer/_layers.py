@@ -183,11 +183,16 @@ class SumsGradients(SpecKeeper):
 
     Its parameters are whole on every rank, but a rank finds the terms of its own heads only. A hook on a
     parameter would be lost where others take its place (FSDP, `to_empty`); the forward sees what is there.
+    A parameter that is cut has only entries of the rank's own heads, and keeps its gradient.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module with parameters whose gradients are summed over the ranks."""
-        own = {name: param for name, param in self._parameters.items() if param is not None}
+        own = {
+            name: param
+            for name, param in self._parameters.items()
+            if param is not None and not ((spec := self._specs.get(name)) and AXIS in spec.axes)
+        }
         axis = self.mesh.axis(AXIS)
         held: dict[str, Any] = self._parameters
         held.update({name: copy_forward_reduce_backward(param, axis) for name, param in own.items()})
@@ -324,6 +329,7 @@ def class_of(name: str, module: str, bases: tuple[type, type]) -> type[nn.Module
 def keep_specs(module: nn.Module, mesh: Mesh, kind: type[SpecKeeper]) -> None:
     """Put a class before that of a module, in place, and let it keep the specs of the module's parameters."""
     vars(module).update(vars(SpecKeeper(mesh)) | vars(module))
-    module.__class__ = put_before(kind, module)
+    if not isinstance(module, kind):  # a layer of `head_norms` may own `head_params`
+        module.__class__ = put_before(kind, module)
     for name, param in module.named_parameters(recurse=False):
         module.register_parameter(name, param)

@@ -9,7 +9,7 @@ names and the shapes that the model has on one process.
 """
 
 import inspect
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -183,8 +183,8 @@ def _adapt(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
         module.register_forward_pre_hook(takes, with_kwargs=True)
     for name in rule.counts:
         setattr(module, name, getattr(module, name) // mesh.axis_size(AXIS))
-    for _, norm in _layers(module, rule.head_norms):
-        keep_specs(norm, mesh, SumsGradients)
+    for part in _owners_of_params(norm for _, norm in _layers(module, rule.head_norms)):
+        keep_specs(part, mesh, SumsGradients)
     for _, dropout in _layers(module, rule.whole_dropouts):
         dropout.__class__ = put_before(DrawsTogether, dropout)
     for owner, key in head_params_of(module, rule):
@@ -196,6 +196,12 @@ def _adapt(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
         module.__class__ = put_before(DrawsApart, module)
         for _, layer in _layers(module, rule.rows):
             layer.register_forward_hook(draw_together_behind)
+
+
+def _owners_of_params(layers: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the modules in layers that own parameters, each once."""
+    parts = dict.fromkeys(part for layer in layers for part in layer.modules())
+    return [part for part in parts if any(param is not None for param in part._parameters.values())]
 
 
 def _gather_attentions(model: nn.Module, attentions: dict[nn.Module, Rule], mesh: Mesh) -> None:

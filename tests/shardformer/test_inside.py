@@ -1,15 +1,19 @@
 """Parameters between column and row layers that no rule covers are refused, and none that a rule covers."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import colossalai
 from colossalai.context import Mesh
+from colossalai.core import global_context as gpc
 from colossalai.shardformer import Rule, check_rule, check_shards, register_rule, rule_of, shard_model
 from colossalai.shardformer._layers import SumsGradients
 from colossalai.tensor import spec_of
+from tests.ranks import run_ranks
 from tests.shardformer.models import apertus, cohere, doge, opt
 
 MESH = Mesh({"tp": 2}, rank=1)
@@ -121,3 +125,43 @@ def test_what_lies_between_the_layers_of_these_families_is_cut_or_summed():
     model = apertus(num_hidden_layers=1)
     shard_model(model, MESH)
     assert isinstance(model.model.layers[0].mlp.act_fn, SumsGradients)
+
+
+class Heads(nn.Module):
+    """A norm of single heads, of four features each, and a factor for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Sequential(nn.LayerNorm(4))
+        self.factor = nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.norm(x.unflatten(-1, (-1, 4))) * self.factor[:, None]).flatten(-2)
+
+
+def gradients_of_heads() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the gradients of one process, and those of two ranks, whole."""
+    colossalai.launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, verbose=False)
+    torch.manual_seed(0)
+    twin = nn.Sequential()
+    for name, layer in (("up", nn.Linear(8, 8)), ("heads", Heads()), ("down", nn.Linear(8, 8))):
+        twin.add_module(name, layer.double())
+    model = copy.deepcopy(twin)
+    rule = replace(HALF, head_params=("heads.factor",), head_norms=("heads",))
+    shard_model(model, gpc.mesh, {"": rule})
+    x, weights = torch.randn(2, 3, 8, dtype=torch.float64)
+    for each in (twin, model):
+        (each(x) * weights).sum().backward()
+    specs = {name: spec_of(param) for name, param in model.named_parameters()}
+    found = {
+        name: param.grad if (spec := specs[name]) is None else spec.whole(param.grad)
+        for name, param in model.named_parameters()
+    }
+    gpc.destroy()
+    return {name: param.grad for name, param in twin.named_parameters()}, found
+
+
+@pytest.mark.dist
+def test_gradients_of_parameters_below_head_norms_are_summed_and_of_cut_ones_are_not():
+    for expected, found in run_ranks(gradients_of_heads, 2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
