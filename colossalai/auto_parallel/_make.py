@@ -356,7 +356,7 @@ def rules_of(candidate: Candidate) -> dict[str, Rule]:
         rule = rules.get(parent, Rule())
         added = {field: (*getattr(rule, field), *names) for field, names in by_field.items()}
         rule = replace(rule, **added)  # type: ignore[arg-type]
-        if rule.columns and rule.rows:  # the trace shows that no other layer is given a part
+        if rule.columns or rule.rows:  # the trace shows that no other layer is given a part
             rule = replace(rule, outside=("*",))
         rules[parent] = rule
     return rules

@@ -5,15 +5,22 @@ Between the column and the row layers of a module a rank computes with its own h
 that is whole there finds the terms of these features only, another gradient on every rank, so that the ranks
 drift apart without an error; one with an entry for each head does not fit to a rank's heads at all. The order
 of a module's layers is that of its forward, which a rule does not have. So every parameter of a module that
-owns both column and row layers, and of its children, has to be covered: by being one of the layers that the
-rule names, by a rule of its own module, or by `outside`, which lists what acts on whole activations.
+has both, layers that hand out features (columns, embeddings cut along features) and layers that sum them
+(rows), and of its children, has to be covered: by being one of the layers that the rule names, by a rule of
+its own module, or by `outside`, which lists what acts on whole activations. One of the two kinds may be that
+of the rule of a child. A row layer inside a region (`inner_rows`) is both.
+
+A child with a rule that cuts linear layers, embeddings or experts is a region of its own. The rule of one
+that only sums gradients, or cuts parameters and norms, is for a part of the region that it is in, and covers
+no more than it names.
 """
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
 from colossalai.pipeline import is_elsewhere
+from colossalai.shardformer._layers import AXIS
 from colossalai.shardformer._registry import parts_of, rule_of
 from colossalai.shardformer.policies import Rule
 from colossalai.tensor import spec_of
@@ -22,7 +29,15 @@ EVERYTHING = "*"
 """In `Rule.outside`: all layers and parameters that no other field names."""
 
 
-def refuse_uncovered(name: str, module: nn.Module, rule: Rule, ruled: Set[nn.Module] = frozenset()) -> None:
+_OPENERS = ("columns", "feature_embeddings", "inner_rows")
+_CLOSERS = ("rows", "inner_rows")
+_OWN_REGION = (*_OPENERS, *_CLOSERS, "splits", "heads", "embeddings", "experts")
+_LAYERS = (*_OWN_REGION, "channel_norms", "head_norms", "outside")
+
+
+def refuse_uncovered(
+    name: str, module: nn.Module, rule: Rule, ruled: Mapping[nn.Module, Rule] | None = None
+) -> None:
     """Refuse a rule that leaves out parameters between the column and the row layers of a module.
 
     See [Note: what is inside a cut region].
@@ -31,17 +46,23 @@ def refuse_uncovered(name: str, module: nn.Module, rule: Rule, ruled: Set[nn.Mod
         name: The module's name, for the message.
         module: The module that has the rule.
         rule: The rule.
-        ruled: Modules with a rule of their own, next to those whose classes have one.
+        ruled: Rules of modules by name, next to those of classes.
 
     Raises:
         ValueError: `module` has such parameters; the message has the names of all.
     """
-    found = list(_uncovered(module, rule, ruled))
+    own = {**(ruled or {}), module: rule}
+    if EVERYTHING in rule.outside or not _present(module, _named(rule, (*_OPENERS, *_CLOSERS))):
+        return
+    opens, closes = (_layers_of(module, fields, own) for fields in (_OPENERS, _CLOSERS))
+    if not (opens and closes):
+        return
+    found = list(_uncovered(module, own))
     if found:
         kind = type(module).__name__
         raise ValueError(
-            f"{kind} {name!r} cannot be cut by {', '.join(rule.columns)} (columns) and "
-            f"{', '.join((*rule.rows, *rule.inner_rows))} (rows): no rule covers its parameters "
+            f"{kind} {name!r} cannot be cut by {', '.join(opens)} (columns) and "
+            f"{', '.join(closes)} (rows): no rule covers its parameters "
             f"{', '.join(found)}. Between these layers each tensor-parallel rank has its own heads or "
             "features, so whole parameters would receive another gradient on every rank. Give its class a "
             "rule (register_rule of colossalai.shardformer), or change that of Plan.cuts: it names the "
@@ -51,33 +72,62 @@ def refuse_uncovered(name: str, module: nn.Module, rule: Rule, ruled: Set[nn.Mod
         )
 
 
-def _uncovered(module: nn.Module, rule: Rule, ruled: Set[nn.Module]) -> Iterator[str]:
+def _uncovered(module: nn.Module, ruled: Mapping[nn.Module, Rule]) -> Iterator[str]:
     """Yield the names, within a module, of the parameters inside of its cut region that are not covered."""
-    if EVERYTHING in rule.outside or not (_has_any(module, rule.columns) and _has_any(module, rule.rows)):
-        return
-    layers = {
-        *(*rule.columns, *rule.rows, *rule.inner_rows, *rule.splits, *rule.heads, *rule.embeddings),
-        *(*rule.feature_embeddings, *rule.channel_norms, *rule.head_norms, *rule.outside),
-    }
-    params = {*rule.head_params, *rule.experts, *rule.outside}
+    layers: set[str] = set()
+    params: set[str] = set()
     for name, part in parts_of(module):
         # Parts are in the order of the tree: what is inside of a covered one has its name before its own.
-        if name and (_has_rule(part, ruled) or name.rpartition(".")[0] in layers):
+        rule = ruled.get(part)
+        region = rule_of(part) if rule is None else rule  # cut or not
+        if name and (name.rpartition(".")[0] in layers or (region and _named(region, _OWN_REGION))):
             layers.add(name)
         if name in layers:
             continue
+        if rule is not None:
+            prefix = f"{name}." if name else ""
+            layers.update(prefix + each for each in _named(rule, _LAYERS))
+            params.update(prefix + each for each in (*rule.head_params, *rule.outside))
         for key, param in part._parameters.items():
             full = f"{name}.{key}" if name else key
-            if param is not None and full not in params and spec_of(param) is None:
+            if param is not None and full not in params and not _is_cut(param):
                 yield full
 
 
-def _has_rule(part: nn.Module, ruled: Set[nn.Module]) -> bool:
-    """Return whether a module is a region of its own, which takes whole activations, cut or not."""
-    rule = rule_of(part)
-    return part in ruled or (rule is not None and rule.cuts)
+def _layers_of(module: nn.Module, fields: tuple[str, ...], ruled: Mapping[nn.Module, Rule]) -> list[str]:
+    """Return the layers that some fields name: of a module's rule, or else of rules of its children.
+
+    A child that has, in all, layers of both kinds is not counted: its regions begin and end in it.
+    """
+    own = _present(module, _named(ruled[module], fields))
+    if own:
+        return own
+    found: list[str] = []
+    for child, each in module.named_children():
+        named: list[str] = []
+        kinds: set[bool] = set()
+        for name, part in parts_of(each):
+            if (rule := ruled.get(part)) is not None:
+                there = _present(part, _named(rule, fields))
+                named += [".".join(filter(None, (child, name, layer))) for layer in there]
+                others = _CLOSERS if fields is _OPENERS else _OPENERS
+                kinds.update([True] * bool(there) + [False] * bool(_present(part, _named(rule, others))))
+        if kinds == {True}:
+            found += named
+    return found
 
 
-def _has_any(module: nn.Module, names: tuple[str, ...]) -> bool:
-    layers = [getattr(module, name, None) for name in names]
-    return any(isinstance(each, nn.Module) and not is_elsewhere(each) for each in layers)
+def _named(rule: Rule, fields: tuple[str, ...]) -> list[str]:
+    return [name for field in fields for name in getattr(rule, field)]
+
+
+def _present(module: nn.Module, names: list[str]) -> list[str]:
+    """Return the names under which a module has a layer, here and not on another stage."""
+    layers = [(name, getattr(module, name, None)) for name in dict.fromkeys(names)]
+    return [name for name, each in layers if isinstance(each, nn.Module) and not is_elsewhere(each)]
+
+
+def _is_cut(param: nn.Parameter) -> bool:
+    """Return whether a parameter is cut over the tensor-parallel ranks already."""
+    spec = spec_of(param)
+    return spec is not None and AXIS in spec.axes

@@ -9,7 +9,7 @@ names and the shapes that the model has on one process.
 """
 
 import inspect
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -116,7 +116,7 @@ def check_shards(model: nn.Module, num_ranks: int, cuts: Mapping[str, Rule] | No
         ValueError: `model` cannot be shared by so many; see `shard_model`.
     """
     found = _found_rules(model) if cuts is None else rules_by_name(model, cuts)
-    ruled = {module for _, module, _ in found}
+    ruled = {module: rule for _, module, rule in found}
     for name, module, rule in found:
         check_rule(name, module, rule, num_ranks, ruled=ruled)
     if cuts is not None:
@@ -273,7 +273,7 @@ def _feature_embedding(layer: nn.Embedding, mesh: Mesh) -> ParallelEmbedding:
 
 
 def check_rule(
-    name: str, module: nn.Module, rule: Rule, num_ranks: int, *, ruled: Set[nn.Module] = frozenset()
+    name: str, module: nn.Module, rule: Rule, num_ranks: int, *, ruled: Mapping[nn.Module, Rule] | None = None
 ) -> None:
     """Refuse what cannot be shared out; whether two layers share a parameter is not looked at.
 
@@ -282,7 +282,7 @@ def check_rule(
         module: What has the rule.
         rule: The rule.
         num_ranks: Ranks that are to share its layers.
-        ruled: Modules with a rule of their own, next to those whose classes have one.
+        ruled: Rules of modules by name, next to those of classes.
 
     Raises:
         ValueError: `module` has a layer that cannot be cut by `rule`, or that so many ranks do not divide, or

@@ -12,7 +12,7 @@ from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
 from colossalai.shardformer import Rule, check_rule, check_shards, register_rule, rule_of, shard_model
 from colossalai.shardformer._layers import SumsGradients
-from colossalai.tensor import spec_of
+from colossalai.tensor import ShardingSpec, set_spec, spec_of
 from tests.ranks import run_ranks
 from tests.shardformer.models import apertus, cohere, doge, opt
 
@@ -125,6 +125,59 @@ def test_what_lies_between_the_layers_of_these_families_is_cut_or_summed():
     model = apertus(num_hidden_layers=1)
     shard_model(model, MESH)
     assert isinstance(model.model.layers[0].mlp.act_fn, SumsGradients)
+
+
+class Nested(nn.Module):
+    """Layers in a child, and a norm behind the child."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.up, self.inner, self.norm, self.down = nn.Linear(8, 8), inner, nn.LayerNorm(8), nn.Linear(8, 8)
+        self.table = nn.Embedding(8, 8)
+
+
+class OfClass(Nested):
+    """Has a rule of its class."""
+
+
+UP, DOWN = Rule(columns=("up",)), Rule(rows=("down",))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("cuts", "named"),
+    [
+        ({"": UP, "inner": DOWN}, "down.weight"),
+        ({"": DOWN, "inner": UP}, "up.weight"),
+        ({"": Rule(feature_embeddings=("table",), rows=("down",))}, "norm.weight"),
+        ({"": Rule(columns=("up",), inner_rows=("down",))}, "norm.weight"),
+        ({"": Rule(columns=("up",), rows=("down",)), "inner": Rule(head_norms=("scale",))}, "inner.sinks"),
+    ],
+)
+def test_regions_that_other_layers_or_children_begin_and_end_are_looked_at(cuts: dict[str, Rule], named: str):
+    model = Nested(Block(is_inner=True))
+    with pytest.raises(ValueError, match=rf"no rule covers its parameters (.*, )?{named}"):
+        check_shards(model, 2, cuts)
+    check_shards(model, 2, {**cuts, "": replace(cuts[""], outside=("*",))})
+
+
+@pytest.mark.unit
+def test_regions_that_begin_and_end_in_a_child_are_its_own():
+    model = Nested(Nested(nn.Identity()))
+    check_shards(model, 2, {"": UP, "inner": replace(UP, rows=("down",), outside=("*",))})
+    check_shards(nn.Sequential(model, Block(is_inner=True)), 2, {"0": UP, "1": DOWN})
+    register_rule(OfClass, DOWN)  # stays, and nobody else is called so
+    check_shards(Nested(OfClass(nn.Identity())), 2, {"": UP})  # the child stays whole
+
+
+@pytest.mark.unit
+def test_a_spec_over_other_axes_covers_nothing():
+    model = Block(is_inner=True)
+    set_spec(model.sinks, ShardingSpec((16,), (("dp",),), Mesh({"dp": 2}, rank=0)))
+    with pytest.raises(ValueError, match="no rule covers its parameters sinks"):
+        check_shards(
+            model, 2, {"": Rule(columns=("up",), rows=("down",), outside=("before", "behind", "scale"))}
+        )
 
 
 class Heads(nn.Module):
