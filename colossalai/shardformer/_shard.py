@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from colossalai.context import Mesh
 from colossalai.nn.layer import ParallelEmbedding
@@ -296,7 +296,8 @@ def check_rule(
     }
     for find_reason, names in kinds.items():
         for key in _present(module, names):
-            if reason := find_reason(getattr(module, key)):
+            layer = getattr(module, key)
+            if reason := _reason_if_computed(layer) or find_reason(layer):
                 raise ValueError(f"{what}: its {key} {reason}")
     for key in _present(module, rule.columns) if rule.part else ():
         features, part = _features(getattr(module, key))[1], int(getattr(module, rule.part or ""))
@@ -313,6 +314,19 @@ def check_rule(
             raise ValueError(
                 f"{what}: its {key} is {number}, which they do not divide; choose a tensor size that does"
             )
+
+
+def _reason_if_computed(layer: Any) -> str:
+    """Return why a layer cannot be cut whose weight or bias is no parameter of it; empty where it can."""
+    layer = without_adapter(layer)
+    for key in ("weight", "bias"):
+        if isinstance(getattr(layer, key, None), Tensor) and layer._parameters.get(key) is None:
+            return (
+                f"computes its {key} from other parameters, as weight_norm and other parametrizations "
+                "do, and only parameters can be cut: remove them (remove_parametrizations of "
+                "torch.nn.utils.parametrize, remove_weight_norm), or leave tensor parallelism out"
+            )
+    return ""
 
 
 def _reason_against(layer: nn.Module) -> str:

@@ -1,11 +1,13 @@
 """Parameters between column and row layers that no rule covers are refused, and none that a rule covers."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 import colossalai
 from colossalai.context import Mesh
@@ -178,6 +180,19 @@ def test_a_spec_over_other_axes_covers_nothing():
         check_shards(
             model, 2, {"": Rule(columns=("up",), rows=("down",), outside=("before", "behind", "scale"))}
         )
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("norm", [parametrizations.weight_norm, parametrizations.orthogonal])
+def test_layers_whose_weights_are_computed_are_refused_by_name(norm: Callable[[nn.Module], nn.Module]):
+    model = Block(is_inner=True)
+    norm(model.up)
+    with pytest.raises(ValueError, match="its up computes its weight from other parameters"):
+        check_shards(model, 2, {"": UP})
+    nested = Nested(nn.Identity())
+    norm(nested.table)
+    with pytest.raises(ValueError, match="its table computes its weight"):
+        check_shards(nested, 2, {"": Rule(embeddings=("table",))})
 
 
 class Heads(nn.Module):
