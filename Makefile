@@ -16,11 +16,31 @@ TORCH_INDEX ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
+READY_TRAIN := .venv/.ready-train
 # What fails is run again, alone, and told apart from what fails by chance (tests/harness/rerun.py).
 PYTEST := $(BIN)/python -m tests.harness.rerun
 # Two tests at a time, each with ranks of its own: one waits while the other computes.
 WORKERS := --numprocesses 2 --dist worksteal
 TORCH_PIN := $(shell grep '^torch==' requirements-dev.txt)
+# pip names each package and its size as its download begins; the rest of what it writes is left out.
+INSTALL := $(BIN)/python -m pip install --progress-bar off --no-color
+SHOWN := | sed -u -n -E -e '/\.metadata/d' -e 's/^Installing collected packages.*/  installing them/p' \
+	-e 's/^ *(Downloading|Using cached) ([^ -]+)-([^ -]+)-.*(\(.*\)).*/  \2 \3 \4/p'
+define VENV
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try make PYTHON=python3.12 ..."; \
+	exit 1; }
+@$(BIN)/python -m pip --version > /dev/null 2>&1 || { echo "Making .venv"; $(PYTHON) -m venv .venv; }
+endef
+define TORCH
+@$(BIN)/python -c 'import torch' 2> /dev/null || { \
+	if [ -n "$(TORCH_INDEX)" ]; then \
+		echo "torch comes from $(TORCH_INDEX)"; $(INSTALL) $(TORCH_PIN) --index-url $(TORCH_INDEX) $(SHOWN); \
+	else \
+		echo "PyPI's torch for Linux brings a CUDA build of several GB. Without a GPU, stop this and run"; \
+		echo "  make $(MAKECMDGOALS) TORCH_INDEX=https://download.pytorch.org/whl/cpu"; \
+	fi; }
+endef
 TRAIN_ARGS = $(if $(DATA),--data "$(DATA)") $(if $(filter-out 0,$(FRESH)),--fresh) $(ARGS)
 
 help:
@@ -43,16 +63,23 @@ help:
 setup: $(READY)
 
 $(READY): requirements-dev.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-		echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try make PYTHON=python3.12 ..."; \
-		exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet $(TORCH_PIN) --index-url $(TORCH_INDEX))
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt
-	$(BIN)/python -m pip install --quiet -e . --no-deps
+	$(VENV)
+	@echo "Installing the development environment into .venv: $$(grep -c == requirements-dev.txt) packages."
+	$(TORCH)
+	@$(INSTALL) -r requirements-dev.txt $(SHOWN)
+	@$(INSTALL) -e . --no-deps $(SHOWN)
 	@touch $@
 
-train: setup
+# What `make train` imports, in the versions of the development environment. Where that is installed, it is used.
+$(READY_TRAIN): requirements-dev.txt pyproject.toml
+	$(VENV)
+	@echo "Installing what training needs into .venv: torch, transformers, tensorboard, matplotlib"
+	@echo "and what these need: 54 packages, 1.3 GB with a torch without CUDA."
+	$(TORCH)
+	@$(INSTALL) -e '.[hf,tensorboard,plot]' -c requirements-dev.txt $(SHOWN)
+	@touch $@
+
+train: $(if $(wildcard $(READY)),$(READY),$(READY_TRAIN))
 	$(BIN)/colossalai run --nproc_per_node $(NPROC) examples/gpt/train.py --config examples/gpt/config.py $(TRAIN_ARGS)
 
 check: setup

@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 import torch.distributed as dist
 
 from colossalai.cluster._plain_values import broadcast_value
+from colossalai.monitor import expected_wait
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -115,7 +116,8 @@ def priority_execution(
     """Run the block on one rank first, and on the others when it has ended there.
 
     For work that should be done once and found done by the others: a download, a cache. The wait of the
-    others is bounded by the timeout of the group. There is no wait at the end of the block.
+    others is bounded by the timeout of the group, and by that of the watchdog, which gives no notice of it
+    before. There is no wait at the end of the block.
 
     Args:
         executor_rank: The rank, within the group, that goes first.
@@ -142,7 +144,8 @@ def priority_execution(
             raise
         _agree_on_failure(None, executor_rank, process_group)
     else:
-        failure = _agree_on_failure(None, executor_rank, process_group)
+        with expected_wait():  # a download takes minutes; the watchdog's notice would look like an error
+            failure = _agree_on_failure(None, executor_rank, process_group)
         if failure is not None:
             raise RuntimeError(f"rank {executor_rank}, which went first, failed in this block: {failure}")
         yield

@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -33,12 +34,14 @@ class _Known:
     Attributes:
         sections: By thread, the sections that it is in, the innermost last: name, since when, whether a wait.
         meetings: By thread, the meeting that it waits in.
+        expected: By thread, the number of `expected_wait` contexts that it is in.
         reached: By channel, the last meeting that a thread has come to.
         models: Those whose modules have names.
     """
 
     sections: dict[int, list[tuple[str, float, bool]]] = field(default_factory=dict)
     meetings: dict[int, "meeting"] = field(default_factory=dict)
+    expected: dict[int, int] = field(default_factory=dict)
     reached: dict[str, "meeting"] = field(default_factory=dict)
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
@@ -117,6 +120,24 @@ class meeting(section):
     def __exit__(self, *error: object) -> None:
         del _known.meetings[threading.get_ident()]
         super().__exit__(*error)
+
+
+@contextmanager
+def expected_wait() -> Iterator[None]:
+    """Mark a long wait for other ranks as intended: it asks for no notice, and is reported when overdue."""
+    thread = threading.get_ident()
+    _known.expected[thread] = _known.expected.get(thread, 0) + 1
+    try:
+        yield
+    finally:
+        _known.expected[thread] -= 1
+        if not _known.expected[thread]:
+            del _known.expected[thread]
+
+
+def is_wait_expected() -> bool:
+    """Return whether a thread of this rank is in an `expected_wait`."""
+    return bool(_known.expected)
 
 
 def still_moving() -> None:

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 
 from colossalai.monitor._flight_recorder import MessageRecord, progress
-from colossalai.monitor._sections import innermost_sections, meeting, meetings
+from colossalai.monitor._sections import innermost_sections, is_wait_expected, meeting, meetings
 
 
 @dataclass
@@ -62,7 +62,12 @@ class WaitTimer:
         return f"has been in {late[0]} for more than {timeout:g} s" if late else ""
 
     def slow(self, seconds: float) -> str:
-        """Say what had not moved for so long, and no notice has told of; a long step does not count."""
+        """Say what had not moved for so long, and no notice has told of.
+
+        A long step does not count, nor does an `expected_wait`.
+        """
+        if is_wait_expected():
+            return ""
         late = [name for name in self._late(seconds, self._noticed) if name not in self._steps]
         return f"has been in {late[0]} for more than {seconds:g} s" if late else ""
 

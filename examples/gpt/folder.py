@@ -13,6 +13,7 @@ from report import METRICS_FILE, PICTURE_FILE, TENSORBOARD_FOLDER, Report
 from sample import sample_text
 from tokenizers import Tokenizer
 from transformers import GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers.utils.logging import disable_progress_bar
 
 from colossalai.checkpoint_io import latest_training_state, load_model
 from colossalai.context import Config
@@ -113,6 +114,7 @@ def write_results(folder: Path, data: TextData, config: Config, report: Report, 
 
 def write_served(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
     """Put the model beside its checkpoints as `transformers` and `colossalai serve` open it: as a GPT-2."""
+    disable_progress_bar()  # one file, written in no time
     theirs = GPT2LMHeadModel(to_hugging_face_config(model.config))
     theirs.load_state_dict(to_hugging_face(model.state_dict(), model.config))
     theirs.save_pretrained(folder)

@@ -34,7 +34,7 @@ def draw_losses(records: list[dict[str, Any]], path: Path, *, title: str, unigra
         axes.plot(*zip(*train, strict=True), color=TRAIN_COLOR, alpha=0.25, linewidth=0.8)
         axes.plot(*zip(*_smooth(train), strict=True), color=TRAIN_COLOR, label="training (smoothed)")
     if validation:
-        label = f"validation, {validation[-1][1]:.2f} at the end"
+        label = f"validation, last {validation[-1][1]:.2f}"
         axes.plot(*zip(*validation, strict=True), "o-", color=VALIDATION_COLOR, markersize=4, label=label)
     axes.set(xlabel="optimizer step", ylabel="cross entropy (nats per token)", title=title)
     axes.grid(alpha=0.25)

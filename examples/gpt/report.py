@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ METRICS_FILE = "metrics.jsonl"
 PICTURE_FILE = "loss.png"
 TENSORBOARD_FOLDER = "tensorboard"
 SPEED_STEPS = 20  # the speed shown is an average over so many steps
+FIRST_PICTURE_S = 20.0  # from the start of a run to its first picture
+PICTURE_SHARE = 0.01  # the pictures on the way take at most this share of the time
 
 
 class Report:
@@ -52,11 +55,20 @@ class FileReport(Report):
             steps will be made again.
         total_steps: Optimizer steps of the whole training.
         unigram_entropy: Drawn in the picture as the line to beat.
+        clock: Seconds from any moment on.
     """
 
     is_active = True
 
-    def __init__(self, folder: Path, *, first_step: int, total_steps: int, unigram_entropy: float) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        first_step: int,
+        total_steps: int,
+        unigram_entropy: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         # Only the rank that reports needs these two; one that is missing is missed now, not at the end.
         from plot import draw_losses
         from torch.utils.tensorboard import SummaryWriter
@@ -69,7 +81,10 @@ class FileReport(Report):
         self._file = (folder / METRICS_FILE).open("a", buffering=1)
         on_screen = Bar if sys.stdout.isatty() else Lines
         self._progress = on_screen(first_step, total_steps)
-        self._times: deque[float] = deque([time.perf_counter()], maxlen=SPEED_STEPS + 1)
+        self._clock = clock
+        self._first_step, self._total_steps, self._begin = first_step, total_steps, clock()
+        self._times: deque[float] = deque([self._begin], maxlen=SPEED_STEPS + 1)
+        self._next_picture = self._begin + FIRST_PICTURE_S
 
     def say(self, message: str) -> None:
         """Show some lines; they stay above the progress bar."""
@@ -77,12 +92,19 @@ class FileReport(Report):
 
     def train(self, step: int, *, loss: float, lr: float, num_tokens: int) -> None:
         """Record an optimizer step that has seen `num_tokens` tokens on all ranks together."""
-        self._times.append(time.perf_counter())
+        now = self._clock()
+        self._times.append(now)
         speed = num_tokens * (len(self._times) - 1) / (self._times[-1] - self._times[0])
         self._record({"step": step, "loss": loss, "lr": lr, "tokens_per_second": round(speed)})
         for name, value in (("loss/train", loss), ("learning_rate", lr), ("tokens_per_second", speed)):
             self._events.add_scalar(name, value, step)
-        self._progress.advance(step, loss=loss, speed=speed)
+        # Over all steps of this run: validations and checkpoints take their time, too.
+        seconds_left = (now - self._begin) / (step - self._first_step) * (self._total_steps - step)
+        self._progress.advance(step, loss=loss, speed=speed, seconds_left=seconds_left)
+        if now >= self._next_picture:
+            self.draw(title=f"GPT, {step} of {self._total_steps} steps")
+            self._next_picture = self._clock() + (self._clock() - now) / PICTURE_SHARE
+            self._restart_speed()
 
     def validation(self, step: int, *, loss: float) -> None:
         """Record a validation after `step` optimizer steps, once."""
@@ -91,8 +113,7 @@ class FileReport(Report):
         self._record({"step": step, "validation_loss": loss})
         self._events.add_scalar("loss/validation", loss, step)
         self._progress.validated(step, loss=loss)
-        self._times.clear()  # the time of a validation is not that of a step
-        self._times.append(time.perf_counter())
+        self._restart_speed()
 
     def draw(self, *, title: str) -> None:
         """Write the picture of the losses."""
@@ -104,6 +125,11 @@ class FileReport(Report):
         self._progress.close()
         self._events.close()
         self._file.close()
+
+    def _restart_speed(self) -> None:
+        """Measure the speed from now on: the time of a validation or a picture is not that of a step."""
+        self._times.clear()
+        self._times.append(self._clock())
 
     def _record(self, record: dict[str, Any]) -> None:
         self._records.append(record)

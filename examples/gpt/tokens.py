@@ -48,6 +48,10 @@ def load_text_data(source: Path | None, *, cache: Path, vocab_size: int) -> Text
     key = hashlib.sha256((recipe + text).encode()).hexdigest()[:16]
     folder = cache / key
     if not folder.is_dir():
+        print(
+            f"cutting {len(text) / 1e6:.1f} MB of text into tokens, once; they are kept in {cache}",
+            flush=True,
+        )
         _fill_cache(folder, text, vocab_size=vocab_size)
     return TextData(
         key=key,

@@ -63,6 +63,7 @@ def main() -> None:
             f"{data.train.size:,} tokens to train on, {data.validation.size:,} to validate on; "
             f"{'resuming' if step else 'starting'} at step {step} of {config.TOTAL_STEPS}"
         )
+        report.say(f"Ctrl-C stops it; started again, it goes on. The losses are drawn in {folder}/loss.png")
         train(training, config, report, folder, step=step, num_tokens=batch_size * config.SEQ_LEN)
         loss = validate(training.engine, training.validation_loader)
         report.validation(config.TOTAL_STEPS, loss=loss)

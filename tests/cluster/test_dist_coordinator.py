@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from colossalai.cluster import DistCoordinator, priority_execution
+from colossalai.cluster import DistCoordinator, _dist_coordinator, priority_execution
+from colossalai.monitor._sections import is_wait_expected
 from tests.ranks import run_ranks
 
 
@@ -154,3 +155,16 @@ def test_the_local_rank_comes_from_the_launcher(
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     assert DistCoordinator().local_rank == local_rank
+
+
+def test_the_wait_for_the_executor_is_an_expected_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected: list[bool] = []
+    monkeypatch.setattr(_dist_coordinator, "_require_initialized", lambda: None)
+    monkeypatch.setattr(_dist_coordinator, "_group_rank", lambda group: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(
+        _dist_coordinator, "_agree_on_failure", lambda *args: expected.append(is_wait_expected())
+    )
+    with _dist_coordinator.priority_execution():
+        expected.append(is_wait_expected())
+    assert expected == [True, False]

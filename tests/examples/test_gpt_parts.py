@@ -1,10 +1,14 @@
 """The small parts of the GPT example: records of an earlier run, sampled text, the default config."""
 
+import io
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from colossalai.context import Config
@@ -13,6 +17,7 @@ from tests.examples.scripts import EXAMPLES, example_module
 
 pytestmark = pytest.mark.unit
 
+progress = example_module("gpt/progress.py")
 report = example_module("gpt/report.py")
 sample = example_module("gpt/sample.py")
 
@@ -23,6 +28,46 @@ def test_records_after_the_checkpoint_and_a_cut_line_are_dropped(tmp_path: Path)
     kept = report.keep_metrics(path, last_step=2)
     assert kept == [{"step": 1}, {"step": 2}, {"step": 2, "validation_loss": 3}]
     assert [json.loads(line) for line in path.read_text().splitlines()] == kept
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_first_step_has_an_estimate_and_pictures_take_a_bounded_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock, drawn = Clock(), []
+
+    def draw(records: list[dict[str, float]], path: Path, **options: object) -> None:
+        clock.now += 1.0
+        drawn.append((records[-1]["step"], path.name))
+
+    monkeypatch.setitem(sys.modules, "plot", SimpleNamespace(draw_losses=draw))
+    mine = report.FileReport(tmp_path, first_step=10, total_steps=410, unigram_entropy=1.0, clock=clock)
+    for step in range(11, 411):
+        clock.now += 1.0
+        mine.train(step, loss=1.0, lr=0.1, num_tokens=8)
+    mine.close()
+    assert capsys.readouterr().out.splitlines()[0] == "step 11/410  loss 1.000  8 tokens/s  6:39 left"
+    assert drawn == [(step, "loss.png") for step in (30, 130, 230, 330)]
+
+
+def test_the_bar_has_all_figures_at_80_columns() -> None:
+    bar = progress.Bar(0, 1800)
+    bar.advance(1, loss=7.634, speed=151234.0, seconds_left=3725.0)
+    bar.close()
+    screen = io.StringIO()
+    Console(width=80, file=screen).print(bar._progress.get_renderable())
+    (line,) = screen.getvalue().splitlines()
+    assert len(line) <= 80
+    assert line.endswith("1/1800 loss 7.634  151,234 tokens/s  1:02:05 left")
 
 
 def test_sampling_continues_the_prompt_and_leaves_the_training_alone() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from colossalai.monitor import _wait_timer
 from colossalai.monitor._flight_recorder import MessageRecord
-from colossalai.monitor._sections import innermost_sections, meeting, section
+from colossalai.monitor._sections import expected_wait, innermost_sections, meeting, section
 from colossalai.monitor._wait_timer import WaitTimer
 
 pytestmark = pytest.mark.unit
@@ -85,6 +85,14 @@ def test_a_long_step_asks_for_no_notice_and_a_wait_for_a_file_server_does(monkey
     with section("a write", is_wait=True):
         world.looks(5)
         assert world.watch.slow(2.0) == "has been in a write for more than 2 s"
+
+
+def test_an_expected_wait_asks_for_no_notice_and_is_reported_when_overdue(world):
+    world.status = {"0/0": (6, 5)}
+    with expected_wait():
+        assert world.looks(5)[-1]
+        assert not world.watch.slow(2.0)
+    assert world.watch.slow(2.0)
 
 
 def test_what_an_earlier_job_left_pending_does_not_count(monkeypatch, world):
