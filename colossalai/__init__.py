@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from colossalai.context import launch_from_torch as launch_from_torch
     from colossalai.initialize import initialize as initialize
     from colossalai.launcher import notebook_launcher as notebook_launcher
+    from colossalai.trainer import tracker as tracker
 
 _HOMES = {
     "Booster": "colossalai.booster",
@@ -31,6 +32,7 @@ _HOMES = {
     "launch_from_slurm": "colossalai.context",
     "launch_from_torch": "colossalai.context",
     "notebook_launcher": "colossalai.launcher",
+    "tracker": "colossalai.trainer",
 }
 
 

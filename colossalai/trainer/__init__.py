@@ -10,4 +10,6 @@ from colossalai.trainer._loggers import WandbLogger as WandbLogger
 from colossalai.trainer._loss_watch import NanLossError as NanLossError
 from colossalai.trainer._timer import MultiTimer as MultiTimer
 from colossalai.trainer._timer import Timer as Timer
+from colossalai.trainer._tracker import Tracker as Tracker
+from colossalai.trainer._tracker import tracker as tracker
 from colossalai.trainer._trainer import Trainer as Trainer

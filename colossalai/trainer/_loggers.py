@@ -43,6 +43,9 @@ class MetricLogger(ABC):
             epoch: Number of complete training epochs.
         """
 
+    def flush(self) -> None:  # noqa: B027 - most write at once
+        """Write what is buffered."""
+
     def close(self, *, failed: bool = False) -> None:  # noqa: B027 - most have nothing to close
         """End; `start` may come again.
 
@@ -125,7 +128,7 @@ class CSVLogger(MetricLogger):
 
 
 class TensorboardLogger(MetricLogger):
-    """Writes TensorBoard scalars "<group>/<name>", over the steps in training, else over the epochs.
+    """Writes TensorBoard scalars "<group>/<name>": groups that end with "_epoch" over the epochs, else steps.
 
     Args:
         folder: The folder for the events; made if it does not exist.
@@ -149,10 +152,15 @@ class TensorboardLogger(MetricLogger):
 
     def log(self, group: str, values: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Write the scalars."""
-        position = step if group == "train" else epoch
+        position = epoch if group.endswith("_epoch") else step
         for name, value in values.items():
             self._writer.add_scalar(f"{group}/{name}", value, position)
         if group != "train":
+            self._writer.flush()
+
+    def flush(self) -> None:
+        """Write the buffered scalars."""
+        if self._writer is not None:
             self._writer.flush()
 
     def close(self, *, failed: bool = False) -> None:
