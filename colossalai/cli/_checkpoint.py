@@ -3,7 +3,8 @@
 import dataclasses
 import json
 import os
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -28,6 +30,7 @@ from colossalai.checkpoint_io.tools import (
 )
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_WIDEST = 100_000  # columns: no cell is as wide
 
 
 def inspect(path: str, *, variant: str | None, allow_pickle: bool, as_json: bool) -> int:
@@ -40,16 +43,18 @@ def inspect(path: str, *, variant: str | None, allow_pickle: bool, as_json: bool
     console.print(f"{opened.path}: {opened.form}", highlight=False, soft_wrap=True)
     for line in _facts(opened):
         console.print(line, highlight=False, soft_wrap=True)
+    config = opened.manifest.config if opened.manifest is not None else None
+    if isinstance(config, dict) and config:
+        _show_settings(console, config)
     for part, tensors in _tensors(opened).items():
-        table = _table(f"{part}: {len(tensors)} tensors, {decimal(sum(t['bytes'] for t in tensors))}")
-        for title in ("name", "shape", "dtype", "bytes", "where"):
-            table.add_column(title, justify="right" if title == "bytes" else "left", overflow="fold")
+        rows = []
         for tensor in tensors:
             also = "".join(f"\n= {name}" for name in tensor["also"])
             where = "\n".join(_place_text(place, tensor["shape"]) for place in tensor["where"])
             shape = "x".join(map(str, tensor["shape"])) or "number"
-            table.add_row(tensor["name"] + also, shape, tensor["dtype"], f"{tensor['bytes']:,}", where)
-        console.print(table)
+            rows.append((tensor["name"] + also, shape, tensor["dtype"], f"{tensor['bytes']:,}", where))
+        title = f"{part}: {len(tensors)} tensors, {decimal(sum(t['bytes'] for t in tensors))}"
+        _show_rows(console, title, ("name", "shape", "dtype", "bytes", "where"), rows)
     return 0
 
 
@@ -68,15 +73,12 @@ def verify(path: str, *, variant: str | None, as_json: bool) -> int:
         return 0 if is_intact else 1
     console = _console()
     console.print(f"{path} is {'intact' if is_intact else 'damaged'}", highlight=False, soft_wrap=True)
-    table = _table("")
-    for title in ("file", "bytes", "state"):
-        table.add_column(title, justify="right" if title == "bytes" else "left", overflow="fold")
+    shown = []
     for verdict in verdicts:
         state = verdict.problem or ("intact" if verdict.is_checked else "readable; it has no checksums")
-        table.add_row(
-            _name_in(path, verdict.file), "" if verdict.size is None else f"{verdict.size:,}", state
-        )
-    _console().print(table)
+        size = "" if verdict.size is None else f"{verdict.size:,}"
+        shown.append((_name_in(path, verdict.file), size, state))
+    _show_rows(console, "", ("file", "bytes", "state"), shown)
     return 0 if is_intact else 1
 
 
@@ -139,12 +141,12 @@ def diff(
     if not differing:
         print(f"the same: {len(found)} tensors" + (f", up to {tolerance:g}" if tolerance else ""))
         return 0
-    table = _table(f"{len(differing)} of {len(found)} tensors differ")
-    for title in ("part", "name", "largest difference", "note"):
-        table.add_column(title, overflow="fold")
-    for item in differing:
-        table.add_row(item.part, item.name, "" if item.largest is None else f"{item.largest:.6g}", item.note)
-    _console().print(table)
+    shown = [
+        (item.name, item.part, "" if item.largest is None else f"{item.largest:.6g}", item.note)
+        for item in differing
+    ]
+    title = f"{len(differing)} of {len(found)} tensors differ"
+    _show_rows(_console(), title, ("name", "part", "largest difference", "note"), shown)
     return 1
 
 
@@ -172,8 +174,6 @@ def _facts(opened: Opened) -> Iterator[str]:
     if manifest is not None:
         versions = ", ".join(f"{name} {version}" for name, version in manifest.versions.items())
         yield f"step {manifest.step}, saved on {manifest.num_ranks} ranks by {versions}"
-        if manifest.config:
-            yield f"config: {json.dumps(manifest.config)}"
     if "epoch" in opened.small:
         yield f"epoch {opened.small['epoch']}"
     if opened.small:
@@ -238,8 +238,64 @@ def _console() -> Console:
     return console if console.is_terminal else Console(width=200)  # to be searched by other programs
 
 
-def _table(title: str) -> Table:
-    return Table(title=title or None, title_justify="left", box=box.SIMPLE)
+def _show_rows(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Show a table, or where it is wider than the console, its rows over several lines.
+
+    No cell is broken: names of files and tensors can be copied.
+    """
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE)
+    for column in columns:
+        table.add_column(column, justify="right" if column == "bytes" else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(escape, row))
+    whole = console.options.update(width=_WIDEST)
+    if console.measure(table, options=whole).maximum <= console.width:
+        console.print(table)
+        return
+    for line in (f"\n{title}" * bool(title), f"({', '.join(columns)})"):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for row in rows:
+        for line in _flow(row, console.width):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _flow(cells: Sequence[str], width: int) -> Iterator[str]:
+    """Yield the lines of the first cell, and indented those of the others one after the other, unbroken."""
+    yield from (f"  {piece}" for piece in cells[0].splitlines())
+    line = ""
+    for piece in [piece for cell in cells[1:] for piece in cell.splitlines() if piece]:
+        if line and len(line) + 2 + len(piece) > width:
+            yield line
+            line = ""
+        line = f"{line}  {piece}" if line else f"    {piece}"
+    yield line
+
+
+def _show_settings(console: Console, config: Mapping[str, Any]) -> None:
+    """Show a nested config in rows of key and value; a value without room beside its key is below it."""
+    rows = [(name, json.dumps(value)) for name, value in _leaves(config)]
+    beside = min(max(len(name) for name, _ in rows), console.width // 2)
+    console.print("\nconfig", markup=False)
+    for name, value in rows:
+        line = f"  {name:<{beside}}  {value}"
+        if len(line) > console.width:
+            indent = " " * 6
+            broken = textwrap.wrap(
+                value,
+                console.width - len(indent),
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            line = "\n".join((f"  {name}", *(indent + part for part in broken)))
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 @contextmanager
