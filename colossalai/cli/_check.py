@@ -184,19 +184,23 @@ def _speed(report: InstallationReport) -> Table:
 
 
 def _libraries(report: InstallationReport) -> Table:
-    table = _table("Optional libraries", "", "version", "state", "used for")
+    is_broken = any(library.is_broken for library in report.libraries)
+    table = _table("Optional libraries", "", "version", "state", "used for", *["what to do"] * is_broken)
     for library in report.libraries:
         state = "not installed" if library.version is None else "good"
         if library.import_error is not None:
             state = f"installed, does not import: {library.import_error}"
-        table.add_row(library.name, library.version or "", state, library.purpose)
+        table.add_row(
+            library.name, library.version or "", state, library.purpose, *[library.action] * is_broken
+        )
     return table
 
 
 def _fits(report: InstallationReport) -> Table:
-    table = _table("Fit", "", "", "what to do")
+    table = _table("Fit", "", "", *[] if report.is_fit else ["found", "what to do"])
     for fit in report.fits:
-        table.add_row(fit.name, "yes" if fit.is_fit else "NO", fit.detail)
+        cells = () if report.is_fit else (fit.detail, fit.action)
+        table.add_row(fit.name, "yes" if fit.is_fit else "NO", *cells)
     return table
 
 

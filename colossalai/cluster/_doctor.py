@@ -25,14 +25,28 @@ from colossalai.cluster._speed import ProcessorSpeed, Product, measure_speed
 _MIN_PYTHON = (3, 11)
 _IMPORT_TIMEOUT_S = 120.0
 _BACKENDS = ("shared_memory", "gloo", "nccl", "xccl", "ucc", "mpi")
-# The name to install by, the module that is imported, and what the package uses it for.
+# The name to install by, the module that is imported, and what the package uses it for: those of the extras
+# in pyproject.toml, and those that the package imports where a user has them.
 _LIBRARIES = (
     ("transformers", "transformers", "models of Hugging Face"),
     ("tokenizers", "tokenizers", "text of one's own"),
-    ("safetensors", "safetensors", "checkpoints"),
+    ("jinja2", "jinja2", "chat templates"),
+    ("peft", "peft", "adapters (LoRA)"),
+    ("datasets", "datasets", "chat data of Hugging Face"),
+    ("pyarrow", "pyarrow.parquet", "chat data in parquet files"),
+    ("scipy", "scipy.optimize", "plans of Colossal-Auto"),
+    ("fastapi", "fastapi", "the server"),
+    ("uvicorn", "uvicorn", "the server"),
+    ("pydantic", "pydantic", "the server"),
+    ("prometheus_client", "prometheus_client", "metrics of the server"),
+    ("llguidance", "llguidance", "answers in a given form"),
+    ("ray", "ray", "serving and answers by Ray"),
+    ("pyyaml", "yaml", "configs in YAML"),
     ("tensorboard", "tensorboard.summary.writer.event_file_writer", "curves while training"),
-    ("scikit-learn", "sklearn.datasets", "the images of the examples"),
+    ("wandb", "wandb", "curves while training"),
+    ("mlflow", "mlflow", "curves while training"),
     ("matplotlib", "matplotlib.pyplot", "plots"),
+    ("scikit-learn", "sklearn.datasets", "the images of the examples"),
     ("torchvision", "torchvision", "image models and data"),
     ("timm", "timm", "image models"),
 )
@@ -71,14 +85,20 @@ class Library:
         """It is installed and does not import."""
         return self.import_error is not None
 
+    @property
+    def action(self) -> str:
+        """The command that mends it; empty if it is not broken."""
+        return f"pip install --force-reinstall {self.name}" if self.is_broken else ""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Whether two things go together, and what to do if not."""
+    """Whether two things go together; if not, what was found, and what to do."""
 
     name: str
     is_fit: bool
     detail: str
+    action: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,14 +219,16 @@ def _python_fit() -> Fit:
     return Fit(
         name=f"Python >= {needed}",
         is_fit=is_fit,
-        detail="" if is_fit else f"install Python {needed} or newer",
+        detail="" if is_fit else f"Python {platform.python_version()}",
+        action="" if is_fit else f"install Python {needed} or newer",
     )
 
 
 def _torch_fit() -> Fit:
     missing = [name for name in _TORCH_ABILITIES if not _torch_has(name)]
-    detail = f"torch.{', torch.'.join(missing)} not found: install torch 2.11 or newer" if missing else ""
-    return Fit(name="torch has what is used of it", is_fit=not missing, detail=detail)
+    detail = f"not found: torch.{', torch.'.join(missing)}" if missing else ""
+    action = "install torch 2.11 or newer" if missing else ""
+    return Fit(name="torch has what is used of it", is_fit=not missing, detail=detail, action=action)
 
 
 def _torch_has(name: str) -> bool:
@@ -222,9 +244,10 @@ def _backend_fit() -> Fit:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = "cpu" if accelerator is None else accelerator.type
     if not dist.is_available():
-        detail = "this build of torch has no torch.distributed: install one from pytorch.org"
-        return Fit(name="ranks can talk", is_fit=False, detail=detail)
+        detail, action = "this build of torch has no torch.distributed", "install torch from pytorch.org"
+        return Fit(name="ranks can talk", is_fit=False, detail=detail, action=action)
     backend = dist.get_default_backend_for_device(kind)
     is_fit = dist.is_backend_available(backend)
     detail = "" if is_fit else f"this build of torch has no {backend}, which {kind} needs"
-    return Fit(name=f"ranks can talk ({backend} for {kind})", is_fit=is_fit, detail=detail)
+    action = "" if is_fit else f"install a build of torch with {backend}, as those from pytorch.org"
+    return Fit(name=f"ranks can talk ({backend} for {kind})", is_fit=is_fit, detail=detail, action=action)

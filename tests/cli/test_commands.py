@@ -118,8 +118,11 @@ def test_check_as_tables(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_an_unfit_installation_ends_with_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setattr(_doctor, "_LIBRARIES", ())
     monkeypatch.setattr(_doctor, "_TORCH_ABILITIES", ("warp.drive",))
     result = _invoke("check", "-i")
     assert result.exit_code == 1
     assert "The installation is NOT fit" in result.output
+    assert re.search(r"found +what to do", result.output)
+    assert re.search(r"NO +not found: torch.warp.drive +install torch 2.11 or newer", result.output)

@@ -1,7 +1,12 @@
 """The doctor: broken things are lines of the report, never errors."""
 
+import ast
 import dataclasses
 import json
+import platform
+import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -13,6 +18,8 @@ from colossalai.cluster import _doctor, _speed, examine_installation
 from colossalai.cluster._speed import advise, measure_speed
 
 pytestmark = pytest.mark.unit
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def _install(folder: Path, name: str, source: str) -> tuple[str, str, str]:
@@ -48,6 +55,9 @@ def test_libraries_that_crash_hang_or_raise(tmp_path: Path, monkeypatch: pytest.
         ("missing_one", None, None),
     ]
     assert [each.is_broken for each in libraries] == [False, True, True, True, False]
+    actions = [each.action for each in libraries]
+    assert actions[:2] == ["", "pip install --force-reinstall raising_one"]
+    assert actions[-1] == ""
 
 
 def test_the_report_is_data(monkeypatch: pytest.MonkeyPatch):
@@ -108,9 +118,40 @@ def test_what_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(dist, "is_backend_available", lambda name: False)
     report = examine_installation()
     assert not report.is_fit
-    assert [fit.detail for fit in report.fits] == [
+    backend = "gloo" if report.devices[-1].kind == "cpu" else "nccl"
+    assert [fit.action for fit in report.fits] == [
         "install Python 4.0 or newer",
-        "torch.nn.Hyperdrive, torch.warp.drive not found: install torch 2.11 or newer",
-        f"this build of torch has no {'gloo' if report.devices[-1].kind == 'cpu' else 'nccl'}, "
-        f"which {report.devices[-1].kind} needs",
+        "install torch 2.11 or newer",
+        f"install a build of torch with {backend}, as those from pytorch.org",
     ]
+    assert [fit.detail for fit in report.fits] == [
+        f"Python {platform.python_version()}",
+        "not found: torch.nn.Hyperdrive, torch.warp.drive",
+        f"this build of torch has no {backend}, which {report.devices[-1].kind} needs",
+    ]
+
+
+def _imports_of_the_package() -> set[str]:
+    """Return the top-level modules that the package imports: not of Python, not its own, not required."""
+    found: set[str] = set()
+    for file in (ROOT / "colossalai").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"colossalai"}
+
+
+def test_the_optional_libraries_are_complete():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    required = {re.split(r"\W", line.replace("-", "_"))[0] for line in project["dependencies"]}
+    extras = {
+        re.match(r"[\w.-]+", line)[0] for lines in project["optional-dependencies"].values() for line in lines
+    }
+    names = [name for name, *_ in _doctor._LIBRARIES]
+    assert len(set(names)) == len(names)
+    assert extras - set(names) == set()
+    modules = {module.partition(".")[0] for _, module, _ in _doctor._LIBRARIES}
+    of_these = {"starlette", "pydantic_core", "huggingface_hub"}  # fastapi, pydantic, transformers bring them
+    assert _imports_of_the_package() - required - modules - of_these == set()
