@@ -64,7 +64,7 @@ setup: $(READY)
 
 $(READY): requirements-dev.txt pyproject.toml
 	$(VENV)
-	@echo "Installing the development environment into .venv: $$(grep -c == requirements-dev.txt) packages."
+	@echo "Installing the development environment into .venv: $$(grep -c '^[a-zA-Z].*==' requirements-dev.txt) packages."
 	$(TORCH)
 	@$(INSTALL) -r requirements-dev.txt $(SHOWN)
 	@$(INSTALL) -e . --no-deps $(SHOWN)
