@@ -89,7 +89,7 @@ def initialize(
         mesh.axis_size("dp"),
         remedy="colossalai.utils.get_dataloader(dataset, batch_size=...)",
     )
-    described = describe_model(model)
+    described = describe_model(model, plan)
     assembled, wrapped = assemble(plan, model, optimizer, mesh=mesh, device=device)
     raw = assembled.unwrap()
     handlers = (

@@ -36,10 +36,11 @@ class Precision:
         """Whether parameters get float32 masters."""
         return False
 
-    def decided(self, device: torch.device, agree: Callable[[bool], bool]) -> "Precision":
-        """Return the precision of a job on a device: itself, unless the device decides.
+    def decided(self, model: nn.Module, device: torch.device, agree: Callable[[bool], bool]) -> "Precision":
+        """Return the precision of a model on a device: itself, unless these two decide.
 
         Args:
+            model: The model.
             device: The device of this rank.
             agree: Returns the verdict of rank 0 on every rank; collective.
         """
@@ -176,6 +177,9 @@ class FP16Autocast(_Autocast):
 class AutoPrecision(Precision):
     """Bfloat16 on devices that are fast at it, full precision on others; decided before a model is cast.
 
+    A model whose trained parameters have 16 bits already is one for bfloat16 everywhere: in full precision it
+    would stay as it is, without float32 masters.
+
     Attributes:
         bfloat16: The precision on fast devices.
     """
@@ -187,9 +191,11 @@ class AutoPrecision(Precision):
         """See the base class."""
         return "auto"
 
-    def decided(self, device: torch.device, agree: Callable[[bool], bool]) -> Precision:
+    def decided(self, model: nn.Module, device: torch.device, agree: Callable[[bool], bool]) -> Precision:
         """See the base class. Rank 0 logs the choice and its reason once."""
         is_fast, reason = is_fast_at_bfloat16(device)
+        if any(param.requires_grad and param.dtype in _SHORT for param in model.parameters()):
+            is_fast, reason = True, "the model has parameters of 16 bits"
         is_bfloat16 = agree(is_fast)
         chosen, other = ("bf16", "fp32") if is_bfloat16 else ("fp32", "bf16")
         get_dist_logger().log_once(

@@ -61,7 +61,7 @@ class Booster(Saving):
     Args:
         device: Where the models are put; default: the device of this rank.
         mixed_precision: "fp16", "bf16", "fp32" or an object with options; default: as the model is. "auto":
-            "bf16" on devices that are fast at it, else "fp32"; decided by rank 0 at the first `boost`.
+            "bf16" on devices that are fast at it, else "fp32"; decided by rank 0 at `boost`.
         plugin: The parallel methods; default: data parallelism over all ranks.
         gradient_accumulation: Number of microbatches that make one optimizer step; see `accumulate`.
         compile: Compile the model's blocks: True, or a dict of options of `torch.compile`.
@@ -118,6 +118,7 @@ class Booster(Saving):
                 "HybridParallelPlugin(pp_size=...)"
             )
         self.plan = replace(plan, layout=global_context.layout)
+        self._precision = plan.precision  # as it was chosen; each model decides, if it is "auto"
 
     @overload
     def boost(
@@ -201,9 +202,11 @@ class Booster(Saving):
         check_division(
             dataloader, self.mesh.axis_size("dp"), remedy="plugin.prepare_dataloader(dataset, batch_size)"
         )
-        plan = plan.decided(self.mesh, self.device)
-        self.plan = replace(self.plan, precision=plan.precision)  # of later models, too, and in checkpoints
-        described = describe_model(model)
+        plan = replace(plan, precision=self._precision)
+        if isinstance(model, nn.Module):  # `assemble` refuses anything else
+            plan = plan.decided(model, self.mesh, self.device)
+        self.plan = replace(self.plan, precision=plan.precision)  # which checkpoints hold
+        described = describe_model(model, plan)
         boosted, wrapped = assemble_with_optimizers(
             plan,
             model,

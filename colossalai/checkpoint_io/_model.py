@@ -257,7 +257,8 @@ def plan_model_loading(
         mismatched=(*mismatched, *_torn(groups, stored)),
     )
     if (strict and not report.is_clean) or (same_shapes and wrong_shape):
-        raise ValueError(f"{source} does not fit the model; nothing was loaded.\n{report.describe()}")
+        remedy = "" if wrong_shape or not wrong else _OTHER_PRECISION
+        raise ValueError(f"{source} does not fit the model; nothing was loaded.\n{report.describe()}{remedy}")
 
     fitting = [name for name in common if name not in wrong_shape]
     return ModelLoadPlan(
@@ -284,6 +285,11 @@ def _under_other_names(state: Mapping[str, Any], stored: Mapping[str, Any]) -> d
 
 
 _TensorKind = tuple[tuple[int, ...], torch.dtype]
+_OTHER_PRECISION = (
+    "\nThe checkpoint was saved in another precision than that of the model: train the model in that of the "
+    "checkpoint (precision='bf16' or 'fp32'; 'auto' chooses by the processor), or load its weights alone by "
+    "load_model(..., strict=False), which converts them"
+)
 
 
 def _kinds(state: Mapping[str, Any]) -> dict[str, _TensorKind]:

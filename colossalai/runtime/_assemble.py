@@ -180,17 +180,19 @@ def assemble_with_optimizers(
     return wrapper, wrapped
 
 
-def describe_model(model: nn.Module) -> str:
+def describe_model(model: nn.Module, plan: Plan) -> str:
     """Return the class of a model and the number of its parameters, with all that other ranks hold of them.
 
     Args:
         model: The model, before it is assembled. Of a stage of a pipeline the parameters of that stage count.
+        plan: The plan.
     """
     if not isinstance(model, nn.Module):
         return ""  # `assemble` refuses it
     specs = ((param, spec_of(param)) for param in model.parameters())
     number = sum(param.numel() if spec is None else math.prod(spec.whole_shape) for param, spec in specs)
-    return f"{type(model).__name__}, {number:,} parameters{' in this stage' if has_full_names(model) else ''}"
+    is_stage = has_full_names(model) or (plan.pipeline is not None and plan.pipeline.partition is None)
+    return f"{type(model).__name__}, {number:,} parameters{' in this stage' if is_stage else ''}"
 
 
 def log_start(
@@ -208,8 +210,11 @@ def log_start(
     if mesh.rank == 0:
         from colossalai.runtime.memory import start_line  # formulas that a job needs once, on one rank
 
-        with as_memory():
-            line = start_line(model, optimizers, plan=plan, mesh=mesh, described=described)
+        try:
+            with as_memory():
+                line = start_line(model, optimizers, plan=plan, mesh=mesh, described=described)
+        except Exception as error:  # a parameter or an optimizer of the user's own: training goes on
+            line = f"{described}: {plan} (bytes unknown: {type(error).__name__}: {error})"
         get_dist_logger().info(line, ranks=[0])
 
 

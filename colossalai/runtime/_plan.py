@@ -5,6 +5,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, 
 from typing import Any
 
 import torch
+from torch import nn
 
 from colossalai.amp import FullPrecision, Precision, precision_of
 from colossalai.communication import broadcast
@@ -110,10 +111,11 @@ class Plan:
         precision = _with_choices(self.precision.label or own_precision, self.precision)
         return ", ".join([*extents, data, precision, *choices, *cuts])
 
-    def decided(self, mesh: Mesh, device: torch.device) -> "Plan":
+    def decided(self, model: nn.Module, mesh: Mesh, device: torch.device) -> "Plan":
         """Return the plan without choices that depend on the devices; collective if there is one.
 
         Args:
+            model: The model.
             mesh: The ranks of the job, which all get the choice of rank 0.
             device: The device of this rank.
         """
@@ -123,7 +125,7 @@ class Plan:
             sent = torch.tensor([verdict], dtype=torch.uint8, device=device)
             return bool(broadcast(sent, 0, mesh.axis(tuple(mesh.axes))))
 
-        precision = self.precision.decided(device, agree)
+        precision = self.precision.decided(model, device, agree)
         return self if precision is self.precision else replace(self, precision=precision)
 
     def _check_layers(self) -> None:

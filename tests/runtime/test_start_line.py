@@ -200,6 +200,36 @@ def test_states_of_each_optimizer() -> None:
     run_ranks(with_optimizers, 1)
 
 
+class Sparse(nn.Module):
+    """A model with a parameter that has no number of bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.eye = nn.Parameter(torch.eye(3).to_sparse(), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x)
+
+
+def boost_odd_models() -> list[str]:
+    colossalai.launch_from_torch({}, verbose=False)
+    booster = Booster()
+    with mock.patch.object(DistributedLogger, "_log") as log:
+        for model in (Sparse(), nn.Tanh()):
+            booster.boost(model)
+    gpc.destroy()
+    return [call.args[1] for call in log.call_args_list]
+
+
+@pytest.mark.dist
+def test_a_line_stops_no_training() -> None:
+    ((sparse, empty),) = run_ranks(boost_odd_models, 1)
+    assert sparse.startswith("Sparse, 21 parameters: ")
+    assert "bytes unknown: " in sparse
+    assert "no parameters; rank 0 holds 0 B" in empty
+
+
 @pytest.mark.unit
 def test_bytes_as_text() -> None:
     numbers = (0, 1023, 1024, 3 * 2**20, 5 * 2**29)

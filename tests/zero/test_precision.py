@@ -191,12 +191,13 @@ def decide_on_each_rank(is_fast_on_first: bool) -> tuple[str, set[torch.dtype], 
     booster = Booster(plugin=LowLevelZeroPlugin(stage=2))
     with (
         mock.patch.object(_precision, "cpu_features", return_value=features),
+        mock.patch.object(torch.backends.mkldnn, "is_available", return_value=True),
         mock.patch.object(DistributedLogger, "_log") as log,
     ):
         torch.manual_seed(0)
         model = Net()
         model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.02))
-        booster.boost(Net())  # the job has its precision: nothing is sent, or logged
+        booster.boost(Net())  # the same, and not logged again
     loss = model(batch_of(0).float()).square().mean()
     booster.backward(loss, optimizer)
     optimizer.step()
@@ -223,3 +224,40 @@ def test_rank_0_decides_the_default_for_all(is_fast: bool, dtype: torch.dtype, s
     first, second = run_ranks(decide_on_each_rank, 2, is_fast)
     assert first == (saved, {dtype}, [f"precision='auto' is {line} would be the other one"])
     assert second[:2] == first[:2]
+
+
+def boost_low_model() -> tuple[str, set[torch.dtype]]:
+    colossalai.launch_from_torch({}, verbose=False)
+    booster = Booster(plugin=LowLevelZeroPlugin())
+    with mock.patch.object(_precision, "cpu_features", return_value={}):
+        booster.boost(Net())  # another model's choice is its own
+        model = Net().to(torch.bfloat16)
+        _, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+    held = {param.dtype for group in optimizer.optim.param_groups for param in group["params"]}
+    chosen = booster.plan.precision.label
+    gpc.destroy()
+    return chosen, held
+
+
+def test_models_of_16_bits_keep_their_masters_on_slow_devices() -> None:
+    assert run_ranks(boost_low_model, 2) == [("bf16 with fp32 masters", {torch.float32})] * 2
+
+
+def load_other_precision(folder: str) -> str:
+    colossalai.launch_from_torch({}, verbose=False)
+    for precision in ("bf16", "fp32"):
+        booster = Booster(plugin=LowLevelZeroPlugin(precision=precision))
+        model = Net()
+        model, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+        if precision == "bf16":
+            booster.save_model(model, f"{folder}/weights")
+    with pytest.raises(ValueError, match="saved in another precision") as caught:
+        booster.load_model(model, f"{folder}/weights")
+    booster.load_model(model, f"{folder}/weights", strict=False)
+    gpc.destroy()
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_precision_says_so(tmp_path) -> None:
+    text, _ = run_ranks(load_other_precision, 2, str(tmp_path))
+    assert "precision='bf16' or 'fp32'" in text

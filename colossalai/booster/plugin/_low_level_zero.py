@@ -30,7 +30,7 @@ class LowLevelZeroPlugin(Plugin):
         stage: 1 or 2.
         precision: "bf16" and "fp16": all in that precision, with float32 masters of the weights in the
             optimizer. "fp32": as the model is. "auto" (default): "bf16" on devices that are fast at it, else
-            "fp32"; decided by rank 0 at the first `boost`, and logged. Or a `MixedPrecision` object.
+            "fp32"; decided by rank 0 at `boost`, and logged. Or a `MixedPrecision` object.
         initial_scale: First loss scale of "fp16"; so are all up to `max_scale`.
         min_scale: The scale does not shrink below it.
         growth_factor: Factor of the scale after `growth_interval` steps without overflow.

@@ -24,7 +24,7 @@ _optim = torch.optim
 
 # How many tensors of the size of a parameter an optimizer keeps for it, by its class and options.
 _STATES: Mapping[type[Optimizer], Callable[[dict[str, Any]], int]] = {
-    **dict.fromkeys((_optim.SGD, FusedSGD, Lars), lambda group: int(group["momentum"] != 0)),
+    **dict.fromkeys((_optim.SGD, FusedSGD, Lars), lambda group: int(group.get("momentum", 0) != 0)),
     _optim.RMSprop: lambda group: 1 + int(group["momentum"] > 0) + int(group["centered"]),
     **dict.fromkeys((_optim.Adagrad, _optim.ASGD), lambda group: 1),
     **dict.fromkeys((_optim.Adam, _optim.AdamW), lambda group: 2 + int(group["amsgrad"])),
@@ -47,9 +47,11 @@ def start_line(
     """
     dtypes = dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in model.parameters())
     held, unknown = held_from_the_first_step(model, optimizers, plan=plan, mesh=mesh)
+    if optimizers and len(unknown) == len(optimizers) and not held["optimizer states"]:
+        del held["optimizer states"]
     kinds = ", ".join(f"{name} {bytes_text(size)}" for name, size in held.items())
     more = f", and the states of {' and '.join(unknown)}" if unknown else ""
-    words = plan.words(" and ".join(_SHORT.get(name, name) for name in dtypes))
+    words = plan.words(" and ".join(_SHORT.get(name, name) for name in dtypes) or "no parameters")
     return f"{described}: {words}; rank {mesh.rank} holds {bytes_text(sum(held.values()))} ({kinds}){more}"
 
 
