@@ -33,13 +33,12 @@ define VENV
 @$(BIN)/python -m pip --version > /dev/null 2>&1 || { echo "Making .venv"; $(PYTHON) -m venv .venv; }
 endef
 define TORCH
-@$(BIN)/python -c 'import torch' 2> /dev/null || { \
-	if [ -n "$(TORCH_INDEX)" ]; then \
-		echo "torch comes from $(TORCH_INDEX)"; $(INSTALL) $(TORCH_PIN) --index-url $(TORCH_INDEX) $(SHOWN); \
-	else \
-		echo "PyPI's torch for Linux brings a CUDA build of several GB. Without a GPU, stop this and run"; \
-		echo "  make $(MAKECMDGOALS) TORCH_INDEX=https://download.pytorch.org/whl/cpu"; \
-	fi; }
+@if [ -n "$(TORCH_INDEX)" ]; then \
+	echo "torch comes from $(TORCH_INDEX)"; $(INSTALL) $(TORCH_PIN) --index-url $(TORCH_INDEX) $(SHOWN); \
+elif ! $(BIN)/python -c 'import torch' 2> /dev/null; then \
+	echo "PyPI's torch for Linux brings a CUDA build of several GB. Without a GPU, stop this and run"; \
+	echo "  make $(MAKECMDGOALS) TORCH_INDEX=https://download.pytorch.org/whl/cpu"; \
+fi
 endef
 TRAIN_ARGS = $(if $(DATA),--data "$(DATA)") $(if $(filter-out 0,$(FRESH)),--fresh) $(ARGS)
 
