@@ -337,12 +337,25 @@ def _reason_against(layer: nn.Module) -> str:
     if isinstance(layer, CONVOLUTIONS):
         return reason_against_convolution(layer)
     if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D":
-        return ""
+        return _reason_against_linear(layer)
     return (
         f"is a {type(layer).__module__}.{type(layer).__qualname__}, and only torch.nn.Linear, Conv1d to "
         "Conv3d, and Conv1D of transformers can be cut, and these with LoRA of peft: pass the model as it is "
         "built there"
     )
+
+
+def _reason_against_linear(layer: nn.Module) -> str:
+    """Return why a linear layer would lose what it does when it is cut; empty where it would not."""
+    kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
+    if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
+        return (
+            f"is a {kind}, a linear layer with a forward of its own, which a cut layer does not run: take a "
+            "torch.nn.Linear, or leave this layer out of the rule"
+        )
+    if more := sorted(key for key in layer._parameters if key not in ("weight", "bias")):
+        return f"is a {kind} that has {', '.join(more)} beside weight and bias: leave it out of the rule"
+    return ""
 
 
 def _reason_against_embedding(layer: Any) -> str:

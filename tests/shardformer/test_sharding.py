@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import colossalai
 from colossalai.communication import ledger
@@ -125,6 +126,48 @@ def test_layers_that_cannot_be_cut_are_refused():
     shard_model(again := gpt2(), mesh())
     with pytest.raises(ValueError, match=r"its lm_head is a colossalai\.\S+\.HeadShard"):
         shard_model(again, mesh())
+
+
+class Scaled(nn.Linear):
+    """A linear layer that does more."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Gained(nn.Linear):
+    """A linear layer with one more parameter, which a hook may use."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.gain = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Scaled(6, 4), r"its down is a \S+\.Scaled, a linear layer with a forward of its own"),
+        (lambda: Gained(6, 4), r"its down is a \S+\.Gained that has gain beside weight and bias"),
+        (
+            lambda: parametrizations.weight_norm(nn.Linear(6, 4)),
+            "its down computes its weight from other parameters",
+        ),
+    ],
+)
+def test_a_linear_layer_that_would_lose_what_it_does_is_refused(make, message):
+    model = nn.Sequential(Wide())
+    model[0].down = make()
+    with pytest.raises(ValueError, match=message):
+        shard_model(model, mesh(), {"0": WIDE})
+    assert spec_of(model[0].up.weight) is None
+
+
+@pytest.mark.unit
+def test_an_embedding_whose_weight_is_made_of_others_is_refused():
+    model = nn.ModuleDict({"words": parametrizations.weight_norm(nn.Embedding(8, 4))})
+    with pytest.raises(ValueError, match="its words computes its weight from other parameters"):
+        shard_model(model, mesh(), {"": Rule(embeddings=("words",))})
 
 
 @pytest.mark.unit
