@@ -326,6 +326,20 @@ def class_of(name: str, module: str, bases: tuple[type, type]) -> type[nn.Module
     return type(name, bases, {"__module__": module})
 
 
+_HOOKS = (
+    *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_with_kwargs"),
+    *("_forward_hooks_always_called", "_backward_pre_hooks", "_backward_hooks", "_is_full_backward_hook"),
+)
+
+
+def take_hooks(module: nn.Module, place_of: nn.Module) -> None:
+    """Let a module that takes the place of another one run the hooks around its forward and backward.
+
+    They are the same dictionaries, so the handles of the hooks still remove them.
+    """
+    vars(module).update({name: vars(place_of)[name] for name in _HOOKS})
+
+
 def keep_specs(module: nn.Module, mesh: Mesh, kind: type[SpecKeeper]) -> None:
     """Put a class before that of a module, in place, and let it keep the specs of the module's parameters."""
     vars(module).update(vars(SpecKeeper(mesh)) | vars(module))

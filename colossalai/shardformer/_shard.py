@@ -54,6 +54,7 @@ from colossalai.shardformer._layers import (
     draw_together_behind,
     keep_specs,
     put_before,
+    take_hooks,
 )
 from colossalai.shardformer._named_rules import (
     FoundRules,
@@ -233,7 +234,9 @@ def _linear(
     cut_param(weight, dims, mesh, parts=parts)
     if bias is not None and scheme.w_out:
         cut_param(bias, (scheme.w_out,), mesh, parts=(num_parts,))
-    return kind(weight, bias, scheme=scheme, mesh=mesh, out_first=out_first)
+    shard = kind(weight, bias, scheme=scheme, mesh=mesh, out_first=out_first)
+    take_hooks(shard, layer)
+    return shard
 
 
 def _num_parts(module: nn.Module, rule: Rule, field: str, name: str) -> int:
@@ -256,6 +259,7 @@ def _embedding(layer: nn.Embedding, mesh: Mesh) -> nn.Module:
         weight=weight,
     )
     if type(layer).forward is nn.Embedding.forward:
+        take_hooks(shard, layer)
         return shard
     # It does more than look up, and keeps doing it: see `VocabularyShard`.
     vars(layer).update(vars(shard) | vars(layer))
@@ -269,7 +273,9 @@ def _feature_embedding(layer: nn.Embedding, mesh: Mesh) -> ParallelEmbedding:
     weight = layer.get_parameter("weight")
     cut_param(weight, ((), (AXIS,)), mesh, parts=(1, 1))
     sizes = (layer.num_embeddings, layer.embedding_dim, layer.padding_idx)
-    return ParallelEmbedding(*sizes, cut=Cut(features=(AXIS,)), mesh=mesh, weight=weight)
+    shard = ParallelEmbedding(*sizes, cut=Cut(features=(AXIS,)), mesh=mesh, weight=weight)
+    take_hooks(shard, layer)
+    return shard
 
 
 def check_rule(

@@ -164,6 +164,25 @@ def test_a_linear_layer_that_would_lose_what_it_does_is_refused(make, message):
 
 
 @pytest.mark.unit
+def test_hooks_of_layers_that_are_cut_stay_and_can_be_removed():
+    model = llama()
+    model.enable_input_require_grads()  # as transformers does for adapters whose blocks are recomputed
+    handles = [
+        model.lm_head.register_forward_pre_hook(lambda *_: None),
+        model.model.layers[0].mlp.down_proj.register_full_backward_hook(lambda *_: None),
+    ]
+    shard_model(model, mesh())
+    row = model.model.layers[0].mlp.down_proj
+    hooks = [model.model.embed_tokens._forward_hooks, model.lm_head._forward_pre_hooks, row._backward_hooks]
+    assert [len(each) for each in hooks] == [1, 1, 1]
+    assert row._is_full_backward_hook
+    for handle in handles:
+        handle.remove()
+    model.disable_input_require_grads()
+    assert not any(hooks)
+
+
+@pytest.mark.unit
 def test_an_embedding_whose_weight_is_made_of_others_is_refused():
     model = nn.ModuleDict({"words": parametrizations.weight_norm(nn.Embedding(8, 4))})
     with pytest.raises(ValueError, match="its words computes its weight from other parameters"):
