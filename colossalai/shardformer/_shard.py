@@ -314,7 +314,8 @@ def check_rule(
                 "be cut: name the layer in `heads` of the Rule, and the row layer behind it in `splits`"
             )
     _check_unset(what, module, rule)
-    refuse_uncovered(name, module, rule, ruled)
+    if num_ranks > 1:  # one has all heads
+        refuse_uncovered(name, module, rule, ruled)
     for key, number in _numbers(module, rule).items():
         if number % num_ranks:
             raise ValueError(

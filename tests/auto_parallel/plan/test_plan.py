@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from click.testing import CliRunner
+from torch import Tensor, nn
 
 from colossalai.amp import BF16Autocast, FullPrecision, refuse_misfit
 from colossalai.auto_parallel import AutoPlan, load_plan, make_plan
@@ -26,7 +27,7 @@ from colossalai.auto_parallel.trace._trace import trace_model
 from colossalai.booster.plugin import AutoPlugin
 from colossalai.cli._main import main
 from colossalai.pipeline import PipelineOptions
-from colossalai.shardformer import check_shards
+from colossalai.shardformer import Rule, check_shards, register_rule
 from tests.auto_parallel.plan.models import arguments_of, gpt, mixtral, resnet, slow_machine
 from tests.shardformer.models import mixtral_with_lora
 from tests.tiers import further
@@ -194,6 +195,27 @@ def test_layers_that_a_class_may_have_are_left_out_of_its_rule_by_name() -> None
     rules = {name: rule for name, rule in rules_of_model(model).items() if name.endswith("attn")}
     assert {name: rule.columns for name, rule in rules.items()} == {"transformer.h.0.attn": ("c_attn",)}
     assert [name for name, _, _ in check_shards(model, 2, rules)] == list(rules)
+
+
+class Normed(nn.Module):
+    """A block whose rule leaves out a norm between its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the layers make of `x`, (batch, 8)."""
+        return self.down(self.norm(self.up(x)))
+
+
+def test_a_module_that_tensor_parallelism_refuses_has_a_plan_in_which_its_rule_is_not() -> None:
+    rule = Rule(columns=("up",), rows=("down",))
+    register_rule(Normed, rule)  # stays, and nobody else is called so
+    model = nn.Sequential(Normed())
+    plan = make_plan(model, {"input": torch.zeros(1, 8)}, world_size=2, profile=slow_machine())
+    assert rule not in plan.rules.values()
+    check_shards(model, 2, plan.rules)
 
 
 def test_ranks_are_there_to_share() -> None:
