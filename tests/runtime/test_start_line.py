@@ -1,6 +1,7 @@
 """The line that both doors log at the start: the model, the plan, and the bytes that the first rank holds."""
 
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -212,22 +213,27 @@ class Sparse(nn.Module):
         return self.linear(x)
 
 
-def boost_odd_models() -> list[str]:
+def boost_odd_models(folder: str) -> list[str]:
     colossalai.launch_from_torch({}, verbose=False)
     booster = Booster()
     with mock.patch.object(DistributedLogger, "_log") as log:
         for model in (Sparse(), nn.Tanh()):
             booster.boost(model)
+        linear = nn.Linear(2, 2)
+        booster.boost(
+            linear, HybridAdam(linear.parameters(), nvme_offload_fraction=1.0, nvme_offload_dir=folder)
+        )
     gpc.destroy()
     return [call.args[1] for call in log.call_args_list]
 
 
 @pytest.mark.dist
-def test_a_line_stops_no_training() -> None:
-    ((sparse, empty),) = run_ranks(boost_odd_models, 1)
+def test_a_line_stops_no_training(tmp_path: Path) -> None:
+    ((sparse, empty, on_disk),) = run_ranks(boost_odd_models, 1, str(tmp_path))
     assert sparse.startswith("Sparse, 21 parameters: ")
     assert "bytes unknown: " in sparse
     assert "no parameters; rank 0 holds 0 B" in empty
+    assert "optimizer states 48 B, a part of them on disk" in on_disk
 
 
 @pytest.mark.unit

@@ -50,6 +50,8 @@ def start_line(
     if optimizers and len(unknown) == len(optimizers) and not held["optimizer states"]:
         del held["optimizer states"]
     kinds = ", ".join(f"{name} {bytes_text(size)}" for name, size in held.items())
+    if any(getattr(each.optim, "offloads_states", False) for each in optimizers):
+        kinds += ", a part of them on disk"
     more = f", and the states of {' and '.join(unknown)}" if unknown else ""
     words = plan.words(" and ".join(_SHORT.get(name, name) for name in dtypes) or "no parameters")
     return f"{described}: {words}; rank {mesh.rank} holds {bytes_text(sum(held.values()))} ({kinds}){more}"
