@@ -1,6 +1,5 @@
 """What a training works with: model, optimizer, loaders, and the engine that has them."""
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,12 +88,6 @@ def build_model(config: Config) -> GPT:
             init_std=config.INIT_STD,
         )
     )
-
-
-def count_parameters(config: Config) -> int:
-    """Count the parameters of the whole model; before the launch, since afterwards ranks may build slices."""
-    with torch.device("meta"):
-        return sum(math.prod(param.shape) for param in build_model(config).parameters())
 
 
 def build_optimizer(model: GPT, config: Config) -> torch.optim.Optimizer:

@@ -32,9 +32,9 @@ WEIGHT_DECAY = 0.1
 BETAS = (0.9, 0.95)
 
 # Along the way, in optimizer steps
-VALIDATE_EVERY = TOTAL_STEPS // 10
+VALIDATE_EVERY = max(1, TOTAL_STEPS // 10)
 VALIDATION_WINDOWS = 128  # sequences of a validation on the way; the last one takes all
-CHECKPOINT_EVERY = TOTAL_STEPS // 16
+CHECKPOINT_EVERY = max(1, TOTAL_STEPS // 16)
 
 # Features
 gradient_accumulation = 1

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from build import Training, build_training, count_parameters
+from build import Training, build_training
 from folder import CHECKPOINT_FOLDER, claim, default_folder, remove_run, write_results
 from report import FileReport, Report
 from tokens import load_text_data
@@ -35,9 +35,11 @@ from colossalai.engine import Engine
 def main() -> None:
     started = time.perf_counter()
     args = parse_args()
-    config = Config.from_file(args.config)
-    num_params = count_parameters(config)
-    colossalai.launch_from_torch(config, backend=args.backend, seed=config.SEED, verbose=False)
+    seed = Config.from_file(args.config).SEED
+    colossalai.launch_from_torch(args.config, backend=args.backend, seed=seed, verbose=False)
+    config = gpc.config  # with the values of `colossalai run --set`
+    if seed != config.SEED:
+        raise ValueError(f"SEED={config.SEED} comes too late, after the launch: change it in {args.config}")
     folder = args.output or default_folder(args.data)
     num_microbatches = (config.get("gradient_accumulation") or 1) * gpc.get_world_size(ParallelMode.DATA)
     batch_size = config.BATCH_SIZE * num_microbatches
@@ -59,8 +61,8 @@ def main() -> None:
         )
     try:
         report.say(
-            f"{num_params / 1e6:.1f}M parameters, {gpc.mesh} on {training.engine.device.type}; "
-            f"{data.train.size:,} tokens to train on, {data.validation.size:,} to validate on; "
+            f"on {training.engine.device.type}: {data.train.size:,} tokens to train on, "
+            f"{data.validation.size:,} to validate on; "
             f"{'resuming' if step else 'starting'} at step {step} of {config.TOTAL_STEPS}"
         )
         report.say(f"Ctrl-C stops it; started again, it goes on. The losses are drawn in {folder}/loss.png")

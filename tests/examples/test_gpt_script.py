@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
 import torch
 from transformers import GPT2LMHeadModel
 
+from colossalai.context._config import OVERRIDES_VARIABLE
 from tests.examples.scripts import EXAMPLES, run_script
 from tests.examples.test_text_data import TEXT
 from tests.ranks import RanksError, run_ranks
@@ -168,6 +170,19 @@ def test_a_loss_above_the_entropy_is_a_failure(undisturbed: Path, workplace: Pat
     assert [record["step"] for record in metrics(folder) if "loss" in record] == [1, 2]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]
     assert (folder / "notes.txt").exists()
+
+
+def run_with_overrides(*words: str) -> None:
+    with mock.patch.dict(os.environ, {OVERRIDES_VARIABLE: "TOTAL_STEPS=1 LEARNING_RATE=0.0"}):
+        run_script(*words)
+
+
+def test_values_of_the_command_line_go_before_those_of_the_config(workplace: Path) -> None:
+    words = ("gpt/train.py", *arguments(workplace, "set"))
+    with pytest.raises(RanksError, match="is not below the unigram entropy"):
+        run_ranks(run_with_overrides, 2, *words)
+    (record,) = [record for record in metrics(workplace / "set") if "loss" in record]
+    assert (record["step"], record["lr"]) == (1, 0.0)
 
 
 def test_too_little_text_for_a_batch_is_refused(workplace: Path) -> None:
