@@ -287,8 +287,8 @@ def _under_other_names(state: Mapping[str, Any], stored: Mapping[str, Any]) -> d
 _TensorKind = tuple[tuple[int, ...], torch.dtype]
 _OTHER_PRECISION = (
     "\nThe checkpoint was saved in another precision than that of the model: train the model in that of the "
-    "checkpoint (precision='bf16' or 'fp32'; 'auto' chooses by the processor), or load its weights alone by "
-    "load_model(..., strict=False), which converts them"
+    "checkpoint (precision= of a plugin or mixed_precision= of Booster, where 'auto' chooses by the device; "
+    "fp16= in a config), or load its weights alone by load_model(..., strict=False), which converts them"
 )
 
 
