@@ -32,6 +32,7 @@ from colossalai.amp._precision import FullPrecision as FullPrecision
 from colossalai.amp._precision import Precision as Precision
 from colossalai.amp._precision import PrecisionModule as PrecisionModule
 from colossalai.amp._precision import apply_precision as apply_precision
+from colossalai.amp._precision import is_fast_at_bfloat16 as is_fast_at_bfloat16
 from colossalai.amp._precision import refuse_misfit as refuse_misfit
 from colossalai.amp._sharded_params import MASTERS_KEY as MASTERS_KEY
 from colossalai.amp._sharded_params import STATE_KEY as STATE_KEY

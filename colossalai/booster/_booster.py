@@ -204,7 +204,7 @@ class Booster(Saving):
         )
         plan = replace(plan, precision=self._precision)
         if isinstance(model, nn.Module):  # `assemble` refuses anything else
-            plan = plan.decided(model, self.mesh, self.device)
+            plan = plan.resolve(model, self.mesh, self.device)
         self.plan = replace(self.plan, precision=plan.precision)  # which checkpoints hold
         described = describe_model(model, plan)
         boosted, wrapped = assemble_with_optimizers(

@@ -27,8 +27,8 @@ from colossalai.shardformer import NamedRules, Rule
 from colossalai.zero import ZeroReplicas
 from colossalai.zero.gemini import GeminiOptions
 
-_IN_WORDS = {"layout", "data", "precision", "cuts", "made_for"}  # and not as choices
-_UNSAID = {"stage", "bucket_cap_mb"}  # the label has the one, and each plugin its own default of the other
+_NOT_CHOICES = {"layout", "data", "precision", "cuts", "made_for"}  # `describe` writes these otherwise
+_OMITTED = {"stage", "bucket_cap_mb"}  # the label has the one, and each plugin its own default of the other
 _PIPELINE_KEYS = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE")
 
 
@@ -96,22 +96,22 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the choices that differ from the defaults, for people; `repr` has all of it."""
-        return self.words("the model's own precision")
+        return self.describe("the model's own precision")
 
-    def words(self, own_precision: str) -> str:
+    def describe(self, own_precision: str) -> str:
         """Return the extents of the mesh, the methods, and the choices that differ from the defaults.
 
         Args:
             own_precision: The name of the precision that the model has by itself.
         """
-        choices = _choices(self, {each.name for each in fields(self)} - _IN_WORDS)
+        choices = _choices(self, {each.name for each in fields(self)} - _NOT_CHOICES)
         cuts = [] if self.cuts is None else [f"cuts={len(self.cuts)} modules by name"]
         extents = [] if self.layout in (None, Layout(), Layout(data=1)) else [_extents(self.layout)]
         data = _with_choices(self.data.label, self.data)
         precision = _with_choices(self.precision.label or own_precision, self.precision)
         return ", ".join([*extents, data, precision, *choices, *cuts])
 
-    def decided(self, model: nn.Module, mesh: Mesh, device: torch.device) -> "Plan":
+    def resolve(self, model: nn.Module, mesh: Mesh, device: torch.device) -> "Plan":
         """Return the plan without choices that depend on the devices; collective if there is one.
 
         Args:
@@ -125,7 +125,7 @@ class Plan:
             sent = torch.tensor([verdict], dtype=torch.uint8, device=device)
             return bool(broadcast(sent, 0, mesh.axis(tuple(mesh.axes))))
 
-        precision = self.precision.decided(model, device, agree)
+        precision = self.precision.resolve(model, device, agree)
         return self if precision is self.precision else replace(self, precision=precision)
 
     def _check_layers(self) -> None:
@@ -228,14 +228,14 @@ def _extents(layout: Layout) -> str:
         (f"pp {layout.pipeline}", layout.pipeline > 1),
         (f"dp {layout.data}{experts}", layout.data is not None),
     ]
-    return " x ".join(part for part, is_said in parts if is_said)
+    return " x ".join(part for part, is_shown in parts if is_shown)
 
 
 def _with_choices(label: str, option: Any) -> str:
     """Return a label, with the fields of an option that differ from their defaults."""
     if not is_dataclass(option):  # a precision of the user's own
         return label
-    choices = _choices(option, {each.name for each in fields(option) if each.init and each.repr} - _UNSAID)
+    choices = _choices(option, {each.name for each in fields(option) if each.init and each.repr} - _OMITTED)
     return f"{label} ({', '.join(choices)})" if choices else label
 
 

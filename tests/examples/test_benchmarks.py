@@ -27,7 +27,7 @@ ALONE = (
         "soak",
         "speculation",
     ),
-    *("auto_memory", "auto_solve", "chat", "import_time", "weight_update"),
+    *("auto_memory", "auto_solve", "bfloat16", "chat", "import_time", "weight_update"),
 )
 # Each takes 10 s of a core and more: processes one after the other, or many variants.
 SLOW = {
@@ -56,6 +56,7 @@ SMALLEST = {
         *("--most-plans", "3", "--profile", "cpu-2-cores", *ROUNDS),
     ),
     "bandwidth": ("--sizes", "2048", "--repeats", "1", *ROUNDS),
+    "bfloat16": ("--sizes", "16", "--isas", "AVX2", *ROUNDS),
     "chat": (
         *("--steps", "2", "--seeds", "1", "--sft-steps", "3", "--prompts", "2", "--group", "2"),
         *("--rounds", "1", "--timed", "2", "--layers", "1", "--new", "4"),

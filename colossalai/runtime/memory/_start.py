@@ -1,4 +1,4 @@
-"""The line that a training starts with: model, plan, and the bytes of a rank by what is known after `boost`.
+"""Start-up summary of a training: model, plan, and the memory of a rank as it is known after `boost`.
 
 Nothing is sent and no device is asked, so one rank alone can write it. Parameters, masters and slices are
 there, and are counted as they are; gradients and optimizer states come with the first step, and follow from
@@ -53,7 +53,7 @@ def start_line(
     if any(getattr(each.optim, "offloads_states", False) for each in optimizers):
         kinds += ", a part of them on disk"
     more = f", and the states of {' and '.join(unknown)}" if unknown else ""
-    words = plan.words(" and ".join(_SHORT.get(name, name) for name in dtypes) or "no parameters")
+    words = plan.describe(" and ".join(_SHORT.get(name, name) for name in dtypes) or "no parameters")
     return f"{described}: {words}; rank {mesh.rank} holds {bytes_text(sum(held.values()))} ({kinds}){more}"
 
 
@@ -94,7 +94,7 @@ def held_from_the_first_step(
 
 
 def num_states(optimizer: Optimizer) -> Callable[[dict[str, Any]], int] | None:
-    """Return what tells the number of tensors that an optimizer keeps for a parameter of a group.
+    """Return a function of a parameter group: the number of state tensors for each of its parameters.
 
     A class derived from a known one keeps what that one does, unless it brings a step of its own. None: the
     class is not known.
