@@ -6,12 +6,24 @@ If that rank alone skipped its step, the replicas would drift apart. So the rank
 findings, once per step, and all skip or none does. A finding is one number: 0 if all is well, else the larger
 the earlier the parameter stands in the model, then the lower the rank. Its maximum over the ranks thus says
 which parameter is the first, and who has it, without a message more.
+
+[Note: one scale for the optimizers of a model]
+A backward multiplies one loss by one scale, and leaves gradients that hold it in every optimizer of the
+model. So those share a scaler. Each notes the scale of the latest backward, whichever of them ran it, and
+divides out that one: by the time of its step, the scaler may have moved on because of another's. Gradients
+that wait, to be added to, follow the scale before a backward with another one adds to them.
+
+The first one that asks looks at the gradients of all that wait for their step: if one of them has an
+overflow, all skip, and the scaler counts one step. One whose gradients are nobody's any more (it has made or
+skipped its step, and has not forgotten them yet) is not asked: what a later backward adds to them is thrown
+away, and an inf in them is an old one. All this follows from the order of the program's calls, so all ranks
+decide alike.
 """
 
 import functools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, ClassVar
 
@@ -19,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 from colossalai.logging import get_dist_logger
+from colossalai.tensor import local_grads
 
 MAX_CONSECUTIVE_SKIPS = 50
 """Skipped steps in a row after which training stops, if nothing else is said."""
@@ -356,6 +369,42 @@ def find_overflow(
     if value == 0:
         return None
     return Overflow(_MAX_PLACE - (value >> _RANK_BITS), _MAX_RANK - (value & _MAX_RANK))
+
+
+@dataclass(eq=False)
+class Decision:
+    """Whether some optimizers may step.
+
+    Attributes:
+        overflow: What forbids it, if something does.
+        is_counted: Whether the scaler has heard of it.
+    """
+
+    overflow: Overflow | None = None
+    is_counted: bool = False
+
+    @property
+    def may_step(self) -> bool:
+        """Whether they may."""
+        return self.overflow is None
+
+
+def decide(
+    windows: Iterable[Iterable[tuple[torch.Tensor, int]]], group: dist.ProcessGroup | None
+) -> Decision:
+    """Look for an inf or nan; one all-reduce of one int64 over `group`.
+
+    Args:
+        windows: Parameters, each with its place in the model, in runs that are in memory together.
+        group: The ranks that decide together; None for this process alone.
+    """
+
+    def placed_grads() -> Iterator[tuple[list[torch.Tensor], list[int]]]:
+        for window in windows:
+            held = [(param, place) for param, place in window if param.grad is not None]
+            yield local_grads(param for param, _ in held), [place for _, place in held]
+
+    return Decision(find_overflow(placed_grads(), group))
 
 
 def share_name(name: str, overflow: Overflow, group: dist.ProcessGroup) -> str:

@@ -1,5 +1,8 @@
 """Precisions in which the model itself holds 16 bits, and the optimizer float32 masters of the weights."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -12,6 +15,7 @@ from colossalai.amp._masters import Casts
 from colossalai.amp._optimizer import OptimizerWrapper
 from colossalai.amp._precision import Precision, to_float32
 from colossalai.logging import get_dist_logger
+from colossalai.tensor import with_full_precision, without_full_precision
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -29,12 +33,26 @@ def cast_floats(nest: Any, dtype: torch.dtype) -> Any:
     )
 
 
-class _LowWeights(Precision):
-    """All in 16 bits, with float32 masters of the weights.
+@contextmanager
+def _without_alias_check() -> Iterator[None]:
+    """Leave out a check of compiled functions in their first call, which fails on subclasses of tensors."""
+    from torch._functorch import config
 
-    Parameters, inputs and outputs have 16 bits; what the model returns is float32 again, so that the loss is
-    computed in it. Batch normalization keeps parameters and statistics in float32: variances overflow
-    float16, and torch's kernels take 16-bit inputs along with them. See [Note: who holds the weights].
+    before = config.check_custom_op_aliasing
+    config.check_custom_op_aliasing = False
+    try:
+        yield
+    finally:
+        config.check_custom_op_aliasing = before
+
+
+class _LowWeights(Precision):
+    """Parameters and activations in 16 bits, with float32 masters of the weights.
+
+    Buffers and inputs keep their float32 values, and behave as tensors of 16 bits ([Note: full precision in
+    16 bits]). What the model returns is float32 again, so that the loss is computed in it. Batch
+    normalization keeps parameters and statistics in float32: variances overflow float16, and torch's kernels
+    take 16-bit inputs along with them. See [Note: who holds the weights].
     """
 
     dtype: torch.dtype
@@ -54,13 +72,31 @@ class _LowWeights(Precision):
             keep=tensors_of_batch_norms(model),
             grad_dtype=torch.float32 if float32_grads else self.dtype,
             with_masters=True,
+            keeps_buffers=True,
         )
 
+    def forward_context(self, device_type: str) -> AbstractContextManager[Any]:
+        if torch.compiler.is_dynamo_compiling() or "torch._dynamo" not in sys.modules:
+            return nullcontext()
+        return _without_alias_check()
+
     def convert_input(self, inputs: Any) -> Any:
-        return cast_floats(inputs, self.dtype)
+        return tree_map_only(torch.Tensor, self._converted, inputs)
+
+    def convert_activation(self, output: Any) -> Any:
+        return without_full_precision(output)
 
     def convert_output(self, output: Any) -> Any:
         return tree_map_only(torch.Tensor, to_float32, output)
+
+    def _converted(self, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or tensor.dtype == self.dtype:
+            return tensor
+        low = tensor.to(self.dtype)
+        if tensor.dtype not in (torch.float32, torch.float64) or type(tensor) is not torch.Tensor:
+            return low
+        # A copy, which the model may write into. What 16 bits have no number for is inf, as in `low`.
+        return with_full_precision(torch.where(low.isinf(), low.float(), tensor.float()), self.dtype)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp._sharded_params import MASTERS_KEY, STATE_KEY, StandIns
 from colossalai.context import Axis
-from colossalai.tensor import gradient_sync, keeps_dtype, scale_grads
+from colossalai.tensor import gradient_sync, keep_full_precision, keeps_dtype, scale_grads
 
 
 class Masters(StandIns):
@@ -173,12 +173,14 @@ class Casts:
         grad_dtype: The dtype in which gradients of parameters with a master accumulate; None: `dtype`.
         with_masters: Whether trainable parameters that are cast get a master; False: the optimizer works on
             what the model holds.
+        keeps_buffers: Whether buffers keep their float32 values, and only behave as tensors of `dtype`.
     """
 
     dtype: torch.dtype | None = None
     keep: Collection[int] = ()
     grad_dtype: torch.dtype | None = None
     with_masters: bool = False
+    keeps_buffers: bool = False
 
     def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
         """Return the dtype that a parameter or buffer gets."""
@@ -204,7 +206,10 @@ class Casts:
         return masters
 
     def cast_buffers(self, model: nn.Module) -> None:
-        """Cast the floating buffers of a model in place."""
+        """Cast the floating buffers of a model in place; see `keeps_buffers`."""
+        if self.dtype is not None and self.keeps_buffers:
+            keep_full_precision(model, self.dtype, is_plain=lambda buffer: not self._is_cast(buffer))
+            return
         for buffer in filter(self._is_cast, model.buffers()):
             buffer.data = buffer.data.to(self.dtype)
 

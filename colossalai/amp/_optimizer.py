@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp._loss_scaling import LossScaler, Overflow, share_name
+from colossalai.amp._loss_scaling import Decision, LossScaler, Overflow, decide, share_name
 from colossalai.amp._loss_weights import (
     GivenLoss,
     LossTerm,
@@ -23,7 +23,6 @@ from colossalai.amp._loss_weights import (
 )
 from colossalai.amp._masters import Masters
 from colossalai.amp._sharded_params import StandIns
-from colossalai.amp._step_decision import Decision, decide
 from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
 from colossalai.tensor import (

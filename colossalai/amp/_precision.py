@@ -77,6 +77,10 @@ class Precision:
         """Convert what the forward takes: any nest of tuples, lists and dicts."""
         return inputs
 
+    def convert_activation(self, output: Any) -> Any:
+        """Convert what a stage of a pipeline returned, before it is sent to the next one."""
+        return output
+
     def convert_output(self, output: Any) -> Any:
         """Convert what the forward returned."""
         return output

@@ -289,6 +289,7 @@ class Pipeline:
                 scatter_axis=self._tensor_axis if options.scatter_gather_tensors else None,
                 dtype=next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None),
                 stage_context=functools.partial(self._precision.forward_context, self._device.type),
+                convert_activation=self._precision.convert_activation,
                 collection=self._collection,
                 on_last_backward=self._before_last_backward,
             )

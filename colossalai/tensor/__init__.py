@@ -18,6 +18,11 @@ from colossalai.tensor._flat_range import flat_values as flat_values
 from colossalai.tensor._flat_range import range_of_states as range_of_states
 from colossalai.tensor._flat_range import set_flat_values as set_flat_values
 from colossalai.tensor._flat_range import set_range_of_states as set_range_of_states
+from colossalai.tensor._full_precision import FullPrecisionTensor as FullPrecisionTensor
+from colossalai.tensor._full_precision import keep_full_precision as keep_full_precision
+from colossalai.tensor._full_precision import source_of as source_of
+from colossalai.tensor._full_precision import with_full_precision as with_full_precision
+from colossalai.tensor._full_precision import without_full_precision as without_full_precision
 from colossalai.tensor._module_mode import evaluation_mode as evaluation_mode
 from colossalai.tensor._nested import map_leaves as map_leaves
 from colossalai.tensor._nested import map_tensors as map_tensors

@@ -140,8 +140,10 @@ def check_share(operation: str, whole: torch.Tensor, share: torch.Tensor, num_ra
             f"{operation}: the larger tensor has {whole.numel()} elements, and must have {num_ranks} times "
             f"the {share.numel()} of the smaller one, one part for each rank"
         )
-    if whole.dtype != share.dtype:
-        raise ValueError(f"{operation}: one tensor is {whole.dtype} and the other {share.dtype}")
+    if dtype_in_memory(whole) != dtype_in_memory(share):
+        raise ValueError(
+            f"{operation}: one tensor is {dtype_in_memory(whole)} and the other {dtype_in_memory(share)}"
+        )
 
 
 def check_list(operation: str, listed: Sequence[torch.Tensor], one: torch.Tensor, num_ranks: int) -> None:
@@ -152,12 +154,12 @@ def check_list(operation: str, listed: Sequence[torch.Tensor], one: torch.Tensor
     """
     if len(listed) != num_ranks:
         raise ValueError(f"{operation}: {len(listed)} tensors for {num_ranks} ranks")
-    shape, dtype = one.shape, one.dtype
+    shape, dtype = one.shape, dtype_in_memory(one)
     for tensor in listed:
-        if tensor.shape != shape or tensor.dtype != dtype:
+        if tensor.shape != shape or dtype_in_memory(tensor) != dtype:
             raise ValueError(
-                f"{operation}: a tensor of the list has shape {tuple(tensor.shape)} of {tensor.dtype}, and "
-                f"the single one {tuple(shape)} of {dtype}"
+                f"{operation}: a tensor of the list has shape {tuple(tensor.shape)} of "
+                f"{dtype_in_memory(tensor)}, and the single one {tuple(shape)} of {dtype}"
             )
 
 
@@ -200,12 +202,16 @@ def check_dtypes(operation: str, *tensors: torch.Tensor) -> None:
     Raises:
         ValueError: `tensors` have several types.
     """
-    dtype = tensors[0].dtype
+    dtype = dtype_in_memory(tensors[0])
     for tensor in tensors:
-        if tensor.dtype != dtype:
-            raise ValueError(
-                f"{operation}: tensors of {dtype} and {tensor.dtype}: all have one type, on all ranks"
-            )
+        if (other := dtype_in_memory(tensor)) != dtype:
+            raise ValueError(f"{operation}: tensors of {dtype} and {other}: all have one type, on all ranks")
+
+
+def dtype_in_memory(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype of the memory, where a class of tensors may answer another one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.dtype
 
 
 def split_rows(name: str, tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int) -> list[Bytes]:

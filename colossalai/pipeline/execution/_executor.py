@@ -132,6 +132,7 @@ class PipelineExecutor:
         dtype: The type that belongs to `tensor_shape`; torch's default type if not given.
         scatter_axis: A tensor axis along which activations are the same: each of its ranks sends its part.
         stage_context: Gives the context of every forward, for autocast.
+        convert_activation: Converts what every stage but the last returns. Default: nothing is converted.
         collection: Where stages leave terms of the loss, if some do; on all ranks, or on none. Shapes are
             exchanged then.
         on_last_backward: Called with the index of a chunk before the last action that adds to its gradients.
@@ -155,6 +156,7 @@ class PipelineExecutor:
         dtype: torch.dtype | None = None,
         scatter_axis: Axis | None = None,
         stage_context: Callable[[], AbstractContextManager[Any]] | None = None,
+        convert_activation: Callable[[Any], Any] | None = None,
         collection: LossCollection | None = None,
         on_last_backward: Callable[[int], None] | None = None,
     ) -> None:
@@ -167,6 +169,7 @@ class PipelineExecutor:
         if tensor_shape is not None and collection is None:
             self._fixed = fixed_spec(tensor_shape, dtype or torch.get_default_dtype())
         self._stage_context = stage_context or nullcontext
+        self._convert_activation = convert_activation
         self._collection = collection
         self._on_last_backward = on_last_backward
         self._lowered: dict[tuple[int, bool], _Lowered] = {}
@@ -222,6 +225,7 @@ class PipelineExecutor:
             loss_factors=[1.0] * len(microbatches) if loss_factors is None else loss_factors,
             keep_outputs=keep_outputs,
             stage_context=self._stage_context,
+            convert_activation=self._convert_activation,
             collection=self._collection,
             on_last_backward=self._on_last_backward,
         )
@@ -302,6 +306,7 @@ class _Run:
         loss_factors: What losses are multiplied by.
         keep_outputs: Whether outputs are kept.
         stage_context: Gives the context of every forward.
+        convert_activation: Converts what every stage but the last returns.
         collection: Where stages leave terms of the loss.
         on_last_backward: Called before the last action that adds to the gradients of a chunk.
 
@@ -322,6 +327,7 @@ class _Run:
         loss_factors: Sequence[float],
         keep_outputs: bool,
         stage_context: Callable[[], AbstractContextManager[Any]],
+        convert_activation: Callable[[Any], Any] | None,
         collection: LossCollection | None,
         on_last_backward: Callable[[int], None] | None,
     ) -> None:
@@ -334,6 +340,7 @@ class _Run:
         self._last_stage = lowered.schedule.num_stages - 1
         self._compute_loss, self._loss_factors, self._keep_outputs = compute_loss, loss_factors, keep_outputs
         self._stage_context, self._on_last_backward = stage_context, on_last_backward
+        self._convert_activation = convert_activation
         self._collection = collection
         self._live: dict[int, dict[int, _Live]] = {stage: {} for stage in lowered.callers}
         self._made: Any = None  # by a computation, for the step behind it, which sends or hands it on
@@ -383,7 +390,7 @@ class _Run:
         del received
         live = _Live(inputs, [])
         if stage < self._last_stage:
-            self._made = output
+            self._made = output if self._convert_activation is None else self._convert_activation(output)
         else:
             live.outputs = self._finish_forward(output, microbatch)
         if torch.is_grad_enabled():

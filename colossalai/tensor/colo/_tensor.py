@@ -18,6 +18,7 @@ from torch import nn
 
 from colossalai.logging import get_dist_logger
 from colossalai.tensor._attributes import SHARDING_SPEC
+from colossalai.tensor._full_precision import FullPrecisionTensor
 from colossalai.tensor._torch_function import ASKING_NO_VALUES, OF_AUTOGRAD, with_gradient_edges
 from colossalai.tensor.colo import _elementwise, _products, _views
 from colossalai.tensor.colo._cut import (
@@ -110,6 +111,8 @@ class ColoTensor(torch.Tensor):
     ) -> Any:
         """Call a function of torch that gets one; see [Note: what a function gets]."""
         kwargs = kwargs or {}
+        if any(issubclass(each, FullPrecisionTensor) for each in types):
+            return NotImplemented  # that one calls again, with ordinary tensors in its place
         if func in _OF_THE_SLICE or are_memory():
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
