@@ -3,9 +3,15 @@
 Saving: names are those of `module.state_dict()`, values are full tensors, whatever cut them.
 Loading: everything is compared first; only then is the first value overwritten, each rank copying its own
     slice.
+
+[Note: dtypes of buffers]
+Parameters of another dtype are an error: the checkpoint was saved in another precision. Buffers are converted
+between floating-point dtypes, as one precision can have either. A model of 16 bits has them in float32, where
+earlier versions had 16 bits, and levels of Apex and a model that was built in 16 bits still have.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -42,6 +48,7 @@ from colossalai.checkpoint_io.resharding import (
     TensorMetadata,
     fill,
     gathered,
+    in_full_precision,
     new_like,
     note_filled,
     pack,
@@ -54,7 +61,7 @@ from colossalai.checkpoint_io.resharding import (
 from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, MODEL_FOLDER, listed
 from colossalai.context import Mesh
 from colossalai.logging import get_dist_logger
-from colossalai.tensor import as_memory
+from colossalai.tensor import FullPrecisionTensor, as_memory
 
 _OTHERS = "extra state"  # under it are the values that are not tensors
 
@@ -153,12 +160,14 @@ class ModelLoadPlan:
         copies: Its own tensors that will be overwritten, each with its new value.
         computed: Values that only the module itself can take in: extra state, and what its hooks made up.
         report: What did not fit.
+        note: What rank 0 logs of its buffers that are converted; empty if none is.
     """
 
     module: nn.Module
     copies: list[tuple[torch.Tensor, StoredTensor]]
     computed: dict[str, object]
     report: LoadReport
+    note: str = ""
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -176,6 +185,8 @@ class ModelLoadPlan:
         fill(self.copies)
         if self.computed:
             self.module.load_state_dict(self.computed, strict=False)
+        if self.note:
+            get_dist_logger().info(self.note, ranks=[0])
         if not self.report.is_clean:
             get_dist_logger().warning(
                 f"the checkpoint did not fit in full:\n{self.report.describe()}", ranks=[0]
@@ -217,12 +228,14 @@ def plan_model_loading(
 
     Raises:
         ValueError: A name, shape or dtype in the checkpoint is not the model's and `strict` is set, or a
-            shape and `same_shapes` is; all of them are named.
+            shape and `same_shapes` is; all of them are named. For buffers see [Note: dtypes of buffers].
     """
     prefix = prefix_of(module)
-    wanted = {prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
+    given = {prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
+    wanted = {name: in_full_precision(value) for name, value in given.items()}
     _refuse_meta({} if is_lazy else wanted)
-    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    params = {id(param) for param in module.parameters()}
+    own = params | {id(buffer) for buffer in module.buffers()}
     targets = {name: value for name, value in wanted.items() if id(value) in own}
     refuse_unreadable(targets.values())
     groups = names_by_tensor(targets)
@@ -244,7 +257,16 @@ def plan_model_loading(
         for name, value in stored.items()
         if isinstance(value, TensorMetadata)
     }
-    wrong = [name for name in common if not _fit(kinds.get(name), stored_kinds.get(name), any_dtype)]
+    buffers = {name for name, tensor in targets.items() if id(tensor) not in params}
+    # And what hooks have made of buffers alone: with a weight it would be of 16 bits.
+    buffers |= {name for name, value in given.items() if isinstance(value, FullPrecisionTensor)}
+    wrong = [
+        name
+        for name in common
+        if not _fit(
+            kinds.get(name), stored_kinds.get(name), any_dtype=any_dtype, any_precision=name in buffers
+        )
+    ]
     mismatched = [
         f"{name}: {_shown(stored_kinds.get(name))} in the checkpoint, {_shown(kinds.get(name))} in the model"
         for name in wrong
@@ -261,6 +283,8 @@ def plan_model_loading(
         raise ValueError(f"{source} does not fit the model; nothing was loaded.\n{report.describe()}{remedy}")
 
     fitting = [name for name in common if name not in wrong_shape]
+    # Of tied names the last counts.
+    pairs = {id(wanted[name]): (stored_kinds[name], kinds[name]) for name in fitting if name in buffers}
     return ModelLoadPlan(
         module=module,
         copies=[(targets[name], stored[name]) for name in fitting if name in targets],
@@ -270,6 +294,7 @@ def plan_model_loading(
             if name not in targets
         },
         report=report,
+        note="" if any_dtype else _note_of(source, pairs.values(), is_part=bool(elsewhere)),
     )
 
 
@@ -285,6 +310,7 @@ def _under_other_names(state: Mapping[str, Any], stored: Mapping[str, Any]) -> d
 
 
 _TensorKind = tuple[tuple[int, ...], torch.dtype]
+_PRECISIONS = frozenset([torch.float64, torch.float32, torch.float16, torch.bfloat16])
 _OTHER_PRECISION = (
     "\nThe checkpoint was saved in another precision than that of the model: train the model in that of the "
     "checkpoint (precision= of a plugin or mixed_precision= of Booster, where 'auto' chooses by the device; "
@@ -299,8 +325,29 @@ def _kinds(state: Mapping[str, Any]) -> dict[str, _TensorKind]:
     return {name: (shapes[name], tensor.dtype) for name, tensor in tensors.items()}
 
 
-def _fit(kind: _TensorKind | None, stored: _TensorKind | None, any_dtype: bool) -> bool:
-    return kind == stored or (any_dtype and _shape(kind) == _shape(stored))
+def _fit(
+    kind: _TensorKind | None, stored: _TensorKind | None, *, any_dtype: bool, any_precision: bool
+) -> bool:
+    if kind is None or stored is None or kind[0] != stored[0]:
+        return kind == stored
+    if any_dtype or kind == stored:
+        return True
+    return any_precision and _differ_in_precision(stored, kind)
+
+
+def _differ_in_precision(stored: _TensorKind, kind: _TensorKind) -> bool:
+    return stored[1] != kind[1] and {stored[1], kind[1]} <= _PRECISIONS
+
+
+def _note_of(source: str, pairs: Iterable[tuple[_TensorKind, _TensorKind]], *, is_part: bool) -> str:
+    """Return what to log of stored buffers and those of the model; empty if none is converted."""
+    counts = Counter(
+        f"from {stored[1]} to {kind[1]}" for stored, kind in pairs if _differ_in_precision(stored, kind)
+    )
+    converted = ", ".join(f"{count} {dtypes}" for dtypes, count in counts.items())
+    whose = " of this rank" if is_part else ""
+    told = f"{source}: buffers{whose} were converted to the dtypes of the model: {converted}"
+    return told if counts else ""
 
 
 def _shape(kind: _TensorKind | None) -> tuple[int, ...] | None:
@@ -413,7 +460,7 @@ def load_model(
         module: The model to overwrite; it may be cut in another way than the one that was saved.
         checkpoint: The file or folder.
         strict: Raise if anything does not fit; else load what fits and warn. Values of another dtype are
-            converted.
+            converted; buffers of another floating-point dtype are in any case.
         prefix: Text in front of the names in the checkpoint that is to be left out; names without it are
             unexpected.
         variant: The word in the file names of a folder, if it holds weights of several variants.

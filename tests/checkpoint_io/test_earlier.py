@@ -1,19 +1,30 @@
 """Checkpoints that earlier versions wrote load, in each form; `earlier/make.py` wrote them."""
 
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 import colossalai
 from colossalai.booster import Booster
-from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
+from colossalai.booster.plugin import (
+    GeminiPlugin,
+    HybridParallelPlugin,
+    LowLevelZeroPlugin,
+    TorchDDPPlugin,
+    TorchFSDPPlugin,
+)
+from colossalai.core import global_context as gpc
 from colossalai.model_zoo.gpt import GPT
-from colossalai.utils import load_checkpoint
+from colossalai.utils import load_checkpoint, save_checkpoint
 from tests.checkpoint_io.earlier.make import EXTRA, GPT_SIZES, dataset, linear_model
 from tests.ranks import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
@@ -131,3 +142,90 @@ def _assert_same(values: dict[str, Any], expected: dict[str, Any], form: str, to
         wanted = expected[name]
         assert value.dtype == wanted.dtype
         assert torch.allclose(value, wanted, rtol=0, atol=tolerance), f"{form}: {name}"
+
+
+class Scaled(nn.Module):
+    """A layer with buffers that 16 bits round, and one of integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", 1 + torch.rand(4))
+        self.register_buffer("count", torch.tensor(300))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+PLANS = {
+    "zero": lambda: Booster(plugin=LowLevelZeroPlugin(stage=2, precision="bf16")),
+    "gemini": lambda: Booster(plugin=GeminiPlugin(precision="bf16")),
+    "fsdp": lambda: Booster(plugin=TorchFSDPPlugin(), mixed_precision="bf16"),
+    "pp": lambda: Booster(
+        plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="bf16_master")
+    ),
+}
+FORMS = {
+    "x.pt": {},
+    "x.safetensors": {},
+    "shards": {"shard": True, "size_per_shard": 0.0001, "use_safetensors": True},
+    "slices": {"gather_dtensor": False},
+}
+
+
+class Run:
+    """A boosted model whose buffers have 16 bits, as in earlier versions, or 32."""
+
+    def __init__(self, plan: str, seed: int, dtype: torch.dtype) -> None:
+        torch.manual_seed(seed)
+        self.booster = PLANS[plan]()
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(*(Scaled() for _ in range(4))))
+        self.model, self.optimizer, *_ = self.booster.boost(model, torch.optim.AdamW(model.parameters()))
+        for part in self.model.unwrap().modules():
+            if "scale" in part._buffers and dtype != torch.float32:
+                low = {"scale": part._buffers["scale"].to(dtype)}
+                vars(part)["_buffers"] = {**dict(part._buffers.items()), **low}
+        assert {buffer.dtype for buffer in self.model.unwrap().buffers()} == {dtype, torch.int64}
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return copies of what this rank holds."""
+        state = self.model.data.state_dict(self.model.unwrap())
+        local = {
+            name: value.to_local() if isinstance(value, DTensor) else value for name, value in state.items()
+        }
+        return {name: value.clone() for name, value in local.items()}
+
+
+def _convert_buffers(folder: Path, plan: str, saved: torch.dtype, wanted: torch.dtype) -> None:
+    colossalai.launch_from_torch({}, verbose=False)
+    source = Run(plan, 1, saved)
+    expected = {
+        name: value.to(wanted) if name.endswith("scale") else value for name, value in source.values().items()
+    }
+
+    def loads(action: Callable[[Run], object]) -> None:
+        target = Run(plan, 2, wanted)
+        action(target)
+        _assert_same(target.values(), expected, plan)
+
+    for form, options in FORMS.items():
+        source.booster.save_model(source.model, folder / form, **options)
+        loads(lambda target, form=form: target.booster.load_model(target.model, folder / form))
+    source.booster.save(folder / "run", source.model, source.optimizer, step=1)
+    loads(lambda target: target.booster.load(folder / "run", target.model, target.optimizer))
+    save_checkpoint(folder / "checkpoint.pt", 3, source.model, source.optimizer)
+    loads(lambda target: load_checkpoint(folder / "checkpoint.pt", target.model, target.optimizer))
+    state = source.model.state_dict()
+    loads(lambda target: target.model.load_state_dict(state))
+    gpc.destroy()
+
+
+@pytest.mark.parametrize("plan", ["zero", "pp", *map(further, ("gemini", "fsdp"))])
+@pytest.mark.parametrize(
+    ("saved", "wanted"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+@pytest.mark.every_cell
+def test_buffers_of_16_bits_load_into_float32_and_back(
+    plan: str, saved: torch.dtype, wanted: torch.dtype, tmp_path: Path
+) -> None:
+    run_ranks(_convert_buffers, 2, tmp_path, plan, saved, wanted)

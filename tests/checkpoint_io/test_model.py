@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from colossalai.checkpoint_io import load_model, save_model
+from colossalai.tensor import keep_full_precision
 from tests.checkpoint_io.models import Counting, Tied, assert_same_state, overwrite, tied
 
 pytestmark = pytest.mark.unit
@@ -57,6 +58,18 @@ def test_extra_state(options: dict[str, Any], tmp_path: Path) -> None:
     assert other[0].calls["sizes"] == (3, 4)
     overwrite(tmp_path / "x")  # what was loaded does not live in the file
     assert torch.equal(other[0].calls["seen"], torch.arange(3))
+
+
+@every_format
+def test_extra_state_can_hold_a_parameter(options: dict[str, Any], tmp_path: Path) -> None:
+    """It is stored once, under the name of the parameter."""
+    model, other = nn.Sequential(Counting()), nn.Sequential(Counting())
+    model[0].scale.data += 1
+    model[0].calls = {"first": model[0].scale, "again": [model[0].scale]}
+    save_model(model, tmp_path / "x", **options)
+    load_model(other, tmp_path / "x")
+    for loaded in (other[0].scale, other[0].calls["first"], other[0].calls["again"][0]):
+        assert torch.equal(loaded, model[0].scale)
 
 
 def test_a_torch_file_is_a_plain_state_dict(tmp_path: Path) -> None:
@@ -182,6 +195,114 @@ def test_without_strict_what_fits_is_loaded_and_the_rest_reported(
     assert torch.equal(model.hidden.bias, source.hidden.bias.float().double())
     assert torch.equal(model.hidden.weight, before.hidden.weight)
     assert torch.equal(model.back.bias, before.back.bias)
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a model with its floating-point buffers in another dtype."""
+    for module in model.modules():
+        floating = {name: buffer for name, buffer in module._buffers.items() if buffer.is_floating_point()}
+        module._buffers.update({name: buffer.to(dtype) for name, buffer in floating.items()})
+    return model
+
+
+@every_format
+@pytest.mark.parametrize(
+    ("saved", "wanted"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float16),
+        (torch.float16, torch.bfloat16),
+        (torch.float64, torch.float32),
+    ],
+)
+def test_buffers_are_converted(
+    saved: torch.dtype,
+    wanted: torch.dtype,
+    options: dict[str, Any],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    model, other = tied(seed=1), in_dtype(tied(seed=2), wanted)
+    model(torch.arange(11))
+    in_dtype(model, saved)
+    save_model(model, tmp_path / "x", **options)
+    assert load_model(other, tmp_path / "x").is_clean
+    assert_same_state(other, in_dtype(model, wanted))
+    told = (
+        f"{tmp_path / 'x'}: buffers were converted to the dtypes of the model: 2 from {saved} to {wanted}\n"
+    )
+    said = capfd.readouterr().err
+    assert told in said
+    assert said.count("buffers were converted") == 1
+
+
+def test_parameters_and_integers_are_not_converted(tmp_path: Path) -> None:
+    model = in_dtype(tied(seed=1), torch.bfloat16)
+    state = tied(seed=2).state_dict()
+    state["hidden.bias"] = state["hidden.bias"].float()
+    state["norm.num_batches_tracked"] = torch.tensor(3.0)
+    torch.save(state, tmp_path / "x.pt")
+    with pytest.raises(ValueError, match=r"nothing was loaded.\n2 of another shape or dtype: ") as caught:
+        load_model(model, tmp_path / "x.pt")
+    assert "hidden.bias: (5,) torch.float32 in the checkpoint, (5,) torch.float64" in str(caught.value)
+    assert "num_batches_tracked: () torch.float32 in the checkpoint, () torch.int64" in str(caught.value)
+    assert_same_state(model, in_dtype(tied(seed=1), torch.bfloat16))
+
+
+FACTORS = {"held": 1, "twice": 2, "thrice": 3}
+
+
+def in_16_bits(model: nn.Module) -> Any:
+    """Return a model with parameters in 16 bits, and float32 buffers that behave so."""
+    for param in model.parameters():
+        param.data = param.data.bfloat16()
+    keep_full_precision(model, torch.bfloat16, is_plain=lambda buffer: False)
+    return model
+
+
+class Table(nn.Module):
+    """A module whose hooks and extra state write what they make of a buffer."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("table", torch.full((5,), scale))
+        self.register_state_dict_post_hook(self._add_twice)
+        self.register_load_state_dict_pre_hook(self._take_twice)
+        self.loaded: dict[str, torch.Tensor] = {}
+
+    @staticmethod
+    def _add_twice(module: Any, state: dict[str, torch.Tensor], prefix: str, meta: Any) -> None:
+        state[prefix + "twice"] = module.table * 2
+
+    @staticmethod
+    def _take_twice(module: Any, state: dict[str, torch.Tensor], prefix: str, *rest: Any) -> None:
+        module.loaded["twice"] = state.pop(prefix + "twice")
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"held": self.table, "thrice": self.table * 3}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.loaded |= state
+
+
+@every_format
+def test_what_is_made_of_buffers_of_a_model_of_16_bits_keeps_their_digits(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    expected = {name: torch.full((5,), 0.7) * factor for name, factor in FACTORS.items()}
+    model, other = (in_16_bits(Table(scale)) for scale in (0.7, 0.0))
+    save_model(model, tmp_path / "x", **options)
+    load_model(other, tmp_path / "x")
+    assert torch.equal(other.state_dict()["table"], torch.full((5,), 0.7))
+    assert other.loaded.keys() == expected.keys()
+    assert all(torch.equal(other.loaded[name], value) for name, value in expected.items())
+    # What an earlier version made was rounded.
+    save_model(Table(0.7).bfloat16(), tmp_path / "earlier", **options)
+    load_model(other, tmp_path / "earlier")
+    low = torch.full((5,), 0.7).bfloat16()
+    assert torch.equal(other.state_dict()["table"], low.float())
+    assert torch.equal(other.loaded["twice"], low.float() * 2)
 
 
 def test_untied_weights_do_not_load_into_tied_ones(tmp_path: Path) -> None:

@@ -17,9 +17,15 @@ from colossalai.checkpoint_io._hugging_face_index import HuggingFaceIndex, index
 from colossalai.checkpoint_io._state import TREE_KEY, FileLayout, FlatStateDict, Kind, names_by_tensor
 from colossalai.checkpoint_io.formats._safetensors import in_file_order, write_safetensors
 from colossalai.checkpoint_io.formats._torch_file import write_torch_stream
-from colossalai.checkpoint_io.resharding import ShardedTensor, StoredTensor, TensorMetadata
+from colossalai.checkpoint_io.resharding import (
+    ShardedTensor,
+    StoredTensor,
+    TensorMetadata,
+    with_tensors_named,
+)
 from colossalai.checkpoint_io.storage import (
     INDEX,
+    Json,
     Write,
     atomic_file,
     atomic_folder,
@@ -239,7 +245,8 @@ def _write_file(write: Write, state: State, kind: Kind, *, use_safetensors: bool
     on_every_rank(partial(refuse_what_cannot_be_gathered, state, only_dense=use_safetensors))
     tensors = {name: state.tensors[name] for name in names_by_tensor(state.tensors)}
     if use_safetensors:
-        _write_safetensors(write, tensors, ".", size=size, header={TREE_KEY: json.dumps(state.tree)})
+        header = {TREE_KEY: json.dumps(_tree_of_first_names(state))}
+        _write_safetensors(write, tensors, ".", size=size, header=header)
     else:
         _write_torch(write, kind.join(state), tensors.values(), ".", size=size)
 
@@ -266,9 +273,17 @@ def _write_folder(write: Write, state: State, kind: Kind, layout: FileLayout, *,
             weight_map |= dict.fromkeys(names, file)
             content = {name: state.tensors[name] for name in names}
             _write_torch(write, content, tensors.values(), file, size=size)
-    index = HuggingFaceIndex(weight_map, {"total_size": state.nbytes, TREE_KEY: state.tree})
+    tree = _tree_of_first_names(state) if layout.use_safetensors else state.tree
+    index = HuggingFaceIndex(weight_map, {"total_size": state.nbytes, TREE_KEY: tree})
     index_name = kind.stems.index_name(use_safetensors=layout.use_safetensors, variant=layout.variant)
     write(partial(_write_text, name=index_name, text=index_text(index)))
+
+
+def _tree_of_first_names(state: State) -> Json:
+    """Return the tree of a state in which tied tensors have the name that safetensors stores them under."""
+    groups = names_by_tensor(state.tensors)
+    firsts = {name: first for first, names in groups.items() for name in names}
+    return with_tensors_named(state.tree, firsts)
 
 
 def _write_torch(

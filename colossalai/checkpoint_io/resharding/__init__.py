@@ -7,6 +7,7 @@ tensors.
 
 from colossalai.checkpoint_io.resharding._gather import gathered as gathered
 from colossalai.checkpoint_io.resharding._local_shards import fill as fill
+from colossalai.checkpoint_io.resharding._local_shards import in_full_precision as in_full_precision
 from colossalai.checkpoint_io.resharding._local_shards import is_cut_by_spec as is_cut_by_spec
 from colossalai.checkpoint_io.resharding._local_shards import new_like as new_like
 from colossalai.checkpoint_io.resharding._local_shards import new_states as new_states
@@ -28,3 +29,4 @@ from colossalai.checkpoint_io.resharding._tree import pack as pack
 from colossalai.checkpoint_io.resharding._tree import plain as plain
 from colossalai.checkpoint_io.resharding._tree import unpack as unpack
 from colossalai.checkpoint_io.resharding._tree import with_own_memory as with_own_memory
+from colossalai.checkpoint_io.resharding._tree import with_tensors_named as with_tensors_named

@@ -11,7 +11,7 @@ for, then the boxes are made, then, in loading, the values are read into them.
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -22,10 +22,12 @@ from colossalai.checkpoint_io.storage import listed
 from colossalai.tensor import (
     Box,
     FlatRange,
+    FullPrecisionTensor,
     ShardingSpec,
     flat_boxes,
     flat_values,
     range_of_states,
+    source_of,
     spec_of,
     whole_box,
 )
@@ -36,7 +38,8 @@ Shape = tuple[int, ...]
 
 def with_local_shards(content: T) -> T:
     """Return a nested value with this rank's shards in the places of its tensors; tied tensors stay one."""
-    leaves, structure = tree_flatten(content)
+    given, structure = tree_flatten(content)
+    leaves = [in_full_precision(leaf) for leaf in given]
     distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
     specs = {key: spec_of(tensor) for key, tensor in distinct.items()}
     held = {key: _held(tensor) for key, tensor in distinct.items()}
@@ -45,6 +48,13 @@ def with_local_shards(content: T) -> T:
         for key, tensor in distinct.items()
     }
     found: T = tree_unflatten([shards.get(id(leaf), leaf) for leaf in leaves], structure)
+    return found
+
+
+def in_full_precision(value: T) -> T:
+    """Return the float32 tensor of a `FullPrecisionTensor`, which has its memory; anything else as it is."""
+    plain: Any = source_of(value) if isinstance(value, FullPrecisionTensor) else value
+    found: T = plain
     return found
 
 

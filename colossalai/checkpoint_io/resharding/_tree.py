@@ -57,6 +57,23 @@ def unpack(tree: Json, tensors: Mapping[str, object]) -> object:
         raise ValueError(f"damaged checkpoint: {error}") from error
 
 
+def with_tensors_named(tree: Json, names: Mapping[str, str]) -> Json:
+    """Return a tree in which tensors have other names.
+
+    Args:
+        tree: What `pack` returned.
+        names: The new names by the present ones; tensors without an entry keep theirs.
+    """
+    if isinstance(tree, list):
+        return [with_tensors_named(item, names) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if list(tree) == ["tensor"]:
+        name = tree["tensor"]
+        return {"tensor": names.get(name, name) if isinstance(name, str) else name}
+    return {key: with_tensors_named(value, names) for key, value in tree.items()}
+
+
 def plain(value: T, *, at: str) -> T:
     """Return a nested value with nothing in it that `torch.load(weights_only=True)` would refuse.
 
