@@ -28,10 +28,12 @@ from torch.jit import ScriptModule
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from colossalai.tensor._nested import nested_tensors
 from colossalai.tensor._torch_function import OF_AUTOGRAD
 
 _OF_16_BITS = (torch.float16, torch.bfloat16)
+_DEPTH_OF_ATTRIBUTES = (
+    4  # of lists and dicts in each other; other objects, such as configs, may refuse a look
+)
 
 
 class FullPrecisionTensor(torch.Tensor):
@@ -269,8 +271,14 @@ def _can_be_kept(buffer: torch.Tensor) -> bool:
 def _attributes(module: nn.Module) -> set[int]:
     """Return the `id` of each tensor that a module has in an attribute, and not as a parameter or buffer."""
     members = ("_parameters", "_buffers", "_modules")
-    values = (value for part in module.modules() for name, value in vars(part).items() if name not in members)
-    return {id(tensor) for value in values for tensor in nested_tensors(value)}
+    values = [value for part in module.modules() for name, value in vars(part).items() if name not in members]
+    found = set()
+    for _ in range(_DEPTH_OF_ATTRIBUTES):
+        found |= {id(value) for value in values if isinstance(value, torch.Tensor)}
+        lists = [value for value in values if isinstance(value, list | tuple)]
+        lists += [list(value.values()) for value in values if isinstance(value, dict)]
+        values = [part for each in lists for part in each]
+    return found
 
 
 def _round_inputs(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:

@@ -5,6 +5,7 @@ import gc
 import io
 import pickle
 import weakref
+from dataclasses import dataclass
 from unittest import mock
 
 import pytest
@@ -513,3 +514,32 @@ def test_modules_and_functions_are_compiled(backend):
             found[0].sum().backward()
             assert weight.grad.equal(torch.sin(x).to(torch.bfloat16).sum(0))
     torch._dynamo.reset()
+
+
+@dataclass
+class Secretive:
+    """Attributes that are there and cannot be read, as in some configs of transformers."""
+
+    heads: int = 2
+
+    def __getattribute__(self, name):
+        if name == "heads":
+            raise AttributeError("per layer")
+        return super().__getattribute__(name)
+
+
+def test_buffers_under_another_attribute_are_cast(low_dtype):
+    net = nn.Module()
+    for name in ("alias", "listed", "nested", "alone"):
+        net.register_buffer(name, torch.tensor([999.0]))
+    net.other = net.alias
+    net.tables = [net.listed]
+    net.cache = {"tables": (net.nested, {})}
+    net.cache["itself"] = net.cache
+    object.__setattr__(net, "config", Secretive.__new__(Secretive))
+    keep_full_precision(net, low_dtype, is_plain=lambda buffer: False)
+    assert {name: buffer.dtype for name, buffer in net.named_buffers()} == {
+        **dict.fromkeys(("alias", "listed", "nested"), low_dtype),
+        "alone": torch.float32,
+    }
+    assert net.other is dict(net.named_buffers())["alias"]
