@@ -31,9 +31,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from colossalai.tensor._torch_function import OF_AUTOGRAD
 
 _OF_16_BITS = (torch.float16, torch.bfloat16)
-_DEPTH_OF_ATTRIBUTES = (
-    4  # of lists and dicts in each other; other objects, such as configs, may refuse a look
-)
+# Of lists and dicts in each other. Other objects, such as configs, may refuse to be looked into.
+_DEPTH_OF_ATTRIBUTES = 4
 
 
 class FullPrecisionTensor(torch.Tensor):
@@ -70,6 +69,7 @@ class FullPrecisionTensor(torch.Tensor):
         if _writes(func, args, kwargs):
             func(*_map(_widened, args), **_map(_widened, kwargs))
             return kwargs.get("out", args[0] if args else None)
+        # Next to 16 bits the copy is taken; else the values are, and the result is as full as its operands.
         others = [each for each in _tensors((args, kwargs)) if not isinstance(each, FullPrecisionTensor)]
         has_16_bits = any(each.dtype in _OF_16_BITS for each in others) and func not in _OF_SHAPE
         if not has_16_bits and not _asks_for_16_bits(func, args, kwargs):
@@ -167,7 +167,7 @@ def rounded(tensor: torch.Tensor) -> torch.Tensor:
     known, reference = vars(tensor).get("_copy", (None, None))
     copy: torch.Tensor | None = reference() if reference is not None else None
     if copy is None or known != state or (not copy.is_inference() and copy._version):
-        # There is none, or the values or its own were written to.
+        # None is in use, the values were written to, or a reader wrote into it.
         copy = source.to(_low_dtype_of(tensor))
         vars(tensor)["_copy"] = (state, weakref.ref(copy))
     return copy
@@ -218,7 +218,7 @@ class FullPrecisionBuffers(dict[str, torch.Tensor | None]):
     def __setitem__(self, name: str, buffer: torch.Tensor | None) -> None:
         if isinstance(buffer, torch.Tensor):
             buffer = source_of(buffer)
-            before = super().get(name)
+            before = None if name in self._plain else super().get(name)
             if before is not None and before.dtype == torch.float32 and buffer.dtype in _OF_16_BITS:
                 self._low_dtype = buffer.dtype  # another one by `module.half()` or `bfloat16()`
                 buffer = buffer.float()

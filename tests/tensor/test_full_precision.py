@@ -543,3 +543,18 @@ def test_buffers_under_another_attribute_are_cast(low_dtype):
         "alone": torch.float32,
     }
     assert net.other is dict(net.named_buffers())["alias"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_trained_module_is_converted_to_another_dtype(low_dtype, dtype):
+    """Batch normalization, whose statistics are ordinary tensors, has those of the new dtype."""
+    net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    statistics = {id(buffer) for buffer in net.buffers()}
+    net[0].register_buffer("table", torch.tensor([999.0, 1.0, 2.0]))
+    net[0].to(low_dtype)
+    net[0].table = torch.tensor([999.0, 1.0, 2.0])
+    keep_full_precision(net, low_dtype, is_plain=lambda buffer: id(buffer) in statistics)
+    converted = copy.deepcopy(net).to(dtype)
+    assert converted(torch.ones(4, 3, dtype=dtype)).dtype == dtype
+    assert converted[0].table.dtype == converted[1].running_mean.dtype == dtype
+    assert net[1].running_mean.dtype == torch.float32
