@@ -10,7 +10,7 @@ from colossalai.inference._load import EngineOptions
 from tests.inference.models import MIXED, greedy, prompts, tiny
 from tests.inference.tiny_tokenizers import byte_level
 
-FAMILIES = ("Llama", "GPT2", "OPT", "Qwen3")
+FAMILIES = ("Llama", "GPT2", "OPT", "Qwen3", "Bloom")
 NUM_TOKENS = 12
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0)
 POOL = 2**22  # bytes; the models take 1 to 2 KiB a token

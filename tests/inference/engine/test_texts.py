@@ -230,6 +230,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 1000, "num_h
         *(further("OPT", is_owned) for is_owned in (False, True)),
         further("Qwen3", False),
         further("Qwen3", True),
+        *(further("Bloom", is_owned) for is_owned in (False, True)),
         further("wide", False),
         ("wide", True),
     ],
