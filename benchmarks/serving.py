@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from harness.llama import llama_of, llama_parser
-from harness.rounds import report
+from harness.rounds import quartiles, report
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM
@@ -321,7 +321,7 @@ def main() -> None:
 def _row(
     name: str, what: str, ratios: Sequence[float], *, walls: Sequence[float] = (), cpus: Sequence[float] = ()
 ) -> dict[str, Any]:
-    low, middle, high = statistics.quantiles(ratios, n=4)
+    low, middle, high = quartiles(ratios)
     return {
         "load": name,
         "tokens/s": round(statistics.median(walls), 1) if walls else None,

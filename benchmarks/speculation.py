@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from harness.llama import llama_of, llama_parser
-from harness.rounds import report
+from harness.rounds import quartiles, report
 from transformers import LlamaForCausalLM
 
 from colossalai.inference import LLM, RequestOutput, SamplingParams
@@ -104,7 +104,7 @@ def main() -> None:
         found = measure(args, engines(args, Path(folder)))
     rows = []
     for (batch, load), rounds in found.items():
-        low, middle, high = statistics.quantiles([one["with"] / one["tokens/s"] for one in rounds], n=4)
+        low, middle, high = quartiles(one["with"] / one["tokens/s"] for one in rounds)
         median = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
         rows.append(
             {

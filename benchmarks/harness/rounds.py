@@ -10,7 +10,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -60,12 +60,18 @@ def time_rounds(
     return times
 
 
+def quartiles(values: Iterable[float]) -> list[float]:
+    """Return the quartiles of some values; those of a single one are itself."""
+    found = list(values)
+    return statistics.quantiles(found, n=4) if len(found) > 1 else found * 3
+
+
 def compare(times: Mapping[str, list[float]], *, baseline: str) -> list[dict[str, Any]]:
     """Return a row for each variant: its median step time, its median ratio to the baseline, quartiles."""
     rows = []
     for name, seconds in times.items():
         ratios = [mine / theirs for mine, theirs in zip(seconds, times[baseline], strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4)
+        low, middle, high = quartiles(ratios)
         rows.append(
             {
                 "variant": name,

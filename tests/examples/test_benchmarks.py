@@ -97,7 +97,7 @@ SMALLEST = {
     "sampling": ("--vocab", "300", "--batch", "2", *ROUNDS),
     "serving": (
         *("--vocab", "100", "--hidden", "128", "--layers", "1", "--intermediate", "64", "--batch", "4"),
-        *("--prompt", "8", "--new", "8", *ROUNDS),
+        *("--prompt", "8", "--new", "8", "--rounds", "1"),
     ),
     "serving_http": (
         *("--vocab", "300", "--hidden", "128", "--layers", "1", "--intermediate", "64", "--clients", "2"),
@@ -105,7 +105,7 @@ SMALLEST = {
     ),
     "serving_ranks": (
         *("--vocab", "100", "--hidden", "128", "--layers", "2", "--intermediate", "64", "--batch", "4"),
-        *("--prompt", "8", "--new", "8", *ROUNDS),
+        *("--prompt", "8", "--new", "8", "--rounds", "1"),
     ),
     "sequence_parallel": ("--seq", "64", *ROUNDS),
     "soak": (
@@ -114,7 +114,7 @@ SMALLEST = {
     ),
     "speculation": (
         *("--vocab", "100", "--hidden", "128", "--layers", "2", "--intermediate", "64", "--batch", "2"),
-        *("--prompt", "8", "--new", "8", *ROUNDS),
+        *("--prompt", "8", "--new", "8", "--rounds", "1"),
     ),
     "tensor_parallel": ("--seq", "8", "--hidden", "128", *ROUNDS),
     "watchdog": ("--seq", "8", *ROUNDS),
@@ -126,7 +126,7 @@ SMALLEST = {
         *("--vocab", "64", "--hidden", "64", "--layers", "1", "--heads", "2", "--intermediate", "64"),
         *ROUNDS,
     ),
-    "zero": ("--seq", "8", *ROUNDS),
+    "zero": ("--seq", "8", "--rounds", "1"),
 }
 CHAT_PARTS = ("ppo", "step", "generation", "sft", "dpo", "memory")  # beside the sums of GRPO
 
