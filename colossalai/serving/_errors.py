@@ -152,6 +152,10 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     """Answer to a path or method that is not there, in the form of all errors."""
     assert isinstance(error, HTTPException)
     path, headers = request.scope["path"], error.headers
+    if error.status_code == HTTPStatus.BAD_REQUEST and error.__cause__ is not None:
+        return ApiError(
+            400, f"the body is not JSON: {_why_unread(error.__cause__)}", code="invalid_json"
+        ).response
     if error.status_code == HTTPStatus.NOT_FOUND:
         return ApiError(404, f"there is no {path!a}; /docs lists what is there", headers=headers).response
     if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
@@ -160,6 +164,15 @@ async def on_http_error(request: Request, error: Exception) -> Response:
             405, f"{path!a} is asked by {allowed}, not {request.method!a}", headers=headers
         ).response
     return ApiError(error.status_code, str(error.detail), headers=headers).response
+
+
+def _why_unread(cause: BaseException) -> str:
+    """Return why a body could not be parsed, where the parser did not name a character."""
+    if isinstance(cause, UnicodeDecodeError):
+        return f"it is not in UTF-8 ({cause.reason} at byte {cause.start})"
+    if isinstance(cause, RecursionError):
+        return "its lists and objects are nested too deeply"
+    return "a number in it has too many digits" if isinstance(cause, ValueError) else "it cannot be read"
 
 
 async def on_api_error(request: Request, error: Exception) -> Response:

@@ -333,6 +333,12 @@ def test_a_nan_is_found_under_a_mask_and_a_token_beyond_the_vocabulary_is_named(
         one([0.0] * 40, logit_bias={40: 1.0})
 
 
+def test_a_top_k_beyond_64_bits_keeps_all_tokens():
+    logits = [0.1 * token for token in range(40)]
+    for uniform in (0.0, 0.4, LAST):
+        assert one(logits, uniform, top_k=10**400) == one(logits, uniform)
+
+
 def test_tokens_that_the_mask_has_no_bits_for_are_not_drawn():
     row = draw_of(
         SamplingParams(), prompt_token_ids=(), answer_token_ids=(), uniform=LAST, mask=words(range(20), 32)

@@ -115,6 +115,9 @@ def test_all_arguments_reach_the_engine(start: Any) -> None:
         store=True,
         metadata={"a": {"b": 1}},
         service_tier="auto",
+        safety_identifier="someone",
+        prompt_cache_key="some",
+        prompt_cache_retention="24h",
     )
     (request,) = site.service.seen
     assert (request.adapter, request.priority, request.timeout_s) == ("poems", -3, 50.0)

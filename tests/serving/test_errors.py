@@ -132,7 +132,15 @@ WRONG: dict[str, tuple[Any, int, str | None, str]] = {
     "suffix": ({"prompt": "a", "suffix": "b"}, 400, "suffix", "suffix is not supported"),
     "best_of": ({"prompt": "a", "best_of": 2}, 400, "best_of", "best_of is not supported"),
     "no JSON": ('{"prompt": ', 400, None, "the body is not JSON"),
-    "deeply nested": (NESTED, 400, None, ""),
+    "deeply nested": (NESTED, 400, None, "not JSON: its lists and objects are nested too deeply"),
+    "not in UTF-8": (b'{"prompt": "\xff"}', 400, None, "not in UTF-8 (invalid start byte at byte 12)"),
+    "a number of 5000 digits": ('{"seed": ' + "9" * 5000 + "}", 400, None, "has too many digits"),
+    "padded chunks": (
+        {"prompt": "a", "stream": True, "stream_options": {"include_obfuscation": True}},
+        400,
+        "stream_options.include_obfuscation",
+        "should be False",
+    ),
     "a list": ([1], 400, None, "must be a JSON object"),
     "nothing": ("", 400, None, "the body is missing"),
 }
@@ -141,7 +149,7 @@ WRONG: dict[str, tuple[Any, int, str | None, str]] = {
 def test_wrong_bodies(site: Site) -> None:
     """All are asked of one server, of which a start takes twenty times as long as an answer."""
     for number, (name, (body, status, param, text)) in enumerate(WRONG.items(), start=1):
-        content = body if isinstance(body, str) else json.dumps(body)
+        content = body if isinstance(body, str | bytes) else json.dumps(body)
         found, error = refused(site.client.post("/v1/completions", content=content, headers=JSON))
         assert (found, error["param"]) == (status, param), name
         assert text in error["message"], name
@@ -178,6 +186,11 @@ def test_paths_and_methods(site: Site) -> None:
     answer = site.client.get("/v1/completions")
     assert refused(answer)[0] == 405
     assert answer.headers["allow"] == "POST"
+    assert site.client.head("/v1/completions").status_code == 405
+    for path in ("/", "/health", "/v1/models"):
+        asked, got = site.client.head(path), site.client.get(path)
+        assert (asked.status_code, asked.content) == (200, b"")
+        assert asked.headers["content-length"] == got.headers["content-length"]
     assert refused(site.client.post("/v1/load_weights", json={"path": "x"}))[0] == 404
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from colossalai.inference._request import SamplingParams, TokenLogprobs
 
 _NONE = np.zeros(0, np.int64)
+_MOST_TOP_K = 2**31 - 1  # more tokens than any vocabulary has: the column holds 64 bits
 
 HAS_NAN, HAS_INFINITY, HAS_NO_TOKEN = -1, -2, -3
 """Stand for a token where none was drawn: a logit is a NaN, or infinite, or all tokens are ruled out."""
@@ -121,7 +122,7 @@ def draw_of(
     biases = {**params.logit_bias, **dict.fromkeys(banned, -np.inf)}
     return Draw(
         temperature=params.temperature,
-        top_k=max(params.top_k, 0),
+        top_k=min(max(params.top_k, 0), _MOST_TOP_K),
         top_p=params.top_p,
         min_p=params.min_p,
         uniform=uniform,

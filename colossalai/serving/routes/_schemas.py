@@ -84,6 +84,7 @@ class StreamOptions(StrictBody):
     """Options of a streamed answer."""
 
     include_usage: bool | None = Field(None, description="End with a chunk that has the usage.")
+    include_obfuscation: Literal[False] | None = Field(None, description="Chunks are never padded.")
 
 
 class NamedSchema(StrictBody):
@@ -154,6 +155,9 @@ class GeneratingBody(StrictBody):
     store: bool | None = Field(None, description="Without effect.")
     metadata: dict[str, Any] | None = Field(None, description="Without effect.")
     service_tier: str | None = Field(None, description="Without effect.")
+    safety_identifier: str | None = Field(None, description="Without effect.")
+    prompt_cache_key: str | None = Field(None, description="Without effect.")
+    prompt_cache_retention: str | None = Field(None, description="Without effect.")
 
     @property
     def asked_tokens(self) -> int | None:
