@@ -16,6 +16,7 @@ from colossalai.inference._load import (
     EngineOptions,
     ModelSource,
     check_tensor_ranks,
+    checkpoint_of,
     load_model,
     load_tokenizer,
 )
@@ -125,11 +126,12 @@ def check_ranks(
         pp: Stages that share the layers.
 
     Raises:
-        ValueError: `model` is nothing that can be served, `tokenizer` none, `options` go beyond the window of
-            the model, have adapters that do not fit or name a small model with other tokens, or `tp` or `pp`
-            ranks cannot share it.
+        ValueError: `model` is nothing that can be served or has no values, `tokenizer` none, `options` go
+            beyond the window of the model, have adapters that do not fit or name a small model with other
+            tokens, or `tp` or `pp` ranks cannot share it.
     """
     resolved = resolve_model(model)
+    checkpoint_of(resolved, options)
     loaded = load_tokenizer(model, tokenizer)
     _check_vocabulary(options, resolved.config.vocab_size, loaded)
     longest_of(resolved.config, options.max_length)

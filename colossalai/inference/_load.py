@@ -22,6 +22,7 @@ ModelSource = ModelClass | nn.Module
 """What may be served: a folder, a name or function of `colossalai.inference.models`, a model in memory."""
 
 
+_LEAST_BYTES = 1024  # a number between this and 1 is neither a fraction nor the bytes of a cache
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -84,6 +85,15 @@ class EngineOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value!r}; it must be more than 0")
+        if 1 < self.kv_memory < _LEAST_BYTES:
+            raise ValueError(
+                f"kv_memory={self.kv_memory!r}; it must be a fraction of the free memory up to 1, or bytes, "
+                f"at least {_LEAST_BYTES}"
+            )
+        if self.max_length == 1:
+            raise ValueError(
+                "max_length=1; it must be at least 2: a token of the prompt and one of the answer"
+            )
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype={self.dtype!r}; it must be one of {', '.join(map(repr, _DTYPES))}")
         if self.kv_dtype not in ("auto", "int8"):
@@ -121,9 +131,7 @@ def load_model(model: ModelSource, options: EngineOptions, mesh: Mesh | None = N
             check_adapters(model, options.adapters)
         return _quantized_in_memory(as_served(model), options)
     resolved = resolve_model(model)
-    checkpoint = options.checkpoint or resolved.folder
-    if checkpoint is None:
-        raise ValueError(f"{resolved.name} has no values of its own: name the file or folder as checkpoint")
+    checkpoint = checkpoint_of(resolved, options)
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
     part = resolved.build(dtype=dtype)
     check_adapters(part, options.adapters)
@@ -137,6 +145,20 @@ def load_model(model: ModelSource, options: EngineOptions, mesh: Mesh | None = N
     else:
         load_quantized(part, checkpoint, way)
     return part.to(get_current_device()).eval()
+
+
+def checkpoint_of(resolved: ResolvedModel, options: EngineOptions) -> str | os.PathLike[str]:
+    """Return where the values of a model are.
+
+    Raises:
+        ValueError: `options` name a checkpoint that does not exist, or none for a model without values.
+    """
+    if options.checkpoint is not None and not os.path.exists(options.checkpoint):
+        raise ValueError(f"checkpoint={options.checkpoint!r} does not exist (looked in {os.getcwd()})")
+    checkpoint = options.checkpoint or resolved.folder
+    if checkpoint is None:
+        raise ValueError(f"{resolved.name} has no values of its own: name the file or folder as checkpoint")
+    return checkpoint
 
 
 def way_of(resolved: ResolvedModel, options: EngineOptions) -> QuantizationWay | None:

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -87,11 +88,8 @@ class Server:
         """
         if self._thread is not None:
             raise RuntimeError("the server was started before; make another one")
-        try:
-            self._uvicorn.config.load()  # reads the certificate
-        except OSError as error:
-            files = f"ssl_keyfile={self._options.ssl_keyfile!r}, ssl_certfile={self._options.ssl_certfile!r}"
-            raise ValueError(f"{files} cannot be used: {error}") from error
+        check_certificate(self._options)
+        self._uvicorn.config.load()
         self._socket = _listen(self._options)
         self._thread = threading.Thread(target=self._run, name="colossalai-serving", daemon=True)
         self._thread.start()
@@ -169,6 +167,21 @@ def check_port(options: ServerOptions) -> None:
         ValueError: `options` say a host and a port that cannot be listened on.
     """
     _listen(options).close()
+
+
+def check_certificate(options: ServerOptions) -> None:
+    """Refuse files for https before what takes long is done for them.
+
+    Raises:
+        ValueError: The key and the certificate of `options` cannot be read, or do not belong together.
+    """
+    if options.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(options.ssl_certfile, options.ssl_keyfile)
+    except OSError as error:
+        files = f"ssl_keyfile={options.ssl_keyfile!r}, ssl_certfile={options.ssl_certfile!r}"
+        raise ValueError(f"{files} cannot be used: {error}") from error
 
 
 @contextmanager

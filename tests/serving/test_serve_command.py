@@ -332,6 +332,19 @@ def test_what_cannot_be_served_is_refused_in_words(tiny: Path, tmp_path: Path) -
     assert "max_length=1000" in usage_error(folder, "--max-length", "1000", "--tp", "2")
     assert "--api-key-file" in usage_error(folder, "--api-key-file", missing)
     assert "is no folder, and so not one of a tokenizer" in usage_error(folder, "--tokenizer", missing)
+    assert "kv_memory=2.0; it must be a fraction" in usage_error(folder, "--kv-memory", "2.0")
+    assert "max_length=1; it must be at least 2" in usage_error(folder, "--max-length", "1")
+    binary = tmp_path / "binary"
+    binary.write_bytes(b"\xff\xfe")
+    said = usage_error(folder, "--api-key-file", str(binary))
+    assert f"--api-key-file {binary} is not in UTF-8" in said.replace("key- file", "key-file")
+    tls = ("--ssl-keyfile", missing, "--ssl-certfile", missing)
+    for words in ((), ("--tp", "2")):
+        said = usage_error(folder, "--port", "0", "--checkpoint", missing, *words)
+        assert "checkpoint=" in said
+        assert "does not exist" in said
+        # before the model is looked at, which may take minutes
+        assert "cannot be used" in usage_error(str(empty), "--port", "0", *tls, *words)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

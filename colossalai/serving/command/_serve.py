@@ -29,7 +29,7 @@ from colossalai.launcher import RunOptions
 from colossalai.launcher import run as run_ranks
 from colossalai.logging import get_dist_logger
 from colossalai.serving._options import ServerOptions, is_loopback
-from colossalai.serving._server import Server, check_port, reserved_port
+from colossalai.serving._server import Server, check_certificate, check_port, reserved_port
 from colossalai.serving.command._answer_cache import AnswerCache
 from colossalai.serving.command._profanity import ProfanityFilter, ProfanityWords
 
@@ -115,6 +115,7 @@ def serve(options: ServeOptions) -> int:
     """
     plan = _plan(options)
     server = plan.server_options()  # refuses before anything is loaded or started
+    check_certificate(server)
     check_port(server)
     num_ranks = plan.tp * plan.pp
     if num_ranks == 1 and not options.max_restarts:
@@ -288,6 +289,8 @@ def _api_key(file: str | None) -> str | None:
         key = Path(file).read_text(encoding="utf-8").strip()
     except OSError as error:
         raise ValueError(f"--api-key-file {file}: {error.strerror}") from error
+    except UnicodeDecodeError:  # its message has a byte of the key
+        raise ValueError(f"--api-key-file {file} is not in UTF-8: write the key into it as text") from None
     if not key:
         raise ValueError(f"--api-key-file {file} is empty: write the key into it")
     return key
