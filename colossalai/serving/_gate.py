@@ -29,6 +29,7 @@ from colossalai.serving._visit import Outcome, Visit
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Are asked every few seconds by machines: their lines are for debugging."""
 
+_MOST_DISCARDED = 1 << 28  # bytes of a body that is too large; what is larger ends with a reset
 _MOST_PARTS = 1 << 16
 _PARTS_PER_TOKEN = 16  # a token of many brackets
 
@@ -108,12 +109,16 @@ class Gate:
             ClientLeft: The client has left before the end of its body.
         """
         headers, limit = Headers(scope=scope), self._front.options.max_body_bytes
-        check_key(self._front.options, visit.path, headers.get("authorization", "").encode("latin-1"))
-        if visit.is_generating:
-            self._front.enter(visit)
-        length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > limit:
-            raise _too_large(limit)  # uvicorn reads what a refused client still sends, and keeps none of it
+        try:
+            check_key(self._front.options, visit.path, headers.get("authorization", "").encode("latin-1"))
+            if visit.is_generating:
+                self._front.enter(visit)
+            length = headers.get("content-length", "0")
+            if length.isdecimal() and int(length) > limit:
+                raise _too_large(limit)
+        except ApiError:
+            await _discard_body(scope, receive)
+            raise
         chunks, size = [], 0
         while True:
             message = await receive()
@@ -121,6 +126,8 @@ class Gate:
                 raise ClientLeft
             size += len(message.get("body", b""))
             if size > limit:
+                if message.get("more_body", False):
+                    await _discard_body(scope, receive)
                 raise _too_large(limit)
             chunks.append(message.get("body", b""))
             if not message.get("more_body", False):
@@ -169,6 +176,28 @@ class Gate:
             raise ClientLeft
         else:  # what went wrong while it was cancelled is told nobody but the log
             raise ClientLeft from answering.exception()
+
+
+async def _discard_body(scope: Scope, receive: Receive) -> None:
+    """Read what a refused client still sends, where the connection is closed after the answer.
+
+    Bytes that nobody reads reset a connection that is closed, and the client loses the answer with it. On a
+    connection that is kept, uvicorn reads them after the answer. A client that asks first, by `Expect`, sends
+    nothing that it is not told to.
+
+    Raises:
+        ClientLeft: The client has left before the end of its body.
+    """
+    headers = Headers(scope=scope)
+    is_closed = scope["http_version"] == "1.0" or "close" in headers.get("connection", "").lower()
+    size = 0
+    while is_closed and "expect" not in headers and size < _MOST_DISCARDED:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        if not message.get("more_body", False):
+            return
+        size += len(message.get("body", b""))
 
 
 async def _wait_for_leaving(visit: Visit, receive: Receive) -> None:

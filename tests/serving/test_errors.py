@@ -213,6 +213,22 @@ def test_a_client_that_asks_before_it_sends_is_not_asked_for_too_much(site: Site
         assert connection.recv(1000).startswith(b"HTTP/1.1 413 ")
 
 
+def test_a_client_that_closes_its_connection_sees_why_its_body_is_refused(start: Any) -> None:
+    """As urllib does: a server that closes before it has read all resets the connection."""
+    site = start(options={"api_key": "key", "max_body_bytes": 1000})
+    body = b"x" * (10 * 2**20)
+    chunk = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    for status, key, kind, sent in (
+        (413, "key", f"content-length: {len(body)}", body),
+        (413, "key", "transfer-encoding: chunked", chunk),
+        (401, "other", f"content-length: {len(body)}", body),
+    ):
+        fields = f"host: x\r\nconnection: close\r\nauthorization: Bearer {key}\r\n{kind}"
+        with socket.create_connection(("127.0.0.1", site.server.port), timeout=LIMIT_S) as connection:
+            connection.sendall(f"POST /generation HTTP/1.1\r\n{fields}\r\n\r\n".encode() + sent)
+            assert connection.recv(1000).startswith(f"HTTP/1.1 {status} ".encode()), (status, kind)
+
+
 def test_4_mib_are_the_most_and_10_mb_too_large(site: Site) -> None:
     for size, status in ((4 * 2**20, 400), (4 * 2**20 + 1, 413), (10_000_000, 413)):
         body = b'{"prompt": 1}'.ljust(size)  # no text, so that no time goes into its tokens
