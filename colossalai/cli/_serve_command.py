@@ -154,9 +154,6 @@ def serve(
     MODEL is a folder of save_pretrained (or what a training run has left), or a name such as opt_125M with
     --checkpoint. Without a key the server listens on this machine only.
     """
-    from colossalai.serving import ServeOptions
-    from colossalai.serving import serve as serve_model
-
     # A port, a drain and a time of 0 are said, too.
     given = {key: value for key, value in others.items() if value is not None and value is not False}
     server = {field: given.pop(key) for key, field in _SERVER_OPTIONS.items() if key in given}
@@ -164,20 +161,23 @@ def serve(
         given["has_prefix_cache"] = False
     if batch_invariant:
         given["is_batch_invariant"] = True
-    options = ServeOptions(
-        model=model,
-        config=config,
-        name=name,
-        tokenizer=tokenizer,
-        tp=tp,
-        pp=pp,
-        max_restarts=max_restarts,
-        api_key_file=api_key_file,
-        profanity_file=profanity_file,
-        engine=given,
-        server=server,
-    )
     try:
+        from colossalai.serving import ServeOptions  # takes seconds, in which Ctrl-C is one as later
+        from colossalai.serving import serve as serve_model
+
+        options = ServeOptions(
+            model=model,
+            config=config,
+            name=name,
+            tokenizer=tokenizer,
+            tp=tp,
+            pp=pp,
+            max_restarts=max_restarts,
+            api_key_file=api_key_file,
+            profanity_file=profanity_file,
+            engine=given,
+            server=server,
+        )
         sys.exit(serve_model(options))
     except ValueError as error:
         raise click.UsageError(str(error)) from error

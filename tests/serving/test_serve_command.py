@@ -108,6 +108,7 @@ def test_a_folder_is_served_until_sigterm(
 ) -> None:
     served = begin(str(tiny), "--port", "0", "--kv-memory", "32MiB").wait_until_ready()
     assert served.port != 8020
+    assert served.log.index("loading tiny on one rank") < served.log.index("tiny is loaded in")
     assert served.text() == greedy_text != ""
     assert served.get("/v1/models").json()["data"][0]["id"] == "tiny"
     chat = served.post(
@@ -141,6 +142,7 @@ def test_two_ranks_keep_the_key_and_drain_as_one_process_does(
     words = ("--api-key-file", str(tmp_path / "key.txt"), "--open-metrics")
     served = begin(str(tiny), "--port", "0", "--kv-memory", "32MiB", "--tp", "2", *words, key=KEY)
     served.wait_until_ready()
+    assert "loading tiny on 2 ranks (tp 2, pp 1)" in served.log
     assert served.text() == greedy_text
     assert served.get("/v1/models", authorization="Bearer wrong").status_code == 401
     assert len(served.pids) >= 3

@@ -118,6 +118,11 @@ def serve(options: ServeOptions) -> int:
     check_certificate(server)
     check_port(server)
     num_ranks = plan.tp * plan.pp
+    if plan.config is not None:
+        _set_log_level(plan.config.log_level)
+    # Ranks take seconds to start, and values may take minutes.
+    ranks = f"{num_ranks} ranks (tp {plan.tp}, pp {plan.pp})" if num_ranks > 1 else "one rank"
+    get_dist_logger("colossalai.serving").info(f"loading {plan.name} on {ranks}")
     if num_ranks == 1 and not options.max_restarts:
         serve_rank(options)
         return 0
