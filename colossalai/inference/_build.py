@@ -294,12 +294,17 @@ def _eos_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
 
 def _num_blocks(runner: Runner, bytes_per_block: int, options: EngineOptions) -> int:
     per_request = -(-longest_of(runner.model.config, options.max_length) // options.block_size)
-    memory = options.kv_memory
-    if memory <= 1:
-        memory *= _free_memory(runner.device)
-    fitting = int(memory // bytes_per_block)
+    free = _free_memory(runner.device)
+    memory = options.kv_memory * free if options.kv_memory <= 1 else options.kv_memory
     # More than every answer at full length could use is of no use but to prefixes.
-    return min(fitting, 2 * options.max_running * per_request)
+    num_blocks = min(int(memory // bytes_per_block), 2 * options.max_running * per_request)
+    size = num_blocks * bytes_per_block
+    if size > free:
+        raise ValueError(
+            f"kv_memory={options.kv_memory:.0f}: the cache would take {size / 2**30:.1f} GiB, and "
+            f"{free / 2**30:.1f} GiB are free here: give it less"
+        )
+    return num_blocks
 
 
 def _free_memory(device: torch.device) -> int:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ def load_model(model: ModelSource, options: EngineOptions, mesh: Mesh | None = N
     return part.to(get_current_device()).eval()
 
 
-def checkpoint_of(resolved: ResolvedModel, options: EngineOptions) -> str | os.PathLike[str]:
+def checkpoint_of(resolved: ResolvedModel, options: EngineOptions) -> str | Path:
     """Return where the values of a model are.
 
     Raises:

@@ -34,6 +34,12 @@ def test_a_folder_answers_as_generate_does(folder: Path) -> None:
 
 
 @pytest.mark.unit
+def test_a_cache_beyond_the_free_memory_is_refused(folder: Path) -> None:
+    with pytest.raises(ValueError, match=r"kv_memory=1125899906842624: the cache would take .* give it less"):
+        LLM(folder, kv_memory=2**50, max_running=10**12)
+
+
+@pytest.mark.unit
 def test_a_step_that_reads_a_prompt_and_draws_nothing(folder: Path) -> None:
     """Its logits have no rows, on packed parts, too."""
     llm = LLM(folder, kv_memory=2**22, max_running=4, max_tokens_per_step=16)
@@ -59,7 +65,7 @@ def test_a_prompt_that_can_never_be_answered_is_refused_before_any_is_begun(fold
     [
         ({"dtype": "float31"}, "dtype='float31'; it must be"),
         ({"block_size": 0}, "block_size=0; it must be more than 0"),
-        ({"kv_memory": 100.0}, "kv_memory=100.0 does not hold one block of 16 tokens"),
+        ({"kv_memory": 1100.0}, "kv_memory=1100.0 does not hold one block of 16 tokens"),
         ({"max_length": 10**6}, "max_length=1000000; the window of the model is 2048 tokens"),
         ({"max_tokens_per_step": 8}, "max_tokens_per_step=8 is less than max_running=64"),
         ({"checkpoint": "/nowhere"}, "nowhere"),
