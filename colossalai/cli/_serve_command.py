@@ -74,7 +74,7 @@ def _adapters(given: tuple[str, ...]) -> dict[str, str]:
 @click.option("--checkpoint", metavar="PATH", help="The values, where they are not in the model's folder.")
 @click.option("--tp", type=_POSITIVE, help="Ranks that share each layer.  [default: 1]")
 @click.option("--pp", type=_POSITIVE, help="Stages that share the layers.  [default: 1]")
-@click.option("--dtype", help="float32, bfloat16 or float16; that of the files if not given.")
+@click.option("--dtype", help="float32, bfloat16, float16 or float64; that of the files if not given.")
 @click.option(
     "--quantize",
     metavar="WAY",
