@@ -6,8 +6,8 @@
 The weights of a small Llama (218 MB in float32, so that no cache holds them) are multiplied in turn by one
 row, two, four and so on: the products of a decoding step without its head and nothing else, one thread.
 `GB/s` is the memory that is read, "of one row" the time as a part of the first number's. "sum" adds up as
-many numbers: what a core reads at most. What the engine does with one row follows from `fewest_rows`,
-which the last line says.
+many numbers: what a core reads at most. "table" is one row with row tables, as the engine multiplies it
+where they are kept. What the engine does without them follows from `fewest_rows`, which the last line says.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from harness.rounds import report, time_rounds
 
-from colossalai.inference.products import fewest_rows
+from colossalai.inference.products import FloatRowTable, fewest_rows
 
 SHAPES = ((1280, 640), (640, 640), (1728, 640), (1728, 640), (640, 1728))
 
@@ -52,8 +52,16 @@ def main() -> None:
         packed = [torch.ops.mkldnn._reorder_linear_weight(weight, 16) for weight in plain]
         inputs = [weight.shape[1] for weight in plain]
         flat = torch.cat([weight.flatten() for weight in plain])
+        tables = [FloatRowTable(weight) for weight in plain]
         del plain
         variants = {"sum": lambda flat=flat: flat.sum()}
+        row = {size: torch.randn(1, size).to(dtype) for size in set(inputs)}
+
+        def multiply_tables(row: dict[int, torch.Tensor] = row, tables: list[FloatRowTable] = tables) -> None:
+            for size, table in zip(inputs, tables, strict=True):  # noqa: B023
+                table.multiply(row[size])
+
+        variants["table"] = multiply_tables
         for num_rows in args.num_rows:
             xs = {size: torch.randn(num_rows, size).to(dtype) for size in set(inputs)}
 

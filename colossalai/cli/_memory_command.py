@@ -24,7 +24,16 @@ Examples:
     --max-length 4096 --json"""
 
 _TRACE_OPTIONS = ("memory_budget", "offload_dir", "placement_policy", "blocks", "min_chunk_size_mb")
-_SERVE_OPTIONS = ("quantize", "kv_dtype", "dtype", "block_size", "max_length", "max_running", "memory")
+_SERVE_OPTIONS = (
+    "quantize",
+    "kv_dtype",
+    "dtype",
+    "block_size",
+    "max_length",
+    "max_running",
+    "memory",
+    "row_tables",
+)
 _OPTIONS_OF_BOTH = ("serve", "tp", "pp", "as_json")
 _RLHF_OPTIONS = ("model", "precision", "batch", "seq", "lora_rank", "memory", "as_json", "explain")
 
@@ -117,6 +126,11 @@ _POSITIVE = click.IntRange(min=1)
 @click.option("--max-length", type=_POSITIVE, help="Tokens of a prompt and its answer; the window.")
 @click.option(
     "--max-running", type=_POSITIVE, default=64, show_default=True, help="Answers that are made at a time."
+)
+@click.option(
+    "--row-tables/--no-row-tables",
+    default=None,
+    help="Also count copies of the weights that steps of one token read on a CPU.",
 )
 @click.option(
     "--rlhf",

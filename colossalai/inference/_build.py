@@ -30,8 +30,10 @@ from colossalai.inference.paging import Runner, check_model
 from colossalai.inference.products import (
     AdaptedForward,
     QuantizedLinear,
+    keep_row_tables,
     make_faster,
     product_parts,
+    served_products,
     without_rounded_rows,
 )
 from colossalai.inference.scheduling import BlockPool, Scheduler
@@ -250,6 +252,7 @@ def _checked_runner(
         weights = ServedWeights(model, device, is_owned=options.is_owned)
         if options.is_owned:
             weights.note_replaced(make_faster(runner, _vocab_size(model), received, deltas))
+        _keep_row_tables(runner, options, num_ranks=1 if link is None else link.num_ranks)
         for layer, delta in deltas.items():
             is_replaced = not any(True for _ in (*layer.parameters(), *layer.buffers()))
             parts = None if is_replaced else product_parts(layer)
@@ -258,6 +261,28 @@ def _checked_runner(
     if options.kv_dtype == "int8":  # what was checked are the parts, which small errors tell from others
         runner.keep_bytes()
     return runner, weights
+
+
+def _keep_row_tables(runner: Runner, options: EngineOptions, *, num_ranks: int) -> None:
+    """Keep row tables of the products of a model where the options say so; see `keep_row_tables`.
+
+    Raises:
+        ValueError: `options` ask for them, and the model is not owned, or no product of it can have one.
+    """
+    if not options.is_owned:
+        if options.has_row_tables:
+            raise ValueError(
+                "has_row_tables=True would copy weights of the model in memory, which its owner may change: "
+                "give it away with is_owned=True, or serve a folder of it"
+            )
+        return
+    if options.is_batch_invariant or (options.has_row_tables is None and runner.device.type != "cpu"):
+        return
+    keep_row_tables(
+        served_products(runner.model),
+        is_wanted=options.has_row_tables,
+        free_memory=lambda: _free_memory(runner.device) / num_ranks,  # ranks of a CPU share its memory
+    )
 
 
 def _vocab_size(model: nn.Module) -> int:

@@ -60,6 +60,11 @@ class StepLink:
         self._under_way: deque[tuple[Callable[[], None], Sequence[Tensor]]] = deque()
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks of all stages."""
+        return self.stages.size * self.tensor.size
+
+    @property
     def is_first(self) -> bool:
         """Whether this rank is of the first stage."""
         return self.stages.rank == 0

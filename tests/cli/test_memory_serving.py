@@ -39,6 +39,38 @@ def test_the_figures_are_those_of_the_package():
     assert (found["tp"], found["pp"], found["quantize"], found["max_length"]) == (2, 2, "int8", 1000)
 
 
+def test_row_tables_are_counted_with_the_weights():
+    args = ("--serve", "opt_125M", "--dtype", "bfloat16", "--row-tables", "--memory", "1GiB")
+    result = invoke(*args)
+    assert "with row tables" in result.output
+    assert "row tables" not in invoke("--serve", "opt_125M", "--no-row-tables").output
+    (stage,) = serving_memory("opt_125M", EngineOptions(dtype="bfloat16", has_row_tables=True)).stages
+    (rank,) = json.loads(invoke(*args, "--json").output)["ranks"]
+    assert rank["row_table_bytes"] == stage.row_table_bytes > 0
+    left = 2**30 - stage.weight_bytes - stage.row_table_bytes
+    assert rank["requests_that_fit"] == left // (128 * stage.block_bytes)
+    assert (
+        "no product of opt_125M can have one" in invoke("--serve", "opt_125M", "--row-tables").output
+    )  # float16
+    wrong = invoke("--model", "gpt3", "--row-tables")
+    assert (wrong.exit_code, "--row-tables is an option of --serve MODEL" in wrong.output) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("args", "found"),
+    [
+        ((), {}),
+        (("--row-tables",), {"has_row_tables": True}),
+        (("--no-row-tables",), {"has_row_tables": False}),
+    ],
+)
+def test_serve_hands_on_what_is_said_of_row_tables(args, found, monkeypatch):
+    given = []
+    monkeypatch.setattr("colossalai.serving.serve", lambda options: given.append(options) or 0)
+    assert CliRunner().invoke(main, ["serve", "opt_125M", *args]).exit_code == 0
+    assert given[0].engine == found
+
+
 @pytest.mark.long  # `make test` has the same command with its output on the page: test_memory_command.py
 def test_the_table_fits_80_columns():
     result = invoke("--serve", "bloom_175B", "--tp", "8", "--quantize", "int8", "--memory", "80GiB")

@@ -13,7 +13,15 @@ from colossalai.inference import EngineOptions, ServingMemory, serving_memory
 
 
 def show_serving(
-    model: str, *, tp: int, pp: int, memory: str | None, max_running: int, as_json: bool, **options: Any
+    model: str,
+    *,
+    tp: int,
+    pp: int,
+    memory: str | None,
+    max_running: int,
+    as_json: bool,
+    row_tables: bool | None = None,
+    **options: Any,
 ) -> None:
     """Print what each rank of a server holds, as a table or as JSON.
 
@@ -24,13 +32,15 @@ def show_serving(
         memory: Of the device of each rank, with a unit; None: requests that fit are not counted.
         max_running: Answers that are made at a time, for the size of a cache that all of them fit in.
         as_json: Print JSON.
+        row_tables: Whether row tables are counted, one for each product; None for no.
         options: More of `EngineOptions`.
 
     Raises:
         ValueError: `model` cannot be served or counted like that; see `serving_memory`.
     """
     num_bytes = None if memory is None else bytes_of("--memory", memory)
-    found = serving_memory(model, EngineOptions(max_running=max_running, **options), tp=tp, pp=pp)
+    settings = EngineOptions(max_running=max_running, has_row_tables=row_tables, **options)
+    found = serving_memory(model, settings, tp=tp, pp=pp)
     if as_json:
         said = {**options, **_as_dict(found, num_bytes, max_running)}  # a length that was found goes first
         sys.stdout.write(json.dumps({**said, "tp": tp, "pp": pp}, indent=2) + "\n")
@@ -62,7 +72,12 @@ def _num_fitting(found: ServingMemory, memory: int) -> int:
 def _table(found: ServingMemory, memory: int | None, max_running: int) -> Table:
     table = Table(box=box.SIMPLE)
     table.add_column("each of ranks", no_wrap=True)
-    for name in ("weights", "KV of a token", f"KV of {max_running} requests"):
+    has_tables = any(stage.row_table_bytes for stage in found.stages)
+    for name in (
+        "with row tables" if has_tables else "weights",
+        "KV of a token",
+        f"KV of {max_running} requests",
+    ):
         table.add_column(name, justify="right", no_wrap=True)
     if memory is not None:
         table.add_column("fit", justify="right", no_wrap=True)
@@ -70,7 +85,7 @@ def _table(found: ServingMemory, memory: int | None, max_running: int) -> Table:
         first, last = stage.ranks[0], stage.ranks[-1]
         row = [
             str(first) if first == last else f"{first}-{last}",
-            size_text(stage.weight_bytes),
+            size_text(stage.weight_bytes + stage.row_table_bytes),
             size_text(round(found.token_bytes(stage))),
             size_text(found.cache_bytes(stage, max_running)),
         ]
@@ -88,6 +103,7 @@ def _as_dict(found: ServingMemory, memory: int | None, max_running: int) -> dict
         figures = {
             "stage": number,
             "weight_bytes": stage.weight_bytes,
+            "row_table_bytes": stage.row_table_bytes,
             "kv_bytes_per_token": found.token_bytes(stage),
             "kv_bytes_per_block": stage.block_bytes,
             "cache_bytes": found.cache_bytes(stage, max_running),

@@ -6,6 +6,7 @@ from colossalai.inference.products._delta import LinearDelta as LinearDelta
 from colossalai.inference.products._faster import FasterPart as FasterPart
 from colossalai.inference.products._faster import FastModel as FastModel
 from colossalai.inference.products._faster import make_faster as make_faster
+from colossalai.inference.products._faster import served_products as served_products
 from colossalai.inference.products._products import fewest_rows as fewest_rows
 from colossalai.inference.products._quantized_linear import ProductParts as ProductParts
 from colossalai.inference.products._quantized_linear import QuantizedLinear as QuantizedLinear
@@ -15,3 +16,6 @@ from colossalai.inference.products._quantized_linear import without_rounded_rows
 from colossalai.inference.products._quantized_weight import QuantizationWay as QuantizationWay
 from colossalai.inference.products._quantized_weight import QuantizedWeight as QuantizedWeight
 from colossalai.inference.products._quantized_weight import quantize as quantize
+from colossalai.inference.products._row_tables import FloatRowTable as FloatRowTable
+from colossalai.inference.products._row_tables import keep_row_tables as keep_row_tables
+from colossalai.inference.products._row_tables import row_table_bytes as row_table_bytes

@@ -49,7 +49,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Module, delta: LinearDelta | None = None) -> None:
         super().__init__()
         self.delta = delta
-        self.load(linear)
+        self.product = self._take_in(linear)
 
     def load(self, linear: nn.Module) -> None:
         """Take over the values of a linear layer of the same shape, in packed form.
@@ -57,6 +57,10 @@ class PackedLinear(nn.Module):
         Raises:
             ValueError: `linear` is no linear layer.
         """
+        self.product = self._take_in(linear).in_place_of(self.product)
+
+    def _take_in(self, linear: nn.Module) -> Product:
+        """Note what surrounds the product of a linear layer, and return that product."""
         parts = product_parts(linear)
         if parts is None:
             raise ValueError(f"{type(linear).__name__} is no linear layer")
@@ -64,7 +68,7 @@ class PackedLinear(nn.Module):
         self.num_outputs = parts.num_outputs
         is_summed = parts.summed_over is not None
         self.bias_after_sum = parts.bias.detach() if is_summed and parts.bias is not None else None
-        self.product = parts.product(has_bias=not is_summed)
+        return parts.product(has_bias=not is_summed)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the product with all features; (..., in) to (..., out)."""
@@ -163,16 +167,22 @@ class FastBlock(nn.Module):
         attention, mlp = block.self_attn, block.mlp
         self.attention_norm.load(block.input_layernorm)
         self.feed_forward_norm.load(block.post_attention_layernorm)
-        self.qkv, *_ = _merged(attention, self.head_size)
+        self.qkv = _merged(attention, self.head_size)[0].in_place_of(self.qkv)
         if self.query_norm is not None and self.key_norm is not None:
             self.query_norm.load(attention.q_norm)
             self.key_norm.load(attention.k_norm)
         self.output.load(attention.o_proj)
         if isinstance(self.gated, AdaptedPair):
-            self.gated.pair = _gated(mlp)
+            self.gated.pair = _gated(mlp).in_place_of(self.gated.pair)
         else:
-            self.gated = _gated(mlp)
+            self.gated = _gated(mlp).in_place_of(self.gated)
         self.down.load(mlp.down_proj)
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """Those that are no linear layer of their own here."""
+        pair = self.gated.pair if isinstance(self.gated, AdaptedPair) else self.gated
+        return (self.qkv, *pair.products)
 
     def forward(
         self, hidden_states: Tensor, *args: Any, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
@@ -360,6 +370,17 @@ def _faster_model(model: nn.Module) -> FastModel | None:
         return FastModel(model)
     except (AttributeError, ValueError):
         return None
+
+
+def served_products(model: nn.Module) -> list[Product]:
+    """Return the products of the faster parts of a model."""
+    found: list[Product] = []
+    for part in model.modules():
+        if isinstance(part, FastBlock):
+            found += part.products
+        elif isinstance(part, PackedLinear):
+            found.append(part.product)
+    return found
 
 
 _Call = tuple[tuple[Any, ...], dict[str, Any]]

@@ -11,18 +11,21 @@ is rounded up to one of 8 between two powers of two: by an eighth at most, and u
 [Note: one row may take longer than four]
 A product with one or two rows does nothing but read the weight, and on some processors oneDNN's kernel for
 four rows reads it faster (`benchmarks/packed_rows.py`). So it is measured, once for a type: packed weights
-that no cache holds are multiplied by one row and by four.
+that no cache holds are multiplied by one row and by four. Where a product has a row table, one row goes there
+([Note: one row as a sum of rows]).
 """
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from colossalai.inference.products._row_tables import FloatRowTable, RowTable
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
@@ -83,11 +86,15 @@ class Product(ABC):
     Attributes:
         out_features: Features of y.
         in_features: Features of x.
+        row_table: What a single row is multiplied with; None for the same as other rows.
     """
+
+    row_table: RowTable | None
 
     def __init__(self, out_features: int, in_features: int) -> None:
         self.out_features = out_features
         self.in_features = in_features
+        self.row_table = None
 
     @abstractmethod
     def __call__(
@@ -110,7 +117,27 @@ class Product(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes of the weight and what belongs to it."""
+        """Bytes of the weight and what belongs to it, without a row table."""
+
+    @property
+    @abstractmethod
+    def input_dtype(self) -> torch.dtype:
+        """Type of x."""
+
+    @property
+    def table_dtype(self) -> torch.dtype | None:
+        """Type of a row table of the weight, int8 for codes; None where there can be none."""
+        return None
+
+    def make_row_table(self) -> RowTable:
+        """Return a row table of the weight; only where `table_dtype` is not None."""
+        raise NotImplementedError
+
+    def in_place_of(self, old: "Product") -> Self:
+        """Return this product, with a row table if the one that it replaces has one; that one loses it."""
+        had_table, old.row_table = old.row_table is not None, None  # two of them are never there at once
+        self.row_table = self.make_row_table() if had_table else None
+        return self
 
 
 class PlainProduct(Product):
@@ -138,6 +165,11 @@ class PlainProduct(Product):
         return finish(functional.linear(x, self.weight, self.bias), act, add, mul)
 
     @property
+    def input_dtype(self) -> torch.dtype:
+        """Type of x."""
+        return self.weight.dtype
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the weight and the bias."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
@@ -155,6 +187,7 @@ class PackedProduct(Product):
         super().__init__(*weight.shape)
         self.bias = None if bias is None else bias.detach()
         self._num_bytes = weight.nbytes
+        self._dtype = weight.dtype
         self._fewest_rows = fewest_rows(weight.dtype)
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), _ROWS_HINT)
         self._multiply = torch.ops.mkldnn._linear_pointwise.default
@@ -170,6 +203,9 @@ class PackedProduct(Product):
     ) -> Tensor:
         """Return the product; see `Product`."""
         made: Tensor
+        if self.row_table is not None and x.shape[0] == 1:
+            made = self.row_table.multiply(x)
+            return finish(made if self.bias is None else made.add_(self.bias), act, add, mul)
         num_rows, fewest = x.shape[0], self._fewest_rows
         x = with_rounded_rows(x, fewest)
         if add is not None:
@@ -180,6 +216,20 @@ class PackedProduct(Product):
             name, way = _ONEDNN_NAMES[act]
             made = self._multiply(x, self._packed, self.bias, name, [], way)
         return made if num_rows == made.shape[0] else made[:num_rows]
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Type of x."""
+        return self._dtype
+
+    @property
+    def table_dtype(self) -> torch.dtype | None:
+        """Type of a row table of the weight."""
+        return self._dtype
+
+    def make_row_table(self) -> RowTable:
+        """Return a row table of the weight, which is unpacked for it."""
+        return FloatRowTable(self._packed.to_dense())
 
     @property
     def num_bytes(self) -> int:
@@ -239,6 +289,12 @@ class GatedPair:
             return first(x), second[0](x)
         gate, up = first(x).chunk(2, -1)
         return gate, up
+
+    def in_place_of(self, old: "GatedPair") -> Self:
+        """Return this pair, with row tables where the one that it replaces has some."""
+        for new_product, old_product in zip(self.products, old.products, strict=True):
+            new_product.in_place_of(old_product)
+        return self
 
     def joined(self, gate: Tensor, up: Tensor) -> Tensor:
         """Return act(gate) * up."""

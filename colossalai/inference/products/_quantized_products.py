@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from colossalai.inference.products._products import Activation, Product, finish, with_rounded_rows
 from colossalai.inference.products._quantized_weight import QuantizedWeight
+from colossalai.inference.products._row_tables import CodesRowTable, RowTable
 
 _STEPS = 127
 _OFFSET = 128  # codes of rows are unsigned for the integer product: 0 is stored as 128
@@ -43,6 +44,11 @@ def first_digits(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
     """
     scaled = x * (_STEPS / largest)
     return (scaled + (_OFFSET + 0.5)).to(torch.uint8), scaled
+
+
+def first_codes(x: Tensor, largest: Tensor) -> Tensor:
+    """Return the codes of `first_digits` as float32; for the arguments see there."""
+    return (x * (_STEPS / largest)).add_(_OFFSET + 0.5).floor_()
 
 
 # See [Note: integer products that saturate].
@@ -95,10 +101,12 @@ class QuantizedProduct(Product):
     Args:
         weight: The weight.
         bias: (out_features,), None for none.
+        dtype: Of its inputs.
     """
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight.out_features, weight.in_features)
+        self._dtype = dtype
         self.bias = None if bias is None else bias.detach()
         self._num_bytes = weight.num_bytes
 
@@ -121,6 +129,11 @@ class QuantizedProduct(Product):
         """Return x W^T, in memory of its own; x is (rows, in_features)."""
 
     @property
+    def input_dtype(self) -> torch.dtype:
+        """Type of x."""
+        return self._dtype
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of the weight and the bias."""
         return self._num_bytes + (0 if self.bias is None else self.bias.nbytes)
@@ -129,8 +142,8 @@ class QuantizedProduct(Product):
 class DequantizingProduct(QuantizedProduct):
     """The product with values that are made of the codes in each call: on any device, in any type."""
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(weight, bias, dtype)
         self.weight = weight
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -145,11 +158,14 @@ class DigitsProduct(QuantizedProduct):
     Args:
         weight: The weight, in 8 bits.
         bias: (out_features,), None for none.
+        dtype: Of its inputs.
         num_digits: 1 or 2.
     """
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, *, num_digits: int) -> None:
-        super().__init__(weight, bias)
+    def __init__(
+        self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype, *, num_digits: int
+    ) -> None:
+        super().__init__(weight, bias, dtype)
         self.num_digits = num_digits
         # One scale, which rounds once: of two, kernels for few rows and for many multiply in another order.
         self._weight = pack_codes(weight.codes, weight.scales / _STEPS)
@@ -159,6 +175,9 @@ class DigitsProduct(QuantizedProduct):
         """Return x W^T."""
         given = x.float()
         largest = largest_of_rows(given)
+        if self.row_table is not None and x.shape[0] == 1:
+            whole = first_codes(given, largest).sub_(_OFFSET)
+            return self.row_table.multiply(whole).mul_(self._weight[1]).mul_(largest).to(x.dtype)
         codes, scaled = first_digits(given, largest)
         if self.num_digits == 1:
             made = self._of_codes(codes).mul_(largest)
@@ -169,6 +188,15 @@ class DigitsProduct(QuantizedProduct):
             # Each of these rounds once, so that a row's result does not hang on its place in vectors.
             made = second.mul_(1 / _SECOND).add_(first).mul_(largest)
         return made.to(x.dtype)
+
+    @property
+    def table_dtype(self) -> torch.dtype | None:
+        """Type of a row table of the weight: with two digits, which are two rows, it has none."""
+        return torch.int8 if self.num_digits == 1 else None
+
+    def make_row_table(self) -> RowTable:
+        """Return a row table of the codes, which are unpacked for it."""
+        return CodesRowTable(self._weight[0].to_dense().t())
 
     def _of_codes(self, codes: Tensor) -> Tensor:
         num_rows = codes.shape[0]
@@ -185,8 +213,8 @@ class DigitsProduct(QuantizedProduct):
 class CodesProduct(QuantizedProduct):
     """The product of torch for bfloat16 with weights in 8 bits."""
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(weight, bias, dtype)
         self._codes = weight.codes.contiguous()
         self._scales = weight.scales.bfloat16()
 
@@ -204,8 +232,8 @@ class HalfBytesProduct(QuantizedProduct):
     as long as a plain product, so that rows of any type are rounded to bfloat16.
     """
 
-    def __init__(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        super().__init__(weight, bias)
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        super().__init__(weight, bias, dtype)
         assert weight.zeros is not None, "4 bits have zero points"
         self._group = weight.way.group
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(weight.unpacked().int(), 1)
@@ -233,11 +261,13 @@ def make_quantized_product(weight: QuantizedWeight, bias: Tensor | None, dtype: 
     has_integers = is_here and torch.backends.mkldnn.is_available()
     if weight.way.bits == 4:
         is_packable = is_here and weight.out_features % 16 == 0
-        return HalfBytesProduct(weight, bias) if is_packable else DequantizingProduct(weight, bias)
+        return (
+            HalfBytesProduct(weight, bias, dtype) if is_packable else DequantizingProduct(weight, bias, dtype)
+        )
     if weight.way.rounds_rows and has_integers:
-        return DigitsProduct(weight, bias, num_digits=1)
+        return DigitsProduct(weight, bias, dtype, num_digits=1)
     if not weight.way.rounds_rows and is_here and dtype == torch.bfloat16:
-        return CodesProduct(weight, bias)
+        return CodesProduct(weight, bias, dtype)
     if not weight.way.rounds_rows and has_integers:
-        return DigitsProduct(weight, bias, num_digits=2)
-    return DequantizingProduct(weight, bias)
+        return DigitsProduct(weight, bias, dtype, num_digits=2)
+    return DequantizingProduct(weight, bias, dtype)

@@ -25,7 +25,7 @@ from colossalai.inference._load import EngineOptions, cut_for_ranks, way_of
 from colossalai.inference.loading import put_codes
 from colossalai.inference.models import ModelClass, resolve_model
 from colossalai.inference.paging import Runner, check_layer_types
-from colossalai.inference.products import product_parts
+from colossalai.inference.products import QuantizedWeight, product_parts, row_table_bytes
 from colossalai.shardformer import experts_of
 
 _META = torch.device("meta")
@@ -39,11 +39,13 @@ class StageMemory:
         ranks: The ranks.
         weight_bytes: Of parameters, codes and buffers; what layers share counts once.
         block_bytes: Of a block of the cache.
+        row_table_bytes: Of row tables, where they are asked for and each product keeps one.
     """
 
     ranks: tuple[int, ...]
     weight_bytes: int
     block_bytes: int
+    row_table_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +88,12 @@ class ServingMemory:
 
         Args:
             stage: The stage.
-            memory: Bytes of its device; the weights go off them.
+            memory: Bytes of its device; the weights and their row tables go off them.
 
         Returns:
             That number; -1 where not even the weights fit.
         """
-        left = memory - stage.weight_bytes
+        left = memory - stage.weight_bytes - stage.row_table_bytes
         return -1 if left < 0 else left // stage.block_bytes // self.blocks_per_request
 
 
@@ -137,7 +139,13 @@ def serving_memory(model: ModelClass, options: EngineOptions, *, tp: int = 1, pp
                 ranks=tuple(range(stage * tp, (stage + 1) * tp)),
                 weight_bytes=sum(tensor.nbytes for tensor in (*part.parameters(), *part.buffers())),
                 block_bytes=sum(shape.bytes_of_block(options.block_size) for shape in kept),
+                row_table_bytes=sum(map(_row_table_bytes, part.modules())) if options.has_row_tables else 0,
             )
+        )
+    if options.has_row_tables and not any(stage.row_table_bytes for stage in stages):
+        raise ValueError(
+            f"has_row_tables=True; no product of {resolved.name} can have one: they are for weights in "
+            "float32, bfloat16 or int8"
         )
     return ServingMemory(
         model=resolved.name,
@@ -148,6 +156,19 @@ def serving_memory(model: ModelClass, options: EngineOptions, *, tp: int = 1, pp
         block_size=options.block_size,
         stages=tuple(stages),
     )
+
+
+def _row_table_bytes(layer: nn.Module) -> int:
+    """Return the bytes of the row table of a layer; 0 where it has none."""
+    parts = product_parts(layer)
+    if parts is None:
+        return 0
+    weight = parts.weight
+    if not isinstance(weight, QuantizedWeight):
+        has_table = parts.dtype in (torch.float32, torch.bfloat16)
+        return row_table_bytes(parts.out_features, weight.shape[1], parts.dtype) if has_table else 0
+    has_table = weight.way.rounds_rows
+    return row_table_bytes(weight.out_features, weight.in_features, torch.int8) if has_table else 0
 
 
 @contextmanager
