@@ -214,7 +214,7 @@ def _make_runner(
     """
     runner, weights = _checked_runner(model, options, link)
     bytes_per_block = runner.bytes_per_block + bytes_beside
-    num_blocks = _num_blocks(runner, bytes_per_block, options)
+    num_blocks = _num_blocks(runner, bytes_per_block, options, free=_free_memory(runner.device, link))
     if link is not None:
         num_blocks = link.least(num_blocks)
     if num_blocks < 1:
@@ -252,7 +252,7 @@ def _checked_runner(
         weights = ServedWeights(model, device, is_owned=options.is_owned)
         if options.is_owned:
             weights.note_replaced(make_faster(runner, _vocab_size(model), received, deltas))
-        _keep_row_tables(runner, options, num_ranks=1 if link is None else link.num_ranks)
+        _keep_row_tables(runner, options, link)
         for layer, delta in deltas.items():
             is_replaced = not any(True for _ in (*layer.parameters(), *layer.buffers()))
             parts = None if is_replaced else product_parts(layer)
@@ -263,7 +263,7 @@ def _checked_runner(
     return runner, weights
 
 
-def _keep_row_tables(runner: Runner, options: EngineOptions, *, num_ranks: int) -> None:
+def _keep_row_tables(runner: Runner, options: EngineOptions, link: StepLink | None) -> None:
     """Keep row tables of the products of a model where the options say so; see `keep_row_tables`.
 
     Raises:
@@ -281,7 +281,7 @@ def _keep_row_tables(runner: Runner, options: EngineOptions, *, num_ranks: int) 
     keep_row_tables(
         served_products(runner.model),
         is_wanted=options.has_row_tables,
-        free_memory=lambda: _free_memory(runner.device) / num_ranks,  # ranks of a CPU share its memory
+        free_memory=lambda: _free_memory(runner.device, link),
     )
 
 
@@ -317,9 +317,8 @@ def _eos_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _num_blocks(runner: Runner, bytes_per_block: int, options: EngineOptions) -> int:
+def _num_blocks(runner: Runner, bytes_per_block: int, options: EngineOptions, *, free: int) -> int:
     per_request = -(-longest_of(runner.model.config, options.max_length) // options.block_size)
-    free = _free_memory(runner.device)
     memory = options.kv_memory * free if options.kv_memory <= 1 else options.kv_memory
     # More than every answer at full length could use is of no use but to prefixes.
     num_blocks = min(int(memory // bytes_per_block), 2 * options.max_running * per_request)
@@ -327,13 +326,14 @@ def _num_blocks(runner: Runner, bytes_per_block: int, options: EngineOptions) ->
     if size > free:
         raise ValueError(
             f"kv_memory={options.kv_memory:.0f}: the cache would take {size / 2**30:.1f} GiB, and "
-            f"{free / 2**30:.1f} GiB are free here: give it less"
+            f"{free / 2**30:.1f} GiB are free for each rank: give it less"
         )
     return num_blocks
 
 
-def _free_memory(device: torch.device) -> int:
+def _free_memory(device: torch.device, link: StepLink | None) -> int:
+    """Return the free bytes that this rank can take: ranks on CPUs share the memory of their machine."""
     if device.type == "cpu":
-        return int(psutil.virtual_memory().available)
+        return int(psutil.virtual_memory().available) // (1 if link is None else link.num_ranks)
     free, _ = torch.accelerator.get_memory_info(device)
     return int(free)

@@ -1,11 +1,14 @@
 """`LLM`: prompts in, answers out, in this process and on ranks of their own."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
 from colossalai.inference import LLM, EngineStopped, RequestRefused, SamplingParams
+from colossalai.inference._build import _free_memory
 from colossalai.inference._remote import RemoteEngine
 from tests.inference.models import MIXED, VOCAB, greedy, prompts, tiny
 
@@ -18,6 +21,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path: Path = tmp_path_factory.mktemp("llama")
     tiny("Llama").save_pretrained(path)
     return path
+
+
+@pytest.mark.unit
+def test_ranks_on_cpus_share_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1200))
+    four_ranks = SimpleNamespace(num_ranks=4)
+    assert _free_memory(torch.device("cpu"), None) == 1200
+    assert _free_memory(torch.device("cpu"), four_ranks) == 300  # type: ignore[arg-type]
 
 
 @pytest.mark.unit
