@@ -339,6 +339,7 @@ def make_faster(
             if name in replaced:
                 within |= held
     improve("", runner.model, _faster_model(runner.model))
+    _check_whole(runner, vocab_size, received)
     if unequal:
         get_dist_logger().log_once(
             f"{len(unequal)} parts of {type(runner.model).__name__} are served as they are: faster ones gave "
@@ -383,6 +384,21 @@ def served_products(model: nn.Module) -> list[Product]:
     return found
 
 
+def _check_whole(runner: Runner, vocab_size: int, received: Any) -> None:
+    """Refuse a model whose own code uses a value that a faster part has taken in.
+
+    Raises:
+        ValueError: `runner` has such a model.
+    """
+    try:
+        _record_calls(runner, vocab_size, received)
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise ValueError(
+            f"{type(runner.model).__name__} cannot be served from files: it uses weights of its layers in "
+            f"other places than the layers ({type(error).__name__}: {error}); serve it as a model in memory"
+        ) from error
+
+
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -413,16 +429,20 @@ def _record_calls(runner: Runner, vocab_size: int, received: Any) -> dict[nn.Mod
 
 
 def _agrees(runner: Runner, part: nn.Module, fast: nn.Module, call: _Call) -> bool:
-    """Return whether two parts do the same in a paged call."""
+    """Return whether two parts do the same in a paged call; not where one of them cannot be called so."""
     args, kwargs = call
     runner.allocate(-(-_CHECKED_TOKENS // runner.block_size))
     found = []
-    for each in (part, fast):
-        with runner.paged_call(np.zeros(1, np.int64), np.array([_CHECKED_TOKENS])):
-            # The forward alone: hooks of a pipeline's stage would end it here.
-            output = each.forward(*args, **kwargs)
-        found.append(next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)).double())
-    runner.allocate(0)
+    try:
+        for each in (part, fast):
+            with runner.paged_call(np.zeros(1, np.int64), np.array([_CHECKED_TOKENS])):
+                # The forward alone: hooks of a pipeline's stage would end it here.
+                output = each.forward(*args, **kwargs)
+            found.append(next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)).double())
+    except (IndexError, RuntimeError, TypeError, ValueError):  # angles of some features only, other arguments
+        return False
+    finally:
+        runner.allocate(0)
     expected, made = found
     bound = _CHECKED_ERROR.get(next(iter(runner.shapes.values())).dtype, _CHECKED_ERROR_OF_HALVES)
     ways = {layer.way for layer in part.modules() if isinstance(layer, QuantizedLinear)}
@@ -439,10 +459,14 @@ def _take_over(part: nn.Module, fast: nn.Module) -> None:
     """Let a part do its work by a faster one, which is all that it holds from now on.
 
     The module itself stays: a stack of blocks, hooks and the model's own code go on finding it. An attention
-    that stays as the key of its cache is emptied, too, or its weights would lie in memory twice.
+    that stays as the key of its cache is emptied, too, or its weights would lie in memory twice. Models read
+    the dtype and the device of a layer's weight: a stand-in without values has them.
     """
     kept = set(fast.modules())
     for emptied in [each for each in part.modules() if each not in kept]:
+        weight = emptied._parameters.get("weight")
+        if weight is not None:
+            emptied.__dict__["weight"] = weight.detach().new_empty(0)
         for held in (emptied._parameters, emptied._buffers, emptied._modules):
             held.clear()
     part.add_module("faster", fast)
