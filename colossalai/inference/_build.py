@@ -220,7 +220,7 @@ def _make_runner(
     if num_blocks < 1:
         raise ValueError(
             f"kv_memory={options.kv_memory} does not hold one block of {options.block_size} tokens, "
-            f"{bytes_per_block / 2**20:.1f} MiB here: give it more"
+            f"{bytes_per_block} bytes here: give it more"
         )
     runner.allocate(num_blocks)
     return runner, weights, num_blocks
@@ -293,6 +293,9 @@ def _vocab_size(model: nn.Module) -> int:
 def longest_of(config: Any, wanted: int | None) -> int:
     """Return the most tokens of a prompt and its answer.
 
+    The window of a model whose angles change for all positions once a sequence is longer than some length
+    (longrope) ends there: sequences of both kinds in one step would get the same angles.
+
     Args:
         config: Of the model.
         wanted: What is asked for; None for the window of the model.
@@ -302,6 +305,10 @@ def longest_of(config: Any, wanted: int | None) -> int:
     """
     named = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions", "seq_length"))
     window: int = next((length for length in named if length), 2048)
+    angles = getattr(config, "rope_parameters", None) or {}
+    for each in (angles, *(part for part in angles.values() if isinstance(part, dict))):
+        if each.get("rope_type") == "longrope":
+            window = min(window, each.get("original_max_position_embeddings") or window)
     if wanted is not None and wanted > window:
         raise ValueError(f"max_length={wanted}; the window of the model is {window} tokens")
     return wanted or window
