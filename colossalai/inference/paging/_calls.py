@@ -12,8 +12,9 @@ compares: the same tokens in one plain forward, and in paged calls that cut them
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,8 @@ class ShapeProbe:
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
+# Two engines of one model, or of models that share a config, would take each other's function out of it.
+_one_at_a_time = threading.RLock()
 _call: ContextVar[PagedCall | ShapeProbe | None] = ContextVar("paged call", default=None)
 
 
@@ -124,18 +127,35 @@ class PagedModel:
             for part in model.modules()
             if (name := f"{type(part).__module__}.{type(part).__qualname__}") in ADAPTERS
         ]
+        kinds = {param.device.type for param in model.parameters()}
+        self._device_types = [kind for kind in kinds if torch.amp.is_autocast_available(kind)]  # not meta
 
     def replace_in_calls(self, part: nn.Module, forward: Callable[..., Any]) -> None:
         """Let a part have another forward in paged calls; it has none of its own but its class's."""
         self._adapted.append((part, forward))
 
     @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Compute in the model's own dtype and without compiled code, whatever context the caller is in."""
+        with ExitStack() as contexts:
+            for kind in self._device_types:
+                contexts.enter_context(torch.autocast(kind, enabled=False))
+            if any(map(_is_compiled, self.model.modules())):  # paged attention cannot be traced
+                contexts.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+
+    @contextmanager
     def paged(self, call: PagedCall | ShapeProbe) -> Iterator[None]:
-        """Let the forwards of the model within the block be paged ones, for this thread.
+        """Let the forwards of the model within the block be paged ones, for this thread; threads take turns.
 
         Args:
             call: What its attention layers ask.
         """
+        with _one_at_a_time, self.undisturbed(), self._redirected(call):
+            yield
+
+    @contextmanager
+    def _redirected(self, call: PagedCall | ShapeProbe) -> Iterator[None]:
         before = [(config, config._attn_implementation) for config in self._configs]
         token = _call.set(call)
         try:
@@ -150,6 +170,11 @@ class PagedModel:
             for config, name in before:
                 config._attn_implementation = name
             _call.reset(token)
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    """Return whether torch.compile was applied to a module, in place or as a wrapper."""
+    return part._compiled_call_impl is not None or "_orig_mod" in part._modules
 
 
 class _BloomAttention:

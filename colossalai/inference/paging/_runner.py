@@ -28,6 +28,7 @@ from colossalai.inference.paging._calls import (
     ShapeProbe,
     find_shapes,
 )
+from colossalai.inference.paging._watch import ModelWatch
 from colossalai.inference.scheduling import BatchStep
 from colossalai.pipeline import ModelStage
 
@@ -139,7 +140,7 @@ class Runner:
     ) -> None:
         self.model = model
         self.pages = PagedModel(model)
-        self._params: list[nn.Parameter] = []
+        self._watch: ModelWatch | None = None
         self.block_size = block_size
         self.device = device
         self.is_batch_invariant = is_batch_invariant
@@ -215,7 +216,6 @@ class Runner:
 
     def allocate(self, num_blocks: int) -> None:
         """Make the caches of all layers, the parts of the model being what they are now."""
-        self._params = [param for param in self.model.parameters() if not param.is_inference()]
         self._num_blocks = num_blocks
         size = self.block_size
         num_made = num_blocks + self.is_batch_invariant  # what fills a tile is stored behind the others
@@ -227,8 +227,10 @@ class Runner:
         }
 
     def weights_stamp(self) -> int:
-        """Return a number that changes when a parameter is changed in place, as by a step of an optimizer."""
-        return sum(param._version for param in self._params)
+        """Return a number that changes when values of the model change; see `ModelWatch.stamp`."""
+        if self._watch is None:  # not before parts have been replaced by faster ones
+            self._watch = ModelWatch(self.model)
+        return self._watch.stamp()
 
     def keep_bytes(self) -> None:
         """Let the caches that are made from now on round keys and values to 8 bits.
@@ -250,7 +252,12 @@ class Runner:
 
         Returns:
             On the last stage the logits (rows, vocabulary), else what the next stage receives.
+
+        Raises:
+            ValueError: The model was cast or moved, or draws dropout masks.
         """
+        if self._watch is not None:
+            self._watch.refuse_unservable()
         if len(arrays.copies):
             sources, targets = torch.from_numpy(arrays.copies.copy()).to(self.device).unbind(1)
             for cache in self._caches.values():
@@ -395,7 +402,14 @@ def check_model(runner: Runner, vocab_size: int, max_length: int, received: Any 
     total = sum(chunks)
     tokens = np.random.default_rng(0).integers(0, vocab_size, total)
     whole = random_like(received, total)
-    plain = _tokens_first(runner.forward(tokens, np.arange(total), np.arange(total), whole))
+    try:
+        with runner.pages.undisturbed():
+            plain = _tokens_first(runner.forward(tokens, np.arange(total), np.arange(total), whole))
+    except Exception as failure:  # foreign code, of sizes that may not fit each other
+        raise ValueError(
+            f"{type(model).__name__} cannot be served: its own forward fails "
+            f"({type(failure).__name__}: {failure})"
+        ) from failure
     found, start = [], 0
     runner.allocate(-(-total // runner.block_size))
     for count in chunks:
