@@ -1,7 +1,9 @@
 """Large language models as one object: prompts in, answers out."""
 
+import operator
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
 from typing import Any, Self
@@ -10,7 +12,7 @@ from rich.progress import track
 
 from colossalai.inference._build import engine_of_ranks
 from colossalai.inference._engine import InferenceEngine
-from colossalai.inference._load import EngineOptions, ModelSource, load_tokenizer
+from colossalai.inference._load import EngineOptions, ModelSource, check_count, load_tokenizer
 from colossalai.inference._remote import RemoteEngine
 from colossalai.inference._request import (
     Completion,
@@ -41,7 +43,8 @@ class LLM:
             adapters of peft's, which prompts can ask for by name.
 
     Raises:
-        ValueError: `model` is nothing that can be served, or adapters do not fit it; the message says why.
+        ValueError: `model` is nothing that can be served, adapters do not fit it, or a setting is out of its
+            range; the message says why.
     """
 
     def __init__(
@@ -54,11 +57,15 @@ class LLM:
         **options: Any,
     ) -> None:
         settings = EngineOptions(**options)
+        for name, size in (("tp_size", tp_size), ("pp_size", pp_size)):
+            check_count(name, size)
         if tokenizer is None or isinstance(tokenizer, str | os.PathLike):
             tokenizer = load_tokenizer(model, tokenizer)
         self.tokenizer = tokenizer
         self.engine = _start_engine(model, tokenizer, settings, tp_size=tp_size, pp_size=pp_size)
         self._names = count()
+        # Threads take turns: an engine is stepped by one at a time.
+        self._turn = threading.RLock()
 
     def generate(
         self,
@@ -68,7 +75,7 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         shows_progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answer prompts.
+        """Answer prompts. Of several threads that call it one after the other is answered.
 
         Args:
             prompts: Texts, or lists of tokens; one of them or several.
@@ -81,13 +88,25 @@ class LLM:
             The answers, in the order of the prompts.
 
         Raises:
-            ValueError: A prompt can never be answered (`RequestRefused`), or `params` or `adapter` are not as
-                many as the prompts. Nothing has been computed then.
+            ValueError: A prompt can never be answered (`RequestRefused`), or is neither a text nor tokens; or
+                `params` or `adapter` are not as many as the prompts, or of another class. Nothing has been
+                computed then.
             RequestFailed: The model computes a NaN for one of `prompts`.
         """
-        given: list[Prompt] = [prompts] if _is_prompt(prompts) else list(prompts)  # type: ignore[list-item,arg-type]
+        given = _prompts_of(prompts)
         each = _for_each(params, len(given))
         adapters = _adapters_for_each(adapter, len(given))
+        with self._turn:
+            return self._generate(given, each, adapters, shows_progress=shows_progress)
+
+    def _generate(
+        self,
+        given: Sequence[Prompt],
+        each: Sequence[SamplingParams],
+        adapters: Sequence[str | None],
+        *,
+        shows_progress: bool,
+    ) -> list[RequestOutput]:
         collectors = []
         for prompt, wanted, name in zip(given, each, adapters, strict=True):
             request = Request(
@@ -131,7 +150,8 @@ class LLM:
             RequestFailed: `source` could not be read to its end: no prompt is answered before an update
                 succeeds.
         """
-        self.engine.update_weights(source)
+        with self._turn:
+            self.engine.update_weights(source)
 
     def weights_changed(self) -> None:
         """Hear that the model in memory was changed where nothing could notice it, as through `param.data`.
@@ -143,7 +163,8 @@ class LLM:
         """
         if isinstance(self.engine, RemoteEngine):
             raise ValueError("the model is in processes of its own: change it by update_weights")
-        self.engine.weights_changed()
+        with self._turn:
+            self.engine.weights_changed()
 
     def close(self) -> None:
         """End the ranks of the model; without any, nothing happens."""
@@ -168,7 +189,7 @@ class LLM:
 
     def _tokens_of(self, prompt: Prompt) -> tuple[int, ...]:
         if not isinstance(prompt, str):
-            return tuple(int(token) for token in prompt)
+            return _tokens(prompt)
         if self.tokenizer is None:
             raise ValueError("the model has no tokenizer: pass tokens as prompts, or LLM(..., tokenizer=...)")
         return tuple(self.tokenizer(prompt)["input_ids"])
@@ -268,9 +289,46 @@ def _start_engine(
     )
 
 
-def _is_prompt(prompts: object) -> bool:
-    is_tokens = isinstance(prompts, Sequence) and bool(prompts) and isinstance(prompts[0], int)
-    return isinstance(prompts, str) or is_tokens
+def _prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return prompts as a list.
+
+    Raises:
+        ValueError: `prompts` is neither a prompt nor several of them.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    given: list[Any] = list(prompts) if _is_iterable(prompts) else [prompts]
+    if given and all(_is_token(each) for each in given):
+        return [given]
+    wrong = [each for each in given if not isinstance(each, str) and not _is_iterable(each)]
+    if wrong:
+        raise ValueError(
+            f"{wrong[0]!r} is no prompt: a prompt is a text or a list of tokens, which are whole numbers"
+        )
+    return given
+
+
+def _is_iterable(value: object) -> bool:
+    is_scalar = getattr(value, "ndim", 1) == 0  # of torch or numpy
+    return isinstance(value, Iterable) and not isinstance(value, bytes | Mapping) and not is_scalar
+
+
+def _is_token(value: object) -> bool:
+    if isinstance(value, bool | str):
+        return False
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
+
+
+def _tokens(prompt: Iterable[Any]) -> tuple[int, ...]:
+    tokens = tuple(prompt)
+    wrong = [token for token in tokens if not _is_token(token)]
+    if wrong:
+        raise ValueError(f"{wrong[0]!r} in a prompt is no token: tokens are whole numbers")
+    return tuple(map(operator.index, tokens))
 
 
 def _for_each(
@@ -278,9 +336,15 @@ def _for_each(
 ) -> Sequence[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise ValueError(f"{len(params)} SamplingParams for {num_prompts} prompts: give one, or one for each")
-    return params
+    each = list(params) if isinstance(params, Sequence) else [params]
+    wrong = [found for found in each if not isinstance(found, SamplingParams)]
+    if isinstance(params, str) or wrong:
+        raise ValueError(
+            f"params={params!r}; it must be a SamplingParams, or a list with one for each prompt"
+        )
+    if len(each) != num_prompts:
+        raise ValueError(f"{len(each)} SamplingParams for {num_prompts} prompts: give one, or one for each")
+    return each
 
 
 def _adapters_for_each(adapter: str | Sequence[str | None] | None, num_prompts: int) -> Sequence[str | None]:

@@ -1,5 +1,6 @@
 """What an engine serves, and how: its options, a model loaded and cut over ranks, a tokenizer."""
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -79,26 +80,7 @@ class EngineOptions:
     adapters: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in (
-            "block_size",
-            "kv_memory",
-            "max_running",
-            "max_tokens_per_step",
-            "max_length",
-            "max_queue",
-        ):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name}={value!r}; it must be more than 0")
-        if 1 < self.kv_memory < _LEAST_BYTES:
-            raise ValueError(
-                f"kv_memory={self.kv_memory!r}; it must be a fraction of the free memory up to 1, or bytes, "
-                f"at least {_LEAST_BYTES}"
-            )
-        if self.max_length == 1:
-            raise ValueError(
-                "max_length=1; it must be at least 2: a token of the prompt and one of the answer"
-            )
+        self._check_kinds()
         if self.dtype not in _DTYPES:
             raise ValueError(f"dtype={self.dtype!r}; it must be one of {', '.join(map(repr, _DTYPES))}")
         if self.kv_dtype not in ("auto", "int8"):
@@ -114,6 +96,41 @@ class EngineOptions:
             )
         folders = {name: os.path.abspath(folder) for name, folder in self.adapters.items()}
         object.__setattr__(self, "adapters", folders)
+
+    def _check_kinds(self) -> None:
+        """Refuse what is of another type, or no number that can be."""
+        for name in ("block_size", "max_running", "max_tokens_per_step", "max_length", "max_queue"):
+            value = getattr(self, name)
+            if value is not None or name not in ("max_length", "max_queue"):
+                check_count(name, value)
+        memory = self.kv_memory
+        is_number = isinstance(memory, int | float) and not isinstance(memory, bool)
+        if not is_number or not (0 < memory <= 1 or _LEAST_BYTES <= memory < math.inf):
+            raise ValueError(
+                f"kv_memory={memory!r}; it must be a fraction of the free memory up to 1, or bytes, at least "
+                f"{_LEAST_BYTES}"
+            )
+        if self.max_length == 1:
+            raise ValueError(
+                "max_length=1; it must be at least 2: a token of the prompt and one of the answer"
+            )
+        for name in ("has_prefix_cache", "is_batch_invariant", "is_owned"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r}; it must be True or False")
+        if self.has_row_tables not in (None, True, False):
+            raise ValueError(f"has_row_tables={self.has_row_tables!r}; it must be True, False or None")
+        if not isinstance(self.adapters, Mapping):
+            raise ValueError(f"adapters={self.adapters!r}; it must be folders by name, {{'name': 'folder'}}")
+
+
+def check_count(name: str, value: object) -> None:
+    """Refuse what is no whole number from 1 on.
+
+    Raises:
+        ValueError: `value` is not such a number; the message has `name`.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}={value!r}; it must be a whole number, at least 1")
 
 
 def load_model(model: ModelSource, options: EngineOptions, mesh: Mesh | None = None) -> nn.Module:

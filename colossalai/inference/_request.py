@@ -1,9 +1,9 @@
 """Requests of an inference engine: what is asked for, what a step adds to an answer, and the whole answer."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "timeout", "abort", "content_filter"]
 """Why an answer ended: a stop string or token; its length; the request's time; its client; or that it has
@@ -80,6 +80,7 @@ class SamplingParams:
     structure: Structure | None = None
 
     def __post_init__(self) -> None:
+        _check_kinds(self)
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for name, low, high in _RANGES:
@@ -116,6 +117,13 @@ class SamplingParams:
         return self.is_greedy or self.seed is not None
 
 
+_KINDS: tuple[tuple[str, Any, str], ...] = (
+    ("stop", Iterable, "a text or several"),
+    ("stop_token_ids", Iterable, "tokens"),
+    ("logit_bias", Mapping, "numbers by token"),
+    ("ignore_eos", bool, "True or False"),
+    ("structure", Structure | None, "a Structure, or None for any text"),
+)
 _RANGES = (
     ("n", 1, 128),
     ("max_tokens", 0, math.inf),
@@ -133,6 +141,13 @@ _RANGES = (
 )
 _MAY_BE_NONE = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
 _WHOLE = frozenset({"n", "max_tokens", "top_k", "min_tokens", "seed", "logprobs", "prompt_logprobs"})
+
+
+def _check_kinds(params: SamplingParams) -> None:
+    for name, kind, wanted in _KINDS:
+        value = getattr(params, name)
+        if not isinstance(value, kind):
+            raise ValueError(f"{name}={value!r}; it must be {wanted}")
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:

@@ -18,6 +18,7 @@ BY_HAND = {"fused_parts", "matmul", "nvme", "rank_settings", "start_time"}
 ALONE = (
     *("adam", "adapters", "experts", "gemini_disk", "gemini_gpu", "linear_cross_entropy", "operator_share"),
     *(
+        "one_request",
         "packed_rows",
         "paged_attention",
         "quantized",
@@ -87,6 +88,10 @@ SMALLEST = {
     "linear_cross_entropy": ("--sizes", "16x8x32", *ROUNDS),
     "moe": ("--seq", "8", "--batch", "1", *ROUNDS),
     "operator_share": ("--layers", "1", "--batch", "1", "--rounds", "1"),
+    "one_request": (
+        *("--vocab", "100", "--hidden", "128", "--layers", "1", "--intermediate", "64", "--prompt", "4"),
+        *("--new", "2", "--rounds", "1"),
+    ),
     "packed_rows": ("--layers", "1", "--num-rows", "1", "4", "--dtypes", "float32", *ROUNDS),
     "paged_attention": ("--batch", "2", "--length", "20", "--layers", "2", *ROUNDS),
     "pipeline": ("--seq", "8", "--hidden", "128", "--idle_rounds", "2", *ROUNDS),

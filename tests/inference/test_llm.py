@@ -75,7 +75,7 @@ def test_a_prompt_that_can_never_be_answered_is_refused_before_any_is_begun(fold
     ("options", "reason"),
     [
         ({"dtype": "float31"}, "dtype='float31'; it must be"),
-        ({"block_size": 0}, "block_size=0; it must be more than 0"),
+        ({"block_size": 0}, "block_size=0; it must be a whole number, at least 1"),
         ({"kv_memory": 1100.0}, "kv_memory=1100.0 does not hold one block of 16 tokens"),
         ({"max_length": 10**6}, "max_length=1000000; the window of the model is 2048 tokens"),
         ({"max_tokens_per_step": 8}, "max_tokens_per_step=8 is less than max_running=64"),
