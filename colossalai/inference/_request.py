@@ -52,7 +52,7 @@ class SamplingParams:
         presence_penalty: Is subtracted from the logits of tokens that the answer has already; in [-2, 2].
         frequency_penalty: The same for each time that the answer has it; in [-2, 2].
         repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens that the prompt
-            or the answer has; 1 for none.
+            or the answer has; from 0.01 to 100, 1 for none.
         logit_bias: Is added to the logits of tokens, by their ids; in [-100, 100].
         structure: What language the answer is in; None for any.
 
@@ -87,9 +87,8 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None or name not in _MAY_BE_NONE:
                 _check_number(name, value, low, high)
-        if self.top_p == 0 or self.repetition_penalty == 0:
-            name = "repetition_penalty" if self.top_p else "top_p"
-            raise ValueError(f"{name}=0; it must be more than 0 (temperature=0 takes the most likely token)")
+        if self.top_p == 0:
+            raise ValueError("top_p=0; it must be more than 0 (temperature=0 takes the most likely token)")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
             raise ValueError("max_tokens=0; it must be at least 1, unless prompt_logprobs are asked for")
         if any(not isinstance(text, str) or not text for text in self.stop):
@@ -137,7 +136,7 @@ _RANGES = (
     ("prompt_logprobs", 0, MAX_LOGPROBS),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
-    ("repetition_penalty", 0, 100),
+    ("repetition_penalty", 0.01, 100),  # divides logits, which stay finite
 )
 _MAY_BE_NONE = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
 _WHOLE = frozenset({"n", "max_tokens", "top_k", "min_tokens", "seed", "logprobs", "prompt_logprobs"})

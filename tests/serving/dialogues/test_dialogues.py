@@ -130,6 +130,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"history": [turn("a")], "top_k": -2}, "top_k"),
     ({"history": [turn("a")], "temperature": -1}, "temperature"),
     ({"history": [turn("a")], "repetition_penalty": 0}, "repetition_penalty"),
+    ({"history": [turn("a")], "repetition_penalty": 1e-193}, "repetition_penalty"),
     ({"history": [turn("a")], "stream": True}, "stream"),
 ]
 
