@@ -69,13 +69,14 @@ $(READY): requirements-dev.txt pyproject.toml
 	@$(INSTALL) -e . --no-deps $(SHOWN)
 	@touch $@
 
-# What `make train` imports, in the versions of the development environment. Where that is installed, it is used.
+# What `make train` imports, and what serves its model, in the versions of the development environment. Where that
+# is installed, it is used.
 $(READY_TRAIN): requirements-dev.txt pyproject.toml
 	$(VENV)
-	@echo "Installing what training needs into .venv: torch, transformers, tensorboard, matplotlib"
-	@echo "and what these need: 54 packages, 1.3 GB with a torch without CUDA."
+	@echo "Installing what training and serving need into .venv: torch, transformers, fastapi, tensorboard, matplotlib"
+	@echo "and what these need: 59 packages, 1.3 GB with a torch without CUDA."
 	$(TORCH)
-	@$(INSTALL) -e '.[hf,tensorboard,plot]' -c requirements-dev.txt $(SHOWN)
+	@$(INSTALL) -e '.[hf,serve,tensorboard,plot]' -c requirements-dev.txt $(SHOWN)
 	@touch $@
 
 train: $(if $(wildcard $(READY)),$(READY),$(READY_TRAIN))

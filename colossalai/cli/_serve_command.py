@@ -1,7 +1,9 @@
 """The options of `colossalai serve`. What it does is imported when it is asked for: `--help` is quick."""
 
+import importlib
 import re
 import sys
+from types import ModuleType
 from typing import Any
 
 import click
@@ -17,6 +19,8 @@ Examples:
     --lora chat=adapters/chat
   colossalai serve path/to/model --speculate ngram:4
   colossalai serve --config opt_config.py"""
+# The extra "serve" of pyproject.toml.
+_LIBRARIES = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "jinja2", "transformers", "tokenizers")
 _POSITIVE = click.IntRange(min=1)
 _UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
 _SERVER_OPTIONS = {
@@ -171,10 +175,8 @@ def serve(
     if row_tables is not None:
         given["has_row_tables"] = row_tables
     try:
-        from colossalai.serving import ServeOptions  # takes seconds, in which Ctrl-C is one as later
-        from colossalai.serving import serve as serve_model
-
-        options = ServeOptions(
+        serving = _import_serving()  # takes seconds, in which Ctrl-C is one as later
+        options = serving.ServeOptions(
             model=model,
             config=config,
             name=name,
@@ -187,8 +189,25 @@ def serve(
             engine=given,
             server=server,
         )
-        sys.exit(serve_model(options))
+        sys.exit(serving.serve(options))
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _import_serving() -> ModuleType:
+    """Return `colossalai.serving`.
+
+    Raises:
+        UsageError: A library of the extra "serve" is not installed.
+    """
+    try:
+        return importlib.import_module("colossalai.serving")
+    except ModuleNotFoundError as error:
+        library = (error.name or "").partition(".")[0]
+        if library not in _LIBRARIES:
+            raise
+        raise click.UsageError(
+            f"serving needs the library {library}, which is not installed: pip install {' '.join(_LIBRARIES)}"
+        ) from error

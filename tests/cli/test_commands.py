@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,17 @@ def test_a_mistake_is_said_in_plain_words(
     result = _invoke("run", *args)
     assert result.exit_code == 2
     assert message in result.output
+
+
+def test_serving_without_its_libraries_names_them() -> None:
+    # A process of its own: here the libraries may be imported already.
+    code = (
+        "import sys; sys.modules['fastapi'] = None; from colossalai.cli import main; main(['serve', 'gpt'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "serving needs the library fastapi, which is not installed: pip install" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_check_wants_to_know_what():

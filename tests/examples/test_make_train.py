@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINING, ALL = "'.[hf,tensorboard,plot]' -c requirements-dev.txt", "-r requirements-dev.txt"
+TRAINING, ALL = "'.[hf,serve,tensorboard,plot]' -c requirements-dev.txt", "-r requirements-dev.txt"
 
 
 @pytest.fixture
