@@ -265,19 +265,39 @@ class Mesh:
     def ranks(self, axes: Axes) -> list[int]:
         """Return the global ranks of this rank's group along `axes`, in the order of the grid."""
         wanted = self._resolve(axes)
-        grid = torch.tensor(self.order, device="cpu").reshape(tuple(self.axes.values()))
         here = self.coordinate(self.rank)
-        index = tuple(slice(None) if axis in wanted else here[axis] for axis in self.axes)
-        return grid[index].flatten().tolist()
+        first = sum(here[axis] * stride for axis, stride in self._strides.items() if axis not in wanted)
+        return self._ranks_from(first, wanted)
 
     def all_ranks(self, axes: Axes) -> list[list[int]]:
         """Return all groups along `axes`: what `ranks` returns on each rank, in the order of the grid."""
         wanted = self._resolve(axes)
-        grid = torch.tensor(self.order, device="cpu").reshape(tuple(self.axes.values()))
-        places = {name: place for place, name in enumerate(self.axes)}
-        fixed = [places[name] for name in self.axes if name not in wanted]
-        moved = grid.permute(*fixed, *(places[name] for name in wanted))
-        return moved.reshape(-1, self.axis_size(axes)).tolist()
+        fixed = [axis for axis in self.axes if axis not in wanted]
+        return [self._ranks_from(first, wanted) for first in self._places_along(fixed)]
+
+    @property
+    def _strides(self) -> dict[str, int]:
+        """By axis how many places in the order of the grid its neighbours are apart."""
+        strides, stride = {}, 1
+        for axis, size in reversed(self.axes.items()):
+            strides[axis] = stride
+            stride *= size
+        return strides
+
+    def _places_along(self, axes: Sequence[str]) -> list[int]:
+        """Return the places of the grid along some axes, from the first place, in the order of the grid.
+
+        Without tensors: a trace of a layer that communicates would have operations on them.
+        """
+        strides = self._strides
+        places = [0]
+        for axis in axes:
+            steps = range(0, self.axes[axis] * strides[axis], strides[axis])
+            places = [place + step for place in places for step in steps]
+        return places
+
+    def _ranks_from(self, first: int, axes: Sequence[str]) -> list[int]:
+        return [self.order[first + place] for place in self._places_along(axes)]
 
     def group(self, axes: Axes) -> dist.ProcessGroup:
         """Return the process group of this rank along `axes`; every member must ask for it."""

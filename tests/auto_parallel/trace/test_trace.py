@@ -18,6 +18,7 @@ from colossalai.auto_parallel.trace._trace import (
     repeated_blocks,
     trace_model,
 )
+from colossalai.context import Mesh
 from colossalai.lazy import LazyInitContext
 from tests.auto_parallel.trace.cases import IN_TIERS, OF_TRANSFORMERS, SEQ, built, gpt2
 
@@ -427,3 +428,20 @@ def test_what_a_t5_lacks_is_named():
     ids = torch.zeros(2, 4, dtype=torch.long)
     with pytest.raises(ValueError, match="decoder_start_token_id"):
         trace_model(transformers.T5ForConditionalGeneration(config), {"input_ids": ids, "labels": ids})
+
+
+class OnMesh(nn.Module):
+    """Asks a mesh for an axis, as layers do that communicate; the mesh makes it when it is first asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mesh = nn.Linear(4, 4), Mesh({"dp": 2, "tp": 2}, rank=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) / self.mesh.axis("dp").size
+
+
+def test_a_mesh_that_is_asked_first_leaves_no_operation() -> None:
+    model, given = OnMesh(), {"x": torch.zeros(4, 4)}
+    digests = [trace_model(model, given).digest for _ in range(2)]
+    assert digests[0] == digests[1]
