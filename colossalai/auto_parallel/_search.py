@@ -11,8 +11,8 @@ what was found. For large models this ends early: so many choices are tried as `
 import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 
 from torch import nn
@@ -284,23 +284,14 @@ class _BudgetSearch:
     def run(self) -> list[Candidate]:
         """Return all answers that were tried.
 
-        First come choices of cuts that may well be the best: the fastest, one that fits if all is kept, one
-        that fits if nothing is. Then all there are in the order of their bounds, as many as there is time
-        for: how much better one of the rest could be is the gap of all.
+        First come choices of cuts that may well be the best: the fastest, those that fit if all is kept, and
+        those that fit if nothing is, or that need least. Then all there are in the order of their bounds, as
+        many as there is time for: how much better one of the rest could be is the gap of all.
         """
         self._try(self._free.choice)
         if self._inner.strategies.sites:  # else there is nothing to choose
-            room = self._budget
-            for _ in range(_SLACK):
-                try:
-                    kept, *_ = self._try(self._cut_to_fit(room, keeps_activations=True))
-                except BudgetError:
-                    break
-                if kept.prediction.peak_bytes <= self._budget:
-                    break
-                room -= kept.prediction.peak_bytes - self._budget
-            with suppress(BudgetError):
-                self._try(self._cut_to_fit(self._budget, keeps_activations=False))
+            self._try_fitting(keeps_activations=True)
+            self._try_fitting(keeps_activations=False)
         left_out = self._try_all()
         gap = max(0.0, 1 - left_out / self._best) if left_out < self._best < math.inf else 0.0
         return [replace(each, choice=replace(each.choice, gap=gap)) for each in chain(*self._tried.values())]
@@ -334,20 +325,31 @@ class _BudgetSearch:
         self._tried[choice.strategies] = found
         return found
 
-    def _cut_to_fit(self, room: float, *, keeps_activations: bool) -> CutChoice:
-        """Return the best cuts for some bytes, from which what nobody can choose is taken off.
+    def _try_fitting(self, *, keeps_activations: bool) -> None:
+        """Try the best cuts for the budget, for less while they take more, and at last those of least bytes.
 
-        Raises:
-            BudgetError: `room` is less than any cuts need.
+        What they take is known when it is predicted: the peak is not the sum of what is cut.
         """
         inner, free = self._inner, self._free
         own = inner.problem(keeps_activations=keeps_activations).memory_of(inner.options_of(free.choice))
-        fixed = free.prediction.peak_bytes - own
+        fixed = free.prediction.peak_bytes - own  # what nobody can choose
         if not keeps_activations:
             fixed -= sum(free.prediction.bytes[name] for name in ("activations", "working memory"))
-        return inner.solve(
-            budget=max(room - fixed, 0.0), keeps_activations=keeps_activations, **self._search.how
-        )
+        solve = partial(inner.solve, keeps_activations=keeps_activations, **self._search.how)
+        room = self._budget - fixed
+        for number in range(_SLACK + 1):
+            try:
+                choice = solve(budget=max(room, 0.0) if number < _SLACK else 0.0)
+            except BudgetError as error:
+                if math.isinf(error.least_bytes):
+                    return
+                number, choice = _SLACK, solve(budget=math.ceil(error.least_bytes))
+            found = self._try(choice)
+            peaks = [each.prediction.peak_bytes for each in found]
+            excess = (peaks[0] if keeps_activations else min(peaks)) - self._budget
+            if excess <= 0 or number == _SLACK:
+                return
+            room -= excess
 
     def _recomputed(self, predictor: Predictor, choice: CutChoice) -> Iterator[Candidate]:
         """Yield a choice with blocks that are recomputed: all of them, and as few as fit."""

@@ -380,8 +380,10 @@ def _find_followers(trace: ModelTrace, ends: set[str]) -> tuple[tuple[Followers,
     sets = _Sets()
     inside: dict[str, list[str]] = {}
     whole: set[str] = {*trace.outputs, *trace.inputs}
+    at_sites: set[str] = set()  # the others, such as a count of batches, are cut by nothing
     for operation in trace.operations:
         if operation.name in ends:
+            at_sites |= {*operation.inputs, *operation.outputs}
             continue
         tensors = [name for name in (*operation.inputs, *operation.outputs) if name not in trace.buffers]
         if not tensors:
@@ -395,8 +397,9 @@ def _find_followers(trace: ModelTrace, ends: set[str]) -> tuple[tuple[Followers,
     groups: list[list[str]] = []
     whole.update(name for name in trace.tensors if name not in trace.producers)
     closed = {sets.find(name) for name in whole}
+    open_sets = {sets.find(name) for name in at_sites} - closed
     for name in trace.tensors:
-        if name in trace.params or name in trace.buffers or (root := sets.find(name)) in closed:
+        if name in trace.params or name in trace.buffers or (root := sets.find(name)) not in open_sets:
             continue
         if root not in kept:
             kept[root] = len(groups)

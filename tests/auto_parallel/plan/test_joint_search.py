@@ -20,7 +20,7 @@ from colossalai.auto_parallel.solver._choice import BudgetError
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.runtime import RecomputeSegment
 from tests.auto_parallel.checkpoint.chains import segmentations
-from tests.auto_parallel.plan.models import RATES, slow_machine
+from tests.auto_parallel.plan.models import RATES, arguments_of, resnet, slow_machine
 from tests.auto_parallel.solver.problems import every_choice
 from tests.tiers import further
 
@@ -230,3 +230,43 @@ def test_bytes_of_a_bound_are_those_of_predictions(build: Build, links: float) -
             found = inner.by_bound(free.choice, seconds=seconds, floors=floors, budget=budget)
             bounds = {each.strategies: bound for bound, each in found}
             assert bounds[choice.strategies] <= fewest * (1 + 1e-9)
+
+
+def residual_net() -> tuple[nn.Module, dict[str, Tensor]]:
+    return resnet(), arguments_of(resnet, BATCH)
+
+
+@pytest.mark.parametrize("build", [residual_net, further(partial(gpt, 2)), further(partial(mlp, 3))])
+def test_the_smallest_budget_that_a_refusal_names_works(build: Build) -> None:
+    """And a little more, too: with shortcuts and counts of batches the search ended before it got there."""
+    model, given = build()
+    problem = pose_problem(
+        model,
+        given,
+        world_size=4,
+        optimizer="momentum",
+        precision="fp32",
+        profile=slow_machine(link_bytes_per_s=SLOW),
+        limits=SearchLimits(),
+    )
+    with pytest.raises(BudgetError) as refused:
+        problem.search.run(problem.settings, budget=1.0)
+    for more in (1.0, 1.001, 1.01, 1.05):
+        budget = more * refused.value.least_bytes
+        best, *_ = problem.search.run(problem.settings, budget=budget)
+        assert best.prediction.peak_bytes <= budget
+
+
+def test_what_no_layer_makes_or_takes_follows_none() -> None:
+    """The count of batches that a batch norm has is a tensor of one element, which no rank cuts."""
+    problem = pose_problem(
+        *residual_net(),
+        world_size=2,
+        optimizer="momentum",
+        precision="fp32",
+        profile=slow_machine(link_bytes_per_s=SLOW),
+        limits=SearchLimits(),
+    )
+    strategies = problem.search.problem_of(SETTING).strategies
+    numbers = {each for site in strategies.sites for each in (site.takes, site.gives) if each is not None}
+    assert numbers == set(range(len(strategies.followers)))

@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 
 from colossalai.auto_parallel import AutoPlan, make_plan
+from colossalai.auto_parallel.solver._choice import BudgetError
 from colossalai.core import global_context as gpc
 from colossalai.runtime import Plan
 from colossalai.shardformer import check_shards
@@ -28,7 +29,7 @@ from tests.auto_parallel.plan.models import (
 from tests.ranks import run_ranks
 from tests.shardformer.by_plan import train
 from tests.shardformer.models import InDouble
-from tests.tiers import further, in_soak
+from tests.tiers import further, in_soak, of_soak
 
 pytestmark = pytest.mark.dist
 
@@ -107,3 +108,29 @@ def test_three_steps(build, batch, num_ranks, share, links, expected):
     print(said)
     for part in filter(None, expected.split(", ")):
         assert part in said.split(", "), said
+
+
+def smallest_share(build: Callable[[], nn.Module], batch: int, world_size: int, links: float) -> float:
+    """Return the smallest budget that a plan was found for, as a part of what is taken without one."""
+    try:
+        plan_of(build, batch, world_size, 1e-9, links)
+    except BudgetError as error:
+        free = plan_of(build, batch, world_size, None, links)
+        return error.least_bytes / free.peak_bytes
+    raise AssertionError("a budget of a byte was kept")
+
+
+@of_soak
+@pytest.mark.parametrize("links", [FAST, SLOW])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("build", [gpt, bert, vit, resnet, gpt2, llama])
+def test_three_budgets(build, num_ranks, links):
+    """What the issue of Colossal-Auto promises: every model, at a large, a middle and the smallest budget."""
+    if build in (gpt2, llama):
+        pytest.importorskip("transformers")
+    least = smallest_share(build, 8, num_ranks, links)
+    for share in (None, (1 + least) / 2, least * 1.001):
+        plan = plan_of(build, 8, num_ranks, share, links)
+        if share is not None:
+            assert plan.peak_bytes <= plan.memory_budget
+        print(build.__name__, num_ranks, share, run_ranks(train_as_one_process, num_ranks, plan, build, 8)[0])
