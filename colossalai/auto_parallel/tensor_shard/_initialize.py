@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,7 +23,9 @@ from colossalai.auto_parallel._setting import Setting
 from colossalai.auto_parallel._strategies import find_strategies
 from colossalai.auto_parallel._verify import verified_plan
 from colossalai.auto_parallel.machine._machine import LinkLevel, MachineProfile
+from colossalai.auto_parallel.tensor_shard._outputs import WholeOutputs, whole_outputs
 from colossalai.auto_parallel.tensor_shard._whole_batch import WholeBatch, follow_cuts
+from colossalai.auto_parallel.trace._trace import trace_model
 from colossalai.context import Mesh
 from colossalai.device import OPERATIONS, AlphaBeta, DeviceMesh
 from colossalai.nn.parallel import Replicated
@@ -260,7 +262,9 @@ def initialize_model(
         )
     )
     budget = memory_budget if memory_budget > 0 else None
+    is_whole = dataloader_option == "replicated"
     solution: list[str] = []
+    outputs: list[WholeOutputs] = []
 
     def solve(scale: float = 1.0) -> AutoPlan:
         def of_first() -> list[Any]:
@@ -269,11 +273,21 @@ def initialize_model(
             if load_solver_solution:
                 assert solution_path is not None, "it was checked"
                 plan = _loaded(solution_path, problem, allowed, budget)
+                known = _outputs_of(problem, meta_args, plan.setting.data if is_whole else 1)
             else:
-                plan = problem.best_plan(allowed, memory_budget=budget, scale=scale)
-            return [plan.to_json(), solution_of(plan, problem)]
+                best = partial(problem.best_plan, memory_budget=budget, scale=scale)
+                plan = best(allowed)
+                try:
+                    known = _outputs_of(problem, meta_args, plan.setting.data if is_whole else 1)
+                except ValueError:
+                    undivided = [each for each in allowed if each.data == 1]
+                    if not undivided:
+                        raise
+                    plan, known = best(undivided), []
+            return [plan.to_json(), solution_of(plan, problem), [each.as_list() for each in known]]
 
-        text, solution[:] = told_by_first(of_first) if dist.is_initialized() else of_first()
+        text, solution[:], known = told_by_first(of_first) if dist.is_initialized() else of_first()
+        outputs[:] = map(WholeOutputs.from_list, known)
         return AutoPlan.from_json(text)
 
     is_run = budget is not None and dist.is_initialized() and not load_solver_solution
@@ -287,7 +301,7 @@ def initialize_model(
         device_mesh,
         overlap=overlap,
         names=[name for name, value in meta_args.items() if isinstance(value, torch.Tensor) and value.dim()],
-        is_whole=dataloader_option == "replicated",
+        outputs=outputs,
     )
     return (module, solution) if return_solution else module
 
@@ -365,6 +379,22 @@ def _profile_of(mesh: DeviceMesh) -> MachineProfile:
     return replace(profile, links=tuple(levels))
 
 
+def _outputs_of(problem: PlanProblem, meta_args: Mapping[str, Any], num_parts: int) -> list[WholeOutputs]:
+    """Return how outputs of parts of the batch make those of the whole; empty for one part.
+
+    Raises:
+        ValueError: Those of a model do not.
+    """
+    if num_parts == 1:
+        return []
+    own = slice(problem.batch // num_parts)
+    part = {
+        name: value[own] if isinstance(value, torch.Tensor) and value.dim() else value
+        for name, value in meta_args.items()
+    }
+    return [whole_outputs(problem.trace, trace_model(problem.model, part), num_parts)]
+
+
 def _loaded(
     path: str | os.PathLike[str], problem: PlanProblem, allowed: Sequence[Setting], budget: float | None
 ) -> AutoPlan:
@@ -430,7 +460,7 @@ def _carried_out(
     *,
     overlap: bool,
     names: Sequence[str],
-    is_whole: bool,
+    outputs: Sequence[WholeOutputs],
 ) -> ModelWrapper:
     """Return the module that trains a model by a plan."""
     lowered = plan.runtime_plan()
@@ -456,6 +486,6 @@ def _carried_out(
     }
     if cut:
         follow_cuts(model, mesh.axis("tp"), cut)
-    if is_whole and plan.setting.data > 1:
-        WholeBatch(model, mesh.axis("dp"), names).attach(module)
+    for each in outputs:  # one, if the module takes a batch that ranks share
+        WholeBatch(model, mesh.axis("dp"), names, each).attach(module)
     return module

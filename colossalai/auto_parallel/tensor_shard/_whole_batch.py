@@ -4,20 +4,22 @@
 Every rank computes the same loss of the whole outputs. Of the gradient of an output a rank keeps that of its
 own samples, so that the gradients of parameters are to be *added up* over the n replicas, and the data method
 takes their mean: what goes back into a rank's outputs is therefore multiplied by n. A loss that the model
-itself returns is a mean over samples: of n equal parts the mean of their losses, whose gradient with respect
-to each is 1/n; times n it is 1, as in data parallelism.
+itself returns is a mean or a sum over samples, see [Note: outputs of parts]. Of a mean, the gradient with
+respect to that of each of n equal parts is 1/n; times n it is 1, as in data parallelism. What is the same on
+all ranks has the same gradient on all of them, whose mean it is.
 """
 
 import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from colossalai.auto_parallel.tensor_shard._outputs import WholeOutputs
 from colossalai.communication import (
     all_reduce,
     gather_forward_split_backward,
@@ -25,8 +27,6 @@ from colossalai.communication import (
     slice_of,
 )
 from colossalai.context import Axis
-
-_IGNORED = -100  # what losses of torch leave out of their mean
 
 
 class WholeBatch:
@@ -36,11 +36,14 @@ class WholeBatch:
         model: The model, whose forward names the arguments.
         replicas: The ranks that share the batch.
         names: The arguments that have the batch in dimension 0.
+        outputs: How the outputs of the parts make those of the whole.
     """
 
-    def __init__(self, model: nn.Module, replicas: Axis, names: Collection[str]) -> None:
+    def __init__(
+        self, model: nn.Module, replicas: Axis, names: Collection[str], outputs: WholeOutputs
+    ) -> None:
         self._signature = inspect.signature(model.forward)
-        self._replicas, self._names = replicas, frozenset(names)
+        self._replicas, self._names, self._outputs = replicas, frozenset(names), outputs
         self._extent = 0  # of this rank's part, in the forward under way
         self._uneven = ""  # why the mean of the parts would not be that of the whole
 
@@ -77,15 +80,37 @@ class WholeBatch:
                 f"{num_parts}, or drop the last batch of the data"
             )
         self._extent = batch // num_parts
-        self._uneven = _uneven_labels({name: bound.arguments[name] for name in batches}, num_parts)
+        labels = {name: bound.arguments[name] for name in self._outputs.ignored if name in batches}
+        self._uneven = _uneven_labels(labels, self._outputs.ignored, num_parts)
         for name in batches:
             bound.arguments[name] = slice_of(bound.arguments[name], self._replicas, 0)
         return bound.args, bound.kwargs
 
     def _make_whole(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        return tree_map_only(Tensor, self._whole, output)
+        is_number = [each.dim() == 0 for each in tree_leaves(output) if isinstance(each, Tensor)]
+        kinds = self._kinds(is_number)
+        return tree_map_only(Tensor, lambda part: self._whole(part, next(kinds)), output)
 
-    def _whole(self, part: Tensor) -> Tensor:
+    def _kinds(self, is_number: Sequence[bool]) -> Iterator[str]:
+        """Return the kinds of the tensors that a forward has returned.
+
+        Raises:
+            ValueError: `is_number` has numbers that the trace does not have.
+        """
+        planned = self._outputs
+        if len(is_number) == len(planned.kinds):
+            return iter(planned.kinds)
+        # Without labels, or with a cache, a model returns fewer tensors or more.
+        numbers = [kind for kind, known in zip(planned.kinds, planned.is_number, strict=True) if known]
+        if sum(is_number) not in (0, len(numbers)):
+            raise ValueError(
+                f"the model returns {sum(is_number)} numbers, and with meta_args it returned {len(numbers)}: "
+                "make the plan with the arguments that the module is called with"
+            )
+        of_numbers = iter(numbers)
+        return iter([next(of_numbers) if each else "samples" for each in is_number])
+
+    def _whole(self, part: Tensor, kind: str) -> Tensor:
         """Return the tensor of the whole batch that a rank has a part of.
 
         Raises:
@@ -94,19 +119,18 @@ class WholeBatch:
         """
         # See [Note: gradients of a whole batch].
         num_parts = self._replicas.size
+        if kind == "same":
+            return part
         given = _Multiplied.apply(part, num_parts) if part.requires_grad else part
-        if part.dim() == 0:
+        if kind == "mean":
             if self._uneven:
                 raise ValueError(
                     f"{self._uneven}: the mean of the parts is not that of the whole. Let the model return "
                     "its logits and compute the loss from them, or take dataloader_option='distributed'"
                 )
-            if not part.is_floating_point():
-                raise ValueError(
-                    f"the model returns a number of type {part.dtype}, of which it is not known how those of "
-                    "the ranks belong together: take dataloader_option='distributed'"
-                )
             return reduce_forward_copy_backward(given, self._replicas) / num_parts
+        if kind == "sum":
+            return reduce_forward_copy_backward(given, self._replicas)
         if part.shape[0] % self._extent:
             raise ValueError(
                 f"an output of shape {tuple(part.shape)} has no samples in dimension 0, of which this rank "
@@ -115,16 +139,23 @@ class WholeBatch:
         return gather_forward_split_backward(given, self._replicas, 0)
 
 
-def _uneven_labels(given: Mapping[str, Tensor], num_parts: int) -> str:
-    """Return why a mean over labels is no mean of the means of parts; empty where it is one."""
-    for name, tensor in given.items():
-        if tensor.is_floating_point() or tensor.dtype == torch.bool or not bool((tensor == _IGNORED).any()):
+def _uneven_labels(labels: Mapping[str, Tensor], ignored: Mapping[str, int], num_parts: int) -> str:
+    """Return why a mean over labels is not the mean of the means of parts; empty where it is.
+
+    Args:
+        labels: By the name of an argument.
+        ignored: The label that is left out, by the same names.
+        num_parts: The ranks that share them.
+    """
+    for name, tensor in labels.items():
+        counted = tensor != ignored[name]
+        if bool(counted.all()):
             continue
-        counted = (tensor != _IGNORED).flatten(1) if tensor.dim() > 1 else (tensor != _IGNORED)[:, None]
+        counted = counted.flatten(1) if tensor.dim() > 1 else counted[:, None]
         # Causal models leave out the first label of each sample.
         for each in (counted, counted[:, 1:]):
             if len({int(part.sum()) for part in each.chunk(num_parts)}) > 1:
-                return f"{name} has labels of {_IGNORED}, in other numbers on each of {num_parts} ranks"
+                return f"{name} has labels of {ignored[name]}, in other numbers on each of {num_parts} ranks"
     return ""
 
 

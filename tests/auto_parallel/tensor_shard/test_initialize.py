@@ -180,6 +180,46 @@ def returns_a_loss() -> bool:
     return module(given["x"][:4], given["labels"][:4])["logits"].shape == (4, 8)
 
 
+class WithNumbers(nn.Module):
+    """A model that returns a sum, a count, and what all ranks have alike."""
+
+    def __init__(self, is_masked: bool = False) -> None:
+        super().__init__()
+        self.layer, self.is_masked = nn.Linear(8, 8), is_masked
+
+    def forward(self, x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self.layer(x)
+        losses = nn.functional.cross_entropy(logits, labels, reduction="none")
+        mask = (labels > 0).to(losses.dtype)
+        loss = (losses * mask).sum() / mask.sum() if self.is_masked else losses.sum()
+        return loss, (logits.argmax(-1) == labels).sum(), self.layer.weight.square().sum()
+
+
+def returns_numbers() -> str:
+    model = built(WithNumbers)
+    twin = copy.deepcopy(model)
+    given = {"x": torch.randn(8, 8).double(), "labels": torch.arange(8)}
+    module = autoparallelize(model, given, solver_preference="dp")
+    outputs = [module(**given), twin(**given)]
+    for one, other in zip(*outputs, strict=True):
+        assert one.item() == pytest.approx(other.item(), rel=1e-12)
+    for loss, _, decay in outputs:
+        (loss + decay).backward()
+    torch.testing.assert_close(model.layer.weight.grad, twin.layer.weight.grad, rtol=1e-12, atol=1e-12)
+    masked = WithNumbers(is_masked=True).double()
+    before = list(masked.parameters())
+    with pytest.raises(ValueError, match=r"output 0 of the model, of shape .* because of aten\.div"):
+        autoparallelize(masked, given, solver_preference="dp")
+    assert all(one is other for one, other in zip(masked.parameters(), before, strict=True))
+    module, solution = autoparallelize(masked, given, return_solution=True)  # a plan without replicas
+    assert not list(module._forward_hooks)
+    return "\n".join(solution)
+
+
+def check_sums_are_those_of_the_whole_batch_and_no_plan_divides_other_numbers(found: Found) -> None:
+    assert found[0]["numbers"] == found[1]["numbers"]
+
+
 def check_a_loss_that_the_model_returns_is_that_of_the_whole_batch(found: Found) -> None:
     assert [each["loss"] for each in found] == [True, True]
 
@@ -263,6 +303,7 @@ def in_jobs(folder: Path) -> dict[str, Any]:
     """Return what the checks above take: one job after the other, of ranks that have planned before."""
     looks = {
         "loss": returns_a_loss,
+        "numbers": returns_numbers,
         "solutions": partial(saves_and_loads, folder / "plan.json"),
         "lines": says_how_operations_are_cut,
     }
@@ -277,6 +318,7 @@ def test_in_jobs_of_two_ranks(tmp_path: Path) -> None:
     """The first plan of a rank takes as long as three later ones, and so ranks are started once."""
     found = run_ranks(in_jobs, 2, tmp_path)
     check_a_loss_that_the_model_returns_is_that_of_the_whole_batch(found)
+    check_sums_are_those_of_the_whole_batch_and_no_plan_divides_other_numbers(found)
     check_a_solution_is_loaded_again_and_mistakes_change_nothing(found)
     check_a_solution_has_a_line_for_each_operation(found)
 
