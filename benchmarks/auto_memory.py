@@ -8,9 +8,9 @@ least that a plan was found for to what the fastest plan takes. On one rank stan
 same budgets: rotor's segments, Chen's, and no recomputation; and torch's compiled model with
 `activation_memory_budget`, a part of what it would keep.
 
-- `budget`, `predicted` and `peak` are MiB of a rank. `peak` is counted (`harness/memory.py`): the bytes of
-  all live tensors in the third step, parameters and states included, on the rank with the most. The goal is
-  that it is never above the budget. Tensors in compiled code are not seen.
+- `budget`, `predicted` and `peak` are MiB of a rank. `peak` is counted, as plans are verified: the bytes of
+  all live tensors in the third step, parameters, states and buckets in memory that ranks share included, on
+  the rank with the most. The goal is that it is never above the budget. What compiled code has is not seen.
 - `allocated` is the same as torch's allocator has it: what is there before the step, and the most that it
   hands out in it. Memory that kernels take for themselves and compiled code are in it. CPU only.
 - `step_ms` is forward, loss, backward and update: the median over rounds in which all take turns. The goal is
@@ -41,7 +41,7 @@ from harness.auto_plans import (
     make_optimizer,
     shown_progress,
 )
-from harness.memory import AllocatedPeak, PeakBytes
+from harness.memory import AllocatedPeak
 from harness.rounds import report
 from torch import nn
 
@@ -51,6 +51,7 @@ from colossalai.auto_parallel._make import PlanProblem, pose_problem
 from colossalai.auto_parallel._prediction import Predictor
 from colossalai.auto_parallel._search import Candidate, SearchLimits
 from colossalai.auto_parallel._setting import Setting
+from colossalai.auto_parallel._verify import LiveByteCounter
 from colossalai.auto_parallel.checkpoint._chain import Chain, simulate
 from colossalai.auto_parallel.checkpoint._chen import solve_chen
 from colossalai.auto_parallel.checkpoint._rotor import solve_rotor
@@ -185,9 +186,9 @@ def by_segments(
     return found
 
 
-def peak_of(build: Callable[[], Model]) -> tuple[float, float]:
+def peak_of(build: Callable[[], Model], case: Case) -> tuple[float, float]:
     """Return the largest rank's peak in the third step: of counted bytes, and as the allocator has it."""
-    with PeakBytes() as memory:
+    with LiveByteCounter(outside=case.batch) as memory:
         model = build()
         model.step()
         model.step()
@@ -278,7 +279,7 @@ def measure(name: str, args: argparse.Namespace, show: Callable[[str], None]) ->
     peaks = {}
     for number, (key, build) in enumerate(builds.items()):
         show(f"{name}: peak of plan {number + 1} of {len(builds)}")
-        peaks[key] = peak_of(build)
+        peaks[key] = peak_of(build, case)
     show(f"{name}: torch compiled")
     compiled, others = compiled_rows(case, args) if num_ranks == 1 else ({}, {})
     builds |= {key: partial(_same, model) for key, model in compiled.items()}
