@@ -10,11 +10,18 @@ Ranks can convert a layout only where a layer begins or ends: between two layers
 the tensors between them are *followers*: those that elementwise operations connect have one layout, whole or
 cut. They can be cut if every operation that touches them computes each feature by itself. A softmax, a
 reshape, a residual sum with something whole, or being returned by the model makes all of them whole.
+
+[Note: parts in a rule]
+Of a module with a rule, ranks share what computes on parts: from the outputs of its column layers on, up to
+its row layers, whose sums are whole. What comes before and behind is done by each rank, such as the dropout,
+the residual sum and the norm of `BertOutput`. A part can leave the module: the rules of `BertIntermediate`
+and `BertOutput` only fit together. So the site that makes a part and the site that takes it are both cut or
+neither, and where the other one is missing, a site is left to its single layers.
 """
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -49,6 +56,9 @@ _ELEMENTWISE = _POOLING | {
     *("type_as", "add", "sub", "mul", "div"),
 }
 
+
+# Fields of a `Rule` whose layers give whole outputs, by a collective; those of all others give parts.
+_GIVE_WHOLE = ("rows", "splits", "embeddings", "heads")
 
 _ATTENTION_OF_ZOO = Rule(columns=("qkv",), rows=("projection",), draws=True)
 
@@ -143,7 +153,8 @@ class Strategies:
         num_ranks: Their number.
         sites: In the order in which they run.
         followers: Those that may be cut.
-        ties: Pairs of sites, by number, that share a parameter: both are cut, or neither.
+        ties: Pairs of sites, by number, that share a parameter, or of which one hands a part to the other:
+            both are cut, or neither.
     """
 
     num_ranks: int
@@ -186,12 +197,15 @@ def find_strategies(
     """
     if num_ranks == 1:
         return Strategies(num_ranks=1, sites=(), followers=(), ties=())
+    parts: set[str] = set()
     sites = [
         site
         for name, rule in (rules_of_model(model) if rules is None else rules).items()
-        if (site := _ruled_site(trace, model, name, rule, num_ranks)) is not None
+        if (site := _ruled_site(trace, model, name, rule, num_ranks, parts)) is not None
     ]
+    sites = _with_neighbours(trace, sites)
     taken = {name for site in sites for name in site.operations}
+    taken |= {each.name for site in sites if _is_region(site.rule) for each in trace.by_module(site.name)}
     singles = [
         site
         for operation in trace.operations
@@ -200,8 +214,10 @@ def find_strategies(
     ]
     followers, of_tensor = _find_followers(trace, {site.operations[0] for site in singles})
     sites += [_with_followers(trace, site, of_tensor) for site in singles]
+    sites = _without_half_tied(trace, model, sites)
     sites.sort(key=lambda site: trace.places[site.operations[0]])
-    return Strategies(num_ranks=num_ranks, sites=tuple(sites), followers=followers, ties=_ties(trace, sites))
+    ties = dict.fromkeys([*_ties(trace, sites), *_handed_parts(trace, sites)])
+    return Strategies(num_ranks=num_ranks, sites=tuple(sites), followers=followers, ties=tuple(ties))
 
 
 def rules_of_model(model: nn.Module) -> dict[str, Rule]:
@@ -222,8 +238,19 @@ def rules_of_model(model: nn.Module) -> dict[str, Rule]:
     return found
 
 
-def _ruled_site(trace: ModelTrace, model: nn.Module, name: str, rule: Rule, num_ranks: int) -> Site | None:
-    """Return the site of a module with a rule; None if it is not in the trace, or the ranks cannot share."""
+def _ruled_site(
+    trace: ModelTrace, model: nn.Module, name: str, rule: Rule, num_ranks: int, parts: set[str]
+) -> Site | None:
+    """Return the site of a module with a rule; None if it is not in the trace, or the ranks cannot share.
+
+    Args:
+        trace: The trace.
+        model: The model.
+        name: The full name of the module.
+        rule: Its rule.
+        num_ranks: The ranks.
+        parts: Tensors of which modules before it make parts; its own are added.
+    """
     part: Any = model.get_submodule(name)
     try:
         check_rule(name, part, rule, num_ranks)
@@ -236,6 +263,7 @@ def _ruled_site(trace: ModelTrace, model: nn.Module, name: str, rule: Rule, num_
     backward: list[CutTransfer] = []
     layers: dict[str, str] = {}
     own: list[Operation] = []
+    gives_whole: set[str] = set()
     for field in fields:
         for key in getattr(rule, field):
             full = f"{name}.{key}" if name else key
@@ -244,13 +272,12 @@ def _ruled_site(trace: ModelTrace, model: nn.Module, name: str, rule: Rule, num_
                 continue
             layers[full] = CUT_OF_FIELD[field]
             own += operations
+            gives_whole.update(each.name for each in operations if field in _GIVE_WHOLE)
             moved_forward, moved_backward = _transfers(trace, operations[0], operations[-1], field)
             forward += moved_forward
             backward += [each for each in moved_backward if each not in backward]
     if not own:
         return None
-    is_region = bool(rule.columns or rule.rows or rule.counts)
-    operations = trace.by_module(name) if is_region else tuple(own)
     first = CUT_OF_FIELD[fields[0]]
     strategy = Strategy(cut=first, forward=tuple(forward), backward=tuple(backward))
     cut_params = [
@@ -260,6 +287,10 @@ def _ruled_site(trace: ModelTrace, model: nn.Module, name: str, rule: Rule, num_
         if full.rpartition(".")[0].removesuffix(".base_layer") in layers
         or full in {f"{name}.{key}" for key in rule.head_params}
     ]
+    operations = tuple(own)
+    if _is_region(rule):
+        parts.update(cut_params)
+        operations = _on_parts(trace.by_module(name), own, gives_whole, parts)
     return Site(
         name=name,
         layers=layers,
@@ -269,6 +300,74 @@ def _ruled_site(trace: ModelTrace, model: nn.Module, name: str, rule: Rule, num_
         rule=rule,
         results=frozenset(transfer.tensor for transfer in forward),
     )
+
+
+def _is_region(rule: Rule | None) -> bool:
+    """Whether ranks share more of a module with a rule than the layers that it names."""
+    return rule is not None and bool(rule.columns or rule.rows or rule.counts)
+
+
+# See [Note: parts in a rule].
+def _on_parts(
+    operations: Sequence[Operation],
+    own: Sequence[Operation],
+    gives_whole: Collection[str],
+    parts: set[str],
+) -> tuple[Operation, ...]:
+    """Return the operations of a module that ranks share.
+
+    Args:
+        operations: Those of the module, in order.
+        own: Those of the layers that its rule names.
+        gives_whole: Names of those of them whose outputs are whole.
+        parts: Tensors of which each rank has its part; those that are made here are added.
+    """
+    layers, found = {each.name for each in own}, []
+    for each in operations:
+        if each.name in layers or not parts.isdisjoint(each.inputs):
+            found.append(each)
+            if each.name not in gives_whole:
+                parts.update(each.outputs)
+    return tuple(found)
+
+
+def _parts_across(trace: ModelTrace, sites: Sequence[Site]) -> Iterator[tuple[int, int | None]]:
+    """Yield each site that gives a part to another module, or takes one of it, and the number of the other.
+
+    The other one is None where it is not among the sites.
+    """
+    site_of = {name: number for number, site in enumerate(sites) for name in site.operations}
+    for number, site in enumerate(sites):
+        if not _is_region(site.rule):
+            continue
+        inside = set(site.operations)
+        for operation in (trace.operations[trace.places[name]] for name in site.operations):
+            for name in set(operation.outputs) - site.results:
+                for user in trace.consumers[name]:
+                    if user.name not in inside:
+                        yield number, site_of.get(user.name)
+            if site.layers.get(operation.module) != "input":
+                continue
+            taken = next((name for name in operation.inputs if name not in trace.params), None)
+            producer = None if taken is None else trace.producers.get(taken)
+            if producer is None or producer.name not in inside:
+                yield number, None if producer is None else site_of.get(producer.name)
+
+
+def _with_neighbours(trace: ModelTrace, sites: list[Site]) -> list[Site]:
+    """Return the sites without those that lack the one that makes or takes their parts."""
+    while lonely := {number for number, other in _parts_across(trace, sites) if other is None}:
+        sites = [site for number, site in enumerate(sites) if number not in lonely]
+    return sites
+
+
+def _handed_parts(trace: ModelTrace, sites: Sequence[Site]) -> list[tuple[int, int]]:
+    """Return the pairs of sites of which one hands a part to the other."""
+    return [
+        (min(number, other), max(number, other))
+        for number, other in _parts_across(trace, sites)
+        if other is not None and other != number
+    ]
 
 
 def _single_site(trace: ModelTrace, model: nn.Module, operation: Operation, num_ranks: int) -> Site | None:
@@ -460,6 +559,42 @@ def _ties(trace: ModelTrace, sites: list[Site]) -> tuple[tuple[int, int], ...]:
             if first != number and (first, number) not in pairs:
                 pairs.append((first, number))
     return tuple(pairs)
+
+
+def _without_half_tied(trace: ModelTrace, model: nn.Module, sites: Sequence[Site]) -> list[Site]:
+    """Return the sites without the ways that cut a parameter which a module that is not cut has as well.
+
+    The head of masked language models of BERT has its bias twice: `decoder.bias` is `predictions.bias`.
+    """
+    names = {name for site in sites for name in site.layers}
+    names |= {  # rules cut layers that no operation is from as well, such as T5's `shared`
+        f"{site.name}.{key}".removeprefix(".")
+        for site in sites
+        if site.rule is not None
+        for field in CUT_OF_FIELD
+        for key in getattr(site.rule, field)
+    }
+    layers = {model.get_submodule(name) for name in names}
+    layers |= {model.get_submodule(site.name) for site in sites if site.rule is not None}
+    loose = {  # storages of parameters that a module which is in no site has
+        trace.storage_of(tensor)
+        for tensor, full in trace.params.items()
+        if model.get_submodule(full.rpartition(".")[0].removesuffix(".base_layer")) not in layers
+    }
+    found = []
+    for site in sites:
+        half = {
+            trace.params[name].rpartition(".")[2] for name in site.params if trace.storage_of(name) in loose
+        }
+        # Layers that share their input features have the whole bias.
+        ways = [
+            each
+            for each in site.strategies
+            if not half or not each.is_cut or (half == {"bias"} and each.cut == "input")
+        ]
+        if len(ways) > 1 or len(site.strategies) == 1:
+            found.append(replace(site, strategies=tuple(ways)))
+    return found
 
 
 def _base_name(operation: Operation) -> str:

@@ -49,6 +49,12 @@ def llama() -> nn.Module:
     return models.llama()
 
 
+def bert_of_transformers() -> nn.Module:
+    from tests.shardformer import models
+
+    return models.bert()
+
+
 def mixtral() -> nn.Module:
     from tests.shardformer import models
 
@@ -63,6 +69,7 @@ def _masked_loss(output: Any, labels: Tensor) -> Tensor:
 LOSSES: dict[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]] = {
     gpt: lambda *given: GPTLMLoss()(*given),
     bert: _masked_loss,
+    bert_of_transformers: _masked_loss,
     gpt2: _masked_loss,
     llama: _masked_loss,
     mixtral: _masked_loss,

@@ -18,6 +18,7 @@ from tests.auto_parallel.plan.models import (
     arguments_of,
     batches_of,
     bert,
+    bert_of_transformers,
     gpt,
     gpt2,
     llama,
@@ -83,6 +84,7 @@ def train_as_one_process(plan, build, batch):
         further(gpt, 1, 2, None, FAST, "tp 2, output, input, vocab"),
         further(gpt, 2, 4, None, FAST, "dp 2, tp 2, output, input, vocab"),
         further(bert, 1, 2, None, FAST, "tp 2, output, input"),
+        further(bert_of_transformers, 1, 2, None, FAST, "tp 2, output, input"),
         further(vit, 2, 4, None, FAST, "dp 2, tp 2, output, input"),
         further(resnet, 8, 2, None, FAST, "dp 2"),
         (resnet, 1, 2, None, FAST, "tp 2, output, channel"),
@@ -98,7 +100,7 @@ def train_as_one_process(plan, build, batch):
     ],
 )
 def test_three_steps(build, batch, num_ranks, share, links, expected):
-    if build in (gpt2, llama, mixtral):
+    if build in (bert_of_transformers, gpt2, llama, mixtral):
         pytest.importorskip("transformers")
     # One of the ranks would make it, and take as long as here; `test_same_plan.py` compares.
     plan = plan_of(build, batch, num_ranks, share, links)
