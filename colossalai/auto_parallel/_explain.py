@@ -35,13 +35,16 @@ def explain_plan(plan: "AutoPlan") -> str:
         "",
         "The operations that take most:",
         *(
-            f"  {_seconds(seconds):>10}  {operation} of {module or 'the model itself'}"
+            line
             for operation, module, seconds in plan.costliest
+            for line in _wrapped(
+                f"  {_seconds(seconds):>10}  ", f"{operation} of {module or 'the model itself'}"
+            )
         ),
     ]
     if plan.second:
         more = plan.second_seconds / plan.step_seconds - 1
-        lines += ["", f"The best plan of other sizes takes {more:.0%} longer: {plan.second}"]
+        lines += ["", *_wrapped("", f"The best plan of other sizes takes {more:.0%} longer: {plan.second}")]
     if plan.gap > 0:
         lines.append(f"Other cuts under these sizes could save {plan.gap:.1%} at most.")
     return "\n".join(lines)
