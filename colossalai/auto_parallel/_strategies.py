@@ -206,15 +206,19 @@ def find_strategies(
     sites = _with_neighbours(trace, sites)
     taken = {name for site in sites for name in site.operations}
     taken |= {each.name for site in sites if _is_region(site.rule) for each in trace.by_module(site.name)}
-    singles = [
+    sites += [
         site
         for operation in trace.operations
         if operation.name not in taken
         and (site := _single_site(trace, model, operation, num_ranks)) is not None
     ]
-    followers, of_tensor = _find_followers(trace, {site.operations[0] for site in singles})
-    sites += [_with_followers(trace, site, of_tensor) for site in singles]
-    sites = _without_half_tied(trace, model, sites)
+    # Before the tensors between sites are found: they are cut by a site at each end.
+    num_sites = -1
+    while num_sites != len(sites):
+        num_sites = len(sites)
+        sites = _with_neighbours(trace, _without_half_tied(trace, model, sites))
+    followers, of_tensor = _find_followers(trace, {site.operations[0] for site in sites if site.rule is None})
+    sites = [site if site.rule is not None else _with_followers(trace, site, of_tensor) for site in sites]
     sites.sort(key=lambda site: trace.places[site.operations[0]])
     ties = dict.fromkeys([*_ties(trace, sites), *_handed_parts(trace, sites)])
     return Strategies(num_ranks=num_ranks, sites=tuple(sites), followers=followers, ties=tuple(ties))
@@ -562,9 +566,11 @@ def _ties(trace: ModelTrace, sites: list[Site]) -> tuple[tuple[int, int], ...]:
 
 
 def _without_half_tied(trace: ModelTrace, model: nn.Module, sites: Sequence[Site]) -> list[Site]:
-    """Return the sites without the ways that cut a parameter which a module that is not cut has as well.
+    """Return the sites without the ways that cut a parameter which is used outside of the sites as well.
 
-    The head of masked language models of BERT has its bias twice: `decoder.bias` is `predictions.bias`.
+    The head of masked language models of BERT has its bias twice: `decoder.bias` is `predictions.bias`. A
+    model can also take the weight of a layer itself: a head that is `linear(x, self.embedding.weight)`, or a
+    penalty on a weight in its loss.
     """
     names = {name for site in sites for name in site.layers}
     names |= {  # rules cut layers that no operation is from as well, such as T5's `shared`
@@ -580,6 +586,15 @@ def _without_half_tied(trace: ModelTrace, model: nn.Module, sites: Sequence[Site
         trace.storage_of(tensor)
         for tensor, full in trace.params.items()
         if model.get_submodule(full.rpartition(".")[0].removesuffix(".base_layer")) not in layers
+    }
+    own = {name for site in sites for name in site.operations}
+    own |= {each.name for site in sites for layer in site.layers for each in trace.by_module(layer)}
+    loose |= {  # and those that other operations take
+        trace.storage_of(tensor)
+        for operation in trace.operations
+        if operation.name not in own
+        for tensor in operation.inputs
+        if tensor in trace.params
     }
     found = []
     for site in sites:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from colossalai.auto_parallel import make_plan
 from colossalai.auto_parallel._strategies import Strategies, find_strategies
@@ -86,3 +86,24 @@ def test_an_opt_of_transformers_has_a_plan() -> None:
     ids = torch.zeros(1, 6, dtype=torch.long)
     plan = make_plan(wide_opt(), {"input_ids": ids}, world_size=2, profile=slow_machine())
     assert str(plan.setting).startswith("dp 1, tp 2")
+
+
+class UsesWeights(nn.Module):
+    """Takes the weights of two of its layers itself: in its head, and in a penalty."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+        self.wide = nn.Linear(8, 16)
+        self.narrow = nn.Linear(16, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.narrow(self.wide(self.embedding(ids)).relu())
+        return nn.functional.linear(hidden, self.embedding.weight) + self.wide.weight.square().mean()
+
+
+def test_a_weight_that_the_model_takes_itself_is_not_cut() -> None:
+    """And the layer behind finds whole features then."""
+    _, strategies, _ = strategies_of(UsesWeights, "ids", num_ranks=2)
+    ways = {site.name: [each.field for each in site.strategies] for site in strategies.sites}
+    assert ways == {"narrow": [None, "heads", "splits"]}
