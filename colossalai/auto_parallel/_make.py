@@ -23,6 +23,7 @@ from colossalai.auto_parallel.machine._machine import MachineProfile, shipped_pr
 from colossalai.auto_parallel.trace._profile_ops import profile_operations
 from colossalai.auto_parallel.trace._trace import ModelTrace, repeated_blocks, trace_model
 from colossalai.cluster import broadcast_value
+from colossalai.pipeline import can_cut_unseen
 from colossalai.runtime import parameter_shapes
 from colossalai.shardformer import Rule
 
@@ -265,7 +266,10 @@ def pose_problem(
             batch=batch,
             num_blocks=len(parts.blocks),
             # Microbatches would have statistics of their own.
-            can_pipeline=parts.is_chain and not has_batch_norms(model),
+            can_pipeline=world_size > 1
+            and parts.can_be_stages
+            and not has_batch_norms(model)
+            and can_cut_unseen(model, min(world_size, len(parts.blocks)), meta_args),
             largest_tensor=_MOST_TENSOR_RANKS,
             has_masters=precision in MASTERS,
             num_experts=math.gcd(*(trace.tensors[each.params[0]].shape[0] for each in parts.experts)) or 1,

@@ -49,6 +49,8 @@ class ModelParts:
         outputs: For each block the tensor that it hands on.
         params: Names of the parameter tensors before the first block, in each of them, and behind them.
         experts: Those that ranks may share: all of the model, or none.
+        can_be_stages: Whether they are a chain that stages of a pipeline can be made of: what a block or the
+            part before the blocks makes is taken by what runs next, and by nothing behind it.
     """
 
     blocks: tuple[str, ...] = ()
@@ -59,6 +61,7 @@ class ModelParts:
     outputs: tuple[str, ...] = ()
     params: tuple[tuple[str, ...], ...] = ()
     experts: tuple[ExpertModule, ...] = ()
+    can_be_stages: bool = False
 
     @property
     def is_chain(self) -> bool:
@@ -100,7 +103,34 @@ def parts_of_model(trace: ModelTrace, model: nn.Module) -> ModelParts:
         inputs=tuple(taken[0] for taken, _ in ends) if is_chain else (),
         outputs=tuple(made[0] for _, made in ends) if is_chain else (),
         experts=_experts_of(trace, model),
+        can_be_stages=is_chain and _is_passed_on(trace, before, within, [made[0] for _, made in ends]),
     )
+
+
+def _is_passed_on(
+    trace: ModelTrace, before: Sequence[str], within: Sequence[Sequence[str]], made: Sequence[str]
+) -> bool:
+    """Return whether a stage gets all it takes from the stage before it, or computes it from the batch.
+
+    Args:
+        trace: The trace.
+        before: The operations before the first block.
+        within: Those of each block.
+        made: The tensor that each block hands on.
+    """
+    for tensor, following in zip(made, within[1:], strict=False):
+        if tensor in trace.outputs or not {each.name for each in trace.consumers[tensor]} <= {*following}:
+            return False
+    known = {*before, *within[0]}
+    of_params = set(trace.params)  # what depends on parameters is computed by the stage that has them
+    for operation in (trace.operations[place] for place in sorted(trace.places[name] for name in before)):
+        if of_params.isdisjoint(operation.inputs):
+            continue
+        of_params.update(operation.outputs)
+        for tensor in operation.outputs:
+            if tensor in trace.outputs or any(each.name not in known for each in trace.consumers[tensor]):
+                return False
+    return True
 
 
 def _experts_of(trace: ModelTrace, model: nn.Module) -> tuple[ExpertModule, ...]:

@@ -41,6 +41,7 @@ from colossalai.pipeline.stages import PartOfStack as PartOfStack
 from colossalai.pipeline.stages import PipelinableContext as PipelinableContext
 from colossalai.pipeline.stages import PipelineSharedModuleWrapper as PipelineSharedModuleWrapper
 from colossalai.pipeline.stages import PipelineStage as PipelineStage
+from colossalai.pipeline.stages import can_cut_unseen as can_cut_unseen
 from colossalai.pipeline.stages import cut_model as cut_model
 from colossalai.pipeline.stages import has_full_names as has_full_names
 from colossalai.pipeline.stages import is_counted as is_counted

@@ -9,6 +9,7 @@ from colossalai.pipeline.stages._partition import partition_balanced as partitio
 from colossalai.pipeline.stages._partition import partition_uniform as partition_uniform
 from colossalai.pipeline.stages._pipelinable import PipelinableContext as PipelinableContext
 from colossalai.pipeline.stages._placeholders import is_elsewhere as is_elsewhere
+from colossalai.pipeline.stages._split_model import can_cut_unseen as can_cut_unseen
 from colossalai.pipeline.stages._split_model import cut_model as cut_model
 from colossalai.pipeline.stages._stage import ModelStage as ModelStage
 from colossalai.pipeline.stages._stage import PartOfStack as PartOfStack

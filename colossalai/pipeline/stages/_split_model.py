@@ -122,6 +122,11 @@ def _try(model: nn.Module, anatomy: Anatomy, sample: Any) -> Trial | None:
 
 
 def _checked(trial: Trial, anatomy: Anatomy) -> Trial:
+    for number in trial.repeated[:1]:
+        raise ValueError(
+            f"block {number} of {anatomy.stack!r} runs more than once in a forward: such a model cannot be "
+            "cut along its blocks"
+        )
     for source, target in trial.skipped_over[:1]:
         raise ValueError(
             f"block {target} of {anatomy.stack!r} takes what block {source} has returned, past those "
@@ -198,6 +203,26 @@ def _only_front(model: nn.Module, holders: Mapping[str, frozenset[int]]) -> str:
     """Return the part before the blocks if it is the only one: its output is taken to go to the blocks."""
     front = [name for name, held in holders.items() if 0 in held and _has_parameters_of_its_own(model, name)]
     return front[0] if len(front) == 1 else ""
+
+
+def can_cut_unseen(model: nn.Module, num_stages: int, sample: Any) -> bool:
+    """Return whether `cut_model` makes stages without a sample that are right for one.
+
+    Args:
+        model: The model, which stays as it is.
+        num_stages: The number of stages.
+        sample: Data as its forward takes it; its values do not matter.
+    """
+    try:
+        anatomy = dissect(model)
+        trial = _try(model, anatomy, sample)
+        unseen = plan_cut(model, num_stages, balance="uniform", stack=None, wishes={}, sample=None)
+    except Exception:  # of foreign code on fake tensors, or a model that cannot be cut
+        return False
+    assert trial is not None, "with a sample there is a trial, or an error"
+    # A part that is taken to feed the blocks stands for its result by what they receive.
+    feeds = not unseen.feeding or unseen.feeding in trial.fitting
+    return feeds and unseen.holders == _holders(model, anatomy, num_stages, trial)
 
 
 def is_parameter(model: nn.Module, name: str) -> bool:

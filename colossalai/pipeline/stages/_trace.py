@@ -30,11 +30,15 @@ class Trial:
             many blocks; 0 is before the first one. A parameter of a part that is not used has no entry.
         feeding: The part that returned the very tensor which the first block takes; empty if none did.
         skipped_over: Blocks that take what a block before the last one has returned, both by number.
+        repeated: Blocks that run again behind themselves or a later one, by number.
+        fitting: The parts that returned a tensor of the shape of the one which the first block takes.
     """
 
     used_at: Mapping[str, frozenset[int]]
     feeding: str
     skipped_over: tuple[tuple[int, int], ...]
+    repeated: tuple[int, ...] = ()
+    fitting: frozenset[str] = frozenset()
 
 
 def run_trial(model: nn.Module, sample: Any, *, stack: str, parts: Sequence[str]) -> Trial:
@@ -91,8 +95,11 @@ class _Progress:
         running: The number of the block that runs, None between blocks.
         producers: By the identity of a tensor, the last block that returned it.
         skipped_over: See `Trial`.
+        repeated: See `Trial`.
         outputs: By the identity of a tensor, the watched part that returned it.
+        shapes: By the name of a watched part, the shape of what it returned.
         feeding: See `Trial`.
+        fitting: See `Trial`.
         kept: Keeps tensors alive, so that no two have the same identity.
     """
 
@@ -100,8 +107,11 @@ class _Progress:
     running: int | None = None
     producers: dict[int, int] = field(default_factory=dict)
     skipped_over: list[tuple[int, int]] = field(default_factory=list)
+    repeated: list[int] = field(default_factory=list)
     outputs: dict[int, str] = field(default_factory=dict)
+    shapes: dict[str, torch.Size] = field(default_factory=dict)
     feeding: str = ""
+    fitting: frozenset[str] = frozenset()
     kept: list[Any] = field(default_factory=list)
 
 
@@ -144,7 +154,9 @@ class _Watch(TorchDispatchMode):
         """Return what was seen."""
         seen = self._progress
         used_at = {name: frozenset(at) for name, at in self._used_at.items()}
-        return Trial(used_at, seen.feeding, tuple(seen.skipped_over))
+        return Trial(
+            used_at, seen.feeding, tuple(seen.skipped_over), tuple(seen.repeated), fitting=seen.fitting
+        )
 
     def _note(self, param: torch.Tensor) -> None:
         progress = self._progress
@@ -159,8 +171,13 @@ class _Watch(TorchDispatchMode):
         def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
             progress = self._progress
             leaves = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            if number == 0:
+            if number < progress.num_done:
+                progress.repeated.append(number)
+            elif number == 0:
                 progress.feeding = next((progress.outputs.get(id(leaf), "") for leaf in leaves), "")
+                progress.fitting = frozenset(
+                    name for name, shape in progress.shapes.items() if leaves and shape == leaves[0].shape
+                )
             for leaf in leaves:
                 source = progress.producers.get(id(leaf), number - 1)
                 if source < number - 1:
@@ -185,6 +202,7 @@ class _Watch(TorchDispatchMode):
             self._progress.kept.append(output)
             if isinstance(output, torch.Tensor):
                 self._progress.outputs[id(output)] = name
+                self._progress.shapes[name] = output.shape
 
         return hook
 
