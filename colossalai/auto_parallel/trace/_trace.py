@@ -445,7 +445,7 @@ def _of_export(twin: FakeTwin) -> ModelTrace:
 
     program = export(twin.model, (), twin.arguments, strict=False)
     builder = _Builder()
-    reader = _GraphReader(builder, type(twin.model).__name__)
+    reader = _GraphReader(builder, twin.model)
     nodes = iter(program.graph.nodes)
     kinds = {InputKind.PARAMETER: "param", InputKind.BUFFER: "buffer", InputKind.USER_INPUT: "input"}
     for spec, node in zip(program.graph_signature.input_specs, nodes, strict=False):
@@ -472,13 +472,15 @@ class _GraphReader:
 
     Args:
         builder: Takes them.
-        model_name: For errors.
+        model: The model that was exported.
     """
 
-    def __init__(self, builder: _Builder, model_name: str) -> None:
+    def __init__(self, builder: _Builder, model: nn.Module) -> None:
         self.values: dict[Any, Any] = {}  # by node: a `_TraceName`, a list of them, or what is no tensor
         self._builder = builder
-        self._model_name = model_name
+        self._model_name = type(model).__name__
+        first = {part: name for name, part in model.named_modules()}
+        self._first_names = {name: first[part] for name, part in model.named_modules(remove_duplicate=False)}
 
     def read(self, graph_module: Any, *, is_grad_enabled: bool, autocast: torch.dtype | None) -> list[Any]:
         """Read a graph whose placeholders have values; return those of its outputs."""
@@ -522,7 +524,7 @@ class _GraphReader:
             self.values[node] = value
             return
         if not all(type(extent) is int for tensor in tensors for extent in tensor.shape):
-            raise DataDependentShape(str(node.target), _module_of(node), self._model_name)
+            raise DataDependentShape(str(node.target), self._module_of(node), self._model_name)
         wanted = [node.name] if isinstance(value, Tensor) else self._names_of_parts(node, len(tensors))
         outputs = self._builder.add_call(
             FakeCall(
@@ -530,7 +532,7 @@ class _GraphReader:
                 args=args,
                 kwargs=kwargs,
                 outputs=tuple(tensors),
-                module=_module_of(node),
+                module=self._module_of(node),
                 is_grad_enabled=how["is_grad_enabled"],
             ),
             name_of=lambda value: value.name if isinstance(value, _TraceName) else None,
@@ -541,16 +543,19 @@ class _GraphReader:
         parts = [_TraceName(next(named)) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.values[node] = parts[0] if isinstance(value, Tensor) else parts
 
+    def _module_of(self, node: Any) -> str:
+        """Return the full name of the innermost module, the first one of those that it has.
+
+        A second call of a module is marked by "@1".
+        """
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        name: str = re.sub(r"@\d+", "", stack[-1][0]) if stack else ""
+        return self._first_names.get(name, name)
+
     def _names_of_parts(self, node: Any, num_parts: int) -> list[str]:
         """Name each of several outputs as the graph does that uses it."""
         taken = {user.args[1]: user.name for user in reversed(list(node.users)) if user.target is getitem}
         return [taken.get(number, f"{node.name}_part_{number}") for number in range(num_parts)]
-
-
-def _module_of(node: Any) -> str:
-    """Return the full name of the innermost module; a second call of a module is marked by "@1"."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    return re.sub(r"@\d+", "", stack[-1][0]) if stack else ""
 
 
 def _of_record(twin: FakeTwin) -> ModelTrace:

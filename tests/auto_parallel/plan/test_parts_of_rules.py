@@ -107,3 +107,24 @@ def test_a_weight_that_the_model_takes_itself_is_not_cut() -> None:
     _, strategies, _ = strategies_of(UsesWeights, "ids", num_ranks=2)
     ways = {site.name: [each.field for each in site.strategies] for site in strategies.sites}
     assert ways == {"narrow": [None, "heads", "splits"]}
+
+
+class HasALayerTwice(nn.Module):
+    """Has a layer under two names, beside one that runs once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+        self.layers.append(self.layers[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).sin()
+        return x
+
+
+def test_a_layer_that_a_model_has_twice_is_whole() -> None:
+    """Its names would be those of two layers: rules name modules by the first one."""
+    model = HasALayerTwice()
+    strategies = find_strategies(trace_model(model, {"x": torch.zeros(2, 8)}), model, 2)
+    assert [site.name for site in strategies.sites] == ["layers.1"]
