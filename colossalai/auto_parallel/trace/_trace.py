@@ -480,7 +480,9 @@ class _GraphReader:
         self._builder = builder
         self._model_name = type(model).__name__
         first = {part: name for name, part in model.named_modules()}
-        self._first_names = {name: first[part] for name, part in model.named_modules(remove_duplicate=False)}
+        self._first_names: dict[str, str] = {
+            name: first[part] for name, part in model.named_modules(remove_duplicate=False)
+        }
 
     def read(self, graph_module: Any, *, is_grad_enabled: bool, autocast: torch.dtype | None) -> list[Any]:
         """Read a graph whose placeholders have values; return those of its outputs."""
