@@ -1,5 +1,6 @@
 """From a model, its arguments and a budget to a plan: trace, profile, search, figures."""
 
+import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from colossalai.auto_parallel._costs import MASTERS, OPTIMIZER_STATES, PRECISIONS, OperationCosts
 from colossalai.auto_parallel._inner import CutChoice, InnerProblem
@@ -20,9 +22,10 @@ from colossalai.auto_parallel._setting import Setting, settings_of
 from colossalai.auto_parallel._strategies import Site
 from colossalai.auto_parallel._verify import refuse_unrunnable, verified_plan
 from colossalai.auto_parallel.machine._machine import MachineProfile, shipped_profile
+from colossalai.auto_parallel.trace._fake_run import check_model, check_named
 from colossalai.auto_parallel.trace._profile_ops import profile_operations
 from colossalai.auto_parallel.trace._trace import ModelTrace, repeated_blocks, trace_model
-from colossalai.cluster import broadcast_value
+from colossalai.cluster import broadcast_value, gather_values
 from colossalai.pipeline import can_cut_unseen
 from colossalai.runtime import parameter_shapes
 from colossalai.shardformer import Rule
@@ -72,26 +75,40 @@ def make_plan(
         ValueError: `world_size` is not above 0, `meta_args` does not fit the model or has no batch that the
             ranks could share, an option is unknown, or no plan fits into `memory_budget`: the message has the
             smallest budget that was found to work. Or `verify` is True outside of a job of `world_size`
-            ranks, or the model cannot be run by itself.
+            ranks, the model cannot be run by itself, or the ranks of the job call it with other arguments.
     """
     is_job = torch.distributed.is_initialized()
     ranks = torch.distributed.get_world_size() if is_job else None
-    world_size = world_size if world_size is not None else ranks
-    if not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size={world_size}: give the number of ranks that are to train the model")
-    if verify and ranks != world_size:
-        raise ValueError(
-            f"verify=True runs the plan on its {world_size} ranks, and "
-            + ("this is no job" if ranks is None else f"the job has {ranks}")
-            + ": call make_plan in a job of as many, or leave verify out"
-        )
+    num_ranks: Any = world_size if world_size is not None else ranks
+
+    def checked() -> dict[str, str]:
+        if not isinstance(num_ranks, int) or isinstance(num_ranks, bool) or num_ranks < 1:
+            raise ValueError(
+                f"world_size={num_ranks!r}: give the number of ranks that are to train the model"
+            )
+        if verify and ranks != num_ranks:
+            raise ValueError(
+                f"verify=True runs the plan on its {num_ranks} ranks, and "
+                + ("this is no job" if ranks is None else f"the job has {ranks}")
+                + ": call make_plan in a job of as many, or leave verify out"
+            )
+        _check_budget(memory_budget)
+        return {
+            **described(model, meta_args),
+            **{name: repr(value) for name, value in options.items()},
+            **{"world_size": repr(num_ranks), "memory_budget": repr(memory_budget), "verify": repr(verify)},
+            "profile": profile.name if isinstance(profile, MachineProfile) else repr(profile),
+        }
+
+    options = {"optimizer": optimizer, "precision": precision, "time_limit": time_limit, "gap": gap}
+    refuse_other_arguments("make_plan", checked)
     if verify is None:
-        verify = ranks == world_size and memory_budget is not None
+        verify = ranks == num_ranks and memory_budget is not None
     posed = cache(
         lambda: pose_problem(
             model,
             meta_args,
-            world_size=world_size,
+            world_size=num_ranks,
             optimizer=optimizer,
             precision=precision,
             profile=profile,
@@ -101,11 +118,65 @@ def make_plan(
 
     def make(scale: float = 1.0) -> AutoPlan:
         plan = partial(_make, posed, memory_budget, scale=scale, is_run=bool(verify))
-        if ranks != world_size:
+        if not is_job:
             return plan()
         return AutoPlan.from_json(told_by_first(lambda: plan().to_json()))
 
     return verified_plan(make, model, meta_args, memory_budget=memory_budget) if verify else make()
+
+
+def refuse_other_arguments(call: str, check: Callable[[], Mapping[str, str]]) -> None:
+    """Check the arguments of a call on each rank, and compare them; collective over the job, if there is one.
+
+    Args:
+        call: Name of the function.
+        check: Raises where an argument of this rank is wrong, and returns all of them as text, by name.
+
+    Raises:
+        ValueError: `check` raises on another rank, or the ranks have different arguments.
+    """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        check()
+        return
+    try:
+        given, refusal = dict(check()), ""
+    except Exception as error:
+        # The other ranks wait in the gather below, and learn there that this one fails.
+        gather_values(({}, str(error) or type(error).__name__))
+        raise
+    everywhere = gather_values((given, refusal))
+    for rank, (_, refusal) in enumerate(everywhere):
+        if refusal:
+            raise ValueError(f"rank {rank} refused its arguments of {call}: {refusal}")
+    for name, value in everywhere[0][0].items():
+        for rank, (other, _) in enumerate(everywhere):
+            if other[name] != value:
+                raise ValueError(
+                    f"the ranks call {call} with different arguments: {name} is {value} on rank 0 and "
+                    f"{other[name]} on rank {rank}; give the same on all ranks"
+                )
+
+
+def described(model: nn.Module, meta_args: Mapping[str, Any]) -> dict[str, str]:
+    """Return what ranks compare of a model and of the arguments of its forward, as text.
+
+    Raises:
+        ValueError: `model` is not a module, or `meta_args` not a mapping by names.
+    """
+    check_model(model)
+    _batch_of(meta_args)
+    shapes = repr(sorted(parameter_shapes(model).items()))
+    name = type(model).__name__
+    return {
+        "model": f"{name} with parameters {hashlib.sha256(shapes.encode()).hexdigest()[:8]}",
+        "meta_args": str({name: tree_map(_described_leaf, value) for name, value in meta_args.items()}),
+    }
+
+
+def _described_leaf(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype} of {tuple(leaf.shape)}"
+    return leaf if isinstance(leaf, int | float | str | None) else type(leaf).__name__
 
 
 def told_by_first(find: Callable[[], _Plain]) -> _Plain:
@@ -139,12 +210,27 @@ def _make(
         scale: What predicted sizes are multiplied by.
         is_run: Whether it is going to be verified.
     """
-    if memory_budget is not None and not (isinstance(memory_budget, int | float) and memory_budget > 0):
-        raise ValueError(f"memory_budget={memory_budget!r}: give bytes above 0, or None for any")
     problem = posed()
     if is_run:
         refuse_unrunnable(problem.trace)
     return problem.best_plan(problem.settings, memory_budget=memory_budget, scale=scale)
+
+
+def _check_budget(memory_budget: float | None) -> None:
+    """Refuse what is not a number of bytes.
+
+    Raises:
+        ValueError: `memory_budget` is not a finite number above 0, or None.
+    """
+    if memory_budget is None:
+        return
+    if not (is_number(memory_budget) and 0 < memory_budget < math.inf):
+        raise ValueError(f"memory_budget={memory_budget!r}: give bytes above 0, or None for any")
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is an integer or a floating point number."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,10 +337,15 @@ def pose_problem(
         ValueError: `meta_args` does not fit the model or has no batch that the ranks could share, or an
             option is unknown.
     """
-    if optimizer not in OPTIMIZER_STATES:
+    check_model(model)
+    if optimizer not in tuple(OPTIMIZER_STATES):
         raise ValueError(f"optimizer={optimizer!r}: choose one of {', '.join(OPTIMIZER_STATES)}")
-    if precision not in PRECISIONS:
+    if precision not in tuple(PRECISIONS):
         raise ValueError(f"precision={precision!r}: choose one of {', '.join(PRECISIONS)}")
+    if not (is_number(limits.time_limit) and limits.time_limit > 0):
+        raise ValueError(f"time_limit={limits.time_limit!r}: give seconds above 0")
+    if not (is_number(limits.gap) and limits.gap >= 0):
+        raise ValueError(f"gap={limits.gap!r}: give a part of the seconds, of 0 or more")
     machine = machine_of(profile)
     batch = _batch_of(meta_args)
     trace = trace_model(model, meta_args)
@@ -300,11 +391,19 @@ def has_batch_norms(model: nn.Module) -> bool:
 
 
 def machine_of(profile: MachineProfile | str | Path | None) -> MachineProfile:
-    """Return a profile, that of a file, or a shipped one by its name; None: that of two CPU cores."""
+    """Return a profile, that of a file, or a shipped one by its name; None: that of two CPU cores.
+
+    Raises:
+        ValueError: `profile` is none of these.
+    """
     if isinstance(profile, MachineProfile):
         return profile
     if profile is None:
         return shipped_profile()
+    if not isinstance(profile, str | Path):
+        raise ValueError(
+            f"profile={profile!r}: give a MachineProfile, the path of one, or the name of a shipped one"
+        )
     return MachineProfile.load(profile) if os.path.exists(profile) else shipped_profile(str(profile))
 
 
@@ -315,10 +414,7 @@ def _batch_of(meta_args: Mapping[str, Any]) -> int:
         ValueError: `meta_args` is no mapping, has no tensor with dimensions, tensors of several batches, or
             of none.
     """
-    if not isinstance(meta_args, Mapping):
-        raise ValueError(
-            f"meta_args is a {type(meta_args).__name__}: give a dict of the arguments of the forward by name"
-        )
+    check_named(meta_args)
     batches = {
         name: value.shape[0]
         for name, value in meta_args.items()

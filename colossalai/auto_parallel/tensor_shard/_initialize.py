@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from colossalai.auto_parallel._make import PlanProblem, machine_of, pose_problem, told_by_first
+from colossalai.auto_parallel._make import (
+    PlanProblem,
+    described,
+    is_number,
+    machine_of,
+    pose_problem,
+    refuse_other_arguments,
+    told_by_first,
+)
 from colossalai.auto_parallel._plan import AutoPlan, load_plan
 from colossalai.auto_parallel._search import SearchLimits
 from colossalai.auto_parallel._setting import Setting
@@ -155,18 +163,24 @@ def autoparallelize(  # noqa: PLR0913 - the documented arguments
             model, an option is unknown or contradicts another one, no plan fits into `memory_budget`, or
             `solver_solution_path` is missing, or the plan of another trace. Nothing has been changed then.
     """
-    if meta_args is None:
-        meta_args = _arguments_of_first_batch(data_loader, data_process_func)
-    elif data_loader is not None:
-        raise ValueError("meta_args and data_loader both say what the forward takes: give one of them")
-    mesh = initialize_device_mesh(
-        alpha_beta_dict=alpha_beta_dict,
-        logical_mesh_shape=logical_mesh_shape,
-        logical_mesh_id=logical_mesh_id,
-    )
+    given: list[Any] = []
+
+    def checked() -> dict[str, str]:
+        given[:] = (
+            _given_arguments(meta_args, data_loader, data_process_func),
+            initialize_device_mesh(
+                alpha_beta_dict=alpha_beta_dict,
+                logical_mesh_shape=logical_mesh_shape,
+                logical_mesh_id=logical_mesh_id,
+            ),
+        )
+        return {}
+
+    refuse_other_arguments("autoparallelize", checked)
+    arguments, mesh = given
     return initialize_model(
         model,
-        meta_args,
+        arguments,
         mesh,
         memory_budget,
         overlap=True,
@@ -180,24 +194,44 @@ def autoparallelize(  # noqa: PLR0913 - the documented arguments
     )
 
 
-def _arguments_of_first_batch(
-    data_loader: Iterable[Any] | None, data_process_func: Callable[[Any], Mapping[str, Any]] | None
+def _given_arguments(
+    meta_args: Mapping[str, Any] | None,
+    data_loader: Iterable[Any] | None,
+    data_process_func: Callable[[Any], Mapping[str, Any]] | None,
 ) -> Mapping[str, Any]:
-    """Return the arguments of a forward on the first batch of a loader.
+    """Return the arguments of a forward: those that are given, or those of the first batch of a loader.
 
     Raises:
-        ValueError: `data_loader` is missing or empty, or its batches are no mappings and `data_process_func`
-            is missing.
+        ValueError: `meta_args` and `data_loader` are both given or both missing, `data_process_func` is given
+            without a loader, `data_loader` is empty or not iterable, or what it yields is not a mapping.
     """
+    if meta_args is not None:
+        if data_loader is not None:
+            raise ValueError("meta_args and data_loader both say what the forward takes: give one of them")
+        if data_process_func is not None:
+            raise ValueError(
+                "data_process_func makes arguments of what a data_loader yields, and meta_args are given: "
+                "leave one of them out"
+            )
+        return meta_args
     if data_loader is None:
         raise ValueError(
             "give meta_args, the arguments of the model's forward by name, or a data_loader that yields them"
+        )
+    if not isinstance(data_loader, Iterable):
+        raise ValueError(
+            f"data_loader is a {type(data_loader).__name__}: give a DataLoader, or other batches to iterate"
         )
     nothing = object()
     batch = next(iter(data_loader), nothing)
     if batch is nothing:
         raise ValueError("data_loader is empty: give one with a batch, or meta_args")
     given = data_process_func(batch) if data_process_func is not None else batch
+    if not isinstance(given, Mapping) and data_process_func is not None:
+        raise ValueError(
+            f"data_process_func returns a {type(given).__name__}: let it return a dict of the arguments of "
+            "the model's forward"
+        )
     if not isinstance(given, Mapping):
         raise ValueError(
             f"data_loader yields a {type(batch).__name__}: give data_process_func, which makes a dict of the "
@@ -240,16 +274,29 @@ def initialize_model(
     Raises:
         ValueError: `device_mesh` is not that of all ranks of the job, or what `autoparallelize` refuses.
     """
-    _check_options(solver_preference, dataloader_option, shard_option)
-    if (save_solver_solution or load_solver_solution) and solution_path is None:
-        raise ValueError("a solution is to be saved or loaded, and no path says where: give its path")
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    if device_mesh.num_devices != num_ranks:
-        raise ValueError(
-            f"device_mesh has {device_mesh.num_devices} ranks, and the job {num_ranks}: start it by "
-            f"colossalai run --nproc_per_node {device_mesh.num_devices}"
-        )
+    options = {
+        "solver_preference": solver_preference,
+        "dataloader_option": dataloader_option,
+        "shard_option": shard_option,
+        "memory_budget": max(memory_budget, -1.0) if is_number(memory_budget) else memory_budget,
+        "overlap": bool(overlap),
+        "save_solver_solution": bool(save_solver_solution),
+        "load_solver_solution": bool(load_solver_solution),
+    }
 
+    def checked() -> dict[str, str]:
+        _check_options(solver_preference, dataloader_option, shard_option)
+        if (save_solver_solution or load_solver_solution) and solution_path is None:
+            raise ValueError("a solution is to be saved or loaded, and no path says where: give its path")
+        if not is_number(memory_budget) or math.isnan(memory_budget) or memory_budget == math.inf:
+            raise ValueError(f"memory_budget={memory_budget!r}: give bytes above 0, or -1 for any")
+        _check_mesh(device_mesh, num_ranks)
+        names = {name: repr(value) for name, value in options.items()}
+        mesh = str(device_mesh.logical_mesh_id.tolist())
+        return {**described(model, meta_args), **names, "device_mesh": mesh}
+
+    refuse_other_arguments("initialize_model", checked)
     posed = cache(
         lambda: pose_problem(
             model,
@@ -292,9 +339,10 @@ def initialize_model(
 
     is_run = budget is not None and dist.is_initialized() and not load_solver_solution
     plan = verified_plan(solve, model, meta_args, memory_budget=budget) if is_run else solve()
-    if save_solver_solution and (not dist.is_initialized() or dist.get_rank() == 0):
+    if save_solver_solution:
         assert solution_path is not None, "it was checked"
-        plan.save(os.fspath(solution_path))
+        save = partial(_saved, plan, os.fspath(solution_path))
+        told_by_first(save) if dist.is_initialized() else save()
     module = _carried_out(
         plan,
         model,
@@ -304,6 +352,24 @@ def initialize_model(
         outputs=outputs,
     )
     return (module, solution) if return_solution else module
+
+
+def _check_mesh(mesh: DeviceMesh, num_ranks: int) -> None:
+    """Refuse a grid that is not that of the ranks of the job.
+
+    Raises:
+        ValueError: `mesh` is not a `DeviceMesh`, or one of another number of ranks.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(
+            f"device_mesh is a {type(mesh).__name__}: give a colossalai.device.DeviceMesh, such as "
+            "initialize_device_mesh() returns"
+        )
+    if mesh.num_devices != num_ranks:
+        raise ValueError(
+            f"device_mesh has {mesh.num_devices} ranks, and the job {num_ranks}: start it by "
+            f"colossalai run --nproc_per_node {mesh.num_devices}"
+        )
 
 
 def _check_options(solver_preference: str, dataloader_option: str, shard_option: str) -> None:
@@ -423,6 +489,19 @@ def _loaded(
             f"{budget:,.0f}: solve again with it"
         )
     return plan
+
+
+def _saved(plan: AutoPlan, path: str) -> bool:
+    """Write a plan.
+
+    Raises:
+        ValueError: `path` cannot be written.
+    """
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise ValueError(f"the solution cannot be written to {path!r}: {error.strerror or error}") from error
+    return True
 
 
 def solution_of(plan: AutoPlan, problem: PlanProblem) -> list[str]:

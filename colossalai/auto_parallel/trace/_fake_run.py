@@ -69,6 +69,35 @@ class DataDependentShape(ValueError):
         )
 
 
+def check_model(model: nn.Module) -> None:
+    """Refuse what is not a model.
+
+    Raises:
+        ValueError: `model` is not a module.
+    """
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise ValueError(
+            f"the model is the class {model.__name__}: give an object of it, {model.__name__}(...)"
+        )
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"the model is a {type(model).__name__}: give a torch.nn.Module")
+
+
+def check_named(meta_args: Mapping[str, Any]) -> None:
+    """Refuse what are not arguments by name.
+
+    Raises:
+        ValueError: `meta_args` is not a mapping, or has a key that is not a name.
+    """
+    if not isinstance(meta_args, Mapping):
+        raise ValueError(
+            f"meta_args is a {type(meta_args).__name__}: give a dict of the arguments of the forward by name"
+        )
+    for name in meta_args:
+        if not isinstance(name, str):
+            raise ValueError(f"meta_args has the key {name!r}: give names of arguments of the forward")
+
+
 def checked_arguments(model: nn.Module, meta_args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of a trace; a model that may keep keys and values is told not to.
 
@@ -77,8 +106,11 @@ def checked_arguments(model: nn.Module, meta_args: Mapping[str, Any]) -> dict[st
         meta_args: Arguments of its forward by name.
 
     Raises:
-        ValueError: `meta_args` has a name that the forward does not, or lacks a required one.
+        ValueError: `model` is not a module, or `meta_args` has a name that its forward does not, or lacks a
+            required one.
     """
+    check_model(model)
+    check_named(meta_args)
     kinds = inspect.Parameter
     named = {
         name: param

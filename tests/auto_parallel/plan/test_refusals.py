@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from colossalai.auto_parallel.tensor_shard.initialize import autoparallelize
 from torch import Tensor, nn
 
 import colossalai
@@ -140,3 +141,80 @@ def test_plans_for_something_else() -> None:
     assert "the plan is for 4 ranks (dp 4, tp 1, pp 1, ZeRO 1), and the job has 2" in found["world size"]
     assert "blocks." in found["model"]
     assert "proj" in found["layer"]
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"model": nn.Linear}, r"the model is the class Linear: give an object of it, Linear\(\.\.\.\)"),
+        ({"model": "gpt2"}, r"the model is a str: give a torch\.nn\.Module"),
+        ({"meta_args": {0: torch.zeros(8, 4)}}, "meta_args has the key 0: give names of arguments"),
+        ({"world_size": "2"}, "world_size='2': give the number of ranks"),
+        ({"world_size": True}, "world_size=True: give the number of ranks"),
+        ({"memory_budget": float("inf")}, "memory_budget=inf: give bytes above 0, or None for any"),
+        ({"memory_budget": "4GB"}, "memory_budget='4GB': give bytes above 0, or None for any"),
+        ({"optimizer": ["adamw"]}, r"optimizer=\['adamw'\]: choose one of adamw, adam, momentum, sgd"),
+        ({"precision": ["bf16"]}, r"precision=\['bf16'\]: choose one of fp32, bf16"),
+        ({"profile": ["h100"]}, r"profile=\['h100'\]: give a MachineProfile, the path of one, or the name"),
+        ({"time_limit": "10"}, "time_limit='10': give seconds above 0"),
+        ({"time_limit": None}, "time_limit=None: give seconds above 0"),
+        ({"gap": None}, "gap=None: give a part of the seconds, of 0 or more"),
+    ],
+)
+def test_options_of_another_type(parts: dict[str, Any], said: str) -> None:
+    given = {"model": nn.Linear(4, 4), "meta_args": {"input": torch.zeros(8, 4)}, "world_size": 2, **parts}
+    with pytest.raises(ValueError, match=said):
+        make_plan(given.pop("model"), given.pop("meta_args"), **given)
+
+
+def linear(width: int = 4) -> nn.Module:
+    return nn.Linear(width, width)
+
+
+ARGUMENTS = {"input": torch.zeros(8, 4)}
+# What rank 0 gives and rank 1 does, and what both are told.
+DIFFERENT_PLANS = {
+    "memory_budget": (None, 1e9, "memory_budget is None on rank 0 and 1000000000.0 on rank 1"),
+    "world_size": (2, 4, "world_size is 2 on rank 0 and 4 on rank 1"),
+    "verify": (False, True, "verify is False on rank 0 and True on rank 1"),
+    "optimizer": ("sgd", "adamw", "optimizer is 'sgd' on rank 0 and 'adamw' on rank 1"),
+    "meta_args": (ARGUMENTS, {"input": torch.zeros(4, 4)}, "of (8, 4)'} on rank 0 and {'input': 'torch.floa"),
+    "model": (linear(4), linear(8), "model is Linear with parameters"),
+}
+DIFFERENT_MODULES = {
+    "memory_budget": (-1.0, 1e9, "memory_budget is -1.0 on rank 0 and 1000000000.0 on rank 1"),
+    "dataloader_option": ("replicated", "distributed", "dataloader_option is 'replicated' on rank 0 and"),
+    "solver_preference": ("dp", "up", "solver_preference='up': choose one of standard, tp, dp"),
+    "logical_mesh_shape": ((1, 2), (2, 1), "device_mesh is [[0, 1]] on rank 0 and [[0], [1]] on rank 1"),
+    "meta_args": (None, ARGUMENTS, "give meta_args, the arguments of the model's forward by name"),
+    "save_solver_solution": (True, True, "the solution cannot be written to '/no/plan.json': No such file"),
+}
+
+
+def refused_by(call: Callable[..., Any], values: Mapping[str, tuple[Any, Any, str]]) -> list[str]:
+    found = []
+    for name, value in values.items():
+        given = {"model": linear(), "meta_args": ARGUMENTS, name: value[gpc.mesh.rank]}
+        if name == "save_solver_solution":
+            given["solver_solution_path"] = "/no/plan.json"
+        with pytest.raises(ValueError) as error:  # noqa: PT011 - the sentence is compared by the test
+            call(given.pop("model"), given.pop("meta_args"), **given)
+        found.append(str(error.value))
+    return found
+
+
+def refusals_of_different_arguments() -> tuple[list[str], list[str]]:
+    colossalai.launch_from_torch({}, verbose=False)
+    found = refused_by(make_plan, DIFFERENT_PLANS), refused_by(autoparallelize, DIFFERENT_MODULES)
+    gpc.destroy()
+    return found
+
+
+@pytest.mark.dist
+def test_two_ranks_with_different_arguments_do_not_wait_for_each_other() -> None:
+    for plans, modules in run_ranks(refusals_of_different_arguments, 2):
+        for (_, _, said), message in zip(DIFFERENT_PLANS.values(), plans, strict=True):
+            assert said in message
+        for (_, _, said), message in zip(DIFFERENT_MODULES.values(), modules, strict=True):
+            assert said in message
