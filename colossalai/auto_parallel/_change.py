@@ -20,6 +20,7 @@ from colossalai.auto_parallel._strategies import CUT_OF_FIELD, CUTS, Site
 from colossalai.auto_parallel.machine._machine import MachineProfile, shipped_profile
 from colossalai.auto_parallel.solver._choice import BudgetError, ChoiceProblem, Options, restrict
 from colossalai.auto_parallel.solver._ilp import solve_choices
+from colossalai.auto_parallel.trace._fake_run import check_model
 from colossalai.runtime import refuse_other_model
 
 if TYPE_CHECKING:
@@ -38,6 +39,10 @@ def change_cut(
     """Return a plan with one layer cut in another way; see `AutoPlan.with_choice`."""
     if cut not in CUTS:
         raise ValueError(f"cut={cut!r}: choose one of {', '.join(CUTS)}")
+    if not isinstance(name, str):
+        raise ValueError(
+            f"name={name!r}: give the full name of a layer, such as {next(iter(plan.cuts), '')!r}"
+        )
     if plan.cuts.get(name) == "expert":
         raise ValueError(
             f"{name!r} are experts, shared by as many ranks as the sizes say ({plan.setting}): what "
@@ -91,6 +96,7 @@ def _problem_of(
     Raises:
         ValueError: `model`, `meta_args` or `profile` is another one than that of the plan.
     """
+    check_model(model)
     refuse_other_model(plan.parameters, model)
     if profile is None:
         try:

@@ -1,5 +1,6 @@
 """What a plan says in words: its choices, where the time and the memory go, and why a layer is cut so."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
@@ -16,10 +17,13 @@ _WIDTH = 78
 def explain_plan(plan: "AutoPlan") -> str:
     """Return the whole plan in words, in lines of less than 80 characters."""
     setting = plan.setting
-    budget = "no budget" if plan.memory_budget is None else f"a budget of {_bytes(plan.memory_budget)} a rank"
+    budget = "no budget" if plan.memory_budget is None else f"a budget of {_budget(plan)} a rank"
     lines = [
-        f"{plan.model} on {plan.world_size} ranks, batch {plan.batch}, {plan.precision}, {plan.optimizer},",
-        f"{budget}, by the profile {plan.profile!r}",
+        *_wrapped(
+            "",
+            f"{plan.model} on {plan.world_size} ranks, batch {plan.batch}, {plan.precision}, "
+            f"{plan.optimizer}, {budget}, by the profile {plan.profile!r}",
+        ),
         "",
         f"  layout          {setting}",
         *_wrapped("  cuts            ", _counted(plan.cuts.values())),
@@ -55,10 +59,10 @@ def explain_module(plan: "AutoPlan", name: str) -> str:
     found = {
         each: figures
         for each, figures in plan.modules.items()
-        if each == name or each.startswith(f"{name}.") or not name
+        if each == name or each.startswith(f"{name}.") or name == ""
     }
     if not found:
-        near = get_close_matches(name, plan.modules, n=3) or list(plan.modules)[:5]
+        near = get_close_matches(str(name), plan.modules, n=3) or list(plan.modules)[:5]
         hint = f"it names {', '.join(map(repr, near))}" if near else "tp 1 cuts nothing"
         raise ValueError(f"the plan has no module {name!r} that could be cut: {hint}")
     lines = []
@@ -79,10 +83,14 @@ def explain_difference(plan: "AutoPlan", other: "AutoPlan") -> str:
     lines = []
     pairs = {
         "model": (plan.model, other.model),
+        "parameters": (_num_parameters(plan), _num_parameters(other)),
         "batch": (plan.batch, other.batch),
         "layout": (str(plan.setting), str(other.setting)),
         "precision": (plan.precision, other.precision),
         "optimizer": (plan.optimizer, other.optimizer),
+        "profile": (plan.profile, other.profile),
+        "budget": (_budget(plan), _budget(other)),
+        "batch norms": (_batch_norms(plan), _batch_norms(other)),
         "recomputed": (_recomputed(plan), _recomputed(other)),
         "step": (_seconds(plan.step_seconds), _seconds(other.step_seconds)),
         "memory": (_bytes(plan.peak_bytes), _bytes(other.peak_bytes)),
@@ -93,6 +101,18 @@ def explain_difference(plan: "AutoPlan", other: "AutoPlan") -> str:
         if mine != theirs:
             lines.append(f"{name}: {mine} -> {theirs}")
     return "\n".join(lines) or "no difference"
+
+
+def _budget(plan: "AutoPlan") -> str:
+    return "none" if plan.memory_budget is None else _bytes(plan.memory_budget)
+
+
+def _batch_norms(plan: "AutoPlan") -> str:
+    return "over all replicas" if plan.sync_batch_norm else "over each rank's samples"
+
+
+def _num_parameters(plan: "AutoPlan") -> str:
+    return f"{sum(map(math.prod, plan.parameters.values())):,} in {len(plan.parameters)} tensors"
 
 
 def _recomputed(plan: "AutoPlan") -> str:

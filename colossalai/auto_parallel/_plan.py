@@ -1,7 +1,8 @@
 """The plan of Colossal-Auto: a frozen value that a person can read and compare, and that the runtime runs."""
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -14,7 +15,7 @@ from colossalai.amp import FullPrecision, Precision, precision_of
 from colossalai.auto_parallel._costs import OPTIMIZER_STATES, PRECISIONS
 from colossalai.auto_parallel._prediction import SCHEDULE
 from colossalai.auto_parallel._setting import Setting
-from colossalai.auto_parallel._strategies import CUTS
+from colossalai.auto_parallel._strategies import CUT_OF_FIELD, CUTS
 from colossalai.auto_parallel.machine._machine import MachineProfile
 from colossalai.context import ConfigException, Layout
 from colossalai.pipeline import PipelineOptions
@@ -229,7 +230,13 @@ class AutoPlan:
         return changed
 
     def diff(self, other: "AutoPlan") -> str:
-        """Return in words what another plan does differently."""
+        """Return in words what another plan does differently.
+
+        Raises:
+            ValueError: `other` is not a plan.
+        """
+        if not isinstance(other, AutoPlan):
+            raise ValueError(f"other is a {type(other).__name__}: give a plan; load_plan reads one of a file")
         from colossalai.auto_parallel._explain import explain_difference
 
         return explain_difference(self, other)
@@ -270,7 +277,7 @@ class AutoPlan:
         """
         try:
             content = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{name} is no JSON: {error}") from error
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError(f"{name} is no plan; AutoPlan.save and `colossalai plan` write plans")
@@ -279,6 +286,7 @@ class AutoPlan:
                 f"{name} is a plan of version {content.get('version')!r}, and this is version {_VERSION}: "
                 "make it again"
             )
+        _check_parts(content, name)
         try:
             known = {each.name: content[each.name] for each in fields(AutoPlan)}
             known["setting"] = Setting(**known["setting"])
@@ -295,10 +303,132 @@ class AutoPlan:
                 for operation, module, seconds in known["costliest"]
             )
             plan = AutoPlan(**known)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{name} is a plan that lacks or garbles a part: {error!r}") from error
         _refuse_unknown(plan, name)
+        _refuse_contradictions(plan, name)
         return plan
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _are_figures(value: object) -> bool:
+    return isinstance(value, dict) and all(map(_is_finite, value.values()))
+
+
+def _are_modules(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    for each in value.values():
+        match each:
+            case [str(), seconds, size, others] if _is_finite(seconds) and _is_finite(size):
+                if not _are_figures(others):
+                    return False
+            case _:
+                return False
+    return True
+
+
+def _is_size(value: object) -> bool:
+    return value is None or (_is_finite(value) and value > 0)  # type: ignore[operator]
+
+
+_TEXT = (lambda value: isinstance(value, str), "a text")
+_FIGURES = (_are_figures, "a finite number for each name")
+_SIZE = (_is_size, "bytes above 0, or null")
+_PARTS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+    **dict.fromkeys(("model", "digest", "precision", "optimizer", "profile", "second"), _TEXT),
+    **dict.fromkeys(("seconds", "bytes"), _FIGURES),
+    **dict.fromkeys(("memory_budget", "counted_bytes"), _SIZE),
+    "parameters": (
+        lambda value: isinstance(value, dict) and all(isinstance(each, str) for each in value.values()),
+        'a shape such as "4x8" for each name',
+    ),
+    "batch": (lambda value: type(value) is int and value > 0, "a number of samples above 0"),
+    "setting": (lambda value: isinstance(value, dict), "the sizes by name"),
+    "rules": (
+        lambda value: isinstance(value, dict) and all(isinstance(each, dict) for each in value.values()),
+        "a rule for each name",
+    ),
+    "modules": (_are_modules, "[cut, seconds, bytes, {cut: seconds}] for each name"),
+    "segments": (lambda value: isinstance(value, list), "a list of [first, last, [inner segments]]"),
+    "blocks": (_are_names, "a list of names"),
+    "sync_batch_norm": (lambda value: isinstance(value, bool), "true or false"),
+    "costliest": (lambda value: isinstance(value, list), "a list of [operation, module, seconds]"),
+    **dict.fromkeys(
+        ("second_seconds", "gap"), (lambda value: _is_finite(value) and value >= 0, "a number of 0 or more")
+    ),
+}
+"""For each part of the text what it must be."""
+
+
+def _check_parts(content: Mapping[str, Any], file: str) -> None:
+    """Refuse a text that lacks parts, has unknown ones, or other values than they have.
+
+    Raises:
+        ValueError: `content` is such a text; the message names the first such part.
+    """
+    for key in content:
+        if key not in _PARTS and key not in ("format", "version"):
+            near = get_close_matches(key, _PARTS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f": it has {', '.join(_PARTS)}"
+            raise ValueError(f"{file}: a plan has no {key!r}{hint}")
+    for key, (is_right, what) in _PARTS.items():
+        if key not in content:
+            raise ValueError(f"{file} is a plan that lacks {key!r}")
+        if not is_right(content[key]):
+            raise ValueError(f"{file}: {key} is {content[key]!r:.80}; it must be {what}")
+
+
+def _refuse_contradictions(plan: AutoPlan, file: str) -> None:
+    """Refuse a plan two parts of which contradict each other, as after a change by hand.
+
+    Raises:
+        ValueError: `plan` is such a plan; the message has both parts.
+    """
+    setting = plan.setting
+    if plan.batch % (setting.data * setting.microbatches):
+        raise ValueError(
+            f"{file}: a batch of {plan.batch} cannot be shared by {setting.data} data-parallel ranks in "
+            f"{setting.microbatches} microbatches each"
+        )
+    if setting.data % setting.expert:
+        raise ValueError(
+            f"{file}: expert of the setting is {setting.expert}, which does not divide the {setting.data} "
+            "data-parallel ranks"
+        )
+    if setting.microbatches > 1 and setting.pipeline == 1:
+        raise ValueError(
+            f"{file}: {setting.microbatches} microbatches need a pipeline, and there is one stage"
+        )
+    if any(each.last > len(plan.blocks) for each in plan.segments):
+        raise ValueError(f"{file}: segments are of more blocks than the {len(plan.blocks)} of the plan")
+    if plan.rules and setting.tensor == 1:
+        raise ValueError(
+            f"{file}: rules cut {next(iter(plan.rules))!r}, and tensor of the setting is 1, so that there "
+            "are no ranks to share it"
+        )
+    by_rules = {
+        f"{name}.{layer}".strip("."): cut
+        for name, rule in plan.rules.items()
+        for field, cut in CUT_OF_FIELD.items()
+        for layer in getattr(rule, field)
+    }
+    # Layers that share a parameter have the figures of one, which is the one that a rule names.
+    named = [figures for layer, figures in plan.modules.items() if layer in by_rules]
+    for layer, figures in plan.modules.items():
+        cut = by_rules.get(layer, "whole")
+        if figures.cut not in (cut, "expert") and not (layer not in by_rules and figures in named):
+            raise ValueError(
+                f"{file}: {layer!r} is cut {figures.cut!r} among the modules, and {cut!r} by the rules, "
+                "which are carried out: change a plan by AutoPlan.with_choice, or both by hand"
+            )
 
 
 def _refuse_unknown(plan: AutoPlan, file: str) -> None:
@@ -317,7 +447,7 @@ def _refuse_unknown(plan: AutoPlan, file: str) -> None:
     sizes = {each.name: getattr(plan.setting, each.name) for each in fields(plan.setting)}
     lowest = {name: 0 if name == "zero" else 1 for name in sizes}
     for name, value in sizes.items():
-        if not isinstance(value, int) or value < lowest[name] or (name == "zero" and value > 3):
+        if type(value) is not int or value < lowest[name] or (name == "zero" and value > 3):
             raise ValueError(
                 f"{file}: {name} of the setting is {value!r}; give a number from {lowest[name]} on"
             )
@@ -345,6 +475,8 @@ def load_plan(path: str | Path) -> AutoPlan:
     Raises:
         ValueError: `path` cannot be read, or is no plan.
     """
+    if not isinstance(path, str | Path):
+        raise ValueError(f"the plan is a {type(path).__name__}: load_plan takes the path of its file")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -385,6 +517,11 @@ def _rule_of_dict(content: Mapping[str, Any]) -> Rule:
         if key not in known:
             near = get_close_matches(key, known, n=1)
             raise ValueError(f"a rule has no {key!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    for each in fields(Rule):
+        if each.default == () and not _are_names(content.get(each.name, [])):
+            raise ValueError(
+                f"{each.name} of a rule is {content[each.name]!r:.80}; it must be a list of names"
+            )
     values: dict[str, Any] = {
         key: tuple(value) if isinstance(value, list) else value for key, value in content.items()
     }

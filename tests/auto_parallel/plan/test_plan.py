@@ -259,7 +259,7 @@ def test_a_model_without_blocks_or_layers_to_cut_has_a_smallest_budget() -> None
     ("options", "said"),
     [
         ({"world_size": 0}, "world_size=0"),
-        ({"world_size": "2"}, "world_size=2"),
+        ({"world_size": "2"}, "world_size='2'"),
         ({"memory_budget": "1GB"}, "memory_budget='1GB': give bytes above 0"),
         ({"optimizer": "adamx"}, "optimizer='adamx'"),
         ({"precision": "fp7"}, "precision='fp7'"),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from colossalai.auto_parallel.tensor_shard.initialize import autoparallelize
 from torch import Tensor, nn
 
 import colossalai
-from colossalai.auto_parallel import AutoPlan, make_plan
+from colossalai.auto_parallel import AutoPlan, load_plan, make_plan
 from colossalai.auto_parallel.solver._choice import BudgetError
 from colossalai.booster import Booster
 from colossalai.booster.plugin import AutoPlugin
@@ -106,9 +107,65 @@ def test_a_text_with_a_wrong_part_is_refused() -> None:
             "names 'blocks.0.mpl', and GPT has no such",
         ),
         ({"version": 99}, "version 99, and this is version 1: make it again"),
+        ({"sekonds": {}}, "a plan has no 'sekonds'; did you mean 'seconds'"),
+        ({"parameters": []}, "parameters is \\[\\]; it must be a shape"),
+        ({"rules": {"head": [1]}}, "rules is {'head': \\[1\\]}; it must be a rule for each name"),
+        (
+            {"rules": {"blocks.0.mlp": {"columns": "expansion"}}},
+            "columns of a rule is 'expansion'; it must be",
+        ),
+        ({"seconds": {"forward": float("nan")}}, "seconds is {'forward': nan}; it must be a finite number"),
+        ({"bytes": None}, "bytes is None; it must be a finite number for each name"),
+        ({"memory_budget": "4GB"}, "memory_budget is '4GB'; it must be bytes above 0, or null"),
+        ({"batch": 0}, "batch is 0; it must be a number of samples above 0"),
+        ({"setting": {"data": True}}, "data of the setting is True; give a number from 1 on"),
+        (
+            {"setting": {"data": 2}},
+            "a batch of 1 cannot be shared by 2 data-parallel ranks in 1 microbatches",
+        ),
+        (
+            {"batch": 6, "setting": {"data": 3, "expert": 2}},
+            "is 2, which does not divide the 3 data-parallel",
+        ),
+        ({"batch": 4, "setting": {"microbatches": 4}}, "4 microbatches need a pipeline, and there is one"),
+        ({"segments": [[0, 9, []]]}, "segments are of more blocks than the 0 of the plan"),
+        ({"rules": {"": {"heads": ["head"]}}, "setting": {}}, "rules cut '', and tensor of the setting is 1"),
+        (
+            {"modules": {"head": ["output", 0.0, 0.0, {}]}, "rules": {}},
+            "'head' is cut 'output' among the modu",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
             changed(plan, **parts)
+    whole = json.loads(plan.to_json())
+    for name in whole:
+        with pytest.raises(ValueError, match=f"lacks '{name}'|version None|no plan"):
+            AutoPlan.from_json(json.dumps({key: value for key, value in whole.items() if key != name}))
+
+
+@pytest.mark.unit
+def test_what_is_not_a_plan_is_refused() -> None:
+    plan = make_plan(gpt(), arguments_of(gpt, 1), world_size=2, **HOW)
+    for call, said in (
+        (lambda: load_plan(plan), "the plan is a AutoPlan: load_plan takes the path of its file"),
+        (lambda: AutoPlan.from_json(None), "the text is no JSON"),  # type: ignore[arg-type]
+        (lambda: plan.diff("plan.json"), "other is a str: give a plan; load_plan reads one of a file"),  # type: ignore[arg-type]
+        (lambda: plan.explain(3), "the plan has no module 3 that could be cut"),  # type: ignore[arg-type]
+        (lambda: plan.with_choice(None, "whole"), "name=None: give the full name of a layer"),  # type: ignore[arg-type]
+        (lambda: plan.with_choice("head", "whole", model=gpt, meta_args={}), "the model is a function: give"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match=said):
+            call()
+
+
+@pytest.mark.unit
+def test_a_difference_names_whatever_figures_depend_on() -> None:
+    plan = make_plan(gpt(), arguments_of(gpt, 1), world_size=2, **HOW)
+    other = replace(plan, profile="h100", memory_budget=1e9, parameters={"head.weight": (2, 3)})
+    lines = plan.diff(other).splitlines()
+    assert f"profile: {plan.profile} -> h100" in lines
+    assert "budget: none -> 1.00 GB" in lines
+    assert lines[0].endswith(" tensors -> 6 in 1 tensors")
 
 
 def refused(plan: AutoPlan, model: nn.Module) -> str:
@@ -124,7 +181,7 @@ def refusals_of_rank(plan: AutoPlan, larger: AutoPlan) -> Mapping[str, str]:
     found = {
         "world size": refused(larger, gpt()),
         "model": refused(plan, resnet()),
-        "layer": refused(changed(plan, rules={"blocks.0.mlp": {**mlp, "rows": ["proj"]}}), gpt()),
+        "layer": refused(changed(plan, rules={"blocks.0.mlp": {**mlp, "rows": ["proj"]}}, modules={}), gpt()),
     }
     gpc.destroy()
     return found
