@@ -219,6 +219,11 @@ def _untraced(root: nn.Module) -> nn.Module:
 
 
 def _merged(concrete_args: Mapping[str, Any] | None, meta_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    for name, given in (("concrete_args", concrete_args), ("meta_args", meta_args)):
+        if given is not None and not isinstance(given, Mapping):
+            raise ValueError(
+                f"{name} is a {type(given).__name__}: give a dict of the arguments of the forward by name"
+            )
     first, second = dict(concrete_args or {}), dict(meta_args or {})
     if twice := sorted(first.keys() & second.keys()):
         raise ValueError(f"{twice[0]!r} is in concrete_args and in meta_args: give it once")

@@ -50,15 +50,16 @@ class CheckpointSolverRotor:
         memory_slots: int = 500,
         optim_multiplier: float = 1.0,
     ) -> None:
+        _check_graph(graph)
         graph.chained()
         _check_shared(graph, cnode)
-        if memory_slots < 1:
-            raise ValueError(f"memory_slots={memory_slots}: give 1 or more (500 is usual)")
-        if not 0 <= optim_multiplier < math.inf:
-            raise ValueError(f"optim_multiplier={optim_multiplier}: give a number of 0 or more")
-        if free_memory != _WHAT_IS_FREE and not 0 < free_memory < math.inf:
+        if type(memory_slots) is not int or memory_slots < 1:
+            raise ValueError(f"memory_slots={memory_slots!r}: give an integer of 1 or more (500 is usual)")
+        if not (_is_number(optim_multiplier) and 0 <= optim_multiplier < math.inf):
+            raise ValueError(f"optim_multiplier={optim_multiplier!r}: give a number of 0 or more")
+        if not (_is_number(free_memory) and (free_memory == _WHAT_IS_FREE or 0 < free_memory < math.inf)):
             raise ValueError(
-                f"free_memory={free_memory}: give bytes above 0, or -1 for what the device has free"
+                f"free_memory={free_memory!r}: give bytes above 0, or -1 for what the device has free"
             )
         self.graph = graph
         self.free_memory = _free_bytes(graph.trace.device) if free_memory == _WHAT_IS_FREE else free_memory
@@ -104,12 +105,14 @@ class CheckpointSolverChen:
     def __init__(
         self, graph: TracedGraph, cnode: Sequence[str] | None = None, num_segments: int | None = None
     ) -> None:
+        _check_graph(graph)
         graph.chained()
         _check_shared(graph, cnode)
         num_blocks = len(graph.blocks)
-        if num_segments is not None and not 1 <= num_segments <= num_blocks:
+        if num_segments is not None and not (type(num_segments) is int and 1 <= num_segments <= num_blocks):
             raise ValueError(
-                f"num_segments={num_segments}: {graph.model} has {num_blocks} blocks; give 1 to {num_blocks}"
+                f"num_segments={num_segments!r}: {graph.model} has {num_blocks} blocks; give 1 to "
+                f"{num_blocks}"
             )
         self.graph = graph
         self.num_segments = num_segments
@@ -121,6 +124,23 @@ class CheckpointSolverChen:
         return replace(self.graph, segments=solve_chen(blocks, num_segments=self.num_segments))
 
 
+def _check_graph(graph: TracedGraph) -> None:
+    """Refuse what is not a graph.
+
+    Raises:
+        ValueError: `graph` is something else.
+    """
+    if not isinstance(graph, TracedGraph):
+        raise ValueError(
+            f"graph is a {type(graph).__name__}: give gm.graph of gm = metainfo_trace(symbolic_trace(model, "
+            "meta_args=...), ...)"
+        )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _check_shared(graph: TracedGraph, names: Sequence[str] | None) -> None:
     """Refuse what the blocks cannot share.
 
@@ -129,6 +149,10 @@ def _check_shared(graph: TracedGraph, names: Sequence[str] | None) -> None:
     """
     if isinstance(names, str):
         raise ValueError(f"cnode={names!r}: give a list of names, [{names!r}]")
+    if names is not None and not (
+        isinstance(names, Sequence) and all(isinstance(each, str) for each in names)
+    ):
+        raise ValueError(f"cnode={names!r}: give a list of names")
     tensors = graph.trace.tensors
     for name in names or ():
         if name not in tensors:

@@ -69,9 +69,15 @@ def initialize_device_mesh(
 
     Raises:
         ValueError: `world_size` is not that of the job, `physical_devices` are not so many, the grid is not
-            of these ranks, or `alpha_beta_dict` has no pair of an axis.
+            of these ranks, `alpha_beta_dict` has no pair of an axis, or an argument is of another type.
     """
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    _check_kinds(
+        physical_devices=physical_devices,
+        alpha_beta_dict=alpha_beta_dict,
+        logical_mesh_shape=logical_mesh_shape,
+        logical_mesh_id=logical_mesh_id,
+    )
     if world_size not in (-1, num_ranks):
         raise ValueError(f"world_size={world_size}, and the job has {num_ranks} ranks: leave it out")
     ranks = list(range(num_ranks)) if physical_devices is None else list(physical_devices)
@@ -88,6 +94,39 @@ def initialize_device_mesh(
         mesh_alpha=[alpha for alpha, _ in lines],
         mesh_beta=[beta for _, beta in lines],
     )
+
+
+def _check_kinds(
+    *, physical_devices: object, alpha_beta_dict: object, logical_mesh_shape: object, logical_mesh_id: object
+) -> None:
+    """Refuse arguments of a grid that are of another type.
+
+    Raises:
+        ValueError: One of them is.
+    """
+    for name, value in (
+        ("physical_devices", physical_devices),
+        ("logical_mesh_shape", logical_mesh_shape),
+    ):
+        if value is not None and not (
+            isinstance(value, Sequence) and all(type(each) is int for each in value)
+        ):
+            raise ValueError(f"{name}={value!r}: give a list of integers")
+    if logical_mesh_id is not None and not isinstance(logical_mesh_id, torch.Tensor):
+        raise ValueError(f"logical_mesh_id={logical_mesh_id!r}: give a tensor, such as torch.arange(4)")
+    if alpha_beta_dict is None:
+        return
+    lines = alpha_beta_dict.items() if isinstance(alpha_beta_dict, Mapping) else [(None, None)]
+    for pair, line in lines:
+        match pair, line:
+            case (int(), int()), (alpha, beta) if all(
+                is_number(each) and 0 <= each < math.inf for each in (alpha, beta)
+            ):
+                continue
+        raise ValueError(
+            f"alpha_beta_dict={alpha_beta_dict!r}: give {{(first, second): (seconds, seconds per byte)}} for "
+            "pairs of ranks"
+        )
 
 
 def _line_of_axis(mesh: DeviceMesh, axis: int, known: AlphaBetas) -> tuple[float, float]:
@@ -218,6 +257,10 @@ def _given_arguments(
         raise ValueError(
             "give meta_args, the arguments of the model's forward by name, or a data_loader that yields them"
         )
+    if data_process_func is not None and not callable(data_process_func):
+        raise ValueError(
+            f"data_process_func is a {type(data_process_func).__name__}: give a function that takes a batch"
+        )
     if not isinstance(data_loader, Iterable):
         raise ValueError(
             f"data_loader is a {type(data_loader).__name__}: give a DataLoader, or other batches to iterate"
@@ -289,6 +332,8 @@ def initialize_model(
         _check_options(solver_preference, dataloader_option, shard_option)
         if (save_solver_solution or load_solver_solution) and solution_path is None:
             raise ValueError("a solution is to be saved or loaded, and no path says where: give its path")
+        if not isinstance(solution_path, str | os.PathLike | None):
+            raise ValueError(f"the path of the solution is {solution_path!r}: give a str or a Path")
         if not is_number(memory_budget) or math.isnan(memory_budget) or memory_budget == math.inf:
             raise ValueError(f"memory_budget={memory_budget!r}: give bytes above 0, or -1 for any")
         _check_mesh(device_mesh, num_ranks)

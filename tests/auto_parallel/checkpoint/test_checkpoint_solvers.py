@@ -238,7 +238,12 @@ def test_masks_are_shared() -> None:
         ({"free_memory": 0}, "free_memory=0: give bytes above 0, or -1"),
         ({"free_memory": -2}, "free_memory=-2: give bytes above 0, or -1"),
         ({"free_memory": float("nan")}, "free_memory=nan"),
-        ({"memory_slots": 0}, "memory_slots=0: give 1 or more"),
+        ({"free_memory": None}, "free_memory=None: give bytes above 0, or -1"),
+        ({"free_memory": "1GB"}, "free_memory='1GB': give bytes above 0, or -1"),
+        ({"memory_slots": 0}, "memory_slots=0: give an integer of 1 or more"),
+        ({"memory_slots": 1.5}, r"memory_slots=1\.5: give an integer of 1 or more"),
+        ({"optim_multiplier": None}, "optim_multiplier=None: give a number of 0 or more"),
+        ({"cnode": 3}, "cnode=3: give a list of names"),
         ({"optim_multiplier": -1.0}, r"optim_multiplier=-1\.0: give a number of 0 or more"),
     ],
 )
@@ -246,6 +251,21 @@ def test_numbers_out_of_range_are_refused(options: dict[str, float], message: st
     graph = graph_of("stack")
     with pytest.raises(ValueError, match=message):
         CheckpointSolverRotor(graph, **options)
+
+
+@pytest.mark.parametrize("kind", [CheckpointSolverRotor, CheckpointSolverChen])
+def test_the_traced_module_is_not_its_graph(kind: Callable[..., object]) -> None:
+    with pytest.raises(ValueError, match=r"graph is a TracedModule: give gm\.graph of gm = metainfo_trace"):
+        kind(traced("stack")[0])
+
+
+def test_values_of_another_type_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"num_segments=1\.5: .* blocks; give 1 to"):
+        CheckpointSolverChen(graph_of("stack"), num_segments=1.5)  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match="meta_args is a Tensor: give a dict of the arguments of the forward"
+    ):
+        symbolic_trace(Mlp(), meta_args=torch.zeros(2, WIDTH))  # type: ignore[arg-type]
 
 
 class WithoutBlocks(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai.auto_parallel.tensor_shard.initialize import autoparallelize
+from colossalai.auto_parallel.tensor_shard.initialize import autoparallelize, initialize_device_mesh
 from torch import Tensor, nn
 
 import colossalai
@@ -275,3 +275,44 @@ def test_two_ranks_with_different_arguments_do_not_wait_for_each_other() -> None
             assert said in message
         for (_, _, said), message in zip(DIFFERENT_MODULES.values(), modules, strict=True):
             assert said in message
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"physical_devices": 3}, "physical_devices=3: give a list of integers"),
+        ({"logical_mesh_shape": 1}, "logical_mesh_shape=1: give a list of integers"),
+        ({"logical_mesh_id": [0]}, r"logical_mesh_id=\[0\]: give a tensor, such as torch\.arange\(4\)"),
+        ({"alpha_beta_dict": 3}, "alpha_beta_dict=3: give {"),
+        ({"alpha_beta_dict": {(0, 1): (1.0,)}}, "give {.*} for pairs of ranks"),
+        ({"alpha_beta_dict": {(0, 1): (1.0, float("nan"))}}, "give {.*} for pairs of ranks"),
+    ],
+)
+def test_grids_of_another_type(parts: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        initialize_device_mesh(**parts)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"memory_budget": None}, "memory_budget=None: give bytes above 0, or -1 for any"),
+        ({"memory_budget": float("nan")}, "memory_budget=nan: give bytes above 0, or -1 for any"),
+        ({"meta_args": None, "data_loader": 3}, "data_loader is a int: give a DataLoader"),
+        ({"meta_args": None, "data_loader": [1], "data_process_func": 3}, "data_process_func is a int: give"),
+        (
+            {"meta_args": None, "data_loader": [1], "data_process_func": str},
+            "data_process_func returns a str",
+        ),
+        ({"data_process_func": dict}, "meta_args are given: leave one of them out"),
+        (
+            {"save_solver_solution": True, "solver_solution_path": 3},
+            "the path of the solution is 3: give a str",
+        ),
+    ],
+)
+def test_arguments_of_the_module_of_another_type(parts: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        autoparallelize(linear(), **{"meta_args": ARGUMENTS, **parts})
