@@ -335,14 +335,14 @@ def _are_modules(value: object) -> bool:
     return True
 
 
-def _is_size(value: object) -> bool:
-    return value is None or (_is_finite(value) and value > 0)  # type: ignore[operator]
+def _is_size(value: Any) -> bool:
+    return value is None or (_is_finite(value) and value > 0)
 
 
 _TEXT = (lambda value: isinstance(value, str), "a text")
 _FIGURES = (_are_figures, "a finite number for each name")
 _SIZE = (_is_size, "bytes above 0, or null")
-_PARTS: Mapping[str, tuple[Callable[[object], bool], str]] = {
+_PARTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(("model", "digest", "precision", "optimizer", "profile", "second"), _TEXT),
     **dict.fromkeys(("seconds", "bytes"), _FIGURES),
     **dict.fromkeys(("memory_budget", "counted_bytes"), _SIZE),

@@ -273,8 +273,8 @@ def _function_of(module_name: str, function: str) -> Callable[..., Any]:
         raise ValueError(f"{module_name} cannot be imported: {_place_of(error)}") from error
     finally:
         sys.path.remove("")
-    found = getattr(module, function, None)
-    if not callable(found):
+    found: Callable[..., Any] | None = getattr(module, function, None)
+    if found is None or not callable(found):
         lacks = "has no" if found is None else "has no function"
         raise ValueError(f"there is no {name} here: module {module_name!r} {lacks} {function!r}")
     return found

@@ -235,18 +235,23 @@ def kept_random_state() -> Iterator[None]:
 @contextmanager
 def quiet_attempt() -> Iterator[None]:
     """Let an export that may fail say nothing, and spend no time on where in the code each node is from."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
+    logs = [
+        logging.getLogger(f"torch.{name}")
+        for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
+    ]
     flag = "do_not_emit_stack_traces"  # not in torch 2.11
     config: Any = torch.fx.config if hasattr(torch.fx.config, flag) else SimpleNamespace(**{flag: False})
-    kept = log.disabled, getattr(config, flag)
-    log.disabled = True
+    kept = [log.disabled for log in logs], getattr(config, flag)
+    for log in logs:
+        log.disabled = True
     setattr(config, flag, True)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that attributes of the twin change
             yield
     finally:
-        log.disabled = kept[0]
+        for log, was_disabled in zip(logs, kept[0], strict=True):
+            log.disabled = was_disabled
         setattr(config, flag, kept[1])
 
 

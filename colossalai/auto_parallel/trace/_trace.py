@@ -12,9 +12,12 @@ custom `autograd.Function` counts as one without a backward. Hence `is_exact` is
 """
 
 import hashlib
+import io
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from functools import cached_property
 from operator import getitem
@@ -443,7 +446,16 @@ def _of_export(twin: FakeTwin) -> ModelTrace:
     from torch.export import export
     from torch.export.graph_signature import InputKind, OutputKind
 
-    program = export(twin.model, (), twin.arguments, strict=False)
+    said, dumped = io.StringIO(), ""
+    try:
+        with redirect_stderr(said):
+            program = export(twin.model, (), twin.arguments, strict=False)
+    except Exception as error:
+        if hasattr(error, "partial_fx_graph"):
+            dumped = f"{error.partial_fx_graph}\n"  # torch prints it
+        raise
+    finally:
+        sys.stderr.write(said.getvalue().replace(dumped, "") if dumped else said.getvalue())
     builder = _Builder()
     reader = _GraphReader(builder, twin.model)
     nodes = iter(program.graph.nodes)

@@ -410,9 +410,23 @@ class TestEqualBlocks:
         (nn.Sequential(nn.LazyLinear(4)), {"input": torch.rand(3, 4)}, r"'0\.weight' has no shape yet"),
     ],
 )
-def test_refusals(model, arguments, message):
+def test_refusals(model, arguments, message, capfd):
+    """Torch's dump of the graph so far is not printed."""
     with pytest.raises(ValueError, match=message):
         trace_model(model, arguments)
+    assert "def forward" not in "".join(capfd.readouterr())
+
+
+class Speaks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        print("heard", file=sys.stderr)
+        return x if x.sum() > 0 else -x
+
+
+def test_what_a_model_prints_is_kept(capsys):
+    with pytest.raises(ValueError, match="depends on the values of tensors"):
+        trace_model(Speaks(), {"x": torch.rand(3, 4)})
+    assert "heard" in capsys.readouterr().err
 
 
 def test_a_name_that_is_nearly_right_is_refused_by_a_forward_that_takes_any():
