@@ -101,6 +101,11 @@ class OperationCosts:
         return to.itemsize / 4 if to is not None and self.precision in MASTERS else 1.0
 
     @cached_property
+    def batch_norms(self) -> tuple[Operation, ...]:
+        """The operations that are batch norms."""
+        return tuple(each for each in self.trace.operations if self._kinds[each.name] == "batch_norm")
+
+    @cached_property
     def saved_by(self) -> tuple[dict[str, float], dict[str, float]]:
         """What the backward keeps: bytes by tensor, each storage once; and by operation, of no tensor."""
         tensors: dict[str, float] = {}

@@ -19,11 +19,16 @@ problem, whose choices come in the order of this bound (`Elimination.cheapest_fi
 those for which the first of them is highest (Lagrangian duality, as in `solver/_price.py`).
 """
 
+import functools
 import itertools
 import math
+import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+
+import numpy as np
 
 from colossalai.auto_parallel._costs import OperationCosts, Seconds
 from colossalai.auto_parallel._peak import gradient_memory
@@ -36,10 +41,10 @@ from colossalai.auto_parallel._strategies import (
     Strategy,
     tied_alike,
 )
-from colossalai.auto_parallel.solver._choice import ChoiceProblem, MergedChoices, Options, merge_equal
+from colossalai.auto_parallel.solver._choice import ChoiceProblem, Floats, MergedChoices, Options, merge_equal
 from colossalai.auto_parallel.solver._elimination import Elimination
 from colossalai.auto_parallel.solver._ilp import solve_choices
-from colossalai.auto_parallel.trace._trace import Operation
+from colossalai.auto_parallel.trace._trace import ModelTrace, Operation
 
 _FAR_TOO_LONG = 1e6  # seconds
 _PRICES = range(-12, 13)  # powers of two, of a step's seconds for a budget's bytes
@@ -101,15 +106,121 @@ def _bounds(
     return [bound_of(each, price) for each in nodes[number]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class CutGraph:
+    """What can be chosen for a number of tensor-parallel ranks as a graph, whatever it costs.
+
+    Attributes:
+        trace: The operations.
+        strategies: What can be chosen.
+        alike: For the operations of equal blocks the number of their kind, and their place in the block; see
+            `places_in_blocks`.
+    """
+
+    trace: ModelTrace
+    strategies: Strategies
+    alike: Mapping[str, tuple[int, int]]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """What nodes are called: the sites, then the sets of followers."""
+        return (
+            *(site.name for site in self.strategies.sites),
+            *(f"behind {self.trace.producers[each.tensors[0]].name}" for each in self.strategies.followers),
+        )
+
+    @cached_property
+    def edges(self) -> dict[tuple[int, int], tuple[tuple[float, ...], ...]]:
+        """The tables that forbid what does not fit together."""
+        sites = self.strategies.sites
+        tables: dict[tuple[int, int], list[list[float]]] = {}
+
+        def forbid(pair: tuple[int, int], allowed: list[list[bool]]) -> None:
+            known = tables.setdefault(pair, [[0.0] * len(row) for row in allowed])
+            for own, row in zip(known, allowed, strict=True):
+                for place, is_allowed in enumerate(row):
+                    own[place] = own[place] if is_allowed else math.inf
+
+        for number, site in enumerate(sites):
+            for group, is_part in (
+                (site.takes, [each.takes_part for each in site.strategies]),
+                (site.gives, [each.gives_part for each in site.strategies]),
+            ):
+                if group is not None:
+                    forbid((number, len(sites) + group), [[not part, part] for part in is_part])
+        for first, second in self.strategies.ties:
+            forbid(
+                (first, second),
+                [
+                    [tied_alike(one, other) for other in sites[second].strategies]
+                    for one in sites[first].strategies
+                ],
+            )
+        return {pair: tuple(map(tuple, table)) for pair, table in sorted(tables.items())}
+
+    @cached_property
+    def classes(self) -> list[Hashable]:
+        """For each node what is the same for the equal nodes of all blocks."""
+        sites, followers = self.strategies.sites, self.strategies.followers
+        classes: list[Hashable] = [
+            self._class(site.operations[0], (len(site.strategies), len(site.operations), site.takes is None))
+            for site in sites
+        ]
+        num_ends = [0] * len(followers)
+        for site in sites:
+            for number in {each for each in (site.takes, site.gives) if each is not None}:
+                num_ends[number] += 1
+        for number, each in enumerate(followers):
+            first = self.trace.producers[each.tensors[0]].name
+            classes.append(self._class(first, ("followers", len(each.tensors), num_ends[number])))
+        return classes
+
+    def _class(self, operation: str, kind: Hashable) -> Hashable:
+        return self.alike.get(operation, operation), kind
+
+    @cached_property
+    def merged(self) -> MergedChoices:
+        """The problem in which nothing costs anything, with one node for the equal ones of all blocks."""
+        sites, followers = self.strategies.sites, self.strategies.followers
+        counts = [*(len(site.strategies) for site in sites), *(2 for _ in followers)]
+        nothing = tuple((0.0,) * count for count in counts)
+        problem = ChoiceProblem(names=self.names, costs=nothing, memory=nothing, edges=self.edges)
+        return merge_equal(problem, self.classes)
+
+    @cached_property
+    def elimination(self) -> Elimination:
+        """The elimination of the nodes of `merged`."""
+        return Elimination(self.merged.problem)
+
+    @cached_property
+    def members(self) -> tuple[tuple[int, int], ...]:
+        """For each node of `merged` the first one that it stands for, and how many."""
+        counts = Counter(self.merged.numbers)
+        return tuple((self.merged.numbers.index(number), counts[number]) for number in sorted(counts))
+
+    def merge(self, costs: Sequence[Sequence[float]], memory: Sequence[Sequence[float]]) -> MergedChoices:
+        """Return the problem of some seconds and bytes, equal for equal nodes, with one node for these."""
+        problem = self.merged.problem
+        own = [_times(costs[first], count) for first, count in self.members]
+        with_edges = (
+            tuple(map(operator.add, row, inside)) for row, inside in zip(own, problem.costs, strict=True)
+        )
+        sizes = tuple(_times(memory[first], count) for first, count in self.members)
+        return MergedChoices(problem=problem.with_own(tuple(with_edges), sizes), numbers=self.merged.numbers)
+
+
+def _times(row: Sequence[float], count: int) -> tuple[float, ...]:
+    """Return the sums of as many equal rows, each added to those before."""
+    return tuple(functools.reduce(operator.add, itertools.repeat(each, count)) for each in row)
+
+
 class InnerProblem:
     """What can be chosen for given sizes, and what it costs.
 
     Args:
         costs: What operations cost.
         params: What parameters cost under the setting.
-        strategies: What can be chosen.
-        alike: For the operations of equal blocks the number of their kind, and their place in the block; see
-            `places_in_blocks`.
+        graph: What can be chosen.
         in_blocks: The operations that may be recomputed.
         must_cut: Whether a layer is whole only where there is no other way.
     """
@@ -118,16 +229,15 @@ class InnerProblem:
         self,
         costs: OperationCosts,
         params: ParameterCosts,
-        strategies: Strategies,
-        alike: Mapping[str, tuple[int, int]],
+        graph: CutGraph,
         *,
         in_blocks: Collection[str] = frozenset(),
         must_cut: bool = False,
     ) -> None:
-        self.costs, self.params, self.strategies = costs, params, strategies
+        self.costs, self.params, self.strategies = costs, params, graph.strategies
         self.setting: Setting = params.setting
         self.trace = costs.trace
-        self._alike = alike
+        self._graph = graph
         self._in_blocks = in_blocks
         self._of_whole = _FAR_TOO_LONG if must_cut else 0.0
 
@@ -167,7 +277,7 @@ class InnerProblem:
 
     def kind_of_block(self, operations: Sequence[str]) -> int | None:
         """Return which blocks one with these operations is equal to, by a number; None: to none."""
-        found = self._alike.get(operations[0])
+        found = self._graph.alike.get(operations[0])
         return found[0] if found is not None else None
 
     def whole(self) -> CutChoice:
@@ -218,7 +328,7 @@ class InnerProblem:
     @property
     def is_narrow(self) -> bool:
         """Whether the problem can be solved by tables, and so `by_bound` be asked."""
-        return Elimination(self.merged(keeps_activations=True).problem).is_small
+        return self._graph.elimination.is_small
 
     # See [Note: the bound of a choice].
     def by_bound(
@@ -235,7 +345,7 @@ class InnerProblem:
                 the update.
             budget: Bytes of a rank.
         """
-        options, nodes = self.options_of(free), self._node_costs()
+        options, nodes = self.options_of(free), self._node_costs
         taken = [node[option] for node, option in zip(nodes, options, strict=True)]
         # What is the same for all choices is known from the difference for one of them.
         same = seconds - sum(each.seconds for each in taken)
@@ -244,48 +354,53 @@ class InnerProblem:
             _at_begin: budget - begin + sum(each.held + each.kept * math.isinf(each.again) for each in taken),
             _at_update: budget - update + sum(each.complete for each in taken),
         }
-        nothing = [(0.0,) * len(node) for node in nodes]
-        merged = merge_equal(self._problem(nothing, nothing), self._classes())
-        without_costs, highest, taken_off = merged, -math.inf, 0.0
-        for (bound_of, room), exponent in itertools.product(rooms.items(), _PRICES):
-            price = seconds / max(budget, 1.0) * 2.0**exponent
-            priced = without_costs.with_more(partial(_bounds, nodes, bound_of, price))
-            least = Elimination(priced.problem).minimize()[0] - price * room
-            if least > highest:
-                highest, merged, taken_off = least, priced, price * room
+        merged, highest, taken_off = self._graph.merged, -math.inf, 0.0
+        prices = [seconds / max(budget, 1.0) * 2.0**exponent for exponent in _PRICES]
+        for bound_of, room in rooms.items():
+            least_of = self._least_bounds(bound_of, prices).tolist()
+            for price, cost in zip(prices, least_of, strict=True):
+                if (least := cost - price * room) > highest:
+                    highest, taken_off = least, price * room
+                    merged = self._graph.merged.with_more(partial(_bounds, nodes, bound_of, price))
         for cost, each in Elimination(merged.problem).cheapest_first():
             yield cost - taken_off + same, self.choice_of(merged.expand(each))
 
+    def _least_bounds(self, bound_of: Callable[[_NodeCost, float], float], prices: Sequence[float]) -> Floats:
+        """Return what all choices are bounded by, for each price of a byte."""
+        costs = []
+        for (first, count), inside in zip(self._graph.members, self._graph.merged.problem.costs, strict=True):
+            bounds = [[bound_of(each, price) for price in prices] for each in self._node_costs[first]]
+            costs.append(np.array(inside)[:, None] + count * np.array(bounds))
+        return self._graph.elimination.least_costs(costs, len(prices))
+
     def merged(self, *, keeps_activations: bool) -> MergedChoices:
         """Return the problem with one variable for the equal nodes of all blocks."""
-        return merge_equal(self.problem(keeps_activations=keeps_activations), self._classes())
+        return self._graph.merge(*self._own(keeps_activations=keeps_activations))
 
     def problem(self, *, keeps_activations: bool) -> ChoiceProblem:
         """Return the problem with a node for each site and each set of followers."""
-        nodes = self._node_costs()
-        return self._problem(
+        costs, memory = self._own(keeps_activations=keeps_activations)
+        graph = self._graph
+        return ChoiceProblem(names=graph.names, costs=tuple(costs), memory=tuple(memory), edges=graph.edges)
+
+    def memory_of(self, choice: CutChoice, *, keeps_activations: bool) -> float:
+        """Return the bytes of a choice, of what can be chosen."""
+        _, memory = self._own(keeps_activations=keeps_activations)
+        return math.fsum(row[option] for row, option in zip(memory, self.options_of(choice), strict=True))
+
+    def _own(self, *, keeps_activations: bool) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]:
+        """Return seconds and bytes of the options of each node."""
+        nodes = self._node_costs
+        return (
             [tuple(each.seconds for each in node) for node in nodes],
             [tuple(each.states + each.kept * keeps_activations for each in node) for node in nodes],
         )
 
-    def _problem(
-        self, costs: Sequence[tuple[float, ...]], memory: Sequence[tuple[float, ...]]
-    ) -> ChoiceProblem:
-        sites, followers = self.strategies.sites, self.strategies.followers
-        return ChoiceProblem(
-            names=(
-                *(site.name for site in sites),
-                *(f"behind {self.trace.producers[each.tensors[0]].name}" for each in followers),
-            ),
-            costs=tuple(costs),
-            memory=tuple(memory),
-            edges=self._edges,
-        )
-
+    @cached_property
     def _node_costs(self) -> list[tuple[_NodeCost, ...]]:
         """Return what each option of each node takes."""
         sites, followers = self.strategies.sites, self.strategies.followers
-        classes = self._classes()
+        classes = self._graph.classes
         known: dict[Hashable, tuple[_NodeCost, ...]] = {}  # equal nodes take the same
         per_byte = self.params.seconds_per_byte(*self.costs.all_params)
         for number, site in enumerate(sites):
@@ -378,35 +493,6 @@ class InnerProblem:
                 kept += sum(tensors.get(each, 0.0) for each in sorted(made)) + extra.get(name, 0.0)
         return kept
 
-    @cached_property
-    def _edges(self) -> dict[tuple[int, int], tuple[tuple[float, ...], ...]]:
-        """Return the tables that forbid what does not fit together."""
-        sites = self.strategies.sites
-        tables: dict[tuple[int, int], list[list[float]]] = {}
-
-        def forbid(pair: tuple[int, int], allowed: list[list[bool]]) -> None:
-            known = tables.setdefault(pair, [[0.0] * len(row) for row in allowed])
-            for own, row in zip(known, allowed, strict=True):
-                for place, is_allowed in enumerate(row):
-                    own[place] = own[place] if is_allowed else math.inf
-
-        for number, site in enumerate(sites):
-            for group, is_part in (
-                (site.takes, [each.takes_part for each in site.strategies]),
-                (site.gives, [each.gives_part for each in site.strategies]),
-            ):
-                if group is not None:
-                    forbid((number, len(sites) + group), [[not part, part] for part in is_part])
-        for first, second in self.strategies.ties:
-            forbid(
-                (first, second),
-                [
-                    [tied_alike(one, other) for other in sites[second].strategies]
-                    for one in sites[first].strategies
-                ],
-            )
-        return {pair: tuple(map(tuple, table)) for pair, table in sorted(tables.items())}
-
     def _cut_of(self, number: int, strategy: Strategy, module: str) -> str:
         """Return whether the ranks share the output or the input features of a product in a site."""
         site = self.strategies.sites[number]
@@ -414,25 +500,6 @@ class InnerProblem:
 
     def _operation(self, name: str) -> Operation:
         return self.trace.operations[self.trace.places[name]]
-
-    def _classes(self) -> list[Hashable]:
-        """Return for each node what is the same for the equal nodes of all blocks."""
-        sites, followers = self.strategies.sites, self.strategies.followers
-        classes: list[Hashable] = [
-            self._class(site.operations[0], (len(site.strategies), len(site.operations), site.takes is None))
-            for site in sites
-        ]
-        num_ends = [0] * len(followers)
-        for site in sites:
-            for number in {each for each in (site.takes, site.gives) if each is not None}:
-                num_ends[number] += 1
-        for number, each in enumerate(followers):
-            first = self.trace.producers[each.tensors[0]].name
-            classes.append(self._class(first, ("followers", len(each.tensors), num_ends[number])))
-        return classes
-
-    def _class(self, operation: str, kind: Hashable) -> Hashable:
-        return self._alike.get(operation, operation), kind
 
     def _num_live(self) -> float:
         """Return how many times what a rank keeps of a microbatch is there, on average of the stages."""

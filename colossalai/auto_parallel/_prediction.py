@@ -40,7 +40,7 @@ from colossalai.auto_parallel._parameters import RankParameters
 from colossalai.auto_parallel._parts import ModelParts
 from colossalai.auto_parallel._peak import GradientMemory, PeakMoment, gradient_memory
 from colossalai.auto_parallel.checkpoint._chain import Chain, ChainBlock, ChainCost, simulate
-from colossalai.auto_parallel.machine._machine import kind_of, time_of
+from colossalai.auto_parallel.machine._machine import time_of
 from colossalai.auto_parallel.trace._trace import Operation
 from colossalai.pipeline import Costs, Replay, make_schedule, partition_balanced
 from colossalai.runtime import RecomputeSegment
@@ -131,10 +131,9 @@ class Predictor:
                 "all_to_all", self._costs.activation_bytes(each.rows) * self._setting.share, _DATA_AXIS
             )
             transfers[each.products[0]] = transfers.get(each.products[0], Seconds()) + Seconds(both, both)
-        for operation in self._trace.operations if self._setting.data > 1 else ():
-            if kind_of(operation.target) == "batch_norm":
-                found = self._statistics_of_all(operation)
-                transfers[operation.name] = transfers.get(operation.name, Seconds()) + found
+        for operation in self._costs.batch_norms if self._setting.data > 1 else ():
+            found = self._statistics_of_all(operation)
+            transfers[operation.name] = transfers.get(operation.name, Seconds()) + found
         self._transfers = transfers
         # See [Note: rows of experts].
         is_shared = self._setting.expert > 1

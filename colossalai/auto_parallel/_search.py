@@ -18,7 +18,7 @@ from itertools import chain
 from torch import nn
 
 from colossalai.auto_parallel._costs import OperationCosts
-from colossalai.auto_parallel._inner import CutChoice, InnerProblem
+from colossalai.auto_parallel._inner import CutChoice, CutGraph, InnerProblem
 from colossalai.auto_parallel._parts import ModelParts
 from colossalai.auto_parallel._prediction import Prediction, Predictor
 from colossalai.auto_parallel._setting import ParameterCosts, Setting
@@ -106,7 +106,8 @@ class Search:
             sum(map(costs.param_bytes, names)),
             sum(costs.trace.tensors[name].numel for name in names),
         )
-        self._strategies: dict[int, Strategies] = {}
+        self._graphs: dict[int, CutGraph] = {}  # by the number of tensor-parallel ranks
+        self._problems: dict[Setting, InnerProblem] = {}
         self._left_out = self._find_left_out()
 
     def run(self, settings: Sequence[Setting], *, budget: float | None) -> list[Candidate]:
@@ -206,17 +207,25 @@ class Search:
 
     def problem_of(self, setting: Setting, *, costs: OperationCosts | None = None) -> InnerProblem:
         """Return the inner problem of a setting; by other costs if they are given."""
-        costs = costs or self._costs
-        if setting.tensor not in self._strategies:
-            self._strategies[setting.tensor] = find_strategies(self._costs.trace, self._model, setting.tensor)
-        return InnerProblem(
-            costs,
+        if costs is None and (known := self._problems.get(setting)) is not None:
+            return known
+        if setting.tensor not in self._graphs:
+            trace = self._costs.trace
+            self._graphs[setting.tensor] = CutGraph(
+                trace=trace,
+                strategies=find_strategies(trace, self._model, setting.tensor),
+                alike=self._alike,
+            )
+        found = InnerProblem(
+            costs or self._costs,
             self._params_of(setting, costs),
-            self._strategies[setting.tensor],
-            self._alike,
+            self._graphs[setting.tensor],
             in_blocks=self._in_blocks,
             must_cut=self._limits.must_cut,
         )
+        if costs is None:
+            self._problems[setting] = found
+        return found
 
     def _params_of(self, setting: Setting, costs: OperationCosts | None = None) -> ParameterCosts:
         costs = costs or self._costs
@@ -331,7 +340,7 @@ class _BudgetSearch:
         What they take is known when it is predicted: the peak is not the sum of what is cut.
         """
         inner, free = self._inner, self._free
-        own = inner.problem(keeps_activations=keeps_activations).memory_of(inner.options_of(free.choice))
+        own = inner.memory_of(free.choice, keeps_activations=keeps_activations)
         fixed = free.prediction.peak_bytes - own  # what nobody can choose
         if not keeps_activations:
             fixed -= sum(free.prediction.bytes[name] for name in ("activations", "working memory"))

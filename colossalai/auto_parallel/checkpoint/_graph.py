@@ -22,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from colossalai.auto_parallel._costs import OperationCosts
-from colossalai.auto_parallel._inner import InnerProblem
+from colossalai.auto_parallel._inner import CutGraph, InnerProblem
 from colossalai.auto_parallel._make import machine_of
 from colossalai.auto_parallel._parts import parts_of_model
 from colossalai.auto_parallel._prediction import Predictor
@@ -185,7 +185,9 @@ def profiled(
         optimizer="sgd",
     )
     costs = OperationCosts(trace, profiles, machine, precision="fp32")  # in the model's own types
-    inner = InnerProblem(costs, params, find_strategies(trace, model, 1), {})
+    inner = InnerProblem(
+        costs, params, CutGraph(trace=trace, strategies=find_strategies(trace, model, 1), alike={})
+    )
     parts = parts_of_model(trace, model)
     predictor = Predictor(inner, inner.whole(), parts)
     graph = replace(graph, blocks=parts.blocks, costs=None, is_profiled=True, segments=())

@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, get_args
 
 import torch
@@ -79,6 +80,9 @@ _OPERATORS: Mapping[Kind, str] = {
     "unbind split split_with_sizes chunk detach alias as_strided flatten unflatten unfold diagonal narrow "
     "movedim swapaxes numpy_T mT view_as empty empty_like new_empty lift_fresh_copy getitem item sym_size",
 }
+_KINDS: Mapping[str, Kind] = MappingProxyType(
+    {name: kind for kind, names in reversed(tuple(_OPERATORS.items())) for name in names.split()}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -342,10 +346,7 @@ def kind_of(target: str) -> Kind:
         target: The name of torch's operator, such as "aten.addmm.default". Unknown ones count as elementwise.
     """
     base = target.removeprefix("aten::").removeprefix("aten.").partition(".")[0]
-    for kind, names in _OPERATORS.items():
-        if base in names.split():
-            return kind
-    return "elementwise"
+    return _KINDS.get(base, "elementwise")
 
 
 def time_of(

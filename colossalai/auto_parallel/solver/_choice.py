@@ -16,7 +16,7 @@ with infinite cost, or that a neighbour has no option to go with.
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 
 import numpy as np
@@ -84,6 +84,19 @@ class ChoiceProblem:
                 )
         for (a, b), table in self.edges.items():
             self._check_edge(a, b, table)
+
+    def with_own(self, costs: Table, memory: Table) -> "ChoiceProblem":
+        """Return the problem with other seconds and bytes of its options, and with the same edges.
+
+        Raises:
+            ValueError: `costs` or `memory` has another number of options, or values that are refused.
+        """
+        alone = ChoiceProblem(names=self.names, costs=costs, memory=memory, edges={})
+        if alone.num_options != self.num_options:
+            raise ValueError(f"{alone.num_options} options: the edges are those of {self.num_options}")
+        # Edges were checked, and made into arrays, with this problem.
+        alone.__dict__.update(edges=self.edges, edge_arrays=self.edge_arrays)
+        return alone
 
     def _check_edge(self, a: int, b: int, table: Table) -> None:
         if not 0 <= a < b < len(self.names):
@@ -203,7 +216,7 @@ class MergedChoices:
             )
             for number, row in enumerate(self.problem.costs)
         )
-        return MergedChoices(problem=replace(self.problem, costs=more), numbers=self.numbers)
+        return MergedChoices(problem=self.problem.with_own(more, self.problem.memory), numbers=self.numbers)
 
     def expand(self, options: Sequence[int]) -> Options:
         """Return the choice of the original that a choice of `problem` means.

@@ -24,7 +24,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ LARGEST_TABLE = 50_000_000
 """Entries of the largest table over which a minimum is taken; it is in memory one option of its node at a
 time, which for 15 options is 27 MB."""
 
+_LARGEST_AT_ONCE = 1 << 20  # entries of the largest tables of several problems together
 _AT_ONCE = 1 << 15  # entries below which the whole table of a bucket is cheaper than a loop over options
 
 
@@ -81,13 +82,16 @@ class Elimination:
         self.problem = problem
         self._own = [costs.copy() for costs in problem.cost_arrays]
         self._tables: dict[tuple[int, int], Floats] = {}
+        self._added: list[tuple[int, Floats]] = []  # costs of nodes that are edges to single options
         for (a, b), table in problem.edge_arrays.items():
             if problem.num_options[a] == 1:
-                self._own[b] += table[0]
+                self._added.append((b, table[0]))
             elif problem.num_options[b] == 1:
-                self._own[a] += table[:, 0]
+                self._added.append((a, table[:, 0]))
             elif table.any():
                 self._tables[a, b] = table
+        for node, row in self._added:
+            self._own[node] += row
         self.buckets = _lowered(tuple(sorted(self._tables)), tuple(problem.num_options))
         self._edges = {
             bucket.scope[0]: [self._table_from(bucket.scope[0], *edge) for edge in bucket.edges]
@@ -153,6 +157,37 @@ class Elimination:
             node, *others = bucket.scope
             options[node] = int(best[node][tuple(options[other] for other in others)])
         return total, tuple(options)
+
+    def least_costs(self, costs: Sequence[Floats], num_problems: int) -> Floats:
+        """Return the least costs of several problems with the edges of this one.
+
+        Args:
+            costs: For each node (options, problems).
+            num_problems: How many they are.
+        """
+        at_once = max(_LARGEST_AT_ONCE // (1 if self.largest is None else self.largest.num_entries), 1)
+        if num_problems > at_once:
+            found = []
+            for begin in range(0, num_problems, at_once):
+                some = [row[:, begin : begin + at_once] for row in costs]
+                found.append(self.least_costs(some, min(at_once, num_problems - begin)))
+            return np.concatenate(found)
+        own = [row.copy() for row in costs]
+        for node, row in self._added:
+            own[node] += row[:, None]
+        told: dict[int, Floats] = {}
+        total = np.zeros(num_problems)
+        for bucket in self.buckets:
+            node, *others = bucket.scope
+            parts_of_sum = [own[node].reshape(-1, *[1] * len(others), num_problems)]
+            parts_of_sum += [table[..., None] for table in self._edges[node]]
+            parts_of_sum += [told.pop(child).reshape(*fit, num_problems) for child, fit in bucket.children]
+            value = _minimum_of_several(parts_of_sum, bucket.shape)
+            if others:
+                told[node] = value
+            else:
+                total = total + value
+        return total
 
     def cheapest_first(self) -> Iterator[tuple[float, Options]]:
         """Yield all choices that are allowed with what they cost, the cheapest first.
@@ -308,6 +343,19 @@ def _minimum(
         np.copyto(index, number, where=each < value)
         np.minimum(value, each, out=value)
     return value, index
+
+
+def _minimum_of_several(parts: Sequence[Floats], shape: Shape) -> Floats:
+    """Return the minimum of sums over the first axis, added in the order of `_minimum`.
+
+    Args:
+        parts: What is added, each broadcastable to `shape` and an axis of problems behind it.
+        shape: The shape of a sum.
+    """
+    if math.prod(shape) <= _AT_ONCE:
+        return sum_of(parts).min(axis=0)  # type: ignore[no-any-return]
+    parts = sorted(parts, key=lambda part: math.prod(part.shape[:-1]))
+    return reduce(np.minimum, (sum_of(part[number] for part in parts) for number in range(shape[0])))
 
 
 def _greedy_order(

@@ -96,17 +96,18 @@ def _check_placement(schedule: Schedule) -> None:
 
 def _check_whereabouts(schedule: Schedule, rank: int) -> None:
     """Check that a rank's actions exist and are its own."""
+    num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
+    own = set(schedule.stages_of(rank))
     for position, action in enumerate(schedule.actions[rank]):
+        if action.stage in own and 0 <= action.microbatch < num_microbatches:
+            continue
         where = f"{_name(schedule)}: {action} (rank {rank}, position {position})"
-        if not 0 <= action.stage < schedule.num_stages:
-            raise ScheduleError(f"{where} names a stage that is not one of 0 to {schedule.num_stages - 1}")
-        if not 0 <= action.microbatch < schedule.num_microbatches:
-            raise ScheduleError(
-                f"{where} names a microbatch that is not one of 0 to {schedule.num_microbatches - 1}"
-            )
+        if not 0 <= action.stage < num_stages:
+            raise ScheduleError(f"{where} names a stage that is not one of 0 to {num_stages - 1}")
+        if not 0 <= action.microbatch < num_microbatches:
+            raise ScheduleError(f"{where} names a microbatch that is not one of 0 to {num_microbatches - 1}")
         holder = schedule.rank_of_stage[action.stage]
-        if holder != rank:
-            raise ScheduleError(f"{where} is on the wrong rank: stage {action.stage} is on rank {holder}")
+        raise ScheduleError(f"{where} is on the wrong rank: stage {action.stage} is on rank {holder}")
 
 
 def _check_complete(schedule: Schedule) -> None:
@@ -116,10 +117,12 @@ def _check_complete(schedule: Schedule) -> None:
         if count > 1:
             raise ScheduleError(f"{_name(schedule)}: {action} is there {count} times, not once")
     has_backward = any(action.op is not Op.FORWARD for action in counts)
+    ops: dict[tuple[int, int], set[Op]] = {}
+    for op, stage, microbatch in counts:
+        ops.setdefault((stage, microbatch), set()).add(op)
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            there = {op for op in Op if Action(op, stage, microbatch) in counts}
-            problem = _what_is_wrong(there, has_backward)
+            problem = _what_is_wrong(ops.get((stage, microbatch), set()), has_backward)
             if problem:
                 rank = schedule.rank_of_stage[stage]
                 raise ScheduleError(
@@ -168,13 +171,15 @@ def _run_all(schedule: Schedule) -> list[OrderedAction]:
     steps: list[OrderedAction] = []
     done: dict[Action, int] = {}  # where in `steps` it was completed
     heads = [0] * schedule.num_ranks
+    needs_of: dict[Action, tuple[Action, ...]] = {}  # a rank that waits asks again
     num_before = -1
     while len(steps) > num_before:
         num_before = len(steps)
         for rank, actions in enumerate(schedule.actions):
             while heads[rank] < len(actions):
                 action = actions[heads[rank]]
-                needs = needed_by(action, schedule.num_stages)
+                if (needs := needs_of.get(action)) is None:
+                    needs = needs_of[action] = needed_by(action, schedule.num_stages)
                 if not all(need in done for need in needs):
                     break
                 done.update(dict.fromkeys(completed_by(action), len(steps)))

@@ -202,7 +202,7 @@ def test_bytes_of_a_bound_are_those_of_predictions(build: Build, links: float) -
     free = problem.search._free(SETTING)
     floors = problem.search.predictor(inner, free.choice).least_bytes
     seconds = free.prediction.step_seconds
-    nodes = inner._node_costs()
+    nodes = inner._node_costs
     everything = tuple(RecomputeSegment(place, place + 1) for place in range(len(problem.parts.blocks)))
 
     def taken(choice: CutChoice) -> list[_NodeCost]:

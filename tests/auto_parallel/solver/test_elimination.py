@@ -229,3 +229,27 @@ def test_who_forbids_everything_is_named() -> None:
     )
     with pytest.raises(BudgetError, match="node 'a' has no option that any neighbour allows"):
         solve_by_elimination(blocked)
+
+
+@settings(max_examples=50)
+@given(choice_problems(), st.sampled_from([0, 1 << 15]), st.sampled_from([1, 1 << 20]))
+def test_several_problems_of_one_graph_are_minimized_bit_for_bit(
+    problem: ChoiceProblem, at_once: int, together: int
+) -> None:
+    """Whole tables or option by option, one problem or all of them at a time: sums are the same."""
+    memory = [np.array(row) for row in problem.memory]
+    costs = [
+        np.stack([row + price * size for price in (0.0, 0.3, 7.0)], axis=1)
+        for row, size in zip(problem.cost_arrays, memory, strict=True)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_elimination, "_AT_ONCE", at_once)
+        patch.setattr(_elimination, "_LARGEST_AT_ONCE", together)
+        found = Elimination(problem).least_costs(costs, 3).tolist()
+        alone = [
+            Elimination(
+                problem.with_own(tuple(tuple(row[:, place].tolist()) for row in costs), problem.memory)
+            ).minimize()[0]
+            for place in range(3)
+        ]
+    assert found == alone
