@@ -284,7 +284,7 @@ def _call(name: str, function: Callable[..., Any]) -> Any:
     """Return what a function of the user returns.
 
     Raises:
-        ValueError: It needs arguments, or raises.
+        ValueError: The function needs arguments, or raises an error.
     """
     try:
         inspect.signature(function).bind()

@@ -102,7 +102,7 @@ def _check_kinds(
     """Refuse arguments of a grid that are of another type.
 
     Raises:
-        ValueError: One of them is.
+        ValueError: An argument is of another type.
     """
     for name, value in (
         ("physical_devices", physical_devices),
@@ -362,20 +362,13 @@ def initialize_model(
         def of_first() -> list[Any]:
             problem = posed()
             allowed = _allowed(problem, device_mesh.shape, solver_preference, shard_option)
+            arguments = meta_args if is_whole else None
             if load_solver_solution:
                 assert solution_path is not None, "it was checked"
                 plan = _loaded(solution_path, problem, allowed, budget)
-                known = _outputs_of(problem, meta_args, plan.setting.data if is_whole else 1)
+                known = _outputs_of(problem, plan, arguments)
             else:
-                best = partial(problem.best_plan, memory_budget=budget, scale=scale)
-                plan = best(allowed)
-                try:
-                    known = _outputs_of(problem, meta_args, plan.setting.data if is_whole else 1)
-                except ValueError:
-                    undivided = [each for each in allowed if each.data == 1]
-                    if not undivided:
-                        raise
-                    plan, known = best(undivided), []
+                plan, known = _solved(problem, allowed, budget=budget, scale=scale, arguments=arguments)
             return [plan.to_json(), solution_of(plan, problem), [each.as_list() for each in known]]
 
         text, solution[:], known = told_by_first(of_first) if dist.is_initialized() else of_first()
@@ -490,18 +483,45 @@ def _profile_of(mesh: DeviceMesh) -> MachineProfile:
     return replace(profile, links=tuple(levels))
 
 
-def _outputs_of(problem: PlanProblem, meta_args: Mapping[str, Any], num_parts: int) -> list[WholeOutputs]:
-    """Return how outputs of parts of the batch make those of the whole; empty for one part.
+def _solved(
+    problem: PlanProblem,
+    allowed: Sequence[Setting],
+    *,
+    budget: float | None,
+    scale: float,
+    arguments: Mapping[str, Any] | None,
+) -> tuple[AutoPlan, list[WholeOutputs]]:
+    """Return the best plan, without replicas where their outputs do not make those of the whole batch."""
+    plan = problem.best_plan(allowed, memory_budget=budget, scale=scale)
+    try:
+        return plan, _outputs_of(problem, plan, arguments)
+    except ValueError:
+        undivided = [each for each in allowed if each.data == 1]
+        if not undivided:
+            raise
+        return problem.best_plan(undivided, memory_budget=budget, scale=scale), []
+
+
+def _outputs_of(
+    problem: PlanProblem, plan: AutoPlan, arguments: Mapping[str, Any] | None
+) -> list[WholeOutputs]:
+    """Return how outputs of parts of the batch make those of the whole; empty where no rank needs to know.
+
+    Args:
+        problem: The problem.
+        plan: An answer.
+        arguments: Those of the forward, if it takes the whole batch.
 
     Raises:
-        ValueError: Those of a model do not.
+        ValueError: Outputs of the model are neither samples nor means nor sums over them.
     """
-    if num_parts == 1:
+    num_parts = plan.setting.data
+    if arguments is None or num_parts == 1:
         return []
     own = slice(problem.batch // num_parts)
     part = {
         name: value[own] if isinstance(value, torch.Tensor) and value.dim() else value
-        for name, value in meta_args.items()
+        for name, value in arguments.items()
     }
     return [whole_outputs(problem.trace, trace_model(problem.model, part), num_parts)]
 
