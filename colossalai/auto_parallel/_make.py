@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from colossalai.auto_parallel._costs import MASTERS, OPTIMIZER_STATES, PRECISIONS, OperationCosts
 from colossalai.auto_parallel._inner import CutChoice, InnerProblem
-from colossalai.auto_parallel._parts import ModelParts, parts_of_model
+from colossalai.auto_parallel._parts import ModelParts, parts_of_model, zero_stages_of
 from colossalai.auto_parallel._plan import AutoPlan, ModuleFigures
 from colossalai.auto_parallel._search import Candidate, Search, SearchLimits
 from colossalai.auto_parallel._setting import Setting, settings_of
@@ -28,7 +28,7 @@ from colossalai.auto_parallel.trace._trace import ModelTrace, repeated_blocks, t
 from colossalai.cluster import broadcast_value, gather_values
 from colossalai.pipeline import can_cut_unseen
 from colossalai.runtime import parameter_shapes
-from colossalai.shardformer import Rule
+from colossalai.shardformer import Rule, check_shards
 
 _MOST_TENSOR_RANKS = 64
 _Plain = TypeVar("_Plain")
@@ -213,7 +213,13 @@ def _make(
     problem = posed()
     if is_run:
         refuse_unrunnable(problem.trace)
-    return problem.best_plan(problem.settings, memory_budget=memory_budget, scale=scale)
+    stages = zero_stages_of(problem.trace, problem.model, problem.parts)
+    settings = [
+        each
+        for each in problem.settings
+        if each.data == 1 or each.zero in stages or (each.pipeline > 1 and each.zero == 0)
+    ]
+    return problem.best_plan(settings or problem.settings, memory_budget=memory_budget, scale=scale)
 
 
 def _check_budget(memory_budget: float | None) -> None:
@@ -351,6 +357,7 @@ def pose_problem(
     trace = trace_model(model, meta_args)
     costs = OperationCosts(trace, profile_operations(trace), machine, precision=precision)
     parts = parts_of_model(trace, model)
+    refused = _tensor_refusal(model)
     settings = tuple(
         settings_of(
             world_size,
@@ -361,15 +368,16 @@ def pose_problem(
             and parts.can_be_stages
             and not has_batch_norms(model)
             and can_cut_unseen(model, min(world_size, len(parts.blocks)), meta_args),
-            largest_tensor=_MOST_TENSOR_RANKS,
+            largest_tensor=1 if refused else _MOST_TENSOR_RANKS,
             has_masters=precision in MASTERS,
             num_experts=math.gcd(*(trace.tensors[each.params[0]].shape[0] for each in parts.experts)) or 1,
         )
     )
     if not settings:
         raise ValueError(
-            f"a batch of {batch} cannot be shared by {world_size} ranks, and the model can be shared by "
-            f"{_MOST_TENSOR_RANKS} at most: give a batch that is a multiple of the ranks, or fewer ranks"
+            f"a batch of {batch} cannot be shared by {world_size} ranks, and the model "
+            + (f"cannot ({refused})" if refused else f"can be shared by {_MOST_TENSOR_RANKS} at most")
+            + ": give a batch that is a multiple of the ranks, or fewer ranks"
         )
     search = Search(costs, model, parts, repeated_blocks(trace, model), optimizer=optimizer, limits=limits)
     return PlanProblem(
@@ -383,6 +391,15 @@ def pose_problem(
         settings=settings,
         search=search,
     )
+
+
+def _tensor_refusal(model: nn.Module) -> str:
+    """Return why tensor-parallel ranks cannot share the layers of a model; empty where they can."""
+    try:
+        check_shards(model, 1)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def has_batch_norms(model: nn.Module) -> bool:

@@ -209,3 +209,67 @@ def carries_gradient(trace: ModelTrace, name: str) -> bool:
             seen.add(producer.name)
             waiting += [taken for taken in producer.inputs if trace.tensors[taken].dtype.is_floating_point]
     return False
+
+
+def params_in_gradient(trace: ModelTrace, output: str) -> set[str]:
+    """Return the parameter tensors that get a gradient if one output does."""
+    waiting, found, seen = [output], set[str](), set[str]()
+    while waiting:
+        each = waiting.pop()
+        if each in trace.params and each in trace.trainable:
+            found.add(each)
+        producer = trace.producers.get(each)
+        if producer is None or producer.name in seen or not producer.is_grad_enabled:
+            continue
+        seen.add(producer.name)
+        if "detach" not in producer.target:
+            waiting += [taken for taken in producer.inputs if trace.tensors[taken].dtype.is_floating_point]
+    return found
+
+
+def losses_of(trace: ModelTrace) -> list[str]:
+    """Return the outputs that a loss may be made of: those of one element, or all floating ones."""
+    floating = [name for name in trace.outputs if trace.tensors[name].dtype.is_floating_point]
+    return [name for name in floating if trace.tensors[name].numel == 1] or floating
+
+
+def may_lack_gradients(trace: ModelTrace) -> bool:
+    """Whether a loss may leave a parameter without a gradient: that of one output, or of all."""
+    storages = {trace.storage_of(name) for name in trace.params if name in trace.trainable}
+    return any(
+        not storages <= {trace.storage_of(name) for name in params_in_gradient(trace, output)}
+        for output in losses_of(trace)
+    )
+
+
+def zero_stages_of(trace: ModelTrace, model: nn.Module, parts: ModelParts) -> frozenset[int]:
+    """Return the stages of ZeRO that data-parallel ranks can train a model in, of models in one stage.
+
+    `DistributedDataParallel` waits for the gradient of each parameter. ZeRO has no sparse gradients. In stage
+    3 the parameters of a block are there while the block runs, and so they are of one block only.
+    """
+    is_sparse = any(
+        isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse for each in model.modules()
+    )
+    if is_sparse:
+        return frozenset((0,))
+    found = {0, 1, 2, 3}
+    if may_lack_gradients(trace):
+        found.remove(0)
+    if _blocks_share_params(trace, parts):
+        found.remove(3)
+    return frozenset(found)
+
+
+def _blocks_share_params(trace: ModelTrace, parts: ModelParts) -> bool:
+    """Whether a parameter of a block is one of another module as well, or taken outside of the block."""
+    block_of = {
+        name: number for number, operations in enumerate(parts.within) for name in operations
+    }  # by operation
+    users: dict[str, set[int | None]] = {}
+    for tensor, full in trace.params.items():
+        owners = {number for number, block in enumerate(parts.blocks) if full.startswith(f"{block}.")}
+        places = users.setdefault(trace.storage_of(tensor), set())
+        places |= owners or {None}
+        places |= {block_of.get(each.name) for each in trace.consumers[tensor]}
+    return any(len(places) > 1 for places in users.values())

@@ -25,6 +25,7 @@ from colossalai.auto_parallel._make import (
     refuse_other_arguments,
     told_by_first,
 )
+from colossalai.auto_parallel._parts import may_lack_gradients
 from colossalai.auto_parallel._plan import AutoPlan, load_plan
 from colossalai.auto_parallel._search import SearchLimits
 from colossalai.auto_parallel._setting import Setting
@@ -357,6 +358,7 @@ def initialize_model(
     is_whole = dataloader_option == "replicated"
     solution: list[str] = []
     outputs: list[WholeOutputs] = []
+    how: dict[str, Any] = {} if overlap else {"bucket_cap_mb": _ONE_BUCKET_MB}
 
     def solve(scale: float = 1.0) -> AutoPlan:
         def of_first() -> list[Any]:
@@ -369,9 +371,13 @@ def initialize_model(
                 known = _outputs_of(problem, plan, arguments)
             else:
                 plan, known = _solved(problem, allowed, budget=budget, scale=scale, arguments=arguments)
-            return [plan.to_json(), solution_of(plan, problem), [each.as_list() for each in known]]
+            lacks_gradients = may_lack_gradients(problem.trace)
+            outputs_of_parts = [each.as_list() for each in known]
+            return [plan.to_json(), solution_of(plan, problem), outputs_of_parts, lacks_gradients]
 
-        text, solution[:], known = told_by_first(of_first) if dist.is_initialized() else of_first()
+        text, solution[:], known, how["find_unused_parameters"] = (
+            told_by_first(of_first) if dist.is_initialized() else of_first()
+        )
         outputs[:] = map(WholeOutputs.from_list, known)
         return AutoPlan.from_json(text)
 
@@ -385,7 +391,7 @@ def initialize_model(
         plan,
         model,
         device_mesh,
-        overlap=overlap,
+        data=Replicated(**how),
         names=[name for name, value in meta_args.items() if isinstance(value, torch.Tensor) and value.dim()],
         outputs=outputs,
     )
@@ -602,7 +608,7 @@ def _carried_out(
     model: nn.Module,
     device_mesh: DeviceMesh,
     *,
-    overlap: bool,
+    data: Replicated,
     names: Sequence[str],
     outputs: Sequence[WholeOutputs],
 ) -> ModelWrapper:
@@ -610,8 +616,8 @@ def _carried_out(
     lowered = plan.runtime_plan()
     layout = lowered.layout
     assert layout is not None, "a produced plan says its layout"
-    if not overlap and plan.setting.data > 1:
-        lowered = replace(lowered, data=Replicated(bucket_cap_mb=_ONE_BUCKET_MB))
+    if plan.setting.data > 1:
+        lowered = replace(lowered, data=data)
     own = device_mesh.mesh
     mesh = Mesh(
         layout.over(own.world_size).axes(),

@@ -61,7 +61,14 @@ class StageCut:
 
 
 def plan_cut(
-    model: nn.Module, num_stages: int, *, balance: Balance, stack: str | None, wishes: Wishes, sample: Any
+    model: nn.Module,
+    num_stages: int,
+    *,
+    balance: Balance,
+    stack: str | None,
+    wishes: Wishes,
+    sample: Any,
+    is_final: bool = True,
 ) -> StageCut:
     """Decide which stage holds what; the arguments are those of `cut_model`.
 
@@ -72,9 +79,10 @@ def plan_cut(
         stack: The name of the stack, None to look for it.
         wishes: Names of parts under "first", "last" and "everywhere".
         sample: Data for the trial run, None to guess some.
+        is_final: Whether stages are made of it; logs why there is no trial run.
     """
     anatomy = dissect(model, stack)
-    trial = _try(model, anatomy, sample)
+    trial = _try(model, anatomy, sample, is_final=is_final)
     holders = _holders(model, anatomy, num_stages, trial)
     holders |= _wished(wishes, [n for n in anatomy.parts if not is_parameter(model, n)], num_stages)
     blocks = _split_blocks(model, anatomy, num_stages, balance)
@@ -94,7 +102,7 @@ def ties_of(model: nn.Module, cut: StageCut) -> list[Tie]:
     return sorted(ties, key=lambda tie: tie.names)
 
 
-def _try(model: nn.Module, anatomy: Anatomy, sample: Any) -> Trial | None:
+def _try(model: nn.Module, anatomy: Anatomy, sample: Any, *, is_final: bool = True) -> Trial | None:
     """Make a trial run with the sample given, or with one that is guessed; None if that cannot be."""
     parts = [name for name in anatomy.parts if not is_parameter(model, name)]
     if sample is not None:
@@ -111,6 +119,8 @@ def _try(model: nn.Module, anatomy: Anatomy, sample: Any) -> Trial | None:
             reason = f"{type(error).__name__}: {error}"
         else:
             return _checked(trial, anatomy)
+    if not is_final:
+        return None
     get_dist_logger().log_once(
         f"no trial run of {type(model).__name__} before it is cut into stages ({reason}): the order of "
         "registration says what runs before and after the blocks. Where that is wrong, pass stages that "
@@ -216,7 +226,9 @@ def can_cut_unseen(model: nn.Module, num_stages: int, sample: Any) -> bool:
     try:
         anatomy = dissect(model)
         trial = _try(model, anatomy, sample)
-        unseen = plan_cut(model, num_stages, balance="uniform", stack=None, wishes={}, sample=None)
+        unseen = plan_cut(
+            model, num_stages, balance="uniform", stack=None, wishes={}, sample=None, is_final=False
+        )
     except Exception:  # of foreign code on fake tensors, or a model that cannot be cut
         return False
     assert trial is not None, "with a sample there is a trial, or an error"
