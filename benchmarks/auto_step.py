@@ -14,7 +14,8 @@ same way (`harness/auto_plans.py`). The losses of a first step are compared befo
 - `error` is predicted over measured seconds, less 1. The goal is a median below 0.2, without its sign.
 - `vs_best` is measured, over the plan with the smallest median. The goal for the produced plan is 1.05.
 - `order` is whether the best three are predicted to be the best three, in that order; seconds that differ by
-  less than 2 % count as equal.
+  less than 2 % count as equal. `order_beyond_noise` is the same where plans of which none is slower in each
+  round count as equal, too: plans that differ by 9 % change places from round to round.
 - `forward`, `backward` and `update` are milliseconds, as predicted and as measured; a pipeline has all of its
   backward in the forward, communication of tensors is predicted there, that of gradients in the update,
   although some of it runs in the backward.
@@ -22,7 +23,7 @@ same way (`harness/auto_plans.py`). The losses of a first step are compared befo
 
 import argparse
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -163,13 +164,21 @@ def measure(
         }
         for each in sorted(plans, key=lambda each: measured[each])
     ]
-    return rows, summary_of(name, produced, predicted=predicted, measured=measured)
+    return rows, summary_of(name, produced, predicted=predicted, times=times)
 
 
 def summary_of(
-    name: str, produced: str, *, predicted: Mapping[str, float], measured: Mapping[str, float]
+    name: str, produced: str, *, predicted: Mapping[str, float], times: Mapping[str, Sequence[float]]
 ) -> Row:
-    """Return what counts of a model: the produced plan, and how right predictions are."""
+    """Return what counts of a model: the produced plan, and how right predictions are.
+
+    Args:
+        name: The model.
+        produced: The plan that the search answers.
+        predicted: Seconds by plan.
+        times: Measured seconds of each round, by plan.
+    """
+    measured = {each: statistics.median(seconds) for each, seconds in times.items()}
     errors = [abs(predicted[each] / measured[each] - 1) for each in measured]
     ratio = measured[produced] / min(measured.values())
     error = statistics.median(errors)
@@ -181,18 +190,29 @@ def summary_of(
         "median_error": round(error, 3),
         "largest_error": round(max(errors), 3),
         "at_most_0.2": "met" if error <= MOST_ERROR else "MISSED",
-        "order": "right" if is_order_right(predicted, measured) else "WRONG",
+        "order": "right" if is_order_right(predicted, times, in_each_round=False) else "WRONG",
+        "order_beyond_noise": "right" if is_order_right(predicted, times, in_each_round=True) else "WRONG",
     }
 
 
-def is_order_right(predicted: Mapping[str, float], measured: Mapping[str, float]) -> bool:
-    """Whether the best three are predicted so; times that are equal but for noise may stand in any order."""
+def is_order_right(
+    predicted: Mapping[str, float], times: Mapping[str, Sequence[float]], *, in_each_round: bool
+) -> bool:
+    """Whether the best three are predicted so; times that are equal but for noise may stand in any order.
+
+    Args:
+        predicted: Seconds by plan.
+        times: Measured seconds of each round, by plan.
+        in_each_round: Whether a plan counts as slower only if it is in each round, not in the median alone.
+    """
+    measured = {each: statistics.median(seconds) for each, seconds in times.items()}
     by_measure = sorted(measured, key=lambda each: measured[each])
-    first = by_measure[:3]
-    for place, each in enumerate(first):
+    for place, each in enumerate(by_measure[:3]):
         for other in by_measure[place + 1 :]:
-            is_equal = measured[other] <= (1 + EQUAL) * measured[each]
-            if not is_equal and predicted[other] < (1 - EQUAL) * predicted[each]:
+            is_slower = measured[other] > (1 + EQUAL) * measured[each]
+            if in_each_round:
+                is_slower &= all(one > two for one, two in zip(times[other], times[each], strict=True))
+            if is_slower and predicted[other] < (1 - EQUAL) * predicted[each]:
                 return False
     return True
 
