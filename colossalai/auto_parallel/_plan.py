@@ -451,7 +451,9 @@ def _refuse_unknown(plan: AutoPlan, file: str) -> None:
             raise ValueError(
                 f"{file}: {name} of the setting is {value!r}; give a number from {lowest[name]} on"
             )
-    modules = {"", *_prefixes(plan.parameters)}
+    # A batch norm without parameters takes time and no bytes.
+    norms = [f"{name}.running_mean" for name, each in plan.modules.items() if each.seconds and not each.bytes]
+    modules = {"", *_prefixes((*plan.parameters, *norms))}
     for name in (*plan.rules, *plan.modules, *plan.blocks):
         if name not in modules:
             raise ValueError(

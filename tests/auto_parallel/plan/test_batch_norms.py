@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from colossalai.auto_parallel import AutoPlan, make_plan
 from colossalai.auto_parallel._make import PlanProblem, pose_problem
 from colossalai.auto_parallel._search import SearchLimits
 from colossalai.auto_parallel._setting import Setting
@@ -49,3 +50,22 @@ def test_replicas_exchange_statistics() -> None:
 def test_one_replica_and_models_without_them_exchange_nothing() -> None:
     assert communication(posed(world_size=1), Setting()) == 0.0
     assert communication(posed(world_size=2, has_norms=False), Setting(data=2)) == 0.0
+
+
+class BareNorm(nn.Module):
+    """Two convolutions with a batch norm without parameters between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, affine=False)
+        self.second = nn.Conv2d(8, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.norm(self.first(x)).relu())
+
+
+def test_a_norm_without_parameters_is_in_the_text_of_a_plan() -> None:
+    plan = make_plan(BareNorm(), {"x": torch.zeros(1, 3, 8, 8)}, world_size=2, profile=slow_machine())
+    assert plan.setting.tensor == 2
+    assert "norm" in plan.cuts
+    assert AutoPlan.from_json(plan.to_json()) == plan
