@@ -43,6 +43,9 @@ class WholeBatch:
         self, model: nn.Module, replicas: Axis, names: Collection[str], outputs: WholeOutputs
     ) -> None:
         self._signature = inspect.signature(model.forward)
+        kinds = {each.kind: name for name, each in self._signature.parameters.items()}
+        self._rest = kinds.get(inspect.Parameter.VAR_POSITIONAL, "")
+        self._more = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
         self._replicas, self._names, self._outputs = replicas, frozenset(names), outputs
         self._extent = 0  # of this rank's part, in the forward under way
         self._uneven = ""  # why the mean of the parts would not be that of the whole
@@ -58,12 +61,16 @@ class WholeBatch:
         """Return the arguments with this rank's part of the batch.
 
         Raises:
-            ValueError: `args` or `kwargs` have tensors that were not planned for, of several batches, or of
-                one that the ranks do not divide.
+            ValueError: `args` or `kwargs` have tensors that were not planned for, in a list or a dict, of
+                several batches, or of one that the ranks do not divide.
         """
         bound = self._signature.bind(*args, **kwargs)
+        given = bound.arguments
+        more = {**given.pop(self._more, {})}  # of `**kwargs`, which have names, too
+        values = {name: value for name, value in (given | more).items() if name != self._rest}
+        values |= {f"argument {place}": value for place, value in enumerate(given.get(self._rest, ()))}
         batches: dict[str, int] = {}
-        for name, value in bound.arguments.items():
+        for name, value in values.items():
             if isinstance(value, Tensor) and value.dim() > 0:
                 if name not in self._names:
                     raise ValueError(
@@ -71,6 +78,12 @@ class WholeBatch:
                         f"counts samples: make the plan with it (it knows {', '.join(sorted(self._names))})"
                     )
                 batches[name] = value.shape[0]
+            elif any(isinstance(each, Tensor) and each.dim() > 0 for each in tree_leaves(value)):
+                raise ValueError(
+                    f"{name} is a {type(value).__name__} with tensors, of which it is not known whether "
+                    "their dimension 0 counts samples: let the forward take them as arguments of their own, "
+                    "or take dataloader_option='distributed'"
+                )
         if len(set(batches.values())) != 1:
             raise ValueError(f"dimension 0 of the arguments is the batch, and it is {batches or 'missing'}")
         batch, num_parts = next(iter(batches.values())), self._replicas.size
@@ -80,11 +93,12 @@ class WholeBatch:
                 f"{num_parts}, or drop the last batch of the data"
             )
         self._extent = batch // num_parts
-        labels = {name: bound.arguments[name] for name in self._outputs.ignored if name in batches}
+        labels = {name: values[name] for name in self._outputs.ignored if name in batches}
         self._uneven = _uneven_labels(labels, self._outputs.ignored, num_parts)
         for name in batches:
-            bound.arguments[name] = slice_of(bound.arguments[name], self._replicas, 0)
-        return bound.args, bound.kwargs
+            holder = given if name in given else more
+            holder[name] = slice_of(holder[name], self._replicas, 0)
+        return bound.args, {**bound.kwargs, **more}
 
     def _make_whole(self, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         is_number = [each.dim() == 0 for each in tree_leaves(output) if isinstance(each, Tensor)]

@@ -224,6 +224,39 @@ def check_a_loss_that_the_model_returns_is_that_of_the_whole_batch(found: Found)
     assert [each["loss"] for each in found] == [True, True]
 
 
+class TakesAnything(nn.Module):
+    """A model whose forward has no names, as those that peft puts around another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = WithLoss()
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        kwargs.pop("extra", None)
+        found: dict[str, Tensor] = self.inner(*args, **kwargs)
+        return found
+
+
+def takes_arguments_by_name() -> Tensor:
+    model = built(TakesAnything)
+    twin = copy.deepcopy(model)
+    given = {"x": torch.randn(8, 8).double(), "labels": torch.arange(8)}
+    module = autoparallelize(model, given, solver_preference="dp")
+    assert module(**given)["loss"].item() == pytest.approx(twin(**given)["loss"].item(), rel=1e-12)
+    with pytest.raises(ValueError, match="labels has labels of -100, in other numbers on each of 2 ranks"):
+        module(x=given["x"], labels=torch.tensor([-100, *range(1, 8)]))
+    with pytest.raises(ValueError, match=r"argument 0 was not in meta_args, .*it knows labels, x"):
+        module(given["x"], labels=given["labels"])
+    with pytest.raises(ValueError, match="extra is a dict with tensors, of which it is not known"):
+        module(**given, extra={"weights": given["x"]})
+    logits: Tensor = module(**given)["logits"]
+    return logits.detach()
+
+
+def check_arguments_are_shared_out_by_their_names(found: Found) -> None:
+    torch.testing.assert_close(found[0]["names"], found[1]["names"], rtol=0, atol=0)
+
+
 def saves_and_loads(path: Path) -> list[list[str]]:
     how: dict[str, Any] = {"solver_solution_path": path, "return_solution": True}
     given = meta_args_of(gpt)
@@ -304,6 +337,7 @@ def in_jobs(folder: Path) -> dict[str, Any]:
     looks = {
         "loss": returns_a_loss,
         "numbers": returns_numbers,
+        "names": takes_arguments_by_name,
         "solutions": partial(saves_and_loads, folder / "plan.json"),
         "lines": says_how_operations_are_cut,
     }
@@ -319,6 +353,7 @@ def test_in_jobs_of_two_ranks(tmp_path: Path) -> None:
     found = run_ranks(in_jobs, 2, tmp_path)
     check_a_loss_that_the_model_returns_is_that_of_the_whole_batch(found)
     check_sums_are_those_of_the_whole_batch_and_no_plan_divides_other_numbers(found)
+    check_arguments_are_shared_out_by_their_names(found)
     check_a_solution_is_loaded_again_and_mistakes_change_nothing(found)
     check_a_solution_has_a_line_for_each_operation(found)
 
