@@ -100,6 +100,7 @@ def shard_model(model: nn.Module, mesh: Mesh, cuts: Mapping[str, Rule] | None = 
     found = check_shards(model, mesh.axis_size(AXIS), cuts)
     for _, module, rule in found:
         _share_out(module, rule, mesh)
+    _leave_fast_path(model)
     if any(rule.attentions for *_, rule in found):
         _gather_attentions(model, {module: rule for _, module, rule in found if rule.attentions}, mesh)
     return len(found)
@@ -214,6 +215,25 @@ def _gather_attentions(model: nn.Module, attentions: dict[nn.Module, Rule], mesh
     models = [part for _, part in parts_of(model) if hasattr(part, "config") and part not in attentions]
     for number, part in enumerate(models):
         part.register_forward_pre_hook(NotesQuestion(asked, is_outermost=number == 0), with_kwargs=True)
+
+
+def _leave_fast_path(model: nn.Module) -> None:
+    """Let encoder layers of torch call their linear layers in evaluation, too, where ranks share these.
+
+    Their fast path hands all weights to one kernel, which would take slices for the whole. It is left where
+    the activation is neither relu nor gelu, and then an encoder must not make nested tensors for it.
+    """
+    cut = {
+        layer
+        for layer in model.modules()
+        if isinstance(layer, nn.TransformerEncoderLayer)
+        and any(isinstance(part, LinearShard) for part in layer.children())
+    }
+    for layer in cut:
+        layer.activation_relu_or_gelu = 0
+    for encoder in model.modules():
+        if isinstance(encoder, nn.TransformerEncoder) and not cut.isdisjoint(encoder.layers):
+            encoder.use_nested_tensor = False
 
 
 def _linear(

@@ -257,6 +257,26 @@ def check_arguments_are_shared_out_by_their_names(found: Found) -> None:
     torch.testing.assert_close(found[0]["names"], found[1]["names"], rtol=0, atol=0)
 
 
+def evaluates_an_encoder() -> int:
+    options: dict[str, Any] = {"dropout": 0.0, "batch_first": True}
+    model = built(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, **options), 2))
+    twin = copy.deepcopy(model).eval()
+    mask = torch.zeros(4, 6).double()
+    mask[1, 4:] = -torch.inf  # padding on the right, by which torch would make nested tensors
+    given = {"src": torch.randn(4, 6, 16).double(), "src_key_padding_mask": mask}
+    module = autoparallelize(model, given, solver_preference="tp").eval()
+    for names in (("src",), ("src", "src_key_padding_mask")):
+        own = {name: given[name] for name in names}
+        with torch.no_grad():
+            expected = twin(**own)
+            torch.testing.assert_close(module(**own)[:, :4], expected[:, :4], rtol=1e-10, atol=1e-10)
+    return sum(spec_of(param) is not None for param in module.parameters())
+
+
+def check_layers_of_an_encoder_are_cut_in_evaluation_too(found: Found) -> None:
+    assert [each["encoder"] for each in found] == [6, 6]  # of a linear layer by rows the bias is whole
+
+
 def saves_and_loads(path: Path) -> list[list[str]]:
     how: dict[str, Any] = {"solver_solution_path": path, "return_solution": True}
     given = meta_args_of(gpt)
@@ -338,6 +358,7 @@ def in_jobs(folder: Path) -> dict[str, Any]:
         "loss": returns_a_loss,
         "numbers": returns_numbers,
         "names": takes_arguments_by_name,
+        "encoder": evaluates_an_encoder,
         "solutions": partial(saves_and_loads, folder / "plan.json"),
         "lines": says_how_operations_are_cut,
     }
@@ -354,6 +375,7 @@ def test_in_jobs_of_two_ranks(tmp_path: Path) -> None:
     check_a_loss_that_the_model_returns_is_that_of_the_whole_batch(found)
     check_sums_are_those_of_the_whole_batch_and_no_plan_divides_other_numbers(found)
     check_arguments_are_shared_out_by_their_names(found)
+    check_layers_of_an_encoder_are_cut_in_evaluation_too(found)
     check_a_solution_is_loaded_again_and_mistakes_change_nothing(found)
     check_a_solution_has_a_line_for_each_operation(found)
 
