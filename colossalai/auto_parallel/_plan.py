@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from difflib import get_close_matches
@@ -241,9 +242,17 @@ class AutoPlan:
 
         return explain_difference(self, other)
 
-    def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(self.to_json(), encoding="utf-8")
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write it as JSON.
+
+        Raises:
+            ValueError: `path` cannot be written.
+        """
+        try:
+            Path(path).write_text(self.to_json(), encoding="utf-8")
+        except OSError as error:
+            reason = error.strerror or error
+            raise ValueError(f"the plan cannot be written to {str(path)!r}: {reason}") from error
 
     def to_json(self) -> str:
         """Return the text that `save` writes."""

@@ -88,7 +88,7 @@ def plan(
             profile=profile,
         )
         if output is not None:
-            _save(made, output)
+            made.save(output)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     click.echo(made.to_json() if as_json else made.explain(), nl=not as_json)
@@ -109,18 +109,6 @@ def _refuse_beside_diff() -> None:
     ]
     if given:
         raise ValueError(f"--diff compares two files of plans; leave {', '.join(given)} out")
-
-
-def _save(made: Any, output: str) -> None:
-    """Write a plan.
-
-    Raises:
-        ValueError: `output` cannot be written.
-    """
-    try:
-        made.save(output)
-    except OSError as error:
-        raise ValueError(f"--output {output} cannot be written: {error.strerror or error}") from error
 
 
 def _model_of(name: str, *, batch: int | None, seq: int | None) -> tuple[Any, dict[str, Any]]:

@@ -90,7 +90,10 @@ def said_by(*words: str) -> tuple[int, str]:
         ("plan_nowhere:model", "there is no plan_nowhere:model here: No module named 'plan_nowhere'"),
         (":model", "there is no :model here: a full name of a module is needed"),
         ("plan_functions:outline --output no/plan.json", "there is no folder 'no' to write 'plan.json' into"),
-        ("plan_functions:outline --output /dev/full", "--output /dev/full cannot be written: No space left"),
+        (
+            "plan_functions:outline --output /dev/full",
+            "the plan cannot be written to '/dev/full': No space left",
+        ),
         ("plan_functions:outline --budget 4XB", "--budget 4XB: give bytes, such as 268435456"),
         ("--diff a b --seq 3", "--diff compares two files of plans; leave --world-size, --seq out"),
         ("bert --diff a b", "--diff compares two files of plans; leave MODEL, --world-size out"),

@@ -385,7 +385,7 @@ def initialize_model(
     plan = verified_plan(solve, model, meta_args, memory_budget=budget) if is_run else solve()
     if save_solver_solution:
         assert solution_path is not None, "it was checked"
-        save = partial(_saved, plan, os.fspath(solution_path))
+        save = partial(plan.save, solution_path)
         told_by_first(save) if dist.is_initialized() else save()
     module = _carried_out(
         plan,
@@ -560,19 +560,6 @@ def _loaded(
             f"{budget:,.0f}: solve again with it"
         )
     return plan
-
-
-def _saved(plan: AutoPlan, path: str) -> bool:
-    """Write a plan.
-
-    Raises:
-        ValueError: `path` cannot be written.
-    """
-    try:
-        plan.save(path)
-    except OSError as error:
-        raise ValueError(f"the solution cannot be written to {path!r}: {error.strerror or error}") from error
-    return True
 
 
 def solution_of(plan: AutoPlan, problem: PlanProblem) -> list[str]:

@@ -245,7 +245,7 @@ DIFFERENT_MODULES = {
     "solver_preference": ("dp", "up", "solver_preference='up': choose one of standard, tp, dp"),
     "logical_mesh_shape": ((1, 2), (2, 1), "device_mesh is [[0, 1]] on rank 0 and [[0], [1]] on rank 1"),
     "meta_args": (None, ARGUMENTS, "give meta_args, the arguments of the model's forward by name"),
-    "save_solver_solution": (True, True, "the solution cannot be written to '/no/plan.json': No such file"),
+    "save_solver_solution": (True, True, "the plan cannot be written to '/no/plan.json': No such file"),
 }
 
 
