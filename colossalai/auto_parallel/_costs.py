@@ -58,6 +58,39 @@ class Seconds:
         return Seconds(self.forward + other.forward, self.backward + other.backward)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParamSizes:
+    """Sizes of some parameters on a rank. Frozen ones have no gradients, no masters and no states.
+
+    Attributes:
+        bytes: Of all of them, as the model holds them, before ZeRO cuts them.
+        trained_bytes: Of those that get gradients.
+        trained_numel: Their number of elements.
+        num_trained: Their number.
+    """
+
+    bytes: float
+    trained_bytes: float
+    trained_numel: float
+    num_trained: int = 0
+
+    def __sub__(self, other: "ParamSizes") -> "ParamSizes":
+        return ParamSizes(
+            bytes=self.bytes - other.bytes,
+            trained_bytes=self.trained_bytes - other.trained_bytes,
+            trained_numel=self.trained_numel - other.trained_numel,
+            num_trained=self.num_trained - other.num_trained,
+        )
+
+    def __truediv__(self, divisor: float) -> "ParamSizes":
+        return ParamSizes(
+            bytes=self.bytes / divisor,
+            trained_bytes=self.trained_bytes / divisor,
+            trained_numel=self.trained_numel / divisor,
+            num_trained=self.num_trained,
+        )
+
+
 class OperationCosts:
     """What the operations of a trace cost on a machine.
 
@@ -85,7 +118,7 @@ class OperationCosts:
         self.precision = precision
         self._kinds: dict[str, Kind] = {each.name: kind_of(each.target) for each in trace.operations}
         self._known: dict[tuple[object, ...], Seconds] = {}
-        self._param_sizes: dict[str, tuple[int, int]] = {}
+        self._param_bytes: dict[str, int] = {}
         self._signatures = {each.name: self._signature(each) for each in trace.operations}
 
     def in_own_types(self) -> "OperationCosts":
@@ -188,17 +221,33 @@ class OperationCosts:
         is_narrow = self._is_wide(tensor) and (self.precision in MASTERS or tensor in self._narrow)
         return self._bytes_of_cast(tensor) if is_narrow else self.trace.tensors[tensor].num_bytes
 
-    def param_size(self, tensor: str) -> tuple[int, int]:
-        """Return the bytes of a parameter as the model holds it, and its number of elements."""
-        found = self._param_sizes.get(tensor)
-        if found is None:
-            sizes = self._find_bytes(tensor), self.trace.tensors[tensor].numel
-            found = self._param_sizes[tensor] = sizes
-        return found
-
     def param_bytes(self, tensor: str) -> int:
         """Return the bytes of a parameter as the model holds it."""
-        return self.param_size(tensor)[0]
+        found = self._param_bytes.get(tensor)
+        if found is None:
+            found = self._param_bytes[tensor] = self._find_bytes(tensor)
+        return found
+
+    def param_sizes(self, divisors: Mapping[str, int]) -> "ParamSizes":
+        """Return the sizes of some parameters on a rank.
+
+        Args:
+            divisors: For each of them, the number of ranks that it is cut over.
+        """
+        numel = {name: self.trace.tensors[name].numel / divisor for name, divisor in divisors.items()}
+        num_bytes = {name: self.param_bytes(name) / divisor for name, divisor in divisors.items()}
+        trained = [name for name in divisors if self.trace.storage_of(name) in self._trainable]
+        return ParamSizes(
+            bytes=sum(num_bytes.values()),
+            trained_bytes=sum(num_bytes[name] for name in trained),
+            trained_numel=sum(numel[name] for name in trained),
+            num_trained=len(trained),
+        )
+
+    @cached_property
+    def _trainable(self) -> frozenset[str]:
+        """The storages of parameters that get gradients."""
+        return frozenset(map(self.trace.storage_of, self.trace.trainable))
 
     def _find_bytes(self, tensor: str) -> int:
         meta = self.trace.tensors[tensor]
@@ -208,11 +257,10 @@ class OperationCosts:
         return meta.numel * min(to.itemsize, meta.dtype.itemsize)
 
     @cached_property
-    def all_params(self) -> tuple[float, float]:
-        """Bytes and number of all parameters, tied ones once."""
-        own = [name for name in self.trace.params if self.trace.storage_of(name) == name]
-        numbers = sum(self.trace.tensors[name].numel for name in own)
-        return float(sum(map(self.param_bytes, own))), float(numbers)
+    def all_params(self) -> "ParamSizes":
+        """The sizes of all parameters, tied ones once."""
+        own = (name for name in self.trace.params if self.trace.storage_of(name) == name)
+        return self.param_sizes(dict.fromkeys(own, 1))
 
     def _signature(self, operation: Operation) -> tuple[object, ...]:
         metas = tuple(

@@ -402,7 +402,7 @@ class InnerProblem:
         sites, followers = self.strategies.sites, self.strategies.followers
         classes = self._graph.classes
         known: dict[Hashable, tuple[_NodeCost, ...]] = {}  # equal nodes take the same
-        per_byte = self.params.seconds_per_byte(*self.costs.all_params)
+        per_byte = self.params.seconds_per_byte(self.costs.all_params)
         for number, site in enumerate(sites):
             if classes[number] not in known:
                 known[classes[number]] = tuple(
@@ -427,19 +427,18 @@ class InnerProblem:
                 )
         storages = dict.fromkeys(map(self.trace.storage_of, site.params))
         params = [name for name in storages if self._holder_of[name] == number]
-        param_bytes = sum(self.costs.param_bytes(name) for name in params) / divisor
-        num_params = sum(self.trace.tensors[name].numel for name in params) / divisor
-        states = self.params.states(param_bytes, num_params)
+        sizes = self.costs.param_sizes(dict.fromkeys(params, divisor))
+        states = self.params.states(sizes)
         total = sum(states.values())
         memory = gradient_memory(
             self.setting,
-            param_bytes,
+            sizes.trained_bytes,
             is_first=self.setting.microbatches == 1,
             master_ratio=self.params.master_ratio,
         )
         without = total - states["gradients"]
         seconds = 0.0 if strategy.is_cut or len(site.strategies) == 1 else self._of_whole
-        seconds += self.setting.microbatches * found.total + per_byte * param_bytes
+        seconds += self.setting.microbatches * found.total + per_byte * sizes.trained_bytes
         kept = self._kept_inside(number, site) if site.rule is not None else 0.0
         own = (name for name in site.operations if self.strategies.site_of[name] == number)
         casts = sum(self.costs.casts_of_weights.get(name, 0.0) for name in own)
@@ -448,7 +447,7 @@ class InnerProblem:
             again=self._again(site.operations[0], found),
             states=total / self.setting.pipeline,
             held=(without + memory.held) / self.setting.pipeline,
-            complete=(without + memory.held + memory.part * param_bytes) / self.setting.pipeline,
+            complete=(without + memory.held + memory.part * sizes.trained_bytes) / self.setting.pipeline,
             kept=self._num_live() * (self.setting.share * kept + casts) / divisor,
         )
 

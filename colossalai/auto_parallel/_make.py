@@ -513,12 +513,11 @@ def _modules_of_experts(inner: InnerProblem, best: Candidate, parts: ModelParts)
             inner.operation_seconds(each.name, best.choice).total
             for each in inner.trace.by_module(module.name)
         )
-        param_bytes = sum(map(inner.costs.param_bytes, module.params)) / setting.expert
-        num_params = sum(inner.trace.tensors[name].numel for name in module.params) / setting.expert
+        sizes = inner.costs.param_sizes(dict.fromkeys(module.params, setting.expert))
         found[module.name] = ModuleFigures(
             "expert" if setting.expert > 1 else "whole",
             setting.microbatches * seconds,
-            sum(costs.states(param_bytes, num_params).values()),
+            sum(costs.states(sizes).values()),
             {},
         )
     return found
@@ -526,9 +525,7 @@ def _modules_of_experts(inner: InnerProblem, best: Candidate, parts: ModelParts)
 
 def _bytes_of(inner: InnerProblem, site: Site, *, is_cut: bool) -> float:
     divisor = inner.setting.tensor if is_cut else 1
-    param_bytes = sum(inner.costs.param_bytes(name) for name in site.params) / divisor
-    num_params = sum(inner.trace.tensors[name].numel for name in site.params) / divisor
-    return sum(inner.params.states(param_bytes, num_params).values())
+    return sum(inner.params.states(inner.costs.param_sizes(dict.fromkeys(site.params, divisor))).values())
 
 
 def _costliest(inner: InnerProblem, choice: CutChoice) -> tuple[tuple[str, str, float], ...]:

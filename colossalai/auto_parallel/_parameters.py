@@ -5,9 +5,9 @@ is used at several of them counts once. Where ranks share experts, fewer replica
 parameters are summed up apart, at the costs of these replicas (`ParameterCosts.of_experts`).
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 
+from colossalai.auto_parallel._costs import ParamSizes
 from colossalai.auto_parallel._inner import CutChoice, InnerProblem
 from colossalai.auto_parallel._parts import ModelParts
 from colossalai.auto_parallel._setting import ParameterCosts
@@ -32,34 +32,37 @@ class RankParameters:
         self._of_experts = frozenset(name for each in parts.experts for name in each.params if is_shared)
         self._divisors |= dict.fromkeys(self._of_experts, setting.expert)
         self._trainable = frozenset(inner.trace.trainable)
-        self._known: dict[tuple[int, ...], tuple[_Sizes, ...]] = {}
+        self._known: dict[tuple[int, ...], tuple[tuple[ParameterCosts, ParamSizes], ...]] = {}
 
     def bytes_at(self, places: Iterable[int]) -> float:
         """Return the bytes of the parameters of some places."""
-        return sum(each.bytes for each in self._sizes(places))
+        return sum(sizes.bytes for _, sizes in self._sizes(places))
+
+    def trained_bytes_at(self, places: Iterable[int]) -> float:
+        """Return the bytes of those parameters of some places that get gradients."""
+        return sum(sizes.trained_bytes for _, sizes in self._sizes(places))
 
     def states_at(self, places: Iterable[int]) -> dict[str, float]:
         """Return the bytes of parameters, gradients and states of some places, by kind."""
         found: dict[str, float] = {}
-        for each in self._sizes(places):
-            for kind, size in each.costs.states(each.bytes, each.numel).items():
+        for costs, sizes in self._sizes(places):
+            for kind, size in costs.states(sizes).items():
                 found[kind] = found.get(kind, 0.0) + size
         return found
 
     def seconds_at(self, places: Iterable[int]) -> dict[str, float]:
         """Return what replicas exchange of some places, and what the optimizer does, in a step."""
-        sizes = self._sizes(places)
+        found = self._sizes(places)
         return {
-            "data communication": sum(each.costs.gradient_seconds(each.bytes) for each in sizes),
-            "optimizer": sum(
-                each.costs.optimizer_seconds(each.bytes, each.numel, each.num_tensors) for each in sizes
-            ),
+            "data communication": sum(costs.gradient_seconds(sizes) for costs, sizes in found),
+            "optimizer": sum(costs.optimizer_seconds(sizes) for costs, sizes in found),
         }
 
     def tied_bytes(self) -> float:
-        """Return the bytes of parameters that are used both before the blocks and behind them."""
+        """Return the bytes of trained parameters that are used both before the blocks and behind them."""
         first, last = 0, len(self._parts.blocks) + 1
-        return self.bytes_at([first]) + self.bytes_at([last]) - self.bytes_at([first, last])
+        both = self.trained_bytes_at([first, last])
+        return self.trained_bytes_at([first]) + self.trained_bytes_at([last]) - both
 
     def gradient_bytes(self, operation: str) -> float:
         """Return the bytes of the gradients of parameters that the backward of an operation makes.
@@ -74,8 +77,8 @@ class RankParameters:
             if (owner := trace.storage_of(tensor)) in self._trainable
         )
 
-    def _sizes(self, places: Iterable[int]) -> tuple["_Sizes", ...]:
-        """Return the sizes of what all replicas have, and of experts that fewer have."""
+    def _sizes(self, places: Iterable[int]) -> tuple[tuple[ParameterCosts, ParamSizes], ...]:
+        """Return the sizes of what all replicas have, and of experts that fewer have, with what they cost."""
         key = tuple(places)
         if (known := self._known.get(key)) is not None:
             return known
@@ -84,28 +87,7 @@ class RankParameters:
         for name in dict.fromkeys(name for place in key for name in self._parts.params[place]):
             kind = own if name in self._of_experts else shared
             kind.setdefault(self._inner.trace.storage_of(name), self._divisors.get(name, 1))
-        found = [self._sizes_of(shared, self._inner.params)]
-        if own:
-            found.append(self._sizes_of(own, self._inner.params.of_experts))
+        size_of, costs = self._inner.costs.param_sizes, self._inner.params
+        found = [(costs, size_of(shared)), *([(costs.of_experts, size_of(own))] if own else [])]
         self._known[key] = tuple(found)
         return self._known[key]
-
-    def _sizes_of(self, divisors: Mapping[str, int], costs: ParameterCosts) -> "_Sizes":
-        size_of = self._inner.costs.param_size
-        sizes = [(*size_of(name), divisor) for name, divisor in divisors.items()]
-        return _Sizes(
-            costs=costs,
-            bytes=sum(num_bytes / divisor for num_bytes, _, divisor in sizes),
-            numel=sum(numel / divisor for _, numel, divisor in sizes),
-            num_tensors=len(divisors),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """Bytes, numbers and tensors of some parameters on one rank, and what they cost."""
-
-    costs: ParameterCosts
-    bytes: float
-    numel: float
-    num_tensors: int

@@ -241,13 +241,13 @@ class Predictor:
         memory, saved_before = self._memory, self._saved(self._parts.before)
         begin = self._beside_chain(memory)
         # As many gradients of all parameters as of those of blocks is no more than there are.
-        gradients = memory.begun + memory.part * self._params.bytes_at(range(len(self._compute_of)))
+        gradients = memory.begun + memory.part * self._params.trained_bytes_at(range(len(self._compute_of)))
         return begin + self._saved(self._parts.after), begin - saved_before + gradients
 
     @property
     def _memory(self) -> GradientMemory:
         """What gradients take where they take most: all but the first microbatch find some."""
-        total = self._params.bytes_at(range(len(self._compute_of)))
+        total = self._params.trained_bytes_at(range(len(self._compute_of)))
         return self._gradient_memory(total, is_first=self._setting.microbatches == 1)
 
     def _gradient_memory(self, total: float, *, is_first: bool) -> GradientMemory:
@@ -286,7 +286,7 @@ class Predictor:
             forward_peak=round(max(self._loss_bytes() - memory.begun, 0.0)),
             backward_peak=round(self._backward_walk(parts.after, memory.root_part) + largest),
             gradient_bytes=round(
-                memory.root_part * self._params.bytes_at([stage[-1]])
+                memory.root_part * self._params.trained_bytes_at([stage[-1]])
                 # A tied one waits for that before the blocks.
                 + max(1 - memory.root_part, 0.0) * self._params.tied_bytes()
             ),
@@ -388,7 +388,7 @@ class Predictor:
             live: Microbatches that it keeps at a time.
         """
         found = self._params.states_at(stage)
-        total = self._params.bytes_at(stage)
+        total = self._params.trained_bytes_at(stage)
         del found["gradients"]
         several = self._setting.microbatches > 1
         moments: list[PeakMoment] = []
@@ -417,7 +417,7 @@ class Predictor:
         others = (live - 1) * (saved_before + kept + saved_after)
         if self._setting.pipeline > 1:  # outputs that are kept for their gradients, and messages under way
             others += (live + 1) * self._size(parts.outputs[0])
-        behind = self._params.bytes_at([num_blocks + 1]) if after else 0.0
+        behind = self._params.trained_bytes_at([num_blocks + 1]) if after else 0.0
         tied = self._params.tied_bytes() if before and after else 0.0
         root, largest = self._gathered(stage, before, after)
         base = memory.held + memory.begun
@@ -441,7 +441,7 @@ class Predictor:
             working=waiting + cost.peak_bytes - cost.gradients_at_peak - kept,
             gathered=root,
         )
-        of_blocks = self._params.bytes_at([place for place in stage if 1 <= place <= num_blocks])
+        of_blocks = self._params.trained_bytes_at([place for place in stage if 1 <= place <= num_blocks])
         complete = base + memory.root_part * behind + memory.part * of_blocks
         yield PeakMoment(
             gradients=complete,
@@ -449,7 +449,7 @@ class Predictor:
             working=waiting + tied * memory.width + self._backward_walk(before, memory.root_part),
             gathered=root + largest,
         )
-        outside = self._params.bytes_at([place for place in stage if not 1 <= place <= num_blocks])
+        outside = self._params.trained_bytes_at([place for place in stage if not 1 <= place <= num_blocks])
         most = max(complete, base + memory.part * of_blocks + memory.root_part * outside)
         yield PeakMoment(  # the update
             gradients=most + memory.last,
@@ -504,7 +504,7 @@ class Predictor:
                 name="",
                 forward_peak=block.forward_peak + round(2 * gathered),
                 backward_peak=round(walk + (own + 2 * self._largest_block()) * is_gathered),
-                gradient_bytes=round(part * own),
+                gradient_bytes=round(part * self._params.trained_bytes_at([number + 1])),
             )
 
         found = zip(chain.names, self._of_blocks(block_of), strict=True)

@@ -102,10 +102,7 @@ class Search:
         self.num_tried = max(_MOST_TRIED // max(len(costs.trace.operations), 1), 1)
         self._optimizer, self._limits = optimizer, limits
         names = [name for each in parts.experts for name in each.params]
-        self._of_experts = (  # bytes and number of their parameters
-            sum(map(costs.param_bytes, names)),
-            sum(costs.trace.tensors[name].numel for name in names),
-        )
+        self._of_experts = costs.param_sizes(dict.fromkeys(names, 1))
         self._graphs: dict[int, CutGraph] = {}  # by the number of tensor-parallel ranks
         self._problems: dict[Setting, InnerProblem] = {}
         self._left_out = self._find_left_out()
@@ -169,10 +166,8 @@ class Search:
     def _least_states(self, setting: Setting) -> float:
         """Return the bytes that the states of some rank take at least, however layers are cut."""
         costs, parts = self._params_of(setting), setting.tensor * setting.pipeline
-        (total, num_params), (in_experts, num_in_experts) = self._costs.all_params, self._of_experts
-        shared = costs.states((total - in_experts) / parts, (num_params - num_in_experts) / parts)
-        parts *= setting.expert
-        own = costs.of_experts.states(in_experts / parts, num_in_experts / parts)
+        shared = costs.states((self._costs.all_params - self._of_experts) / parts)
+        own = costs.of_experts.states(self._of_experts / (parts * setting.expert))
         return sum(shared.values()) + sum(own.values())
 
     def _least_bytes(self, settings: Sequence[Setting], budget: float, least: float) -> float:

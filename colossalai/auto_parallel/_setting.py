@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from colossalai.auto_parallel._costs import MASTERS, OPTIMIZER_STATES, PRECISIONS
+from colossalai.auto_parallel._costs import MASTERS, OPTIMIZER_STATES, PRECISIONS, ParamSizes
 from colossalai.auto_parallel.machine._machine import MachineProfile, optimizer_time, time_of
 from colossalai.auto_parallel.machine._rates import Optimizer
 from colossalai.device import MeshSpeed
@@ -171,53 +171,54 @@ class ParameterCosts:
         setting = self.setting
         return replace(self, setting=replace(setting, data=setting.data // setting.expert, expert=1))
 
-    def states(self, param_bytes: float, num_params: float) -> dict[str, float]:
-        """Return the bytes of each kind that a rank holds.
-
-        Args:
-            param_bytes: Of its parameters as the model holds them, before ZeRO cuts them.
-            num_params: Their number.
-        """
+    def states(self, sizes: ParamSizes) -> dict[str, float]:
+        """Return the bytes of each kind that a rank holds for some of its parameters."""
         has_masters = self.precision in MASTERS
-        of_each = _MASTER_BYTES * num_params if has_masters else param_bytes
+        of_each = self._optimized_bytes(sizes)
         cut = {stage: self.setting.data if self.setting.zero >= stage else 1 for stage in (1, 2, 3)}
         return {
-            "parameters": param_bytes / cut[3],
-            "gradients": param_bytes / cut[2],
+            "parameters": sizes.bytes / cut[3],
+            "gradients": sizes.trained_bytes / cut[2],
             "master weights": of_each / cut[1] if has_masters else 0.0,
             "optimizer states": OPTIMIZER_STATES[self.optimizer] * of_each / cut[1],
         }
 
-    def gradient_seconds(self, param_bytes: float) -> float:
-        """Return what the replicas exchange in a step takes."""
-        if self.setting.data == 1 or not param_bytes:
+    def _optimized_bytes(self, sizes: ParamSizes) -> float:
+        """Return the bytes of what the optimizer updates: of float32 masters, where there are some."""
+        return _MASTER_BYTES * sizes.trained_numel if self.precision in MASTERS else sizes.trained_bytes
+
+    def gradient_seconds(self, sizes: ParamSizes) -> float:
+        """Return what the replicas exchange in a step takes: gradients, and parameters that are cut."""
+        trained = sizes.trained_bytes
+        gathered = sizes.bytes if self.setting.zero == 3 else trained
+        if self.setting.data == 1 or not gathered:
             return 0.0
         if self.setting.zero == 0:
             copies = 0 if self.setting.pipeline > 1 else 2  # see [Note: copies of gradients]
             copied = time_of(
-                self.machine, flops=0.0, bytes=2 * param_bytes, kind="elementwise", dtype=torch.float32
+                self.machine, flops=0.0, bytes=2 * trained, kind="elementwise", dtype=torch.float32
             )
-            return self.speed.cost("all_reduce", param_bytes, "0") + copies * copied
+            return self.speed.cost("all_reduce", trained, "0") + copies * copied
         gathers = 2 if self.setting.zero == 3 else 1
-        return self.speed.cost("reduce_scatter", param_bytes, "0") + gathers * self.speed.cost(
-            "all_gather", param_bytes, "0"
-        )
+        averaged = self.speed.cost("reduce_scatter", trained, "0") if trained else 0.0
+        return averaged + gathers * self.speed.cost("all_gather", gathered, "0")
 
-    def optimizer_seconds(self, param_bytes: float, num_params: float, num_tensors: int) -> float:
+    def optimizer_seconds(self, sizes: ParamSizes) -> float:
         """Return what the optimizer's step takes on a rank."""
         part = self.setting.data if self.setting.zero else 1
         has_masters = self.precision in MASTERS
-        of_each = _MASTER_BYTES * num_params if has_masters else param_bytes
+        of_each = self._optimized_bytes(sizes)
         numbers = 3 + 2 * OPTIMIZER_STATES[self.optimizer]  # parameter read and written, gradient, states
-        moved = (numbers * of_each + (param_bytes if has_masters else 0.0)) / part
+        moved = (numbers * of_each + (sizes.trained_bytes if has_masters else 0.0)) / part
         name: Optimizer = "adamw" if OPTIMIZER_STATES[self.optimizer] == 2 else "sgd"
-        return optimizer_time(self.machine, optimizer=name, bytes=moved, num_tensors=num_tensors)
+        return optimizer_time(self.machine, optimizer=name, bytes=moved, num_tensors=sizes.num_trained)
 
-    def seconds_per_byte(self, param_bytes: float, num_params: float) -> float:
-        """Return how many seconds of a step a byte of parameters more or less makes, about."""
-        half = 0.5
-        whole = self.gradient_seconds(param_bytes) + self.optimizer_seconds(param_bytes, num_params, 0)
-        less = self.gradient_seconds(half * param_bytes) + self.optimizer_seconds(
-            half * param_bytes, half * num_params, 0
-        )
-        return max(whole - less, 0.0) / (half * param_bytes) if param_bytes else 0.0
+    def seconds_per_byte(self, sizes: ParamSizes) -> float:
+        """Return how many seconds of a step a byte of trained parameters more or less makes, about."""
+        if not sizes.trained_bytes:
+            return 0.0
+        # The number of tensors is the same with cuts and without.
+        whole, half = replace(sizes, num_trained=0), replace(sizes / 2, num_trained=0)
+        more = self.gradient_seconds(whole) + self.optimizer_seconds(whole)
+        more -= self.gradient_seconds(half) + self.optimizer_seconds(half)
+        return max(more, 0.0) / half.trained_bytes

@@ -38,6 +38,22 @@ def gpt_of_few() -> tuple[nn.Module, dict[str, Tensor]]:
     return model, {"input_ids": torch.zeros(2, LENGTH // 4, dtype=torch.long)}
 
 
+def gpt_of_biases() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a GPT of which biases and norms are trained, and all matrices frozen."""
+    model, arguments = gpt_of_few()
+    for param in model.parameters():
+        param.requires_grad_(param.dim() == 1)
+    return model, arguments
+
+
+def gpt_of_a_frozen_half() -> tuple[nn.Module, dict[str, Tensor]]:
+    """Return a GPT whose embedding and first two blocks are frozen."""
+    model, arguments = gpt_of_few()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(("embedding", "blocks.0.", "blocks.1.")))
+    return model, arguments
+
+
 def resnet() -> tuple[nn.Module, dict[str, Tensor]]:
     return ResNet((2, 2, 2, 2), small_input=True, width=8), {"images": torch.zeros(BATCH, 3, 16, 16)}
 
@@ -60,6 +76,8 @@ def mixtral_of_products() -> tuple[nn.Module, dict[str, Tensor]]:
 MODELS = {
     "gpt": gpt,
     "gpt of few": gpt_of_few,
+    "gpt of biases": gpt_of_biases,
+    "gpt of a frozen half": gpt_of_a_frozen_half,
     "resnet": resnet,
     "mixtral": mixtral,
     "mixtral of products": mixtral_of_products,
@@ -192,3 +210,24 @@ OF_FEW = [
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_master"])
 def test_peaks_where_parameters_take_most(precision: str) -> None:
     check("gpt of few", OF_FEW, precision)
+
+
+OF_REPLICAS = [(Setting(data=2, zero=zero), NONE) for zero in range(4)]
+OF_LAYERS = [(Setting(tensor=2), NONE), (Setting(pipeline=2, microbatches=2), ALL)]
+
+
+@pytest.mark.parametrize(
+    ("name", "cells", "precision"),
+    [
+        ("gpt of biases", OF_REPLICAS[1:2], "fp32"),
+        further("gpt of biases", OF_REPLICAS + OF_LAYERS, "fp32"),
+        further("gpt of biases", OF_REPLICAS[:3], "bf16_master"),
+        # Blocks of which the first ones are frozen are no chain, and no stages.
+        further("gpt of a frozen half", OF_REPLICAS[:3] + OF_LAYERS[:1], "fp32"),
+        further("gpt of a frozen half", OF_REPLICAS[:3], "bf16_master"),
+    ],
+)
+def test_frozen_parameters_have_no_gradients_and_no_states(
+    name: str, cells: list[Cell], precision: str
+) -> None:
+    check(name, cells, precision)
