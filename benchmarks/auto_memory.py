@@ -48,13 +48,13 @@ from torch import nn
 import colossalai
 from colossalai.auto_parallel import AutoPlan
 from colossalai.auto_parallel._make import PlanProblem, pose_problem
-from colossalai.auto_parallel._prediction import Predictor
 from colossalai.auto_parallel._search import Candidate, SearchLimits
 from colossalai.auto_parallel._setting import Setting
 from colossalai.auto_parallel._verify import LiveByteCounter
 from colossalai.auto_parallel.checkpoint._chain import Chain, simulate
 from colossalai.auto_parallel.checkpoint._chen import solve_chen
 from colossalai.auto_parallel.checkpoint._rotor import solve_rotor
+from colossalai.auto_parallel.prediction._prediction import Predictor
 from colossalai.auto_parallel.solver._choice import BudgetError
 from colossalai.cluster import broadcast_value
 from colossalai.model_zoo.gpt import GPT, GPT2_MEDIUM

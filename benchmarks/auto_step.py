@@ -44,9 +44,9 @@ from harness.rounds import report
 import colossalai
 from colossalai.auto_parallel._inner import CutChoice, InnerProblem
 from colossalai.auto_parallel._make import PlanProblem, pose_problem
-from colossalai.auto_parallel._prediction import Predictor
 from colossalai.auto_parallel._search import Candidate, SearchLimits
 from colossalai.auto_parallel.machine._machine import MachineProfile, measure_machine, shipped_profile
+from colossalai.auto_parallel.prediction._prediction import Predictor
 from colossalai.auto_parallel.solver._choice import BudgetError
 from colossalai.runtime import RecomputeSegment
 

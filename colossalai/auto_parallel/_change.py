@@ -16,7 +16,7 @@ from torch import nn
 from colossalai.auto_parallel._inner import CutChoice, InnerProblem
 from colossalai.auto_parallel._make import PlanProblem, pose_problem
 from colossalai.auto_parallel._search import SearchLimits
-from colossalai.auto_parallel._strategies import CUT_OF_FIELD, CUTS, Site
+from colossalai.auto_parallel.cuts._strategies import CUT_OF_FIELD, CUTS, Site
 from colossalai.auto_parallel.machine._machine import MachineProfile, shipped_profile
 from colossalai.auto_parallel.solver._choice import BudgetError, ChoiceProblem, Options, restrict
 from colossalai.auto_parallel.solver._ilp import solve_choices

@@ -1,6 +1,6 @@
 """The inner problem: for given sizes of the mesh, how each layer is cut.
 
-Sites and followers (`_strategies.py`) are the nodes of a `ChoiceProblem`, their strategies its options: least
+Sites and followers (`cuts/`) are the nodes of a `ChoiceProblem`, their strategies its options: least
 seconds of a step, subject to bytes of a rank. An edge forbids what does not fit together: a layer that takes
 a part of the features next to tensors that are whole. Equal blocks share their variables.
 
@@ -31,9 +31,8 @@ from functools import cached_property, partial
 import numpy as np
 
 from colossalai.auto_parallel._costs import OperationCosts, Seconds
-from colossalai.auto_parallel._peak import gradient_memory
 from colossalai.auto_parallel._setting import ParameterCosts, Setting
-from colossalai.auto_parallel._strategies import (
+from colossalai.auto_parallel.cuts._strategies import (
     CutTransfer,
     Followers,
     Site,
@@ -41,6 +40,7 @@ from colossalai.auto_parallel._strategies import (
     Strategy,
     tied_alike,
 )
+from colossalai.auto_parallel.prediction._peak import gradient_memory
 from colossalai.auto_parallel.solver._choice import ChoiceProblem, Floats, MergedChoices, Options, merge_equal
 from colossalai.auto_parallel.solver._elimination import Elimination
 from colossalai.auto_parallel.solver._ilp import solve_choices

@@ -1,6 +1,5 @@
 """From a model, its arguments and a budget to a plan: trace, profile, search, figures."""
 
-import hashlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -11,21 +10,20 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from colossalai.auto_parallel._agreement import described, refuse_other_arguments, told_by_first
 from colossalai.auto_parallel._costs import MASTERS, OPTIMIZER_STATES, PRECISIONS, OperationCosts
 from colossalai.auto_parallel._inner import CutChoice, InnerProblem
 from colossalai.auto_parallel._parts import ModelParts, parts_of_model, zero_stages_of
 from colossalai.auto_parallel._plan import AutoPlan, ModuleFigures
 from colossalai.auto_parallel._search import Candidate, Search, SearchLimits
 from colossalai.auto_parallel._setting import Setting, settings_of
-from colossalai.auto_parallel._strategies import Site
 from colossalai.auto_parallel._verify import refuse_unrunnable, verified_plan
+from colossalai.auto_parallel.cuts._strategies import Site
 from colossalai.auto_parallel.machine._machine import MachineProfile, shipped_profile
-from colossalai.auto_parallel.trace._fake_run import check_model, check_named
+from colossalai.auto_parallel.trace._fake_run import batch_of, check_model
 from colossalai.auto_parallel.trace._profile_ops import profile_operations
 from colossalai.auto_parallel.trace._trace import ModelTrace, repeated_blocks, trace_model
-from colossalai.cluster import broadcast_value, gather_values
 from colossalai.pipeline import can_cut_unseen
 from colossalai.runtime import parameter_shapes
 from colossalai.shardformer import Rule, check_shards
@@ -123,80 +121,6 @@ def make_plan(
         return AutoPlan.from_json(told_by_first(lambda: plan().to_json()))
 
     return verified_plan(make, model, meta_args, memory_budget=memory_budget) if verify else make()
-
-
-def refuse_other_arguments(call: str, check: Callable[[], Mapping[str, str]]) -> None:
-    """Check the arguments of a call on each rank, and compare them; collective over the job, if there is one.
-
-    Args:
-        call: Name of the function.
-        check: Raises where an argument of this rank is wrong, and returns all of them as text, by name.
-
-    Raises:
-        ValueError: `check` raises on another rank, or the ranks have different arguments.
-    """
-    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
-        check()
-        return
-    try:
-        given, refusal = dict(check()), ""
-    except Exception as error:
-        # The other ranks wait in the gather below, and learn there that this one fails.
-        gather_values(({}, str(error) or type(error).__name__))
-        raise
-    everywhere = gather_values((given, refusal))
-    for rank, (_, refusal) in enumerate(everywhere):
-        if refusal:
-            raise ValueError(f"rank {rank} refused its arguments of {call}: {refusal}")
-    for name, value in everywhere[0][0].items():
-        for rank, (other, _) in enumerate(everywhere):
-            if other[name] != value:
-                raise ValueError(
-                    f"the ranks call {call} with different arguments: {name} is {value} on rank 0 and "
-                    f"{other[name]} on rank {rank}; give the same on all ranks"
-                )
-
-
-def described(model: nn.Module, meta_args: Mapping[str, Any]) -> dict[str, str]:
-    """Return what ranks compare of a model and of the arguments of its forward, as text.
-
-    Raises:
-        ValueError: `model` is not a module, or `meta_args` not a mapping by names.
-    """
-    check_model(model)
-    _batch_of(meta_args)
-    shapes = repr(sorted(parameter_shapes(model).items()))
-    name = type(model).__name__
-    return {
-        "model": f"{name} with parameters {hashlib.sha256(shapes.encode()).hexdigest()[:8]}",
-        "meta_args": str({name: tree_map(_described_leaf, value) for name, value in meta_args.items()}),
-    }
-
-
-def _described_leaf(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return f"{leaf.dtype} of {tuple(leaf.shape)}"
-    return leaf if isinstance(leaf, int | float | str | None) else type(leaf).__name__
-
-
-def told_by_first(find: Callable[[], _Plain]) -> _Plain:
-    """Return the plain value that rank 0 finds, on all ranks of a job; what it raises is raised on all."""
-    if torch.distributed.get_world_size() == 1:
-        return find()
-    told: tuple[list[_Plain], str] = [], ""
-    if torch.distributed.get_rank() == 0:
-        try:
-            told = [find()], ""
-        except Exception as error:
-            broadcast_value(
-                ([], str(error) or type(error).__name__), source=0
-            )  # nobody waits for what does not come
-            raise
-    found, refusal = broadcast_value(told, source=0)
-    if refusal:
-        raise ValueError(refusal)
-    value: _Plain = found[0]
-    return value
 
 
 def _make(
@@ -353,7 +277,7 @@ def pose_problem(
     if not (is_number(limits.gap) and limits.gap >= 0):
         raise ValueError(f"gap={limits.gap!r}: give a part of the seconds, of 0 or more")
     machine = machine_of(profile)
-    batch = _batch_of(meta_args)
+    batch = batch_of(meta_args)
     trace = trace_model(model, meta_args)
     costs = OperationCosts(trace, profile_operations(trace), machine, precision=precision)
     parts = parts_of_model(trace, model)
@@ -422,31 +346,6 @@ def machine_of(profile: MachineProfile | str | Path | None) -> MachineProfile:
             f"profile={profile!r}: give a MachineProfile, the path of one, or the name of a shipped one"
         )
     return MachineProfile.load(profile) if os.path.exists(profile) else shipped_profile(str(profile))
-
-
-def _batch_of(meta_args: Mapping[str, Any]) -> int:
-    """Return the samples of the whole batch: the extent of dimension 0 of the arguments.
-
-    Raises:
-        ValueError: `meta_args` is no mapping, has no tensor with dimensions, tensors of several batches, or
-            of none.
-    """
-    check_named(meta_args)
-    batches = {
-        name: value.shape[0]
-        for name, value in meta_args.items()
-        if isinstance(value, torch.Tensor) and value.dim() > 0
-    }
-    if not batches:
-        raise ValueError("meta_args has no tensor with a batch: give the arguments of the forward by name")
-    if len(set(batches.values())) > 1:
-        raise ValueError(
-            f"dimension 0 of the arguments is the batch, and it is {batches}: give all of them for one batch"
-        )
-    batch = next(iter(batches.values()))
-    if batch == 0:
-        raise ValueError("meta_args have a batch of 0 samples: give arguments of the batch to be trained on")
-    return batch
 
 
 def _second(found: Sequence[Candidate]) -> Candidate | None:

@@ -20,10 +20,11 @@ from torch import nn
 from colossalai.auto_parallel._costs import OperationCosts
 from colossalai.auto_parallel._inner import CutChoice, CutGraph, InnerProblem
 from colossalai.auto_parallel._parts import ModelParts
-from colossalai.auto_parallel._prediction import Prediction, Predictor
 from colossalai.auto_parallel._setting import ParameterCosts, Setting
-from colossalai.auto_parallel._strategies import Strategies, Strategy, find_strategies
 from colossalai.auto_parallel.checkpoint._rotor import solve_rotor
+from colossalai.auto_parallel.cuts._find import find_strategies
+from colossalai.auto_parallel.cuts._strategies import Strategies, Strategy
+from colossalai.auto_parallel.prediction._prediction import Prediction, Predictor
 from colossalai.auto_parallel.solver._choice import BudgetError
 from colossalai.auto_parallel.trace._live_bytes import live_bytes
 from colossalai.auto_parallel.trace._trace import EqualBlocks, places_in_blocks

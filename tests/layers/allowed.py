@@ -3,11 +3,11 @@
 # (file, name): why it is not a field of an object that somebody makes and destroys.
 STATE = {
     (
-        "auto_parallel/_prediction.py",
+        "auto_parallel/prediction/_prediction.py",
         "_replay_of",
     ): "kept results: a schedule of some sizes, which hundreds of predictions of a search run",
     (
-        "auto_parallel/_prediction.py",
+        "auto_parallel/prediction/_prediction.py",
         "_balanced",
     ): "kept results: how the same blocks are split into the same number of stages",
     (

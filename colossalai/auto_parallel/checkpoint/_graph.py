@@ -25,11 +25,11 @@ from colossalai.auto_parallel._costs import OperationCosts
 from colossalai.auto_parallel._inner import CutGraph, InnerProblem
 from colossalai.auto_parallel._make import machine_of
 from colossalai.auto_parallel._parts import parts_of_model
-from colossalai.auto_parallel._prediction import Predictor
 from colossalai.auto_parallel._setting import ParameterCosts, Setting
-from colossalai.auto_parallel._strategies import find_strategies
 from colossalai.auto_parallel.checkpoint._chain import Chain, ChainBlock, simulate
+from colossalai.auto_parallel.cuts._find import find_strategies
 from colossalai.auto_parallel.machine._machine import MachineProfile
+from colossalai.auto_parallel.prediction._prediction import Predictor
 from colossalai.auto_parallel.trace._live_bytes import live_bytes
 from colossalai.auto_parallel.trace._profile_ops import profile_operations
 from colossalai.auto_parallel.trace._trace import ModelTrace, trace_model

@@ -9,148 +9,34 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from colossalai.auto_parallel._make import (
-    PlanProblem,
-    described,
-    is_number,
-    machine_of,
-    pose_problem,
-    refuse_other_arguments,
-    told_by_first,
-)
+from colossalai.auto_parallel._agreement import described, refuse_other_arguments, told_by_first
+from colossalai.auto_parallel._make import PlanProblem, is_number, pose_problem
 from colossalai.auto_parallel._parts import may_lack_gradients
 from colossalai.auto_parallel._plan import AutoPlan, load_plan
 from colossalai.auto_parallel._search import SearchLimits
 from colossalai.auto_parallel._setting import Setting
-from colossalai.auto_parallel._strategies import find_strategies
 from colossalai.auto_parallel._verify import verified_plan
-from colossalai.auto_parallel.machine._machine import LinkLevel, MachineProfile
+from colossalai.auto_parallel.cuts._find import find_strategies
+from colossalai.auto_parallel.tensor_shard._grid import AlphaBetas, check_mesh, profile_of
+from colossalai.auto_parallel.tensor_shard._grid import initialize_device_mesh as initialize_device_mesh
+from colossalai.auto_parallel.tensor_shard._options import allowed_settings, check_options
 from colossalai.auto_parallel.tensor_shard._outputs import WholeOutputs, whole_outputs
 from colossalai.auto_parallel.tensor_shard._whole_batch import WholeBatch, follow_cuts
 from colossalai.auto_parallel.trace._trace import trace_model
 from colossalai.context import Mesh
-from colossalai.device import OPERATIONS, AlphaBeta, DeviceMesh
+from colossalai.device import DeviceMesh
 from colossalai.nn.parallel import Replicated
 from colossalai.runtime import ModelWrapper, assemble
 from colossalai.shardformer import Rule
 from colossalai.tensor import spec_of
 
-SOLVER_PREFERENCES = ("standard", "tp", "dp")
-DATALOADER_OPTIONS = ("replicated", "distributed")
-SHARD_OPTIONS = ("standard", "shard", "shard_last_axis", "full_shard")
 _ONE_BUCKET_MB = 1 << 20
-
-AlphaBetas = Mapping[tuple[int, int], tuple[float, float]]
-
-
-def initialize_device_mesh(
-    world_size: int = -1,
-    physical_devices: Sequence[int] | None = None,
-    alpha_beta_dict: AlphaBetas | None = None,
-    logical_mesh_shape: Sequence[int] | None = None,
-    logical_mesh_id: torch.Tensor | None = None,
-) -> DeviceMesh:
-    """Return the ranks as a grid.
-
-    Args:
-        world_size: Number of ranks; -1: that of the job.
-        physical_devices: The global ranks; default: all, in order.
-        alpha_beta_dict: For pairs of ranks the seconds of a message, however short, and the seconds per byte.
-            An axis is as fast as the slowest pair of neighbours along it. Default: not known.
-        logical_mesh_shape: Extents of the grid, outermost first; default: those of `logical_mesh_id`, or one
-            axis with all ranks, which a plan may divide in any way.
-        logical_mesh_id: The ranks at their places in the grid.
-
-    Raises:
-        ValueError: `world_size` is not that of the job, `physical_devices` are not so many, the grid is not
-            of these ranks, `alpha_beta_dict` has no pair of an axis, or an argument is of another type.
-    """
-    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-    _check_kinds(
-        physical_devices=physical_devices,
-        alpha_beta_dict=alpha_beta_dict,
-        logical_mesh_shape=logical_mesh_shape,
-        logical_mesh_id=logical_mesh_id,
-    )
-    if world_size not in (-1, num_ranks):
-        raise ValueError(f"world_size={world_size}, and the job has {num_ranks} ranks: leave it out")
-    ranks = list(range(num_ranks)) if physical_devices is None else list(physical_devices)
-    if sorted(ranks) != list(range(num_ranks)):
-        raise ValueError(f"physical_devices={ranks}: give each of the ranks 0 to {num_ranks - 1} once")
-    mesh = DeviceMesh(torch.tensor(ranks), logical_mesh_shape, logical_mesh_id)
-    if alpha_beta_dict is None:
-        return mesh
-    lines = [_line_of_axis(mesh, axis, alpha_beta_dict) for axis in range(len(mesh.shape))]
-    return DeviceMesh(
-        torch.tensor(ranks),
-        mesh.shape,
-        mesh.logical_mesh_id,
-        mesh_alpha=[alpha for alpha, _ in lines],
-        mesh_beta=[beta for _, beta in lines],
-    )
-
-
-def _check_kinds(
-    *, physical_devices: object, alpha_beta_dict: object, logical_mesh_shape: object, logical_mesh_id: object
-) -> None:
-    """Refuse arguments of a grid that are of another type.
-
-    Raises:
-        ValueError: An argument is of another type.
-    """
-    for name, value in (
-        ("physical_devices", physical_devices),
-        ("logical_mesh_shape", logical_mesh_shape),
-    ):
-        if value is not None and not (
-            isinstance(value, Sequence) and all(type(each) is int for each in value)
-        ):
-            raise ValueError(f"{name}={value!r}: give a list of integers")
-    if logical_mesh_id is not None and not isinstance(logical_mesh_id, torch.Tensor):
-        raise ValueError(f"logical_mesh_id={logical_mesh_id!r}: give a tensor, such as torch.arange(4)")
-    if alpha_beta_dict is None:
-        return
-    lines = alpha_beta_dict.items() if isinstance(alpha_beta_dict, Mapping) else [(None, None)]
-    for pair, line in lines:
-        match pair, line:
-            case (int(), int()), (alpha, beta) if all(
-                is_number(each) and 0 <= each < math.inf for each in (alpha, beta)
-            ):
-                continue
-        raise ValueError(
-            f"alpha_beta_dict={alpha_beta_dict!r}: give {{(first, second): (seconds, seconds per byte)}} for "
-            "pairs of ranks"
-        )
-
-
-def _line_of_axis(mesh: DeviceMesh, axis: int, known: AlphaBetas) -> tuple[float, float]:
-    """Return alpha and beta of the slowest neighbours along an axis.
-
-    Raises:
-        ValueError: `known` has none of them.
-    """
-    places = mesh.logical_mesh_id.movedim(axis, -1).flatten(0, -2) if len(mesh.shape) > 1 else None
-    rows = mesh.logical_mesh_id[None] if places is None else places
-    found = [
-        known[pair]
-        for row in rows.tolist()
-        for first, second in pairwise(row)
-        for pair in ((first, second), (second, first))
-        if pair in known
-    ]
-    if not found and mesh.shape[axis] > 1:
-        raise ValueError(
-            f"alpha_beta_dict has no pair of ranks that are neighbours along axis {axis} of {mesh.shape}: "
-            f"give {{(first, second): (seconds, seconds per byte)}}, as for {tuple(rows[0, :2].tolist())}"
-        )
-    return max((each[0] for each in found), default=0.0), max((each[1] for each in found), default=0.0)
 
 
 def autoparallelize(  # noqa: PLR0913 - the documented arguments
@@ -330,14 +216,14 @@ def initialize_model(
     }
 
     def checked() -> dict[str, str]:
-        _check_options(solver_preference, dataloader_option, shard_option)
+        check_options(solver_preference, dataloader_option, shard_option)
         if (save_solver_solution or load_solver_solution) and solution_path is None:
             raise ValueError("a solution is to be saved or loaded, and no path says where: give its path")
         if not isinstance(solution_path, str | os.PathLike | None):
             raise ValueError(f"the path of the solution is {solution_path!r}: give a str or a Path")
         if not is_number(memory_budget) or math.isnan(memory_budget) or memory_budget == math.inf:
             raise ValueError(f"memory_budget={memory_budget!r}: give bytes above 0, or -1 for any")
-        _check_mesh(device_mesh, num_ranks)
+        check_mesh(device_mesh, num_ranks)
         names = {name: repr(value) for name, value in options.items()}
         mesh = str(device_mesh.logical_mesh_id.tolist())
         return {**described(model, meta_args), **names, "device_mesh": mesh}
@@ -350,7 +236,7 @@ def initialize_model(
             world_size=num_ranks,
             optimizer="adamw",
             precision="fp32",
-            profile=_profile_of(device_mesh),
+            profile=profile_of(device_mesh),
             limits=SearchLimits(must_cut=shard_option != "standard" or solver_preference == "tp"),
         )
     )
@@ -363,7 +249,7 @@ def initialize_model(
     def solve(scale: float = 1.0) -> AutoPlan:
         def of_first() -> list[Any]:
             problem = posed()
-            allowed = _allowed(problem, device_mesh.shape, solver_preference, shard_option)
+            allowed = allowed_settings(problem, device_mesh.shape, solver_preference, shard_option)
             arguments = meta_args if is_whole else None
             if load_solver_solution:
                 assert solution_path is not None, "it was checked"
@@ -396,97 +282,6 @@ def initialize_model(
         outputs=outputs,
     )
     return (module, solution) if return_solution else module
-
-
-def _check_mesh(mesh: DeviceMesh, num_ranks: int) -> None:
-    """Refuse a grid that is not that of the ranks of the job.
-
-    Raises:
-        ValueError: `mesh` is not a `DeviceMesh`, or one of another number of ranks.
-    """
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(
-            f"device_mesh is a {type(mesh).__name__}: give a colossalai.device.DeviceMesh, such as "
-            "initialize_device_mesh() returns"
-        )
-    if mesh.num_devices != num_ranks:
-        raise ValueError(
-            f"device_mesh has {mesh.num_devices} ranks, and the job {num_ranks}: start it by "
-            f"colossalai run --nproc_per_node {mesh.num_devices}"
-        )
-
-
-def _check_options(solver_preference: str, dataloader_option: str, shard_option: str) -> None:
-    """Refuse options that are unknown or contradict each other.
-
-    Raises:
-        ValueError: `solver_preference`, `dataloader_option` or `shard_option` is unknown, or parameters
-            are to be cut by data parallelism alone.
-    """
-    for name, value, known in (
-        ("solver_preference", solver_preference, SOLVER_PREFERENCES),
-        ("dataloader_option", dataloader_option, DATALOADER_OPTIONS),
-        ("shard_option", shard_option, SHARD_OPTIONS),
-    ):
-        if value not in known:
-            raise ValueError(f"{name}={value!r}: choose one of {', '.join(known)}")
-    if solver_preference == "dp" and shard_option != "standard":
-        raise ValueError(
-            f"solver_preference='dp' cuts no parameters, and shard_option={shard_option!r} asks for it: "
-            "leave one of them out"
-        )
-
-
-def _allowed(problem: PlanProblem, shape: Sequence[int], preference: str, shard: str) -> list[Setting]:
-    """Return the layouts of a grid of ranks that have what the options ask for; at least one.
-
-    Raises:
-        ValueError: `shape` has none.
-    """
-    found = [each for each in problem.settings if _is_allowed(each, shape, preference, shard)]
-    if not found:
-        raise ValueError(
-            f"no layout of {math.prod(shape)} ranks as {tuple(shape)} for a batch of {problem.batch} has "
-            f"solver_preference={preference!r} and shard_option={shard!r}: choose others, or a batch that "
-            "the ranks divide"
-        )
-    return found
-
-
-def _is_allowed(setting: Setting, shape: Sequence[int], preference: str, shard: str) -> bool:
-    """Whether a layout is one of a grid of ranks, and what the options ask for."""
-    if setting.zero or setting.pipeline > 1 or setting.expert > 1:
-        return False
-    extents = [1]
-    for extent in reversed(shape):
-        extents.append(extents[-1] * extent)
-    is_of_grid = len(shape) == 1 or setting.tensor in extents
-    is_preferred = {
-        "standard": True,
-        "tp": setting.data == 1,
-        "dp": setting.tensor == 1,
-    }[preference]
-    num_ranks = setting.world_size
-    is_cut = {
-        "standard": True,
-        "shard": setting.tensor > 1 or num_ranks == 1,
-        "shard_last_axis": setting.tensor == shape[-1],
-        "full_shard": setting.data == 1,
-    }[shard]
-    return is_of_grid and is_preferred and is_cut
-
-
-def _profile_of(mesh: DeviceMesh) -> MachineProfile:
-    """Return the shipped profile, with the links that a grid knows."""
-    profile = machine_of(None)
-    if all(value == 1 for value in (*mesh.mesh_alpha, *mesh.mesh_beta)):
-        return profile  # what stands for "not known"
-    levels, within = [], 1
-    for axis in reversed(range(len(mesh.shape))):
-        within *= mesh.shape[axis]
-        line = AlphaBeta(mesh.mesh_alpha[axis], mesh.mesh_beta[axis])
-        levels.append(LinkLevel(num_ranks=within if axis else None, lines=dict.fromkeys(OPERATIONS, line)))
-    return replace(profile, links=tuple(levels))
 
 
 def _solved(

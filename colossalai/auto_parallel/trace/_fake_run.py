@@ -98,6 +98,31 @@ def check_named(meta_args: Mapping[str, Any]) -> None:
             raise ValueError(f"meta_args has the key {name!r}: give names of arguments of the forward")
 
 
+def batch_of(meta_args: Mapping[str, Any]) -> int:
+    """Return the samples of the whole batch: the extent of dimension 0 of the arguments.
+
+    Raises:
+        ValueError: `meta_args` is no mapping, has no tensor with dimensions, tensors of several batches, or
+            of none.
+    """
+    check_named(meta_args)
+    batches = {
+        name: value.shape[0]
+        for name, value in meta_args.items()
+        if isinstance(value, torch.Tensor) and value.dim() > 0
+    }
+    if not batches:
+        raise ValueError("meta_args has no tensor with a batch: give the arguments of the forward by name")
+    if len(set(batches.values())) > 1:
+        raise ValueError(
+            f"dimension 0 of the arguments is the batch, and it is {batches}: give all of them for one batch"
+        )
+    batch = next(iter(batches.values()))
+    if batch == 0:
+        raise ValueError("meta_args have a batch of 0 samples: give arguments of the batch to be trained on")
+    return batch
+
+
 def checked_arguments(model: nn.Module, meta_args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of a trace; a model that may keep keys and values is told not to.
 

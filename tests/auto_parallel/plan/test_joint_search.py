@@ -15,7 +15,7 @@ from colossalai.auto_parallel._inner import CutChoice, InnerProblem, _NodeCost
 from colossalai.auto_parallel._make import PlanProblem, pose_problem
 from colossalai.auto_parallel._search import SearchLimits
 from colossalai.auto_parallel._setting import Setting
-from colossalai.auto_parallel._strategies import Strategy
+from colossalai.auto_parallel.cuts._strategies import Strategy
 from colossalai.auto_parallel.solver._choice import BudgetError
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.runtime import RecomputeSegment

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.auto_parallel import make_plan
-from colossalai.auto_parallel._strategies import Strategies, find_strategies
+from colossalai.auto_parallel.cuts._find import find_strategies
+from colossalai.auto_parallel.cuts._strategies import Strategies
 from colossalai.auto_parallel.trace._trace import ModelTrace, trace_model
 from tests.auto_parallel.plan.models import slow_machine
 from tests.shardformer.models import bert, t5, wide_opt

@@ -17,10 +17,10 @@ from colossalai.auto_parallel import AutoPlan, load_plan, make_plan
 from colossalai.auto_parallel._costs import PRECISIONS
 from colossalai.auto_parallel._inner import InnerProblem
 from colossalai.auto_parallel._make import pose_problem
-from colossalai.auto_parallel._prediction import Predictor
 from colossalai.auto_parallel._search import SearchLimits
 from colossalai.auto_parallel._setting import settings_of
-from colossalai.auto_parallel._strategies import rules_of_model
+from colossalai.auto_parallel.cuts._regions import rules_of_model
+from colossalai.auto_parallel.prediction._prediction import Predictor
 from colossalai.auto_parallel.trace._live_bytes import live_bytes
 from colossalai.auto_parallel.trace._profile_ops import profile_operations
 from colossalai.auto_parallel.trace._trace import trace_model

@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import colossalai
 from colossalai.auto_parallel import AutoPlan, _verify, make_plan
-from colossalai.auto_parallel._prediction import Prediction, Predictor
 from colossalai.auto_parallel._verify import counted_peak
+from colossalai.auto_parallel.prediction._prediction import Prediction, Predictor
 from colossalai.context import get_current_mode, get_states
 from colossalai.core import global_context as gpc
 from tests.auto_parallel.plan.models import arguments_of, gpt, slow_machine

@@ -36,11 +36,11 @@ import torch
 
 from colossalai.auto_parallel._costs import Seconds
 from colossalai.auto_parallel._inner import CutChoice, InnerProblem
-from colossalai.auto_parallel._parameters import RankParameters
 from colossalai.auto_parallel._parts import ModelParts
-from colossalai.auto_parallel._peak import GradientMemory, PeakMoment, gradient_memory
 from colossalai.auto_parallel.checkpoint._chain import Chain, ChainBlock, ChainCost, simulate
 from colossalai.auto_parallel.machine._machine import time_of
+from colossalai.auto_parallel.prediction._parameters import RankParameters
+from colossalai.auto_parallel.prediction._peak import GradientMemory, PeakMoment, gradient_memory
 from colossalai.auto_parallel.trace._trace import Operation
 from colossalai.pipeline import Costs, Replay, make_schedule, partition_balanced
 from colossalai.runtime import RecomputeSegment

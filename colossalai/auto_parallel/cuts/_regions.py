@@ -1,0 +1,175 @@
+"""Modules that a rule of `shardformer` shares out as one, such as an attention with its heads.
+
+[Note: parts in a rule]
+Of a module with a rule, ranks share what computes on parts: from the outputs of its column layers on, up to
+its row layers, whose sums are whole. What comes before and behind is done by each rank, such as the dropout,
+the residual sum and the norm of `BertOutput`. A part can leave the module: the rules of `BertIntermediate`
+and `BertOutput` only fit together. So the site that makes a part and the site that takes it are both cut or
+neither, and where the other one is missing, a site is left to its single layers.
+"""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from colossalai.auto_parallel.cuts._layers import transfers
+from colossalai.auto_parallel.cuts._strategies import CUT_OF_FIELD, WHOLE, CutTransfer, Site, Strategy
+from colossalai.auto_parallel.trace._trace import ModelTrace, Operation
+from colossalai.model_zoo import SelfAttention
+from colossalai.shardformer import Rule, check_rule, check_shards, rule_by_name
+
+# Fields of a `Rule` whose layers give whole outputs, by a collective; those of all others give parts.
+_GIVE_WHOLE = ("rows", "splits", "embeddings", "heads")
+
+_ATTENTION_OF_ZOO = Rule(columns=("qkv",), rows=("projection",), draws=True)
+
+
+def rules_of_model(model: nn.Module) -> dict[str, Rule]:
+    """Return the rules of a model's modules by name: of their classes, or of the model's own `tp_plan`.
+
+    Attentions of this package's model zoo cut themselves where they are built in a tensor mode, and have a
+    rule here where they were built of plain layers.
+    """
+    found = {
+        name: _ATTENTION_OF_ZOO
+        for name, part in model.named_modules()
+        if isinstance(part, SelfAttention) and isinstance(part.qkv, nn.Linear)
+    }
+    for name, module, rule in check_shards(model, 1):
+        # Experts are cut by expert parallelism, and tensor parallelism by a plan leaves them whole.
+        if not rule.experts:
+            found[name] = rule_by_name(rule, module)
+    return found
+
+
+def ruled_site(
+    trace: ModelTrace, model: nn.Module, name: str, rule: Rule, num_ranks: int, parts: set[str]
+) -> Site | None:
+    """Return the site of a module with a rule; None if it is not in the trace, or the ranks cannot share.
+
+    Args:
+        trace: The trace.
+        model: The model.
+        name: The full name of the module.
+        rule: Its rule.
+        num_ranks: The ranks.
+        parts: Tensors of which modules before it make parts; its own are added.
+    """
+    part: Any = model.get_submodule(name)
+    try:
+        check_rule(name, part, rule, num_ranks)
+    except ValueError:
+        return None  # the ranks do not divide its heads or features
+    if rule is _ATTENTION_OF_ZOO and part.qkv.out_features // (3 * part.head_size) % num_ranks:
+        return None
+    fields = [field for field in CUT_OF_FIELD if getattr(rule, field)]
+    forward: list[CutTransfer] = []
+    backward: list[CutTransfer] = []
+    layers: dict[str, str] = {}
+    own: list[Operation] = []
+    gives_whole: set[str] = set()
+    for field in fields:
+        for key in getattr(rule, field):
+            full = f"{name}.{key}" if name else key
+            operations = trace.by_module(full)
+            if not operations:
+                continue
+            layers[full] = CUT_OF_FIELD[field]
+            own += operations
+            gives_whole.update(each.name for each in operations if field in _GIVE_WHOLE)
+            moved_forward, moved_backward = transfers(trace, operations[0], operations[-1], field)
+            forward += moved_forward
+            backward += [each for each in moved_backward if each not in backward]
+    if not own:
+        return None
+    first = CUT_OF_FIELD[fields[0]]
+    strategy = Strategy(cut=first, forward=tuple(forward), backward=tuple(backward))
+    cut_params = [
+        tensor
+        for tensor, full in trace.params.items()
+        # Of an adapted layer the two thin factors are not counted.
+        if full.rpartition(".")[0].removesuffix(".base_layer") in layers
+        or full in {f"{name}.{key}" for key in rule.head_params}
+    ]
+    operations = tuple(own)
+    if is_region(rule):
+        parts.update(cut_params)
+        operations = _on_parts(trace.by_module(name), own, gives_whole, parts)
+    return Site(
+        name=name,
+        layers=layers,
+        operations=tuple(sorted((each.name for each in operations), key=trace.places.__getitem__)),
+        params=tuple(cut_params),
+        strategies=(WHOLE, strategy),
+        rule=rule,
+        results=frozenset(transfer.tensor for transfer in forward),
+    )
+
+
+def is_region(rule: Rule | None) -> bool:
+    """Whether ranks share more of a module with a rule than the layers that it names."""
+    return rule is not None and bool(rule.columns or rule.rows or rule.counts)
+
+
+# See [Note: parts in a rule].
+def _on_parts(
+    operations: Sequence[Operation],
+    own: Sequence[Operation],
+    gives_whole: Collection[str],
+    parts: set[str],
+) -> tuple[Operation, ...]:
+    """Return the operations of a module that ranks share.
+
+    Args:
+        operations: Those of the module, in order.
+        own: Those of the layers that its rule names.
+        gives_whole: Names of those of them whose outputs are whole.
+        parts: Tensors of which each rank has its part; those that are made here are added.
+    """
+    layers, found = {each.name for each in own}, []
+    for each in operations:
+        if each.name in layers or not parts.isdisjoint(each.inputs):
+            found.append(each)
+            if each.name not in gives_whole:
+                parts.update(each.outputs)
+    return tuple(found)
+
+
+def _parts_across(trace: ModelTrace, sites: Sequence[Site]) -> Iterator[tuple[int, int | None]]:
+    """Yield each site that gives a part to another module, or takes one of it, and the number of the other.
+
+    The other one is None where it is not among the sites.
+    """
+    site_of = {name: number for number, site in enumerate(sites) for name in site.operations}
+    for number, site in enumerate(sites):
+        if not is_region(site.rule):
+            continue
+        inside = set(site.operations)
+        for operation in (trace.operations[trace.places[name]] for name in site.operations):
+            for name in set(operation.outputs) - site.results:
+                for user in trace.consumers[name]:
+                    if user.name not in inside:
+                        yield number, site_of.get(user.name)
+            if site.layers.get(operation.module) != "input":
+                continue
+            taken = next((name for name in operation.inputs if name not in trace.params), None)
+            producer = None if taken is None else trace.producers.get(taken)
+            if producer is None or producer.name not in inside:
+                yield number, None if producer is None else site_of.get(producer.name)
+
+
+def with_neighbours(trace: ModelTrace, sites: list[Site]) -> list[Site]:
+    """Return the sites without those that lack the one that makes or takes their parts."""
+    while lonely := {number for number, other in _parts_across(trace, sites) if other is None}:
+        sites = [site for number, site in enumerate(sites) if number not in lonely]
+    return sites
+
+
+def handed_parts(trace: ModelTrace, sites: Sequence[Site]) -> list[tuple[int, int]]:
+    """Return the pairs of sites of which one hands a part to the other."""
+    return [
+        (min(number, other), max(number, other))
+        for number, other in _parts_across(trace, sites)
+        if other is not None and other != number
+    ]
