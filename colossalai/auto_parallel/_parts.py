@@ -4,7 +4,7 @@ Only blocks are recomputed, and a pipeline is cut between them: these are the pl
 Experts may be shared by data-parallel ranks, to which rows of tokens travel then.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -86,8 +86,10 @@ def parts_of_model(trace: ModelTrace, model: nn.Module) -> ModelParts:
     first = order[found[0][1][0].name]
     outside = [each.name for each in trace.operations if each.name not in inside]
     ends = [_ends(trace, [each.name for each in operations]) for _, operations in found]
-    if not ends[0][0]:  # nothing trained is before the blocks: the batch itself, or a frozen embedding
-        ends[0] = _input_without_gradient(trace, found[0][1]), ends[0][1]
+    for number, (taken, made) in enumerate(ends):
+        if not taken:  # nothing trained is before: the batch itself, or what is frozen
+            handed = ends[number - 1][1] if number else None
+            ends[number] = _inputs_without_gradient(trace, found[number][1], inside, handed), made
     is_chain = all(len(taken) == len(made) == 1 for taken, made in ends) and all(
         before[1] == after[0] for before, after in pairwise(ends)
     )
@@ -184,8 +186,18 @@ def _ends(trace: ModelTrace, operations: Sequence[str]) -> tuple[list[str], list
     return list(dict.fromkeys(taken)), list(dict.fromkeys(handed))
 
 
-def _input_without_gradient(trace: ModelTrace, operations: Sequence[Operation]) -> list[str]:
-    """Return the tensors that could be what some operations compute on, of those that they find there."""
+def _inputs_without_gradient(
+    trace: ModelTrace, operations: Sequence[Operation], inside: Collection[str], handed: Sequence[str] | None
+) -> list[str]:
+    """Return the tensors that could be what a block computes on, of those without a gradient that it takes.
+
+    Args:
+        trace: The trace.
+        operations: Those of the block.
+        inside: Names of the operations of all blocks: what several of them take is a mask or positions.
+        handed: What the block before hands on; None: there is none.
+    """
+    own = {each.name for each in operations}
     made = {name for each in operations for name in each.outputs}
     known = {*trace.params, *trace.buffers, *trace.constants, *made}
     found = dict.fromkeys(
@@ -194,7 +206,10 @@ def _input_without_gradient(trace: ModelTrace, operations: Sequence[Operation]) 
         for name in each.inputs
         if name not in known and trace.tensors[name].dtype.is_floating_point
     )
-    return list(found)
+    if handed is not None:
+        return [name for name in found if name in handed]
+    alone = [name for name in found if {each.name for each in trace.consumers[name]} & {*inside} <= own]
+    return alone or list(found)
 
 
 def carries_gradient(trace: ModelTrace, name: str) -> bool:

@@ -160,7 +160,11 @@ def checked_arguments(model: nn.Module, meta_args: Mapping[str, Any]) -> dict[st
             f"meta_args lacks {', '.join(map(repr, missing))}, which {owner} requires: give "
             f'meta_args={{"{missing[0]}": torch.rand(...).to("meta"), ...}} with the shape of a batch'
         )
-    return {"use_cache": False, **meta_args} if "use_cache" in named else dict(meta_args)
+    # Models with adapters of peft take any name, and hand it on.
+    base_of = getattr(model, "get_base_model", None)
+    handed_on = inspect.signature(base_of().forward).parameters if takes_any and base_of else {}
+    may_cache = "use_cache" in named or "use_cache" in handed_on
+    return {"use_cache": False, **meta_args} if may_cache else dict(meta_args)
 
 
 class FakeTwin:

@@ -25,6 +25,14 @@ def gpt() -> nn.Module:
     return GPT(GPTConfig(vocab_size=VOCAB, max_position_embeddings=LENGTH, **SIZES, **RATES))
 
 
+def gpt_of_a_frozen_half() -> nn.Module:
+    """Return a GPT whose embedding and first two blocks are frozen."""
+    model = gpt()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(("embedding", "blocks.0.", "blocks.1.")))
+    return model
+
+
 def bert() -> nn.Module:
     return Bert(BertConfig(vocab_size=VOCAB, max_position_embeddings=LENGTH, **SIZES, **RATES))
 
@@ -68,6 +76,7 @@ def _masked_loss(output: Any, labels: Tensor) -> Tensor:
 
 LOSSES: dict[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]] = {
     gpt: lambda *given: GPTLMLoss()(*given),
+    gpt_of_a_frozen_half: lambda *given: GPTLMLoss()(*given),
     bert: _masked_loss,
     bert_of_transformers: _masked_loss,
     gpt2: _masked_loss,

@@ -222,8 +222,7 @@ OF_LAYERS = [(Setting(tensor=2), NONE), (Setting(pipeline=2, microbatches=2), AL
         ("gpt of biases", OF_REPLICAS[1:2], "fp32"),
         further("gpt of biases", OF_REPLICAS + OF_LAYERS, "fp32"),
         further("gpt of biases", OF_REPLICAS[:3], "bf16_master"),
-        # Blocks of which the first ones are frozen are no chain, and no stages.
-        further("gpt of a frozen half", OF_REPLICAS[:3] + OF_LAYERS[:1], "fp32"),
+        further("gpt of a frozen half", OF_REPLICAS + OF_LAYERS, "fp32"),
         further("gpt of a frozen half", OF_REPLICAS[:3], "bf16_master"),
     ],
 )

@@ -21,6 +21,7 @@ from tests.auto_parallel.plan.models import (
     bert_of_transformers,
     gpt,
     gpt2,
+    gpt_of_a_frozen_half,
     llama,
     mixtral,
     resnet,
@@ -80,6 +81,9 @@ def train_as_one_process(plan, build, batch):
         in_soak(gpt, 8, 4, 0.4, FAST, "tp 2, pp 2, output, input, vocab"),  # as of GPT-2 below
         further(gpt, 8, 2, None, SLOW, "pp 2"),
         further(gpt, 8, 4, None, SLOW, "pp 4"),
+        further(gpt_of_a_frozen_half, 8, 2, None, SLOW, "pp 2"),
+        further(gpt_of_a_frozen_half, 8, 2, 0.8, FAST, "tp 2, output, input, vocab"),
+        further(gpt_of_a_frozen_half, 8, 2, None, FAST, "dp 2"),
         further(gpt2, 8, 2, 0.7, SLOW, "pp 2, recomputed"),
         further(gpt, 1, 2, None, FAST, "tp 2, output, input, vocab"),
         further(gpt, 2, 4, None, FAST, "dp 2, tp 2, output, input, vocab"),

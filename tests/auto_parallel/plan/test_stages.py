@@ -8,8 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.auto_parallel._make import pose_problem
+from colossalai.auto_parallel._parts import parts_of_model
 from colossalai.auto_parallel._search import SearchLimits
-from tests.auto_parallel.plan.models import gpt, gpt2, slow_machine, vit
+from colossalai.auto_parallel.trace._trace import trace_model
+from tests.auto_parallel.plan.models import (
+    arguments_of,
+    gpt,
+    gpt2,
+    gpt_of_a_frozen_half,
+    llama,
+    slow_machine,
+    vit,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -117,3 +127,23 @@ def test_a_pipeline() -> None:
     assert most_stages(vit, images=torch.zeros(8, 3, 8, 8)) == 2
     pytest.importorskip("transformers")
     assert most_stages(gpt2, input_ids=ids, attention_mask=torch.ones_like(ids)) == 2
+
+
+def test_frozen_blocks_are_in_the_chain() -> None:
+    """What a frozen block hands on has no gradient, and is what the next one computes on all the same."""
+    model = gpt_of_a_frozen_half()
+    trace = trace_model(model, arguments_of(gpt, 8))
+    parts = parts_of_model(trace, model)
+    assert len(parts.blocks) == len(parts.inputs) == 4
+    assert parts.inputs[1:] == parts.outputs[:-1]
+    assert parts.can_be_stages
+
+
+def test_a_model_with_adapters_is_traced_without_its_cache_and_cut_into_stages() -> None:
+    """Before the blocks all is frozen, and positions are handed to every block."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
+    model = peft.get_peft_model(llama(), config)
+    trace = trace_model(model, arguments_of(llama, 8))
+    assert trace.is_exact
+    assert parts_of_model(trace, model).can_be_stages
