@@ -118,7 +118,7 @@ class OperationCosts:
         self.precision = precision
         self._kinds: dict[str, Kind] = {each.name: kind_of(each.target) for each in trace.operations}
         self._known: dict[tuple[object, ...], Seconds] = {}
-        self._param_bytes: dict[str, int] = {}
+        self._known_sizes: dict[str, tuple[int, int, bool]] = {}
         self._signatures = {each.name: self._signature(each) for each in trace.operations}
 
     def in_own_types(self) -> "OperationCosts":
@@ -223,10 +223,7 @@ class OperationCosts:
 
     def param_bytes(self, tensor: str) -> int:
         """Return the bytes of a parameter as the model holds it."""
-        found = self._param_bytes.get(tensor)
-        if found is None:
-            found = self._param_bytes[tensor] = self._find_bytes(tensor)
-        return found
+        return self._param_size(tensor)[0]
 
     def param_sizes(self, divisors: Mapping[str, int]) -> "ParamSizes":
         """Return the sizes of some parameters on a rank.
@@ -234,15 +231,30 @@ class OperationCosts:
         Args:
             divisors: For each of them, the number of ranks that it is cut over.
         """
-        numel = {name: self.trace.tensors[name].numel / divisor for name, divisor in divisors.items()}
-        num_bytes = {name: self.param_bytes(name) / divisor for name, divisor in divisors.items()}
-        trained = [name for name in divisors if self.trace.storage_of(name) in self._trainable]
+        num_bytes = trained_bytes = trained_numel = 0.0
+        num_trained = 0
+        for name, divisor in divisors.items():  # a search asks for those of a block thousands of times
+            size, numel, is_trained = self._param_size(name)
+            num_bytes += size / divisor
+            if is_trained:
+                trained_bytes += size / divisor
+                trained_numel += numel / divisor
+                num_trained += 1
         return ParamSizes(
-            bytes=sum(num_bytes.values()),
-            trained_bytes=sum(num_bytes[name] for name in trained),
-            trained_numel=sum(numel[name] for name in trained),
-            num_trained=len(trained),
+            bytes=num_bytes,
+            trained_bytes=trained_bytes,
+            trained_numel=trained_numel,
+            num_trained=num_trained,
         )
+
+    def _param_size(self, tensor: str) -> tuple[int, int, bool]:
+        """Return the bytes and the number of elements of a parameter, and whether it gets a gradient."""
+        found = self._known_sizes.get(tensor)
+        if found is None:
+            is_trained = self.trace.storage_of(tensor) in self._trainable
+            found = self._find_bytes(tensor), self.trace.tensors[tensor].numel, is_trained
+            self._known_sizes[tensor] = found
+        return found
 
     @cached_property
     def _trainable(self) -> frozenset[str]:

@@ -85,12 +85,16 @@ def ruled_site(
         return None
     first = CUT_OF_FIELD[fields[0]]
     strategy = Strategy(cut=first, forward=tuple(forward), backward=tuple(backward))
-    cut_params = [
+    # Of an adapted layer the two thin factors are not counted.
+    owners = [owner for layer in layers for owner in (layer, f"{layer}.base_layer")]
+    cut_params = [tensor for owner in owners for tensor in trace.params_of.get(owner, ())]
+    of_heads = {f"{name}.{key}" for key in rule.head_params}
+    holders = {full.rpartition(".")[0] for full in of_heads} - {*owners}
+    cut_params += [
         tensor
-        for tensor, full in trace.params.items()
-        # Of an adapted layer the two thin factors are not counted.
-        if full.rpartition(".")[0].removesuffix(".base_layer") in layers
-        or full in {f"{name}.{key}" for key in rule.head_params}
+        for holder in sorted(holders)
+        for tensor in trace.params_of.get(holder, ())
+        if trace.params[tensor] in of_heads
     ]
     operations = tuple(own)
     if is_region(rule):

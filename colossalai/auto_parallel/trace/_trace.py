@@ -184,6 +184,14 @@ class ModelTrace:
         """By the name of an operation, its place in the order in which they run."""
         return {each.name: place for place, each in enumerate(self.operations)}
 
+    @cached_property
+    def params_of(self) -> Mapping[str, tuple[str, ...]]:
+        """By the full name of a module, the tensors of the parameters that it has itself."""
+        found: defaultdict[str, list[str]] = defaultdict(list)
+        for tensor, full in self.params.items():
+            found[full.rpartition(".")[0]].append(tensor)
+        return {name: tuple(own) for name, own in found.items()}
+
     def by_module(self, prefix: str) -> tuple[Operation, ...]:
         """Return the operations of a module and of the modules in it, in order; "" is the whole model."""
         return self._within.get(prefix, ())

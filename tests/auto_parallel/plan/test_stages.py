@@ -97,6 +97,19 @@ class HasPenalty(RowOfBlocks):
         return super().forward(x) + sum(block[0].weight.square().mean() for block in self.blocks)
 
 
+class TypesOfTokens(RowOfBlocks):
+    """A layer before the blocks that is registered behind them, and runs with an optional argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Embedding(4, WIDTH)
+        self.types = nn.Embedding(2, WIDTH)
+
+    def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None) -> Any:
+        x = self.stem(input_ids)
+        return self.head(self.run(x if token_type_ids is None else x + self.types(token_type_ids)))
+
+
 def most_stages(build: Callable[[], nn.Module], **meta_args: Tensor) -> int:
     problem = pose_problem(
         build(),
@@ -117,6 +130,12 @@ def most_stages(build: Callable[[], nn.Module], **meta_args: Tensor) -> int:
 )
 def test_no_pipeline(build: Callable[[], nn.Module]) -> None:
     assert most_stages(build, x=torch.zeros(8, 3, WIDTH)) == 1
+
+
+def test_no_pipeline_where_a_guess_shows_less() -> None:
+    tokens = torch.zeros(8, 3, dtype=torch.long)
+    assert most_stages(TypesOfTokens, input_ids=tokens) == 2
+    assert most_stages(TypesOfTokens, input_ids=tokens, token_type_ids=tokens) == 1
 
 
 def test_a_pipeline() -> None:
