@@ -31,7 +31,7 @@ from colossalai.auto_parallel.trace._trace import EqualBlocks, places_in_blocks
 from colossalai.runtime import RecomputeSegment
 
 _MOST_TRIED = 6000  # operations of all choices together that are tried for one setting
-_HOPELESS = 6  # that many times fewer, where none of those that need least fits
+_FEWER = 6  # by what that is divided where the choices of least bytes do not fit
 _SLACK = 3  # how often cuts are made for a smaller budget, as the peak is not the sum of what is cut
 
 
@@ -313,10 +313,10 @@ class _BudgetSearch:
         for number, (bound, choice) in enumerate(found):
             # Stages work side by side, so more seconds are more of them in a step by as much.
             bound = least + (bound - least) / (setting.pipeline if bound > least else 1)
-            # The cuts of least bytes have been tried, so that others hardly fit where these do not.
-            most_tried = (
-                self._search.num_tried if self._best < math.inf else self._search.num_tried // _HOPELESS
-            )
+            most_tried = self._search.num_tried
+            if self._best == math.inf:
+                # The choices of least bytes have been tried: where these do not fit, others hardly do.
+                most_tried = max(most_tried // _FEWER, 1)
             if number >= most_tried or bound >= self._best:
                 return bound  # all that follow have a higher one
             self._try(choice)

@@ -86,15 +86,13 @@ def ruled_site(
     first = CUT_OF_FIELD[fields[0]]
     strategy = Strategy(cut=first, forward=tuple(forward), backward=tuple(backward))
     # Of an adapted layer the two thin factors are not counted.
-    owners = [owner for layer in layers for owner in (layer, f"{layer}.base_layer")]
-    cut_params = [tensor for owner in owners for tensor in trace.params_of.get(owner, ())]
+    owners = {*layers, *(f"{layer}.base_layer" for layer in layers)}
     of_heads = {f"{name}.{key}" for key in rule.head_params}
-    holders = {full.rpartition(".")[0] for full in of_heads} - {*owners}
-    cut_params += [
+    cut_params = [
         tensor
-        for holder in sorted(holders)
-        for tensor in trace.params_of.get(holder, ())
-        if trace.params[tensor] in of_heads
+        for owner in sorted(owners | {full.rpartition(".")[0] for full in of_heads})
+        for tensor in trace.params_of.get(owner, ())
+        if owner in owners or trace.params[tensor] in of_heads
     ]
     operations = tuple(own)
     if is_region(rule):

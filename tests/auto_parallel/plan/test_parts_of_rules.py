@@ -10,7 +10,7 @@ from colossalai.auto_parallel import make_plan
 from colossalai.auto_parallel.cuts._find import find_strategies
 from colossalai.auto_parallel.cuts._strategies import Strategies
 from colossalai.auto_parallel.trace._trace import ModelTrace, trace_model
-from tests.auto_parallel.plan.models import slow_machine
+from tests.auto_parallel.plan.models import llama, slow_machine
 from tests.shardformer.models import bert, t5, wide_opt
 
 pytestmark = pytest.mark.unit
@@ -54,6 +54,23 @@ def test_a_layer_whose_part_no_module_makes_is_cut_by_itself() -> None:
     assert rules == dict.fromkeys(
         (*(f"{layer}.self.{name}" for name in ("query", "key", "value")), f"{layer}.output.dense")
     )
+
+
+def test_weights_of_adapted_layers_are_cut_with_them() -> None:
+    peft = pytest.importorskip("peft")
+
+    def build() -> nn.Module:
+        targets = ["q_proj", "v_proj", "down_proj"]
+        adapted: nn.Module = peft.get_peft_model(llama(), peft.LoraConfig(r=2, target_modules=targets))
+        return adapted
+
+    trace, strategies, _ = strategies_of(build, num_ranks=2)
+    cut = {
+        trace.params[tensor].rpartition("layers.0.")[2] for site in strategies.sites for tensor in site.params
+    }
+    for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj"):
+        assert f"{name}.base_layer.weight" in cut
+    assert {"self_attn.k_proj.weight", "mlp.up_proj.weight"} <= cut
 
 
 def test_attentions_that_share_a_bias_by_heads_are_cut_together() -> None:
