@@ -31,7 +31,7 @@ from colossalai.chat.rewards import (
 )
 from colossalai.chat.rollout import Rollout, RolloutEngine, RolloutOptions
 from colossalai.cluster import gather_values
-from colossalai.inference import SamplingParams
+from colossalai.inference import EngineStopped, RequestFailed, RequestRefused, SamplingParams
 from colossalai.runtime import ModelWrapper
 
 _ROLLOUT_RATE = "tokens_per_second_generating"
@@ -47,6 +47,8 @@ from. Of rewards and answers, in the first step that is made of them."""
 MEASURED_OF_REFERENCE = (KL_NAME, f"{KL_NAME}_k1")
 """The same of the model against the reference."""
 _SAMPLED_PROMPTS = 4
+_OF_ALL_RANKS = (RequestRefused, RequestFailed, EngineStopped)
+"""Errors of an engine of several ranks that all of them raise."""
 
 
 class Prompt(NamedTuple):
@@ -144,6 +146,8 @@ class Answerer:
             resources=rollouts.resources,
             has_copy=rollouts.ahead > 0,
             kv_memory=rollouts.kv_memory,
+            tp_size=rollouts.tp_size,
+            pp_size=rollouts.pp_size,
         )
         self._is_ahead = rollouts.ahead > 0
         self._thread = ThreadPoolExecutor(1, "rollouts")  # which begins with the first window ahead
@@ -182,7 +186,11 @@ class Answerer:
         pending: Future[_Drawn] | None = None
         while window is not None:
             # The first meeting of the ranks since the prompts were read: whose answers are short waits.
-            draw = partial(self._draw, window, loop.done) if pending is None else pending.result
+            draw: Callable[[], _Drawn] = partial(self._draw, window, loop.done)
+            if pending is not None:
+                draw = pending.result
+            if self.engine.num_ranks > 1:
+                draw = _finished_draw(draw)
             answers = self._scored(window, draw)
             following, pending = None, None
             if self._is_ahead and loop.may_read_on(steps):  # see [Note: one step ahead]
@@ -200,7 +208,7 @@ class Answerer:
         return list(zip(_prompts(window), counts, strict=True))[self._team.rank :: self._team.size]
 
     def _draw(self, window: Sequence[Batch], step: int) -> _Drawn:
-        """Return this rank's answers; no other rank takes part."""
+        """Return this rank's answers; no other rank takes part but those that share its engine."""
         own = self._share(window)
         params = [replace(self._sampling, seed=_seed_of(self._seed, step, each.number)) for each, _ in own]
         started = time.monotonic()
@@ -434,6 +442,19 @@ class Answerer:
         for name, values in numbers.items():
             labels[name] = torch.cat([values, values[-1:].expand(missing)]).to(device)
         return data, labels
+
+
+def _finished_draw(draw: Callable[[], _Drawn]) -> Callable[[], _Drawn]:
+    """Draw, and return what gives the answers, or raises an error that all ranks of the engine have.
+
+    Any other error is raised here: the other ranks are in a step of the engine, where they cannot be told.
+    """
+    made = Future[_Drawn]()
+    try:
+        made.set_result(draw())
+    except _OF_ALL_RANKS as error:
+        made.set_exception(error)
+    return made.result
 
 
 def _num_tokens(answer: ScoredAnswer) -> int:

@@ -20,8 +20,8 @@ For users:
 
 For the other packages: `open_model` and `fill_model` (the two halves of `load_model`, for checkpoints with
 names of others), `opened_tensors` (the first half for tensors in memory), `gathered_weights` (whole tensors
-in memory, out of those that ranks hold in parts), `OpenedModel`, `ModelLoadPlan`,
-`StoredTensor` and `fill` (what lies between them),
+in memory, out of those that ranks hold in parts), `module_names` (those in a checkpoint of a part of a
+model), `OpenedModel`, `ModelLoadPlan`, `StoredTensor` and `fill` (what lies between them),
 `set_prefix` and `set_tied_names` (what the names of a pipeline stage are in the whole model), `MODEL` and
 `names_by_tensor`, `called_by_all_ranks` (for functions that save or load), `whole_state_dict` and
 `load_whole_state_dict` (the state dict of a boosted model of which ranks hold parts), and
@@ -61,6 +61,7 @@ from colossalai.checkpoint_io._model import OpenedModel as OpenedModel
 from colossalai.checkpoint_io._model import fill_model as fill_model
 from colossalai.checkpoint_io._model import gathered_weights as gathered_weights
 from colossalai.checkpoint_io._model import load_model as load_model
+from colossalai.checkpoint_io._model import module_names as module_names
 from colossalai.checkpoint_io._model import open_model as open_model
 from colossalai.checkpoint_io._model import opened_tensors as opened_tensors
 from colossalai.checkpoint_io._model import save_model as save_model

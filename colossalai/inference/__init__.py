@@ -5,8 +5,10 @@ For users: `LLM` and `SamplingParams`. For the package: `Service` and what goes 
 
 from colossalai.inference._build import check_ranks as check_ranks
 from colossalai.inference._build import engine_of_ranks as engine_of_ranks
+from colossalai.inference._collective import CollectiveEngine as CollectiveEngine
 from colossalai.inference._llm import LLM as LLM
 from colossalai.inference._load import EngineOptions as EngineOptions
+from colossalai.inference._load import empty_part as empty_part
 from colossalai.inference._load import load_model as load_model
 from colossalai.inference._load import load_tokenizer as load_tokenizer
 from colossalai.inference._request import Completion as Completion

@@ -1,7 +1,9 @@
 """Building an engine: a model from a folder or from memory, cut over ranks, checked, its cache beside it."""
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -9,7 +11,6 @@ import torch
 from torch import nn
 
 from colossalai.context import Mesh
-from colossalai.inference._admission import EngineLimits
 from colossalai.inference._engine import InferenceEngine
 from colossalai.inference._executor import LocalExecutor
 from colossalai.inference._load import (
@@ -36,7 +37,7 @@ from colossalai.inference.products import (
     served_products,
     without_rounded_rows,
 )
-from colossalai.inference.scheduling import BlockPool, Scheduler
+from colossalai.inference.scheduling import BlockPool, EngineLimits, Scheduler
 from colossalai.inference.speculation import DraftModel, NgramDrafts, SpeculationWay, Speculator
 from colossalai.pipeline import cut_model
 from colossalai.tensor import evaluation_mode
@@ -104,10 +105,18 @@ def engine_of_ranks(
 
 def serve_rank(model: nn.Module, options: EngineOptions, *, link: StepLink) -> None:
     """Run the steps of an engine on a rank that is not the first, until that one ends; see `build_engine`."""
+    build_worker(model, options, link=link)()
+
+
+def build_worker(model: nn.Module, options: EngineOptions, *, link: StepLink) -> Callable[[], None]:
+    """Return what runs the steps of an engine on a rank that is not the first; see `build_engine`.
+
+    A call returns when the first rank pauses the engine or ends it.
+    """
     _check_vocabulary(options, _vocab_size(model), None)
     _draft_model(options)  # files are read by all ranks together; it runs on the first one only
     runner, weights, _ = _make_runner(model, options, link)
-    work(runner, link, weights)
+    return partial(work, runner, link, weights)
 
 
 def check_ranks(

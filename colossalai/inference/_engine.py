@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from colossalai.inference._admission import EngineLimits, refuse_unanswerable
 from colossalai.inference._answers import OpenAnswer, OpenRequest
 from colossalai.inference._executor import Executor, StepResult
 from colossalai.inference._plan import PlannedStep, plan_step
@@ -37,10 +36,12 @@ from colossalai.inference.sampling import (
 )
 from colossalai.inference.scheduling import (
     BatchStep,
+    EngineLimits,
     PromptPace,
     RunningSequence,
     Scheduler,
     SequenceChunk,
+    refuse_unanswerable,
     root_key,
 )
 from colossalai.inference.speculation import Speculator

@@ -116,20 +116,8 @@ class LLM:
                 adapter=name,
                 is_streamed=False,
             )
-            self.engine.check(request)
             collectors.append(Collector(request, prompt if isinstance(prompt, str) else None))
-        try:
-            for collector in collectors:
-                self.engine.submit(collector.request, collector.hear)
-            finished: Iterable[Collector] = self._finished(collectors)
-            if shows_progress:  # rich before 15 writes a line where a bar is only disabled
-                finished = track(finished, "answers", len(collectors))
-            for _ in finished:
-                pass
-        finally:
-            for collector in collectors:
-                self.engine.abort(collector.request.request_id)
-        return [collector.output() for collector in collectors]
+        return answer_all(self.engine, collectors, shows_progress=shows_progress)
 
     def update_weights(self, source: WeightSource) -> None:
         """Replace all values of the model, and go on without a restart.
@@ -176,16 +164,6 @@ class LLM:
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def _finished(self, collectors: Sequence["Collector"]) -> Iterator["Collector"]:
-        """Run steps; yield each collector when its request is over."""
-        waiting = list(collectors)
-        while waiting:
-            for collector in [collector for collector in waiting if collector.is_over]:
-                waiting.remove(collector)
-                yield collector
-            if waiting:
-                assert self.engine.step(), "requests are under way, and there is nothing to do"
 
     def _tokens_of(self, prompt: Prompt) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -248,6 +226,47 @@ class Collector:
                 (delta.prompt_logprobs for delta in first if delta.prompt_logprobs is not None), None
             ),
         )
+
+
+def answer_all(
+    engine: InferenceEngine | RemoteEngine, collectors: Sequence[Collector], *, shows_progress: bool = False
+) -> list[RequestOutput]:
+    """Return the answers to some requests; `engine` has no others.
+
+    Args:
+        engine: The engine.
+        collectors: One for each request.
+        shows_progress: Whether to show a bar of the requests that are answered.
+
+    Raises:
+        RequestRefused: A request can never be answered; nothing has been computed.
+        RequestFailed: The model computes a NaN for a request.
+    """
+    for collector in collectors:
+        engine.check(collector.request)
+    try:
+        for collector in collectors:
+            engine.submit(collector.request, collector.hear)
+        finished: Iterable[Collector] = _finished(engine, collectors)
+        if shows_progress:  # rich before 15 writes a line where a bar is only disabled
+            finished = track(finished, "answers", len(collectors))
+        for _ in finished:
+            pass
+    finally:
+        for collector in collectors:
+            engine.abort(collector.request.request_id)
+    return [collector.output() for collector in collectors]
+
+
+def _finished(engine: InferenceEngine | RemoteEngine, collectors: Sequence[Collector]) -> Iterator[Collector]:
+    """Run steps; yield each collector when its request is over."""
+    waiting = list(collectors)
+    while waiting:
+        for collector in [collector for collector in waiting if collector.is_over]:
+            waiting.remove(collector)
+            yield collector
+        if waiting:
+            assert engine.step(), "requests are under way, and there is nothing to do"
 
 
 def _completion(index: int, deltas: Sequence[Delta]) -> Completion:

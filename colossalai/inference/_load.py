@@ -17,6 +17,7 @@ from colossalai.inference.models import ModelClass, ResolvedModel, resolve_model
 from colossalai.inference.paging import as_served
 from colossalai.inference.products import QuantizationWay, QuantizedLinear
 from colossalai.inference.speculation import SpeculationWay
+from colossalai.lazy import materialize
 from colossalai.pipeline import cut_model
 from colossalai.shardformer import check_shards, shard_experts, shard_model
 
@@ -257,6 +258,28 @@ def cut_for_ranks(model: nn.Module, mesh: Mesh) -> nn.Module:
         shard_model(model, mesh)
         shard_experts(model, mesh)
     return model
+
+
+def empty_part(config: Any, dtype: torch.dtype, mesh: Mesh | None, *, is_lazy: bool = False) -> nn.Module:
+    """Return this rank's part of a model, in evaluation mode, whose values are yet to be set.
+
+    No random number is drawn. Buffers that no checkpoint holds, such as frequencies of angles, have values.
+
+    Args:
+        config: Of transformers.
+        dtype: Of the parameters.
+        mesh: The ranks, with axes `pp` and `tp`; None for the whole model.
+        is_lazy: Whether it is for questions about shapes and cuts alone, and has no memory.
+
+    Raises:
+        ValueError: The model has layers that cannot be cut over so many ranks, or fewer blocks than stages.
+    """
+    part = resolve_model(lambda: config).build(dtype=dtype)
+    if mesh is not None:
+        part = cut_for_ranks(part, mesh)
+    if is_lazy:
+        return part
+    return materialize(part).requires_grad_(False).to(get_current_device()).eval()
 
 
 def check_tensor_ranks(model: nn.Module, num_ranks: int) -> None:

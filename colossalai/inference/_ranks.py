@@ -218,12 +218,19 @@ class RanksExecutor(Executor):
         """Let the others know that this rank is there; no step is under way."""
         self._tell(_IDLE)
 
+    def pause(self) -> None:
+        """Let `work` return on the other ranks, which call it again before the next step.
+
+        No step is under way.
+        """
+        self._tell(_STOP)
+        self._link.wait()
+
     def close(self) -> None:
         """Let the others end."""
         if not self._is_closed:
             self._is_closed = True
-            self._tell(_STOP)
-            self._link.wait()
+            self.pause()
 
     def _tell(self, message: bytes) -> None:
         self._link.share(message)
@@ -233,7 +240,7 @@ class RanksExecutor(Executor):
 
 
 def work(runner: Runner, link: StepLink, weights: ServedWeights) -> None:
-    """Run steps on a rank that is not the first, until rank 0 ends.
+    """Run steps on a rank that is not the first, until rank 0 pauses or ends.
 
     Args:
         runner: The stage of this rank.

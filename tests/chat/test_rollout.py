@@ -22,6 +22,7 @@ from colossalai.inference import SamplingParams
 from tests.chat.tiny import PLUGINS, causal, tokenizer
 from tests.ranks import run_ranks
 from tests.tiers import further, in_soak
+from tests.turns import in_turn
 
 pytestmark = pytest.mark.dist
 
@@ -56,6 +57,7 @@ def rollouts_of(plan: str, family: str, rank: int, folder: str) -> Any:
     trained = [param for param in raw.parameters() if param.requires_grad]
     model, optimizer, *_ = booster.boost(raw, torch.optim.AdamW(trained, lr=0.01))
     engine = RolloutEngine(model, tokenizer(), max_length=60)
+    assert (engine.copy_bytes == 0) == (plan in WHOLE)
     ids = tokenizer()("3+4=" * 12).input_ids  # some blocks of the cache, which the next step must not find
     batch = {"input_ids": torch.tensor([ids, ids])}, {"counts": torch.ones(2)}
     found = []
@@ -173,15 +175,15 @@ def refuses() -> None:
     ):
         model = get_peft_model(causal(), LoraConfig(target_modules=["q_proj"], **options))
         with pytest.raises(ValueError, match=f"cannot answer with this model: it has .*{words}"):
-            RolloutEngine(model, tokenizer(), max_length=60)
+            RolloutEngine(model, tokenizer(), max_length=60, has_copy=True)
     model = get_peft_model(causal(), LoraConfig(target_modules=["q_proj"]))
     model.add_adapter("other", LoraConfig(target_modules=["q_proj"]))
     model.base_model.set_adapter(["default", "other"])
     with pytest.raises(ValueError, match="has 2 adapters at work"):
-        RolloutEngine(model, tokenizer(), max_length=60)
+        RolloutEngine(model, tokenizer(), max_length=60, has_copy=True)
     tied = get_peft_model(causal("gpt2"), LoraConfig(target_modules=["lm_head"]))
     with pytest.raises(ValueError, match=r"transformer\.wte\.weight and lm_head\.weight are one weight"):
-        RolloutEngine(tied, tokenizer(), max_length=60)
+        RolloutEngine(tied, tokenizer(), max_length=60, has_copy=True)
     whole, state = causal(), torch.get_rng_state()
     RolloutEngine(whole, tokenizer(), max_length=60, has_copy=True)
     assert torch.equal(torch.get_rng_state(), state)
@@ -194,6 +196,46 @@ def refuses() -> None:
 
 def test_adapters_that_an_engine_would_leave_out_are_refused() -> None:
     run_ranks(refuses, 1)
+
+
+ADAPTERS: list[dict[str, Any]] = [
+    {"lora_bias": True, "target_modules": ["c_attn"]},
+    {"use_dora": True, "target_modules": ["c_fc"]},
+    {"target_modules": ["lm_head"]},  # whose weight is that of the embedding, too
+]
+
+
+def shared_with_adapters(number: int) -> None:
+    """Compare an engine that reads layers with adapters with the model, before and after a step."""
+    colossalai.launch_from_torch({}, verbose=False)
+    from peft import LoraConfig, get_peft_model
+
+    raw = get_peft_model(causal("gpt2"), LoraConfig(init_lora_weights=False, **ADAPTERS[number])).double()
+    if number == 0:
+        raw.add_adapter("other", LoraConfig(init_lora_weights=False, target_modules=["c_attn"]))
+        raw.base_model.set_adapter(["default", "other"])
+    booster = Booster(plugin=PLUGINS["zero 2"]())
+    trained = [param for param in raw.double().parameters() if param.requires_grad]
+    model, optimizer, *_ = booster.boost(raw, torch.optim.SGD(trained, lr=0.1))
+    engine = RolloutEngine(model, tokenizer(), max_length=60)
+    assert engine.copy_bytes == 0
+    ids = tokenizer()("3+4=" * 8).input_ids
+    batch = {"input_ids": torch.tensor([ids])}, {"counts": torch.ones(1)}
+    for _ in range(2):
+        ((answer,),) = engine.generate([ids], [SamplingParams(seed=5, max_tokens=6)])
+        whole = torch.tensor([[*ids, *answer.token_ids]])
+        logp = forward_only(
+            model, {"input_ids": whole}, lambda output: output.logits.log_softmax(2), booster=booster
+        )
+        trainer = logp[0, len(ids) - 1 : -1].gather(1, whole[0, len(ids) :, None])[:, 0]
+        assert answer.logprobs == pytest.approx(trainer.tolist(), abs=1e-6)
+        step_of([batch], model, optimizer, booster=booster, criterion=squares)
+        engine.sync()
+    gpc.destroy()
+
+
+def test_an_engine_reads_layers_with_any_adapters() -> None:
+    run_ranks(in_turn, 1, [(shared_with_adapters, number) for number in range(len(ADAPTERS))])
 
 
 def refuses_on_one_stage() -> str:

@@ -15,11 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from colossalai.checkpoint_io import gathered_weights
+from colossalai.booster import has_adapters
+from colossalai.checkpoint_io import fill, gathered_weights, module_names, opened_tensors
 from colossalai.cluster import gather_values
-from colossalai.context import get_current_device
+from colossalai.context import Mesh, get_current_device
 from colossalai.core import global_context as gpc
+from colossalai.inference import empty_part
 from colossalai.pipeline import ModelStage
+from colossalai.tensor import spec_of
 
 _ADAPTED = ".base_layer"
 _FACTORS = (".lora_A.", ".lora_B.")
@@ -41,38 +44,38 @@ class SharedWeights(EngineWeights):
 
 
 class CopiedWeights(EngineWeights):
-    """A model that takes over the values of another one, which ranks may hold in parts, or with adapters.
+    """A model, or this rank's part of one, that takes over the values of a model in training.
 
     Args:
-        source: What this rank has of the model in training.
+        source: What this rank has of the model in training, in parts and with adapters or not.
+        mesh: Ranks that share the copy, along the axes `pp` and `tp`; None for a whole copy on this rank.
 
     Attributes:
-        model: The model, whole on this rank.
+        part: What this rank has of the copy.
 
     Raises:
-        ValueError: `source` has parameters that are none of its family's.
+        ValueError: `source` has parameters that are none of its family's, or a layer that the ranks of `mesh`
+            cannot share.
     """
 
-    def __init__(self, source: nn.Module) -> None:
-        from transformers import AutoModelForCausalLM
-
-        # Made on the host, as what it draws there, to be overwritten, can be undone: on a device it would
-        # move the random state of the job.
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            dtype = next(source.parameters()).dtype
-            made = AutoModelForCausalLM.from_config(config_of(source), dtype=dtype)
-        self.model: Any = made.requires_grad_(False).eval().to(get_current_device())
+    def __init__(self, source: nn.Module, mesh: Mesh | None = None) -> None:
+        config, dtype = config_of(source), next(source.parameters()).dtype
+        self.part = empty_part(config, dtype, mesh)
         self._values = WeightStream(source)
-        self._named = dict(self.model.state_dict(keep_vars=True))
+        held = self.part.state_dict(keep_vars=True).values()
+        self._held: dict[str, Tensor] = dict(zip(module_names(self.part), held, strict=True))
+        self._wanted = names_of_tensors(shapes_of(config))
         self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
         """See the base class."""
-        for name, tensor in self._values.of(names_of_tensors(self._named), into=self._named):
-            own = self._named[name]
-            if tensor.data_ptr() != own.data_ptr():
-                own.copy_(tensor)
+        for name, tensor in self._values.of(self._wanted, into=self._held):
+            own = self._held.get(name)
+            # What was put together in the engine's own memory is there.
+            if own is not None and tensor.data_ptr() != own.data_ptr():
+                (stored,) = opened_tensors({name: tensor}, source="the model in training").tensors.values()
+                fill([(own, stored)])  # the slice of this rank, if the layer is shared
 
 
 class WeightStream:
@@ -237,13 +240,86 @@ def config_of(model: nn.Module) -> Any:
     return found
 
 
-def is_whole(model: nn.Module) -> bool:
-    """Return whether this rank holds all parameters of a model, as they are and without adapters."""
+def is_cut_alike(model: nn.Module, mesh: Mesh) -> bool:
+    """Return whether what this rank holds of a model is its part of an engine; the same on all ranks.
+
+    Args:
+        model: What this rank holds of the model in training.
+        mesh: The ranks that share an engine, along the axes `pp` and `tp`.
+    """
+    job = gpc.mesh
+    if any(size > 1 and axis != "tp" for axes in (mesh, job) for axis, size in _model_axes(axes).items()):
+        return False  # stages of both may begin at other blocks
+    if _model_axes(job).get("tp", 1) != mesh.axis_size("tp"):
+        return False
+    part = empty_part(config_of(model), next(model.parameters()).dtype, mesh, is_lazy=True)
+    return _is_plain(model) and _cuts_of(_without_adapters(model)) == _cuts_of(_without_adapters(part))
+
+
+def _model_axes(mesh: Mesh) -> dict[str, int]:
+    return {axis: mesh.axes[axis] for axis in mesh.replica_axes}
+
+
+def _cuts_of(params: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    """Return how each parameter is cut."""
+    found = {}
+    for name, param in params.items():
+        spec = spec_of(param)
+        cut = None if spec is None else (spec.shape, spec.dims, spec.stored_as, spec.parts)
+        found[name] = (tuple(param.shape), cut)
+    return found
+
+
+def shapes_of(config: Any) -> dict[str, Tensor]:
+    """Return the state dict of a model of transformers on the meta device; tied tensors are one."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(config_of(model))
-    wanted = {name: tuple(param.shape) for name, param in whole.named_parameters()}
-    found = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    is_plain = all(type(param) is nn.Parameter for param in model.parameters())  # not so under Gemini
-    return found == wanted and is_plain
+        return dict(AutoModelForCausalLM.from_config(config).state_dict(keep_vars=True))
+
+
+def served_module(model: nn.Module) -> nn.Module:
+    """Return the model of transformers that an engine can run: of a model with adapters the one within.
+
+    Its layers have the adapters, and compute with them. Prompts that are trained are not in it, hence a model
+    with these is returned as it is.
+    """
+    wrapper: Any = model
+    if has_adapters(model) and not wrapper.active_peft_config.is_prompt_learning:
+        inner: nn.Module = wrapper.get_base_model()
+        return inner
+    return model
+
+
+def is_whole(model: nn.Module) -> bool:
+    """Return whether this rank holds all parameters of a model as they are, with adapters or without."""
+    wanted = {
+        name: tuple(each.shape)
+        for name, each in shapes_of(config_of(model)).items()
+        if isinstance(each, nn.Parameter)
+    }
+    found = {name: tuple(param.shape) for name, param in _without_adapters(model).items()}
+    return found == wanted and _is_plain(model)
+
+
+def _is_plain(model: nn.Module) -> bool:
+    """Return whether parameters are what a forward reads: not so where a method gathers them for each use."""
+    return all(type(param) is nn.Parameter for param in model.parameters())
+
+
+def _without_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters of a model but those of its adapters' layers, by their plain names."""
+    inner = served_module(model)
+    of_adapters = {
+        f"{layer}.{name}"
+        for layer, part in inner.named_modules()
+        if hasattr(part, "base_layer")
+        for name in part.state_dict(keep_vars=True)
+        if not name.startswith("base_layer.")
+    }
+    held = inner.state_dict(keep_vars=True).items()
+    return {
+        plain_name(name): value
+        for name, value in held
+        if isinstance(value, nn.Parameter) and name not in of_adapters
+    }

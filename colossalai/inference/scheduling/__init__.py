@@ -1,5 +1,7 @@
 """Which tokens of which requests a step computes, and in which blocks their keys and values lie."""
 
+from colossalai.inference.scheduling._admission import EngineLimits as EngineLimits
+from colossalai.inference.scheduling._admission import refuse_unanswerable as refuse_unanswerable
 from colossalai.inference.scheduling._blocks import BlockPool as BlockPool
 from colossalai.inference.scheduling._blocks import root_key as root_key
 from colossalai.inference.scheduling._pace import PromptPace as PromptPace

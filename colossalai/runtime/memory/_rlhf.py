@@ -211,5 +211,5 @@ def _whole_row(num_params: int, storage: Storage) -> Row:
 def _held_by_rollouts(numbers: RlhfNumbers, setup: RlhfSetup, plan: MemoryPlan) -> Held:
     itemsize = setup.storage.weight
     cache = cache_row(numbers.cached_per_token, itemsize=itemsize, answers=setup.answers, tokens=setup.tokens)
-    shares = plan.zero < 3 and plan.tp == 1 and not setup.has_adapters
+    shares = plan.zero < 3 and plan.tp == 1
     return Held(device=(cache,) if shares else (cache, _whole_row(numbers.whole_policy, setup.storage)))

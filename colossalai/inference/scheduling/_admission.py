@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from colossalai.inference._request import Request, RequestRefused
-from colossalai.inference.scheduling import Scheduler
+from colossalai.inference.scheduling._scheduler import Scheduler
 
 
 @dataclass(frozen=True, kw_only=True)
