@@ -25,6 +25,7 @@ from colossalai.chat._text_method import (
     ReferredPair,
     TextMethod,
     check_length,
+    check_readable,
     count_of,
     logits_of,
     packed_batch,
@@ -221,12 +222,13 @@ class DPO(TextMethod):
             batch_size: Rows of a batch of one data-parallel rank.
 
         Raises:
-            ValueError: `data` is of another stage or has nothing to learn from, or the model cannot be built
-                for the methods of `booster`.
+            ValueError: `data` is of another stage, has nothing to learn from or more than `reference` can
+                read, or the model cannot be built for the methods of `booster`.
         """
         encoded = self.encode(data, tokenizer)
         if isinstance(encoded, ReferredData):
             raise ValueError("these rows have a reference already: give the data that they were made from")
+        check_readable([text for pair in encoded.pairs for text in pair], reference, name="reference")
         return self._refer(boost_for_looking(booster, reference), booster, encoded, tokenizer, batch_size)
 
     def _prepare(

@@ -21,8 +21,15 @@ from colossalai.chat._callbacks import check_max_kl
 from colossalai.chat._course import CourseOptions, course_of
 from colossalai.chat._fit import Batch, FitResult, forward_only, step_of
 from colossalai.chat._reward_run import RewardRun, RunInputs
-from colossalai.chat._text_method import check_length, logits_of, padding_of, text_batch
-from colossalai.chat.data import ChatData, EncodedData, encode_all
+from colossalai.chat._text_method import (
+    check_length,
+    check_readable,
+    encoded_of,
+    logits_of,
+    padding_of,
+    text_batch,
+)
+from colossalai.chat.data import ChatData, EncodedData
 from colossalai.chat.rewards import Reward
 from colossalai.chat.rollout import RolloutOptions
 from colossalai.communication import all_reduce_in_place
@@ -133,7 +140,7 @@ class PPO:
         """
         if type(ptx_batch_size) is not int or ptx_batch_size < 1:
             raise ValueError(f"ptx_batch_size={ptx_batch_size!r}: give an integer of at least 1")
-        texts = self._texts(pretrain, tokenizer)
+        texts = self._texts(pretrain, tokenizer, model)
         made = course_of(course, batch_size=_BATCH_SIZE)
         run = RewardRun(
             self,
@@ -171,7 +178,9 @@ class PPO:
                 learned.is_first = True
         return loop.result()
 
-    def _texts(self, pretrain: ChatData | EncodedData | None, tokenizer: Any) -> EncodedData | None:
+    def _texts(
+        self, pretrain: ChatData | EncodedData | None, tokenizer: Any, model: nn.Module
+    ) -> EncodedData | None:
         """Return the texts of pretraining."""
         if (pretrain is None) != (self.ptx_coef == 0.0):
             raise ValueError(
@@ -180,13 +189,14 @@ class PPO:
             )
         if pretrain is None:
             return None
-        if isinstance(pretrain, ChatData):
-            pretrain = encode_all(pretrain, tokenizer, self.max_length)
-        if pretrain.stage != "sft":
+        encoded = encoded_of(pretrain, tokenizer, self.max_length)
+        if encoded.stage != "sft":
             raise ValueError(
-                f"pretrain has rows of stage {pretrain.stage!r}: give rows of 'sft', texts to learn"
+                f"pretrain has rows of stage {encoded.stage!r}: give rows of 'sft', texts to learn"
             )
-        return pretrain
+        assert isinstance(encoded, EncodedData), "of stage sft"
+        check_readable(encoded.texts, model)
+        return encoded
 
     def _beside(
         self, texts: EncodedData | None, step: int, size: int, tokenizer: Any, booster: Booster

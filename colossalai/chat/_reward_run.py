@@ -21,7 +21,8 @@ from colossalai.chat._callbacks import RewardWatch, SampleLog, check_samples
 from colossalai.chat._course import Course
 from colossalai.chat._fit import Batch, Criterion, FitLoop, Task, boost
 from colossalai.chat._memory import tell_memory
-from colossalai.chat.data import ChatData, EncodedData, encode_all
+from colossalai.chat._text_method import check_readable, encoded_of
+from colossalai.chat.data import ChatData, EncodedData
 from colossalai.chat.rewards import ModelReward, Reward, parts_of, reward_records
 from colossalai.chat.rollout import RolloutOptions
 from colossalai.inference import SamplingParams
@@ -104,7 +105,7 @@ class RewardRun:
             reward=method.reward,
             tokenizer=inputs.tokenizer,
             sampling=sampling,
-            max_length=method.max_length,
+            prompts=self._prompts,
             rows_at_once=inputs.rows_at_once,
         )
         self.trained: dict[str, tuple[ModelWrapper, OptimizerWrapper]] = {
@@ -118,7 +119,7 @@ class RewardRun:
             tokenizer=inputs.tokenizer,
             sampling=sampling,
             reward=method.reward,
-            max_length=method.max_length + self.most_tokens,
+            max_length=max(len(each.encoded) for each in self._prompts) + self.most_tokens,
             num_prompts=course.batch_size * course.accumulation,
             rows_at_once=inputs.rows_at_once,
             seed=course.seed,
@@ -205,19 +206,20 @@ def encode_prompts(
     """Return the tokens of prompts.
 
     Raises:
-        ValueError: `data` is of another stage, or `tokenizer` has no end-of-sequence token.
+        ValueError: `data` is no chat data or of another stage, or `tokenizer` has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
             "the tokenizer has no end-of-sequence token, so an answer could never end: set "
             "tokenizer.eos_token"
         )
-    encoded = encode_all(data, tokenizer, max_length) if isinstance(data, ChatData) else data
+    encoded = encoded_of(data, tokenizer, max_length)
     if encoded.stage != "prompts":
         raise ValueError(
             f"{method} learns from prompts, and these rows are of stage {encoded.stage!r}: give "
             "chat_data(..., stage='prompts')"
         )
+    assert isinstance(encoded, EncodedData), "of stage prompts"
     return [
         Prompt(number, text, row)
         for number, (text, row) in enumerate(zip(encoded.texts, encoded.sources, strict=True))
@@ -265,7 +267,7 @@ def check_models(
     reward: Reward,
     tokenizer: Any,
     sampling: SamplingParams,
-    max_length: int,
+    prompts: Sequence[Prompt],
     rows_at_once: int,
 ) -> None:
     """Refuse models that do not go together, before any of them is changed.
@@ -276,23 +278,18 @@ def check_models(
         reward: What it learns from.
         tokenizer: That of the model.
         sampling: How the model answers.
-        max_length: Most tokens of a prompt.
+        prompts: What is answered.
         rows_at_once: Most answers of a batch.
 
     Raises:
         ValueError: A model shares parameters with one of `trained` or has another vocabulary, `tokenizer` has
-            tokens that the model does not know, prompt and answer do not fit into the window of the model, or
-            `rows_at_once` is below 1.
+            tokens that the model does not know, one of `prompts` and its answer do not fit into the window of
+            a model that reads them, or `rows_at_once` is below 1.
     """
     if type(rows_at_once) is not int or rows_at_once < 1:
         raise ValueError(f"rows_at_once={rows_at_once!r}: give an integer of at least 1")
     config = trained["model"].config
-    window = getattr(config, "max_position_embeddings", None)
-    if window is not None and max_length + most_tokens(sampling) > window:
-        raise ValueError(
-            f"prompts of up to max_length={max_length} tokens and answers of up to max_tokens="
-            f"{sampling.max_tokens} do not fit into the {window} tokens that the model sees: give fewer"
-        )
+    texts, longest_answer = [each.encoded for each in prompts], most_tokens(sampling)
     if len(tokenizer) > config.vocab_size:  # a model may have more, which round its vocabulary up
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, and the model knows {config.vocab_size}: give the "
@@ -319,6 +316,8 @@ def check_models(
                 f"{config.vocab_size}: it reads the tokens that the model draws, so give one with the same "
                 "tokenizer, or as reward a ModelReward, which has a tokenizer of its own"
             )
+        if not isinstance(given, ModelReward):  # which has a length of its own
+            check_readable(texts, other, name=name, most_tokens=longest_answer)
 
 
 def check_reference(model: nn.Module, reference: nn.Module | None, kl_coef: float) -> None:

@@ -65,6 +65,19 @@ Encoded = EncodedData | ReferredData
 GivenData = ChatData | Encoded
 
 
+def encoded_of(data: GivenData, tokenizer: Any, max_length: int) -> Encoded:
+    """Return the tokens of rows; those that are encoded stay as they are.
+
+    Raises:
+        ValueError: `data` is no chat data, or has nothing to learn from.
+    """
+    if isinstance(data, ChatData):
+        return encode_all(data, tokenizer, max_length)
+    if not isinstance(data, EncodedData | ReferredData):
+        raise ValueError(f"data is of type {type(data).__name__}: give chat_data(path or rows)")
+    return data
+
+
 class TextMethod(ABC):
     """Abstract: a method that learns from texts.
 
@@ -144,10 +157,9 @@ class TextMethod(ABC):
         """Return the tokens of rows.
 
         Raises:
-            ValueError: `data` is of another stage, or has nothing to learn from.
+            ValueError: `data` is no chat data, is of another stage, or has nothing to learn from.
         """
-        encoded: Encoded
-        encoded = encode_all(data, tokenizer, self.max_length) if isinstance(data, ChatData) else data
+        encoded = encoded_of(data, tokenizer, self.max_length)
         if encoded.stage != self._stage:
             raise ValueError(
                 f"{type(self).__name__} learns from rows of stage {self._stage!r}, and these are of "
@@ -175,25 +187,53 @@ class TextMethod(ABC):
 
 
 def _refuse_what_is_not_read(encoded: Encoded, model: Any) -> None:
-    """Refuse rows with tokens or positions that a model has no embeddings of, which accelerators do not name.
-
-    Raises:
-        ValueError: `encoded` has such a token, or a text that is longer than the window of `model`.
-    """
-    config = getattr(model, "config", None)
-    known, window = (getattr(config, name, None) for name in ("vocab_size", "max_position_embeddings"))
+    """Refuse rows that a model cannot read; see `check_readable`."""
     pairs = (row.pair if isinstance(row, ReferredPair) else row for row in encoded.rows)
     texts = [text for row in pairs for text in (row if isinstance(row, EncodedPair) else (row,))]
+    check_readable(texts, model)
+
+
+def check_readable(
+    texts: Sequence[EncodedText], model: Any, *, name: str = "model", most_tokens: int = 0
+) -> None:
+    """Refuse tokens or positions that a model has no embeddings of, which accelerators do not name.
+
+    Measured are the texts themselves: a `max_length` above the window is allowed where no text needs it.
+
+    Args:
+        texts: Texts, or prompts, at least one.
+        model: A model of transformers that reads them; one without a window or a vocabulary reads any.
+        name: What an error calls it.
+        most_tokens: Most tokens of an answer that is read behind each of them.
+
+    Raises:
+        ValueError: `texts` has a token that the model does not know, or one with which, and with an answer,
+            the window of the model ends.
+    """
+    config = getattr(model, "config", None)
+    known, window = (getattr(config, each, None) for each in ("vocab_size", "max_position_embeddings"))
     largest, longest = (max(measure(text.input_ids) for text in texts) for measure in (max, len))
     if known is not None and largest >= known:
         raise ValueError(
-            f"the rows have token {largest}, and the model knows {known} tokens: give the tokenizer of the "
+            f"the rows have token {largest}, and the {name} knows {known} tokens: give the tokenizer of the "
             "model, or resize the model (resize_token_embeddings)"
         )
-    if window is not None and longest > window:
+    if window is None or longest + most_tokens <= window:
+        return
+    if not most_tokens:
         raise ValueError(
-            f"the rows have a text of {longest} tokens, and the model sees {window}: give max_length={window}"
+            f"the rows have a text of {longest} tokens, and the {name} sees {window}: give max_length="
+            f"{window} (--max_len {window} of the scripts)"
         )
+    rooms = {
+        "max_length={0} (--max_len {0} of the scripts)": window - most_tokens,
+        "max_tokens={0} (--max_new_tokens {0} of the scripts)": window - longest,
+    }
+    fewer = [words.format(room) for words, room in rooms.items() if room > 1] or ["less of both"]
+    raise ValueError(
+        f"a prompt of {longest} tokens and an answer of up to max_tokens={most_tokens} do not fit into the "
+        f"{window} tokens that the {name} sees: give {', or '.join(fewer)}"
+    )
 
 
 def text_batch(rows: Sequence[EncodedText], *, pad: int) -> Batch:

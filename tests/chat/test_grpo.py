@@ -150,7 +150,12 @@ def mistakes() -> None:
         ({"reference": causal()}, GRPO(reward=digits), "kl_coef=0.0 and reference=Llama"),
         ({"sampling": SamplingParams(temperature=0)}, GRPO(reward=digits), "give a temperature above 0"),
         ({"data": chat_data(make_toy_data("sums", 3, 0))}, GRPO(reward=digits), "learns from prompts"),
-        ({}, GRPO(reward=digits, max_length=4000), "do not fit into the 2048 tokens that the model sees"),
+        (
+            {"sampling": SamplingParams(max_tokens=2046)},
+            GRPO(reward=digits, max_length=4000),
+            r"do not fit into the 2048 tokens that the model sees: give max_length=2 \(--max_len 2 .*, or m",
+        ),
+        ({"data": "rows.json"}, GRPO(reward=digits), r"data is of type str: give chat_data\("),
     ):
         with pytest.raises(ValueError, match=words):
             method.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), **{**plain, **options})

@@ -12,7 +12,7 @@ import torch
 
 import colossalai
 from colossalai.booster import Booster
-from colossalai.chat import DPO, SFT, RewardModeling
+from colossalai.chat import DPO, SFT, RewardModeling, chat_data
 from colossalai.core import global_context as gpc
 from tests.chat.tiny import METHODS, PLUGINS, causal, model_for, rows_for, tokenizer
 from tests.ranks import run_ranks
@@ -168,6 +168,12 @@ def mistakes() -> None:
         short.config.max_position_embeddings = 5
         with pytest.raises(ValueError, match=r"text of \d+ tokens, and the model sees 5: give max_length=5"):
             call(model=short, **plain, **more)
+    texts = chat_data([{"prompt": "3+4=" * 40, "chosen": "7", "rejected": "8"}])
+    with pytest.raises(ValueError, match=r"the reference sees 5: give max_length=5 \(--max_len 5 of"):
+        DPO().with_reference(texts, short, booster=Booster(), tokenizer=tokenizer())
+    rows: Any = [{"prompt": "3+4=", "completion": "7"}]
+    with pytest.raises(ValueError, match=r"data is of type list: give chat_data\(path or rows\)"):
+        SFT().fit(model, optimizer, **{**plain, "data": rows, "steps": 1})
     with pytest.raises(TypeError, match=r"has no argument 'step': did you mean 'steps'\?"):
         SFT().fit(model, optimizer, **{**plain, "step": 1})
     with pytest.raises(ValueError, match=r"call with_reference\(data, model"):

@@ -136,12 +136,25 @@ def mistakes() -> None:
     model, wide = causal(), causal()
     before = [each.clone() for each in model.parameters()]
     wide.config.vocab_size += 1
+    short = with_value_head(causal())
+    short.config.max_position_embeddings = 32
+    texts = chat_data([{"prompt": "3+4=" * 3000, "completion": "7"}])
     for options, method, words in (
         ({}, PPO(reward=digits), "kl_coef=0.1 and reference=NoneType"),
         ({"pretrain": sft}, PPO(reward=digits, kl_coef=0.0), r"ptx_coef=0.0 and pretrain=ChatData"),
         ({"data": sft}, PPO(reward=digits, kl_coef=0.0), "PPO learns from prompts"),
         ({"pretrain": prompts()}, PPO(reward=digits, kl_coef=0.0, ptx_coef=0.5), "rows of stage 'prompts'"),
         ({}, PPO(reward=with_value_head(wide), kl_coef=0.0), "has a vocabulary of"),
+        (
+            {},
+            PPO(reward=short, kl_coef=0.0),
+            "fit into the 32 tokens that the reward sees: give max_tokens=2",
+        ),
+        (
+            {"pretrain": texts},
+            PPO(reward=digits, max_length=4096, kl_coef=0.0, ptx_coef=0.5),
+            r"a text of 4096 tokens, and the model sees 2048: give max_length=2048",
+        ),
         ({"rows_at_once": 0}, PPO(reward=digits, kl_coef=0.0), "rows_at_once=0"),
         ({"ptx_batch_size": 0}, PPO(reward=digits, kl_coef=0.0), "ptx_batch_size=0"),
         ({"critic": with_value_head(model)}, PPO(reward=digits, kl_coef=0.0), "the critic shares parameters"),
