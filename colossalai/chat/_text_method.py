@@ -273,8 +273,11 @@ def logits_of(output: Any) -> Tensor:
 
 
 def padding_of(tokenizer: Any) -> int:
-    """Return what rows are filled up with; no layer sees it, so any token will do."""
-    known = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
+    """Return what rows are filled up with; no layer sees it, so any token will do that the model knows.
+
+    The end of a text is one; a padding token is often added to a tokenizer whose model is not resized.
+    """
+    known = (getattr(tokenizer, name, None) for name in ("eos_token_id", "pad_token_id"))
     return next((int(each) for each in known if each is not None), 0)
 
 

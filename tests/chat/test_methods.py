@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 from pathlib import Path
@@ -191,6 +192,27 @@ def mistakes() -> None:
 
 def test_mistakes() -> None:
     run_ranks(mistakes, 1)
+
+
+def pad_beyond_the_vocabulary() -> list[Any]:
+    """Train with a padding token that was added to the tokenizer alone, and without one."""
+    colossalai.launch_from_torch({}, verbose=False)
+    padded = copy.deepcopy(tokenizer())
+    padded.add_special_tokens({"pad_token": "[PAD]"})
+    assert padded.pad_token_id == causal().config.vocab_size
+    found = []
+    for each in (tokenizer(), padded):
+        model = causal()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        given: dict[str, Any] = {"booster": Booster(), "tokenizer": each, "data": rows_for("sft", 8)}
+        found.append(METHODS["sft"].fit(model, optimizer, steps=2, **given).records)
+    gpc.destroy()
+    return [[each["loss"] for each in records] for records in found]
+
+
+def test_a_padding_token_that_the_model_does_not_know_is_not_read() -> None:
+    plain, padded = run_ranks(pad_beyond_the_vocabulary, 1)[0]
+    assert plain == padded
 
 
 def torn_pairs() -> None:
