@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossalai.booster import has_adapters
+from colossalai.runtime import ModelWrapper
+
 CLASSIFIER = "ForSequenceClassification"
 """What transformers calls a model with a head of labels, behind the name of its family."""
 
@@ -23,18 +26,20 @@ class ValueModel(nn.Module):
         trunk: The model without a head: it returns hidden states, (batch, length, hidden).
         trunk_name: The attribute that holds it: `base_model_prefix` of its class.
         config: That of the model, with one label.
+        width: Features of a hidden state; None: `hidden_size` of the config.
     """
 
     main_input_name = "input_ids"  # as transformers' models say it: whoever makes a sample run asks for it
 
-    def __init__(self, trunk: nn.Module, *, trunk_name: str, config: Any) -> None:
+    def __init__(self, trunk: nn.Module, *, trunk_name: str, config: Any, width: int | None = None) -> None:
         super().__init__()
         self.config = config
         self.trunk_name = trunk_name
         setattr(self, trunk_name, trunk)
         like = next(trunk.parameters())
-        self.score = nn.Linear(config.hidden_size, 1, bias=False, device=like.device, dtype=like.dtype)
-        nn.init.normal_(self.score.weight, std=(config.hidden_size + 1) ** -0.5)
+        width = config.hidden_size if width is None else width
+        self.score = nn.Linear(width, 1, bias=False, device=like.device, dtype=like.dtype)
+        nn.init.normal_(self.score.weight, std=(width + 1) ** -0.5)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Return the value of each token.
@@ -63,21 +68,33 @@ def with_value_head(model: nn.Module) -> ValueModel:
 
     Raises:
         ValueError: `model` has no `base_model_prefix` or no `hidden_size` in its config, so is none of
-            transformers.
+            transformers; or it has a head of labels, has adapters, or has been boosted.
     """
+    family = type(model).__name__
+    if isinstance(model, ModelWrapper):
+        raise ValueError(f"{family} has been boosted: put a value head on the model before that")
+    if has_adapters(model):
+        raise ValueError(
+            f"{family} has adapters: put the value head on the model that they are for, and adapters on what "
+            "comes of it, with modules_to_save=['score']; or merge them before"
+        )
+    if family.endswith(CLASSIFIER):
+        raise ValueError(f"{family} has a head of labels: one with one label opens by load_reward_model")
     name = getattr(model, "base_model_prefix", "")
     config: Any = getattr(model, "config", None)
     if not name or not hasattr(model, name) or not hasattr(config, "hidden_size"):
         raise ValueError(
-            f"{type(model).__name__} is no causal language model of transformers: a value head is put on "
+            f"{family} is no causal language model of transformers: a value head is put on "
             "what its base_model_prefix names, for a hidden_size that its config has"
         )
     config = copy.deepcopy(config)
     config.num_labels = 1
     config.use_cache = False
-    family = type(model).__name__.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
-    config.architectures = [family + CLASSIFIER]
-    return ValueModel(getattr(model, name), trunk_name=name, config=config)
+    config.architectures = [family.removesuffix("ForCausalLM").removesuffix("LMHeadModel") + CLASSIFIER]
+    vocabulary: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    # OPT-350M projects its hidden states to the width of its embeddings, which the vocabulary's head reads.
+    width = None if vocabulary is None else vocabulary.weight.shape[1]
+    return ValueModel(getattr(model, name), trunk_name=name, config=config, width=width)
 
 
 def last_values(values: Tensor, attention_mask: Tensor) -> Tensor:

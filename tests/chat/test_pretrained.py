@@ -49,6 +49,7 @@ def rows() -> tuple[torch.Tensor, torch.Tensor]:
         ("gpt2", "pp 2"),
         further("opt", "fsdp"),
         further("opt", "pp 2"),
+        ("narrow opt", "tp 2"),  # whose head reads fewer features than the layers have
     ],
 )
 def test_folders_open_in_transformers(tmp_path: Path, family: str, plan: str) -> None:
@@ -79,3 +80,14 @@ def test_a_value_head_is_drawn_narrowly_and_needs_a_model_of_transformers() -> N
     assert values.score.weight.std().item() == pytest.approx(33**-0.5, rel=0.5)
     with pytest.raises(ValueError, match="Linear is no causal language model of transformers"):
         with_value_head(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.unit
+def test_a_value_head_is_not_put_on_what_is_no_plain_model() -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForSequenceClassification
+
+    with pytest.raises(ValueError, match=r"PeftModel.* has adapters: put the value head on the model that"):
+        with_value_head(get_peft_model(causal(), LoraConfig(r=2, target_modules=["q_proj"])))
+    with pytest.raises(ValueError, match=r"opens by load_reward_model"):
+        with_value_head(AutoModelForSequenceClassification.from_config(causal().config))

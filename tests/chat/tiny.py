@@ -66,8 +66,9 @@ def causal(family: str = "llama") -> Any:
             GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **none, **vocab)
         ).double()
     shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    if family == "opt":
-        own = {"ffn_dim": 64, "word_embed_proj_dim": 32, "max_position_embeddings": 64, "dropout": 0.0}
+    if family in ("opt", "narrow opt"):
+        width = 16 if family == "narrow opt" else 32  # of embeddings, as those of OPT-350M
+        own = {"ffn_dim": 64, "word_embed_proj_dim": width, "max_position_embeddings": 64, "dropout": 0.0}
         return OPTForCausalLM(OPTConfig(**shape, **own, **vocab)).double()
     return LlamaForCausalLM(
         LlamaConfig(intermediate_size=64, num_key_value_heads=2, **shape, **vocab)
