@@ -34,7 +34,7 @@ from colossalai.shardformer import shard_model
 from tests.chat.test_grpo import SAMPLING, digits, prompts
 from tests.chat.tiny import METHODS, PLUGINS, causal, model_for, rows_for, tokenizer
 from tests.ranks import run_ranks
-from tests.tiers import every_other, in_soak, pairwise
+from tests.tiers import every_other, further, in_soak, pairwise
 
 pytest.importorskip("peft")
 
@@ -303,6 +303,7 @@ FURTHER_PLANS = ("ddp", "zero 1", "fsdp", "gemini", "tp 2", "pp 2", "tp 2, zero 
     [
         *every_other(("ppo", plan) for plan in FURTHER_PLANS),
         *every_other((("grpo", plan) for plan in FURTHER_PLANS), first=1),
+        further("ppo", "zero 2"),  # GRPO is above
     ],
 )
 def test_the_reference_under_further_plans(kind: str, plan: str) -> None:

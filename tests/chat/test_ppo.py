@@ -13,7 +13,9 @@ import torch
 import colossalai
 from colossalai.booster import Booster
 from colossalai.chat import PPO, SFT, chat_data, with_value_head
+from colossalai.chat._fit import forward_only
 from colossalai.chat.data import make_toy_data, make_toy_tokenizer
+from colossalai.chat.losses import token_logprobs
 from colossalai.core import global_context as gpc
 from colossalai.inference import SamplingParams
 from tests.chat.test_grpo import PLANS, SAMPLING, digits, prompts
@@ -80,7 +82,7 @@ def check(cells: list[tuple[str, str, dict[str, Any]]], num_ranks: int) -> None:
             for own, other in zip(mine, theirs, strict=True):
                 assert own.keys() == other.keys()
                 for key, value in own.items():
-                    close = {"rel_tol": 1e-9, "abs_tol": 1e-6 if key.startswith("logprob_gap") else 1e-9}
+                    close = {"rel_tol": 1e-10, "abs_tol": 1e-6 if key.startswith("logprob_gap") else 1e-10}
                     assert math.isclose(value, other[key], **close), (
                         f"{cell}: {key} is {value}, not {other[key]}"
                     )
@@ -97,6 +99,32 @@ CELLS = pairwise(PLANS, ("llama", "gpt2", "opt"), WAYS)
 @pytest.mark.parametrize("plan", every_other(PLANS, first=1))  # test_grpo.py has those between
 def test_further_ways(plan: str) -> None:
     check([cell for cell in CELLS if cell[0] == plan], 4 if "," in plan else 2)
+
+
+def look_at_all() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what each rank reads off policy and critic: under a plan, and with the whole models."""
+    colossalai.launch_from_torch({}, verbose=False)
+    torch.manual_seed(3)
+    ids = torch.randint(2, 40, (4, 9))  # two microbatches
+    data = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    booster, found = Booster(plugin=PLUGINS["pp 2"]()), []
+    reads: tuple[tuple[Any, Any], ...] = (
+        (causal, lambda output: token_logprobs(output.logits[:, :-1], ids[:, 1:])),
+        (value_model, lambda output: output[:, :-1]),
+    )
+    for make, read in reads:
+        model = make()
+        wanted = read(make()(**data)).detach()
+        wrapped, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        found.append((forward_only(wrapped, data, read, booster=booster), wanted))
+    gpc.destroy()
+    return found
+
+
+def test_all_stages_know_what_is_read_off_the_last_one() -> None:
+    for found in run_ranks(look_at_all, 2):
+        for own, wanted in found:
+            torch.testing.assert_close(own, wanted, rtol=1e-10, atol=1e-10)
 
 
 def resume(folder: str) -> Any:
