@@ -5,7 +5,7 @@ than under a reference. A critic learns what is still to come, and tells which t
 (1506.02438). Texts of pretraining may be learned beside, so that nothing is forgotten (PPO-ptx).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -243,13 +243,9 @@ class _ActorCritic:
         self.is_first = True
 
     def parts(self, answers: Sequence[ScoredAnswer]) -> list[list[Batch]]:
-        """Return the batches of each step, with advantages and returns; as many steps on every rank."""
-        number = self._method.minibatches
-        ends = [len(answers) * (place + 1) // number for place in range(number)]
+        """Return the batches of each step, with advantages and returns; as many on every rank."""
         found = []
-        for start, end in zip([0, *ends], ends, strict=False):
-            # Where there are fewer answers than steps, a step has one that does not count.
-            own = answers[start:end] or [answers[0]._replace(counts=False)]
+        for own in self._divided(answers):
             rewards = torch.tensor([each.reward for each in own], dtype=torch.float64)
             batches = self._answerer.batches(own, rewards=rewards)
             for data, labels in batches:
@@ -257,6 +253,25 @@ class _ActorCritic:
             found.append(batches)
         self._whiten([labels for batches in found for _, labels in batches])
         return found
+
+    def _divided(self, answers: Sequence[ScoredAnswer]) -> Iterator[list[ScoredAnswer]]:
+        """Yield the answers of each step: the same ones on all ranks together as in one process.
+
+        Ranks have as many answers in a step, since each forward may be a collective: those that lack one have
+        an answer in its place that does not count. So has a step of fewer answers than there are steps.
+        """
+        mesh, number = self._booster.mesh, self._method.minibatches
+        replicas, replica = mesh.axis_size("dp"), mesh.axis_rank("dp")
+        kept = [each for each in answers if each.counts]
+        total = torch.tensor(float(len(kept)), device=self._booster.device)
+        all_reduce_in_place(total, ParallelMode.DATA)  # answers that count, of all replicas
+        ends = [int(total) * (place + 1) // number for place in range(number)]
+        for start, end in zip([0, *ends], ends, strict=False):
+            # Prompts are dealt out like cards: answer n of all is on replica n % replicas.
+            dealt = [range(start + (rank - start) % replicas, end, replicas) for rank in range(replicas)]
+            own = [kept[place // replicas] for place in dealt[replica]]
+            size = max(1, *map(len, dealt))
+            yield own + [answers[0]._replace(counts=False)] * (size - len(own))
 
     def policy_loss(self, output: Any, labels: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the sum of the losses of tokens, and how many there are; of texts of pretraining, none."""

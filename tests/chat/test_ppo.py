@@ -70,8 +70,8 @@ def train_all(cells: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
 WAYS: list[dict[str, Any]] = [
     {"iterations": 2},
     {"iterations": 1, "kl_coef": 0.0, "has_reward_model": True},
-    {"iterations": 2, "minibatches": 2, "ptx_coef": 0.9, "gamma": 0.99, "value_clip": math.inf},
-]
+    {"iterations": 2, "minibatches": 3, "ptx_coef": 0.9, "gamma": 0.99, "value_clip": math.inf},
+]  # 4 answers, or one, in 3 steps
 
 
 def check(cells: list[tuple[str, str, dict[str, Any]]], num_ranks: int) -> None:
@@ -90,7 +90,8 @@ def check(cells: list[tuple[str, str, dict[str, Any]]], num_ranks: int) -> None:
 
 
 def test_on_two_ranks() -> None:
-    check([("pp 2", "gpt2", {**WAYS[2], "has_reward_model": True})], 2)
+    odd = {"iterations": 1, "minibatches": 3, "kl_coef": 0.0}  # which divides no number of answers
+    check([("pp 2", "gpt2", {**WAYS[2], "has_reward_model": True}), ("zero 2", "llama", odd)], 2)
 
 
 CELLS = pairwise(PLANS, ("llama", "gpt2", "opt"), WAYS)
