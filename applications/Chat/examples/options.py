@@ -2,6 +2,11 @@
 
 import argparse
 import ast
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +14,20 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from colossalai.booster import Booster, plugin
-from colossalai.chat import RolloutOptions, ValueModel, load_reward_model
+from colossalai.chat import (
+    PolicyDriftError,
+    RolloutOptions,
+    ValueModel,
+    load_reward_model,
+)
 from colossalai.core import global_context as gpc
 from colossalai.inference import SamplingParams
 
 STRATEGIES = ("naive", "ddp", "colossalai_gemini", "colossalai_zero2", "colossalai_zero2_cpu")
+STRATEGY = "colossalai_zero2"
 FAMILIES = ("gpt2", "bloom", "opt", "llama")
+OPTION_OF = {"max_length": "--max_len", "max_tokens": "--max_new_tokens"}
+"""Options of the scripts by the arguments of `fit` that errors name."""
 
 
 def make_parser(
@@ -36,7 +49,7 @@ def make_parser(
         "--strategy",
         choices=STRATEGIES,
         metavar="NAME",
-        default="colossalai_zero2",
+        default=STRATEGY,
         help=f"one of {', '.join(STRATEGIES)}; default: %(default)s",
     )
     add(
@@ -55,22 +68,25 @@ def make_parser(
     data = "a file of rows, or a data set in the cache of the library datasets"
     add(dataset, dest="dataset", required=True, help=data)
     add("--subset", help="of a data set in that cache, where it has several")
-    add("--max_datasets_size", type=int, help="read so many rows at most")
+    add("--max_datasets_size", type=at_least(1), help="read so many rows at most")
     add("--save_path", default="output", help="the folder of the trained model; default: %(default)s")
     add("--need_optim_ckpt", type=truth, default=False, help="save the state of the optimizer, too")
-    add("--max_epochs", type=int, default=epochs, help="default: %(default)s")
+    add("--max_epochs", type=at_least(1), default=epochs, help="default: %(default)s")
     if has_batches:
-        add("--batch_size", type=int, default=4, help="rows of a batch of one rank; default: %(default)s")
-        add("--accumulation_steps", type=int, default=1, help="batches of a step; default: %(default)s")
-    add("--lr", type=float, default=5e-6, help="default: %(default)s")
+        rows = "rows of a batch of one rank; default: %(default)s"
+        add("--batch_size", type=at_least(1), default=4, help=rows)
+        batches = "batches of a step; default: %(default)s"
+        add("--accumulation_steps", type=at_least(1), default=1, help=batches)
+    add("--lr", type=at_least(0.0), default=5e-6, help="default: %(default)s")
     add("--max_norm", type=float, help="scale gradients of a larger norm down to it")
-    add("--max_len", type=int, default=512, help="most tokens of a text; default: %(default)s")
-    add("--lora_rank", type=int, default=0, help="train adapters of this rank only; default: %(default)s")
+    add("--max_len", type=at_least(2), default=512, help="most tokens of a text; default: %(default)s")
+    adapters = "train adapters of this rank only; default: %(default)s"
+    add("--lora_rank", type=at_least(0), default=0, help=adapters)
     add("--grad_checkpoint", action="store_true", help="compute activations again in the backward")
     add("--precision", choices=("fp32", "bf16", "fp16"), help="default: bf16 on an accelerator, else fp32")
     add(
         "--log_interval",
-        type=int,
+        type=at_least(1),
         default=100,
         help="steps between lines on the screen; default: %(default)s",
     )
@@ -79,15 +95,17 @@ def make_parser(
         metavar="FOLDER",
         help="go on from the training state in it, if there is one; states go there",
     )
-    add("--save_interval", type=int, help="steps between training states in the folder of --resume")
-    add("--seed", type=int, default=42, help="default: %(default)s")
+    states = "steps between training states in the folder of --resume"
+    add("--save_interval", type=at_least(1), help=states)
+    add("--seed", type=at_least(0), default=42, help="default: %(default)s")
     return parser
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """Add what scripts have that draw answers: `sampling_of` reads it."""
     add = parser.add_argument
-    add("--max_new_tokens", type=int, default=64, help="most tokens of an answer; default: %(default)s")
+    tokens = "most tokens of an answer; default: %(default)s"
+    add("--max_new_tokens", type=at_least(1), default=64, help=tokens)
     add("--temperature", type=float, default=1.0, help="default: %(default)s")
     ahead = "1: draw the answers of the next step while this one is made; default: %(default)s"
     add("--async", dest="ahead", type=int, choices=(0, 1), default=0, help=ahead)
@@ -114,15 +132,44 @@ def truth(text: str) -> bool:
     raise argparse.ArgumentTypeError(f"{text!r}: give True or False")
 
 
+def at_least(least: float) -> Callable[[str], float]:
+    """Return the type of an option whose number is at least `least`: whole where that is an int."""
+    kind = type(least)
+
+    def number(text: str) -> float:
+        value = kind(text)
+        if not (value >= least and math.isfinite(value)):
+            raise argparse.ArgumentTypeError(f"{text}: give a number of at least {least}")
+        return value
+
+    number.__name__ = kind.__name__  # argparse names it where the text is not a number
+    return number
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """End the script with the message of a mistake, under the names of its options, without a traceback."""
+    try:
+        yield
+    except (ValueError, OSError, PolicyDriftError) as error:
+        names = "|".join(OPTION_OF)
+        message = re.sub(rf"\b({names})=", lambda found: f"{OPTION_OF[found[1]]} ", str(error))
+        raise SystemExit(message) from error
+
+
 def make_booster(args: argparse.Namespace) -> Booster:
     """Return the parallel methods that were asked for."""
-    precision = args.precision or ("bf16" if torch.accelerator.is_available() else "fp32")
+    default = "bf16" if torch.accelerator.is_available() else "fp32"
+    precision = args.precision or default
     if args.grad_checkpoint and args.plugin is not None:
         raise SystemExit("--grad_checkpoint goes with --strategy: give recompute=True in --plugin")
     if args.save_interval and not args.resume:
         raise SystemExit("--save_interval without --resume: name the folder of the training states there")
     if args.plugin is not None:
-        return Booster(plugin=called(args.plugin), mixed_precision=precision)
+        if args.strategy != STRATEGY:
+            raise SystemExit(f"--strategy {args.strategy} and --plugin {args.plugin!r}: give one of them")
+        made, own = called(args.plugin, args.precision, default)
+        return Booster(plugin=made, mixed_precision=own)
     if args.strategy == "naive" and gpc.mesh.world_size > 1:
         raise SystemExit(
             "--strategy naive is one process: choose another, or start one with --nproc_per_node 1"
@@ -138,14 +185,25 @@ def make_booster(args: argparse.Namespace) -> Booster:
     )
 
 
-def called(text: str) -> plugin.Plugin:
-    """Return a plugin from how it is called; its arguments are numbers, texts, lists and the like."""
+def called(text: str, precision: str | None, default: str) -> tuple[plugin.Plugin, str | None]:
+    """Return a plugin from how it is called, and the precision that is left to its booster.
+
+    Args:
+        text: The call; its arguments are numbers, texts, lists and the like.
+        precision: That of --precision, which the call can have instead; None if it is not given.
+        default: The precision if neither has one.
+    """
     try:
         call = ast.parse(text, mode="eval").body
         if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and not call.args):
-            raise ValueError("it is no call with named arguments")
+            raise ValueError("it is not a call with named arguments")
         made = getattr(plugin, call.func.id)
-        return made(**{str(each.arg): ast.literal_eval(each.value) for each in call.keywords})
+        given = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        if "precision" not in inspect.signature(made).parameters:
+            return made(**given), precision or default
+        if precision is not None and "precision" in given:
+            raise ValueError(f"it has a precision, and --precision {precision} is given too: leave one out")
+        return made(**{"precision": precision or default, **given}), None
     except (AttributeError, SyntaxError, TypeError, ValueError) as error:
         raise SystemExit(
             f"--plugin {text!r}: {error}; write it as HybridParallelPlugin(tp_size=2)"

@@ -10,7 +10,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from options import add_sampling, load, make_parser, sampling_of
+from options import add_sampling, at_least, load, make_parser, plain_errors, sampling_of
 from training import train
 
 import colossalai
@@ -39,10 +39,15 @@ def main() -> None:
     parser = make_parser(__doc__, epochs=1)
     add = parser.add_argument
     add("--reward", type=reward_of, required=True, metavar="FILE:FUNCTION", help="of (prompt, answer, row)")
-    add("--group_size", type=int, default=8, help="answers to a prompt; default: %(default)s")
+    add("--group_size", type=at_least(2), default=8, help="answers to a prompt; default: %(default)s")
     add_sampling(parser)
     add("--epsilon", type=float, default=0.2, help="how far a ratio may go; default: %(default)s")
-    add("--kl_coef", type=float, default=0.0, help="holds the model to --pretrain; default: %(default)s")
+    add(
+        "--kl_coef",
+        type=at_least(0.0),
+        default=0.0,
+        help="holds the model to --pretrain; default: %(default)s",
+    )
     add("--max_kl", type=float, help="end when the KL from --pretrain is above it for 10 steps in a row")
     add("--reward_seconds", type=float, help="time limit of a call of --reward, which runs in a process")
     args = parser.parse_args()
@@ -63,4 +68,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with plain_errors():
+        main()

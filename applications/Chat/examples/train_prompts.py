@@ -15,10 +15,12 @@ import torch
 from options import (
     FAMILIES,
     add_sampling,
+    at_least,
     check_family,
     load,
     make_booster,
     make_parser,
+    plain_errors,
     sampling_of,
     trained,
     with_adapters,
@@ -53,19 +55,31 @@ def read_options() -> argparse.Namespace:
         help="the family of --rm_path; default: auto",
     )
     add("--rm_pretrain", help="a causal model that the critic begins with; default: the reward model")
-    add("--num_episodes", type=int, default=10, help="default: %(default)s")
-    add(
-        "--max_timesteps", type=int, default=10, help="batches of prompts of an episode; default: %(default)s"
-    )
-    add("--update_timesteps", type=int, default=10, help="batches between updates; default: %(default)s")
-    add("--experience_batch_size", type=int, default=8, help="prompts of a batch; default: %(default)s")
-    add("--train_batch_size", type=int, default=8, help="answers of a step; default: %(default)s")
-    add("--ptx_batch_size", type=int, default=1, help="texts beside a batch of prompts; default: %(default)s")
-    add("--kl_coef", type=float, default=0.1, help="default: %(default)s")
+    counts = {
+        "num_episodes": (10, ""),
+        "max_timesteps": (10, "batches of prompts of an episode; "),
+        "update_timesteps": (10, "batches between updates; "),
+        "experience_batch_size": (8, "prompts of a batch; "),
+        "train_batch_size": (8, "answers of a step; "),
+        "ptx_batch_size": (1, "texts beside a batch of prompts; "),
+    }
+    for name, (default, text) in counts.items():
+        add(f"--{name}", type=at_least(1), default=default, help=f"{text}default: %(default)s")
+    add("--kl_coef", type=at_least(0.0), default=0.1, help="default: %(default)s")
     add("--max_kl", type=float, help="end when the KL from --pretrain is above it for 10 steps in a row")
-    add("--ptx_coef", type=float, default=0.9, help="with --pretrain_dataset; default: %(default)s")
+    add("--ptx_coef", type=at_least(0.0), default=0.9, help="with --pretrain_dataset; default: %(default)s")
     add_sampling(parser)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if (batches := args.num_episodes * args.max_timesteps) < args.update_timesteps:
+        raise SystemExit(
+            f"--update_timesteps {args.update_timesteps}: --num_episodes and --max_timesteps make {batches} "
+            f"batches in all, so there would be no update; give at most {batches}"
+        )
+    if args.pretrain_dataset is None:
+        for name in ("ptx_coef", "ptx_batch_size"):
+            if getattr(args, name) != parser.get_default(name):
+                raise SystemExit(f"--{name} without --pretrain_dataset: there are no texts to learn beside")
+    return args
 
 
 def main() -> None:
@@ -73,7 +87,11 @@ def main() -> None:
     args = read_options()
     colossalai.launch_from_torch({}, seed=args.seed, verbose=False)
     check_family("--rm_model", args.rm_model, args.rm_path)
+    if args.rm_pretrain is not None:
+        check_family("--rm_model", args.rm_model, args.rm_pretrain)
     booster = make_booster(args)
+    data = chat_data(args.dataset, "prompts", max_size=args.max_datasets_size, subset=args.subset)
+    pretrain = chat_data(args.pretrain_dataset, "sft") if args.pretrain_dataset else None
     model, tokenizer = load(args)
     reward = reward_of(args.rm_path, tokenizer)
     if args.rm_pretrain is None:
@@ -93,16 +111,16 @@ def main() -> None:
         max_kl=args.max_kl,
         ptx_coef=args.ptx_coef if args.pretrain_dataset else 0.0,
     )
-    updates = max(args.num_episodes * args.max_timesteps // args.update_timesteps, 1)
+    updates = args.num_episodes * args.max_timesteps // args.update_timesteps
     result = method.fit(
         model,
         torch.optim.AdamW(trained(model), lr=args.lr),
         critic=critic,
         critic_optimizer=torch.optim.AdamW(trained(critic), lr=args.lr),
         reference=reference,
-        pretrain=chat_data(args.pretrain_dataset, "sft") if args.pretrain_dataset else None,
+        pretrain=pretrain,
         booster=booster,
-        data=chat_data(args.dataset, "prompts", max_size=args.max_datasets_size, subset=args.subset),
+        data=data,
         tokenizer=tokenizer,
         **sampling_of(args),
         steps=updates * args.max_epochs * minibatches,
@@ -122,4 +140,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with plain_errors():
+        main()

@@ -5,7 +5,7 @@ Examples:
       --model llama --dataset pairs.jsonl
 """
 
-from options import make_parser, truth
+from options import make_parser, plain_errors, truth
 from training import train
 
 import colossalai
@@ -33,4 +33,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with plain_errors():
+        main()

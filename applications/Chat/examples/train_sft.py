@@ -5,7 +5,7 @@ Examples:
       --model llama --dataset data.json
 """
 
-from options import make_parser
+from options import make_parser, plain_errors
 from training import train
 
 import colossalai
@@ -27,4 +27,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with plain_errors():
+        main()

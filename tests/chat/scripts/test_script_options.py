@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from colossalai.booster.mixed_precision import mixed_precision_factory
 from colossalai.chat.data import make_toy_data
 from tests.chat.scripts.test_scripts import FOLDER
 from tests.chat.tiny import causal, tokenizer
-from tests.examples.scripts import run_script
+from tests.examples.scripts import example_module, run_script
 from tests.ranks import RanksError, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -45,6 +46,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "leave --max_datasets_size out",
         ),
         ("train_prompts", ("--rm_path", "{reward}", "--rm_model", "opt"), "--rm_model opt, and .* of llama"),
+        (
+            "train_prompts",
+            ("--rm_path", "{reward}", "--ptx_coef", "0.5"),
+            "--ptx_coef without --pretrain_dataset",
+        ),
+        (
+            "train_prompts",
+            ("--rm_path", "{reward}", "--num_episodes", "1", "--max_timesteps", "4"),
+            "there would be no update; give at most 4",
+        ),
+        ("train_sft", ("--plugin", "TorchDDPPlugin()", "--strategy", "ddp"), "give one of them"),
+        (
+            "train_sft",
+            ("--plugin", "GeminiPlugin(precision='bf16')", "--precision", "fp32"),
+            "--precision fp32 is given too: leave one out",
+        ),
+        # The names are those of the options, not of the arguments of `fit`, and there is no traceback.
+        ("train_dpo", ("--lr", "1e-3", "--beta", "-1"), "SystemExit: beta is -1.0"),
+        (
+            "train_sft",
+            ("--max_len", "4", "--max_datasets_size", "1"),
+            "SystemExit: --max_len 4: all 1 rows have longer",
+        ),
     ],
 )
 def test_options_that_would_be_ignored_are_refused(
@@ -69,6 +93,47 @@ def test_options_that_would_be_ignored_are_refused(
             run_script, 1, f"{FOLDER}/{script}.py", *words, *given, "--save_path", str(tmp_path / "out")
         )
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "precision", "of_plugin", "of_booster"),
+    [
+        ("GeminiPlugin()", "bf16", "bf16", None),
+        ("GeminiPlugin()", None, "fp32", None),
+        ("LowLevelZeroPlugin(stage=1, precision='fp16')", None, "fp16", None),
+        ("HybridParallelPlugin(tp_size=2, precision='bf16')", None, "bf16", None),
+        ("HybridParallelPlugin(tp_size=2)", "fp16", "fp16", None),
+        ("TorchFSDPPlugin()", None, None, "fp32"),
+        ("TorchDDPPlugin()", "bf16", None, "bf16"),
+    ],
+)
+def test_a_plugin_has_the_precision_that_was_asked_for(
+    call: str, precision: str | None, of_plugin: str | None, of_booster: str | None
+) -> None:
+    options = example_module("../applications/Chat/examples/options.py")
+    made, left = options.called(call, precision, "fp32")
+    assert left == of_booster
+    plan = made.plan(mixed_precision_factory(left or "fp32").precision())  # refuses a second precision
+    name = {"bf16": "BF16", "fp16": "FP16", "fp32": "FullPrecision"}[of_plugin or of_booster or ""]
+    assert name in type(plan.precision).__name__
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--log_interval", "0", "argument --log_interval: 0: give a number of at least 1"),
+        ("--lora_rank", "-2", "argument --lora_rank: -2: give a number of at least 0"),
+        ("--lr", "nan", "argument --lr: nan: give a number of at least 0.0"),
+        ("--batch_size", "two", "argument --batch_size: invalid int value: 'two'"),
+    ],
+)
+def test_numbers_out_of_range_are_told_under_their_option(
+    option: str, value: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = example_module("../applications/Chat/examples/options.py")
+    with pytest.raises(SystemExit):
+        options.make_parser(None).parse_args(["--pretrain", "x", "--dataset", "y", option, value])
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -173,7 +173,7 @@ def test_adapters_in_all_stages(folder: Path) -> None:
         ((), r"--model bloom, and .*base has a model of llama: give --model llama or auto"),
         (("--model", "auto", "--strategy", "naive"), "naive is one process"),
         (("--model", "auto", "--plugin", "Nothing()"), r"write it as HybridParallelPlugin\(tp_size=2\)"),
-        (("--model", "auto", "--plugin", "print('x')"), "it is no call with named arguments"),
+        (("--model", "auto", "--plugin", "print('x')"), "it is not a call with named arguments"),
         (("--model", "auto", "--plugin", "TorchFSDPPlugin()", "--grad_checkpoint"), "give recompute=True"),
         (("--model", "auto", "--save_interval", "5"), "--save_interval without --resume"),
     ],
