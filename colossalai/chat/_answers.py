@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from colossalai.booster import Booster, adapters_off
@@ -20,7 +21,7 @@ from colossalai.chat._callbacks import KL_NAME, LARGEST_GAP, AnswerSample, Gap, 
 from colossalai.chat._fit import TRAINING_RATE, Batch, FitLoop, forward_only
 from colossalai.chat._records import Measures
 from colossalai.chat._text_method import logits_of, padding_of
-from colossalai.chat.data import ChatRow, EncodedText, collate
+from colossalai.chat.data import ChatRow, EncodedText, collate, places_in_batches
 from colossalai.chat.rewards import (
     AnswerText,
     Reward,
@@ -31,6 +32,8 @@ from colossalai.chat.rewards import (
 )
 from colossalai.chat.rollout import Rollout, RolloutEngine, RolloutOptions
 from colossalai.cluster import gather_values
+from colossalai.communication import all_reduce_in_place
+from colossalai.context import ParallelMode
 from colossalai.inference import EngineStopped, RequestFailed, RequestRefused, SamplingParams
 from colossalai.runtime import ModelWrapper
 
@@ -94,6 +97,7 @@ class Answerer:
         max_length: Most tokens of a prompt and its answer.
         num_prompts: Prompts of a step on this rank.
         rows_at_once: Most answers of a batch.
+        tokens_at_once: Most tokens of a batch; None: any number.
         seed: Of what is drawn.
         watch: What is told where engine and trainer differ.
         rollouts: Where and when answers are drawn.
@@ -126,6 +130,7 @@ class Answerer:
         max_length: int,
         num_prompts: int,
         rows_at_once: int,
+        tokens_at_once: int | None,
         seed: int,
         watch: RewardWatch,
         rollouts: RolloutOptions,
@@ -136,7 +141,7 @@ class Answerer:
         self._scorer = scorer_of(
             reward, device=booster.device, rows_at_once=rows_at_once, pad=padding_of(tokenizer)
         )
-        self._rows_at_once = rows_at_once
+        self._rows_at_once, self._tokens_at_once = rows_at_once, tokens_at_once
         self.engine = RolloutEngine(
             model,
             tokenizer,
@@ -306,18 +311,28 @@ class Answerer:
         ]
 
     def batches(self, answers: Sequence[ScoredAnswer], **numbers: Tensor) -> list[Batch]:
-        """Return batches of answers, whose prompts are not learned.
+        """Return batches of answers, whose prompts are not learned; every rank calls it.
 
         Those of like lengths come together, so that rows are filled up with little; losses are sums, to which
-        the order is nothing.
+        the order is nothing. All ranks have as many batches, since a forward may be a collective.
 
         Args:
-            answers: The answers.
+            answers: The answers, as many on all ranks.
             numbers: Further labels, one of each for each answer.
         """
-        order = sorted(range(len(answers)), key=lambda place: _num_tokens(answers[place]))
-        size = self._rows_at_once
-        parts = [order[start : start + size] for start in range(0, len(order), size)]
+        pipeline = self._booster.plan.pipeline
+        divide = partial(
+            places_in_batches,
+            [_num_tokens(each) for each in answers],
+            rows=self._rows_at_once,
+            tokens=self._tokens_at_once,
+            multiple_of=1 if pipeline is None else pipeline.num_microbatches,
+        )
+        parts = divide()
+        if self._tokens_at_once is not None:  # other ranks have answers of other lengths
+            most = torch.tensor([len(parts)], device=self._booster.device)
+            all_reduce_in_place(most, ParallelMode.GLOBAL, dist.ReduceOp.MAX)
+            parts = divide(at_least=int(most))
         return [
             self._batch(
                 [answers[place] for place in part], {name: values[part] for name, values in numbers.items()}

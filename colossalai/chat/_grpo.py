@@ -91,6 +91,7 @@ class GRPO:
         sampling: SamplingParams | None = None,
         reference: nn.Module | None = None,
         rows_at_once: int = 32,
+        tokens_at_once: int | None = None,
         rollouts: RolloutOptions = RolloutOptions(),  # noqa: B008 - a frozen value
         samples_every: int | None = None,
         **course: Unpack[CourseOptions],
@@ -108,6 +109,8 @@ class GRPO:
             reference: What `kl_coef` holds the model to: a model of its own, which is not changed. None with
                 a model of adapters: that model without them.
             rows_at_once: Most answers that a forward and backward computes.
+            tokens_at_once: Most tokens that it computes, of prompts and answers with their padding, so that
+                there are more short answers in a batch than long ones. None: any number.
             rollouts: Where and when answers are drawn.
             samples_every: Of every so many steps some prompts, answers and rewards of rank 0 are written to
                 `samples.jsonl` in the folder `log`.
@@ -131,6 +134,7 @@ class GRPO:
                 sampling=sampling,
                 reference=reference,
                 rows_at_once=rows_at_once,
+                tokens_at_once=tokens_at_once,
                 rollouts=rollouts,
                 samples_every=samples_every,
                 course=course_of(course),

@@ -103,6 +103,7 @@ class PPO:
         pretrain: ChatData | EncodedData | None = None,
         sampling: SamplingParams | None = None,
         rows_at_once: int = 32,
+        tokens_at_once: int | None = None,
         rollouts: RolloutOptions = RolloutOptions(),  # noqa: B008 - a frozen value
         samples_every: int | None = None,
         ptx_batch_size: int = 1,
@@ -124,6 +125,8 @@ class PPO:
             sampling: How answers are drawn; `n`, `seed` and `logprobs` are set here. Default: temperature 1
                 and up to 64 tokens. The model is trained as it is at that temperature.
             rows_at_once: Most answers that a forward and backward computes.
+            tokens_at_once: Most tokens that it computes, of prompts and answers with their padding, so that
+                there are more short answers in a batch than long ones. None: any number.
             samples_every: Of every so many steps some prompts, answers and rewards of rank 0 are written to
                 `samples.jsonl` in the folder `log`.
             rollouts: Where and when answers are drawn.
@@ -152,6 +155,7 @@ class PPO:
                 sampling=sampling,
                 reference=reference,
                 rows_at_once=rows_at_once,
+                tokens_at_once=tokens_at_once,
                 rollouts=rollouts,
                 samples_every=samples_every,
                 course=made,

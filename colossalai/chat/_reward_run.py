@@ -59,6 +59,7 @@ class RunInputs:
     sampling: SamplingParams | None
     reference: nn.Module | None
     rows_at_once: int
+    tokens_at_once: int | None
     rollouts: RolloutOptions
     samples_every: int | None
     course: Course
@@ -108,10 +109,12 @@ class RewardRun:
             prompts=self._prompts,
             rows_at_once=inputs.rows_at_once,
         )
+        self.most_tokens = most_tokens(sampling)
+        longest = max(len(each.encoded) for each in self._prompts) + self.most_tokens
+        check_tokens_at_once(inputs.tokens_at_once, longest)
         self.trained: dict[str, tuple[ModelWrapper, OptimizerWrapper]] = {
             name: boost(inputs.booster, *each) for name, each in trained.items()
         }
-        self.most_tokens = most_tokens(sampling)
         self._watch = RewardWatch(inputs.tokenizer, max_kl=method.max_kl)
         self.answerer = Answerer(
             self.model,
@@ -119,9 +122,10 @@ class RewardRun:
             tokenizer=inputs.tokenizer,
             sampling=sampling,
             reward=method.reward,
-            max_length=max(len(each.encoded) for each in self._prompts) + self.most_tokens,
+            max_length=longest,
             num_prompts=course.batch_size * course.accumulation,
             rows_at_once=inputs.rows_at_once,
+            tokens_at_once=inputs.tokens_at_once,
             seed=course.seed,
             watch=self._watch,
             rollouts=inputs.rollouts,
@@ -257,6 +261,21 @@ def check_ahead(rollouts: RolloutOptions, sampling: SamplingParams) -> None:
             f"ahead={rollouts.ahead} and temperature={sampling.temperature}: one step ahead a token is "
             "weighed by the probability that the engine tells, which is that at temperature 1: give that, or "
             "leave ahead out"
+        )
+
+
+def check_tokens_at_once(tokens_at_once: int | None, longest: int) -> None:
+    """Refuse batches that do not hold one answer.
+
+    Raises:
+        ValueError: `tokens_at_once` is no integer, or below the `longest` prompt with its answer.
+    """
+    if tokens_at_once is None:
+        return
+    if type(tokens_at_once) is not int or tokens_at_once < longest:
+        raise ValueError(
+            f"tokens_at_once={tokens_at_once!r}: give an integer of at least {longest}, the tokens that a "
+            "prompt and its answer can have"
         )
 
 

@@ -185,6 +185,7 @@ def mistakes() -> None:
             r"a text of 4096 tokens, and the model sees 2048: give max_length=2048",
         ),
         ({"rows_at_once": 0}, PPO(reward=digits, kl_coef=0.0), "rows_at_once=0"),
+        ({"tokens_at_once": 8}, PPO(reward=digits, kl_coef=0.0), "tokens_at_once=8: give an integer of at l"),
         ({"ptx_batch_size": 0}, PPO(reward=digits, kl_coef=0.0), "ptx_batch_size=0"),
         ({"critic": with_value_head(model)}, PPO(reward=digits, kl_coef=0.0), "the critic shares parameters"),
         ({"reference": model}, PPO(reward=digits), "the reference shares parameters with the model"),

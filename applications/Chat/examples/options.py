@@ -109,6 +109,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=1.0, help="default: %(default)s")
     ahead = "1: draw the answers of the next step while this one is made; default: %(default)s"
     add("--async", dest="ahead", type=int, choices=(0, 1), default=0, help=ahead)
+    add("--tokens_at_once", type=int, help="most tokens of answers and padding that a forward computes")
     add("--rollout_tp_size", type=int, default=1, help="ranks that share layers of an engine that answers")
     add("--rollout_pp_size", type=int, default=1, help="stages of an engine; default: %(default)s")
 
@@ -116,6 +117,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
     """Return how, where and when answers are drawn, as arguments of `fit`."""
     return {
+        "tokens_at_once": args.tokens_at_once,
         "sampling": SamplingParams(max_tokens=args.max_new_tokens, temperature=args.temperature),
         "rollouts": RolloutOptions(
             ahead=args.ahead, tp_size=args.rollout_tp_size, pp_size=args.rollout_pp_size

@@ -4,7 +4,13 @@
 `make_chat_dataloader` makes batches of the tokens. `make_toy_data` makes rows up.
 """
 
-from colossalai.chat.data._batches import collate, collate_packed, collate_pairs, make_chat_dataloader
+from colossalai.chat.data._batches import (
+    collate,
+    collate_packed,
+    collate_pairs,
+    make_chat_dataloader,
+    places_in_batches,
+)
 from colossalai.chat.data._chat_data import ChatData, chat_data
 from colossalai.chat.data._encode import (
     EncodedData,
@@ -42,4 +48,5 @@ __all__ = [
     "make_toy_tokenizer",
     "pack",
     "packed_attention_mask",
+    "places_in_batches",
 ]

@@ -19,6 +19,33 @@ from colossalai.runtime import DataParallelLoader, make_dataloader
 _PADDING_SEGMENT = -1
 
 
+def places_in_batches(
+    lengths: Sequence[int], *, rows: int, tokens: int | None = None, multiple_of: int = 1, at_least: int = 1
+) -> list[list[int]]:
+    """Return the places of the texts of each batch; those of like lengths are together, to pad little.
+
+    Args:
+        lengths: Number of tokens of each text; at least one text.
+        rows: Most texts of a batch.
+        tokens: Most tokens of a batch, with padding; a longer text is a batch by itself. None: any number.
+        multiple_of: The rows of a batch are filled up to a multiple of this.
+        at_least: Number of batches, if fewer would do; up to that of the texts.
+    """
+    batches: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda place: lengths[place]):
+        # The last text of a batch is its longest one.
+        count = len(batches[-1]) + 1 if batches else 1
+        size = -(-count // multiple_of) * multiple_of * lengths[place]
+        if not batches or count > rows or (tokens is not None and size > tokens):
+            batches.append([])
+        batches[-1].append(place)
+    while len(batches) < min(at_least, len(lengths)):
+        largest = max(range(len(batches)), key=lambda number: len(batches[number]))
+        places = batches[largest]
+        batches[largest : largest + 1] = [places[: len(places) // 2], places[len(places) // 2 :]]
+    return batches
+
+
 def collate(
     encoded_rows: Sequence[EncodedText], *, pad_token_id: int, multiple_of: int = 1
 ) -> dict[str, Tensor]:

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from colossalai.chat.data import (
     EncodedPair,
@@ -14,6 +16,7 @@ from colossalai.chat.data import (
     make_chat_dataloader,
     make_toy_data,
     pack,
+    places_in_batches,
 )
 from tests.chat.data.setups import tokenizer_of
 
@@ -32,6 +35,31 @@ def test_texts_are_padded_on_the_right():
     }
     dtypes = {"input_ids": torch.int64, "attention_mask": torch.int64, "loss_mask": torch.bool}
     assert {name: tensor.dtype for name, tensor in batch.items()} == dtypes
+
+
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=30),
+    rows=st.integers(1, 8),
+    tokens=st.none() | st.integers(1, 100),
+    multiple_of=st.integers(1, 3),
+    at_least=st.integers(1, 40),
+)
+def test_batches_hold_no_more_than_they_may(lengths, rows, tokens, multiple_of, at_least):
+    found = places_in_batches(lengths, rows=rows, tokens=tokens, multiple_of=multiple_of, at_least=at_least)
+    assert sorted(place for batch in found for place in batch) == list(range(len(lengths)))
+    assert len(found) >= min(at_least, len(lengths))
+    for batch in found:
+        assert 1 <= len(batch) <= rows
+        size = -(-len(batch) // multiple_of) * multiple_of * max(lengths[place] for place in batch)
+        assert tokens is None or len(batch) == 1 or size <= tokens
+    ordered = [lengths[place] for batch in found for place in batch]
+    assert ordered == sorted(lengths)
+
+
+def test_short_texts_share_a_batch_and_long_ones_do_not():
+    assert places_in_batches([3, 20, 4, 19, 5], rows=8, tokens=20) == [[0, 2, 4], [3], [1]]
+    assert places_in_batches([3, 20, 4, 19, 5], rows=2) == [[0, 2], [4, 3], [1]]
+    assert places_in_batches([3, 4, 5], rows=8, tokens=20, at_least=2) == [[0], [1, 2]]
 
 
 @pytest.mark.parametrize(("multiple_of", "length"), [(1, 5), (5, 5), (4, 8), (8, 8)])
