@@ -3,6 +3,7 @@
 import argparse
 import ast
 import inspect
+import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -217,15 +218,38 @@ def load(args: argparse.Namespace, *, is_reward: bool = False) -> tuple[Any, Any
     check_family("--model", args.model, args.pretrain)
     tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
     if args.model_path is None:
-        return AutoModelForCausalLM.from_pretrained(args.pretrain, dtype=torch.float32), tokenizer
+        return load_causal(args.pretrain), tokenizer
     check_weights(args, is_reward=is_reward)
     if is_reward:
         return load_reward_model(args.model_path, dtype=torch.float32), tokenizer
-    return AutoModelForCausalLM.from_pretrained(args.model_path, dtype=torch.float32), tokenizer
+    return load_causal(args.model_path), tokenizer
+
+
+def load_causal(folder: str) -> Any:
+    """Return a causal language model; adapters, as a run with `--lora_rank` saves them, are added into it."""
+    if base_of(folder) is None:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    from peft import AutoPeftModelForCausalLM
+
+    made: Any = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return made.merge_and_unload().requires_grad_(True)  # peft has frozen it
+
+
+def base_of(folder: str) -> str | None:
+    """Return the folder of the model that the adapters in a folder are for; None: it has a model."""
+    file = Path(folder, "adapter_config.json")
+    if Path(folder, "config.json").is_file() or not file.is_file():
+        return None
+    base: str = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
+    return base
 
 
 def config_of(folder: str) -> Any:
-    """Return the config of a folder of save_pretrained."""
+    """Return the config of a folder of save_pretrained; of adapters, that of the model that they are for."""
+    base = base_of(folder)
+    if base is not None and not Path(base, "config.json").is_file():
+        raise SystemExit(f"{folder}: its adapters are for the model of {base}, and there is no such folder")
+    folder = base or folder
     if not Path(folder, "config.json").is_file():
         raise SystemExit(f"{folder}: there is no config.json in it; give a folder of save_pretrained")
     return AutoConfig.from_pretrained(folder)
@@ -273,6 +297,14 @@ def with_adapters(model: Any, rank: int) -> Any:
         names = {name.rpartition(".")[2] for name in linear} - {"score"}
         options = {"target_modules": sorted(names), "modules_to_save": ["score"]}
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=rank, **options))
+
+
+def writes_whole(args: argparse.Namespace, *, is_reward: bool = False) -> bool:
+    """Return whether trained adapters are added into the model that is saved.
+
+    A reward model is for `--rm_path`, and of what others were added into there is no folder without adapters.
+    """
+    return args.lora_rank > 0 and (is_reward or base_of(args.model_path or args.pretrain) is not None)
 
 
 def trained(model: Any) -> list[torch.nn.Parameter]:

@@ -18,15 +18,17 @@ from options import (
     at_least,
     check_family,
     load,
+    load_causal,
     make_booster,
     make_parser,
     plain_errors,
     sampling_of,
     trained,
     with_adapters,
+    writes_whole,
 )
 from training import save, say
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import colossalai
 from colossalai.chat import PPO, ModelReward, ValueModel, chat_data, load_reward_model, with_value_head
@@ -97,7 +99,7 @@ def main() -> None:
     if args.rm_pretrain is None:
         critic = load_reward_model(args.rm_path, dtype=torch.float32)
     else:
-        critic = with_value_head(AutoModelForCausalLM.from_pretrained(args.rm_pretrain, dtype=torch.float32))
+        critic = with_value_head(load_causal(args.rm_pretrain))
     # Without its adapters a model is its own reference.
     reference = copy.deepcopy(model) if args.kl_coef > 0 and args.lora_rank == 0 else None
     model, critic = (with_adapters(each, args.lora_rank) for each in (model, critic))
@@ -136,7 +138,7 @@ def main() -> None:
         resume=args.resume,
         on_step=lambda record: say(record, args.log_interval),
     )
-    save(result, args, booster=booster, tokenizer=tokenizer)
+    save(result, args, booster=booster, tokenizer=tokenizer, merges=writes_whole(args))
 
 
 if __name__ == "__main__":

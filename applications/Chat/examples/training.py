@@ -4,7 +4,7 @@ import argparse
 from typing import Any
 
 import torch
-from options import load, make_booster, trained, with_adapters
+from options import load, make_booster, trained, with_adapters, writes_whole
 
 from colossalai.booster import Booster
 from colossalai.chat import GRPO, ChatData, FitResult, TextMethod, save_pretrained
@@ -46,8 +46,7 @@ def train(
         on_step=lambda record: say(record, args.log_interval),
         **options,
     )
-    # Adapters of a reward model are added into it, since --rm_path is to be one.
-    merges = change is not None and args.lora_rank > 0
+    merges = writes_whole(args, is_reward=change is not None)
     save(result, args, booster=booster, tokenizer=tokenizer, merges=merges)
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from colossalai.booster.mixed_precision import mixed_precision_factory
 from colossalai.chat.data import make_toy_data
-from tests.chat.scripts.test_scripts import FOLDER
+from tests.chat.scripts.test_scripts import FOLDER, run_scripts
 from tests.chat.tiny import causal, tokenizer
 from tests.examples.scripts import example_module, run_script
 from tests.ranks import RanksError, run_ranks
@@ -45,6 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("--test", "True", "--max_datasets_size", "8"),
             "leave --max_datasets_size out",
         ),
+        ("train_sft", ("--pretrain", "{adapters}"), "for the model of nowhere, and there is no such folder"),
         ("train_prompts", ("--rm_path", "{reward}", "--rm_model", "opt"), "--rm_model opt, and .* of llama"),
         (
             "train_prompts",
@@ -82,6 +83,9 @@ def test_options_that_would_be_ignored_are_refused(
         )
         made[name].mkdir()
         (made[name] / "config.json").write_text(json.dumps(config))
+    made["adapters"] = tmp_path / "adapters"
+    made["adapters"].mkdir()
+    (made["adapters"] / "adapter_config.json").write_text('{"base_model_name_or_path": "nowhere"}')
     stage: Any = "sft" if script == "train_sft" else "preference"
     rows = make_toy_data("copy", 8, 0, stage="prompts" if script == "train_prompts" else stage)
     (tmp_path / "rows.json").write_text(json.dumps(rows))
@@ -154,6 +158,45 @@ def test_a_run_goes_on_from_the_weights_of_another(script: str, folder: Path, tm
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert not any(torch.equal(first[name], base[name]) for name in first.keys() & base.keys())
+
+
+def test_a_run_begins_with_the_adapters_of_another(folder: Path, tmp_path: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+
+    (tmp_path / "rows.json").write_text(json.dumps(make_toy_data("copy", 16, 0)))
+    (tmp_path / "pairs.json").write_text(json.dumps(make_toy_data("copy", 16, 0, stage="preference")))
+    given = ("--model", "llama", "--strategy", "naive", "--max_epochs", "1", "--max_len", "64")
+    commands = [
+        (script, *given, "--dataset", str(tmp_path / data), "--pretrain", str(base), *options)
+        for script, data, base, options in (
+            ("train_sft", "rows.json", folder, ("--lora_rank", "2", "--lr", "0.1")),
+            ("train_dpo", "pairs.json", tmp_path / "0", ("--lr", "0")),
+            ("train_sft", "rows.json", tmp_path / "0", ("--lr", "0", "--lora_rank", "2")),
+        )
+    ]
+    places = [("--save_path", str(tmp_path / str(number))) for number in range(len(commands))]
+    run_ranks(run_scripts, 1, [(*words, *place) for words, place in zip(commands, places, strict=True)])
+    opened: Any = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "0")
+    wanted = dict(opened.merge_and_unload().state_dict())
+    assert any(not torch.equal(wanted[name], value) for name, value in values_of(folder).items())
+    for name in ("1", "2"):  # adapters on what was added in are added in, too
+        found = values_of(tmp_path / name)
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            torch.testing.assert_close(found[key], value)
+
+
+@pytest.mark.parametrize(
+    ("script", "option"),
+    [
+        ("train_sft", "--log_interval"),
+        ("train_reward_model", "--batch_size"),
+        ("train_prompts", "--num_episodes"),
+    ],
+)
+def test_counts_are_at_least_one(script: str, option: str) -> None:
+    with pytest.raises(RanksError, match=f"argument {option}: '0': give an integer of at least 1"):
+        run_ranks(run_script, 1, f"{FOLDER}/{script}.py", option, "0")
 
 
 def values_of(folder: Path) -> dict[str, torch.Tensor]:
