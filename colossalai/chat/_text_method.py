@@ -26,6 +26,7 @@ from colossalai.chat.data import (
     collate_pairs,
     encode_all,
 )
+from colossalai.logging import get_dist_logger
 from colossalai.runtime import ModelWrapper
 
 
@@ -68,14 +69,23 @@ GivenData = ChatData | Encoded
 def encoded_of(data: GivenData, tokenizer: Any, max_length: int) -> Encoded:
     """Return the tokens of rows; those that are encoded stay as they are.
 
+    What is too long is logged on rank 0: rows that are left out, and tokens that prompts lose.
+
     Raises:
         ValueError: `data` is no chat data, or has nothing to learn from.
     """
-    if isinstance(data, ChatData):
-        return encode_all(data, tokenizer, max_length)
-    if not isinstance(data, EncodedData | ReferredData):
+    if isinstance(data, EncodedData | ReferredData):
+        return data
+    if not isinstance(data, ChatData):
         raise ValueError(f"data is of type {type(data).__name__}: give chat_data(path or rows)")
-    return data
+    encoded = encode_all(data, tokenizer, max_length)
+    if encoded.num_left_out or encoded.num_cut:
+        get_dist_logger().warning(
+            f"max_length={max_length}: {encoded.num_left_out} of {len(data)} rows are left out, which are "
+            f"too long, and the prompts of others lose {encoded.num_cut} tokens at their begin",
+            ranks=[0],
+        )
+    return encoded
 
 
 class TextMethod(ABC):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +195,25 @@ def mistakes() -> None:
 
 def test_mistakes() -> None:
     run_ranks(mistakes, 1)
+
+
+def lengths() -> str:
+    """Measure rows of which one is too long and one is cut; return what is logged."""
+    colossalai.launch_from_torch({}, verbose=False)
+    rows = [("3+4=", "7"), ("what is 3+4? " * 4, "7"), ("3+4=", "7 " * 64)]
+    data = chat_data([{"prompt": prompt, "completion": answer} for prompt, answer in rows])
+    with redirect_stderr(StringIO()) as heard:
+        given: dict[str, Any] = {"booster": Booster(), "tokenizer": tokenizer()}
+        SFT(max_length=40).evaluate(causal(), data=data, **given)
+    gpc.destroy()
+    return heard.getvalue()
+
+
+def test_what_is_too_long_is_told_once() -> None:
+    first, second = run_ranks(lengths, 2)
+    assert re.search(r"max_length=40: 1 of 3 rows are left out, .* lose \d+ tokens", first)
+    assert first.count("max_length") == 1
+    assert "max_length" not in second
 
 
 def pad_beyond_the_vocabulary() -> list[Any]:
