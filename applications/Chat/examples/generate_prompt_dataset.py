@@ -39,14 +39,15 @@ def main() -> None:
     places = random.Random(args.seed).sample(range(len(data)), size)
     rows = [{"id": number, **prompt_of(data[place])} for number, place in enumerate(places)]
     Path(args.save_path).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.save_path).write_text(json.dumps(rows, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(rows, ensure_ascii=False, indent=1, default=str)  # times of a parquet file, too
+    Path(args.save_path).write_text(text + "\n", encoding="utf-8")
     sys.stdout.write(f"{size} of {len(data)} prompts are in {args.save_path}\n")
 
 
 def prompt_of(row: Any) -> dict[str, Any]:
     """Return a row without its answers; what else it has, a reward function may want."""
     kept = {key: value for key, value in row.items() if key not in (*ANSWERS, "id")}
-    if "prompt" not in kept and "instruction" not in kept:
+    if kept.get("prompt") is None and kept.get("instruction") is None:  # a table has all columns
         kept["messages"] = [dict(message) for message in row.dialogue.prompt]
     return kept
 

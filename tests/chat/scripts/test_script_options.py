@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from colossalai.booster.mixed_precision import mixed_precision_factory
-from colossalai.chat.data import make_toy_data
+from colossalai.chat.data import chat_data, make_toy_data
 from tests.chat.scripts.test_scripts import FOLDER, run_scripts
 from tests.chat.tiny import causal, tokenizer
 from tests.examples.scripts import example_module, run_script
@@ -197,6 +197,16 @@ def test_a_run_begins_with_the_adapters_of_another(folder: Path, tmp_path: Path)
 def test_counts_are_at_least_one(script: str, option: str) -> None:
     with pytest.raises(RanksError, match=f"argument {option}: '0': give an integer of at least 1"):
         run_ranks(run_script, 1, f"{FOLDER}/{script}.py", option, "0")
+
+
+def test_prompts_of_a_table_are_those_of_the_column_with_values(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "3+4?"}, {"role": "assistant", "content": "7"}]
+    row = {"prompt": None, "instruction": None, "messages": turns, "answer": "7"}
+    (tmp_path / "rows.json").write_text(json.dumps([row]))
+    words = ("--dataset_path", str(tmp_path / "rows.json"), "--save_path", str(tmp_path / "prompts.json"))
+    run_ranks(run_script, 1, f"{FOLDER}/generate_prompt_dataset.py", *words)
+    (found,) = chat_data(tmp_path / "prompts.json", "prompts")
+    assert (found["messages"], found["answer"]) == (turns[:1], "7")
 
 
 def values_of(folder: Path) -> dict[str, torch.Tensor]:
