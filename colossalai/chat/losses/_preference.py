@@ -6,6 +6,7 @@ model learns r itself (InstructGPT, 2203.02155); in DPO (2305.18290) the policy 
     r(x, y) = beta (log pi(y | x) - log pi_ref(y | x))          h = (r_chosen - r_rejected) / beta
 """
 
+import math
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -81,7 +82,8 @@ def dpo_loss(
         policy_rejected: (batch,), of the rejected ones.
         ref_chosen: (batch,), under the reference; get no gradient.
         ref_rejected: (batch,), under the reference; get no gradient.
-        beta: How strongly the policy is held to the reference, above 0. For "ipo" the paper calls it tau.
+        beta: How strongly the policy is held to the reference, above 0 and finite; the paper of "ipo"
+            calls it tau.
         kind: Which loss.
         label_smoothing: e, from 0 to below one half; for "sigmoid" only.
         num_sequences: The divisor if this is a part of a batch: the pairs of all parts.
@@ -98,8 +100,8 @@ def dpo_loss(
         ref_chosen=ref_chosen,
         ref_rejected=ref_rejected,
     )
-    if not beta > 0.0:
-        raise ValueError(f"beta is {beta}; it must be above 0")
+    if not 0.0 < beta < math.inf:
+        raise ValueError(f"beta is {beta}; it must be above 0, and finite")
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(
             f"label_smoothing is {label_smoothing}; it must be from 0 to below 0.5, where labels say nothing"

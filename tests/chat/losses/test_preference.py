@@ -142,6 +142,8 @@ def test_what_is_refused() -> None:
         dpo_loss(two[:0], two[:0], two[:0], two[:0])
     with pytest.raises(ValueError, match="beta is 0; it must be above 0"):
         dpo_loss(two, two, two, two, beta=0)
+    with pytest.raises(ValueError, match="beta is inf; it must be above 0, and finite"):  # 0 * inf is NaN
+        dpo_loss(two, two, two, two, beta=math.inf)
     with pytest.raises(ValueError, match=r"label_smoothing is 0.5; it must be from 0 to below 0.5"):
         dpo_loss(two, two, two, two, label_smoothing=0.5)
     with pytest.raises(ValueError, match=r"label_smoothing is 0.1, but kind 'ipo' has none"):
