@@ -102,7 +102,9 @@ class RewardWatch:
     def _drift(self, record: Record) -> Exception | None:
         if self._max_kl is None:
             return None
-        found = record[KL_NAME]
+        found = record.get(KL_NAME)
+        if found is None:  # a step of PPO without an answer that counts
+            return None
         self._num_above = 0 if found <= self._max_kl else self._num_above + 1
         if self._num_above < PATIENCE:
             return None

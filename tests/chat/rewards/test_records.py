@@ -275,6 +275,16 @@ def test_a_policy_that_drifts_away_ends_the_run_on_all_ranks(name: str, tmp_path
     assert (tmp_path / "state/step-00000011").is_dir()
 
 
+def step_of_nothing() -> list[Any]:
+    more = {"minibatches": 3, "iterations": 1, "max_kl": 10.0}
+    return fit("ppo", more, {"steps": 3})
+
+
+def test_a_step_without_answers_tells_nothing_of_the_drift() -> None:
+    (records,) = run_ranks(step_of_nothing, 1)
+    assert ["kl_to_reference" in each for each in records] == [False, True, True]  # 2 answers in 3 steps
+
+
 def mistakes(folder: str) -> None:
     for options, words in (
         ({"max_kl": 0.0, "kl_coef": 0.1}, "max_kl=0.0: give a number above 0"),
