@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,12 @@ def not_a_number(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
     return float("nan")
 
 
+def leave_on_rank_1(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
+    if gpc.get_global_rank() == 1:
+        sys.exit("no key")
+    return 1.0
+
+
 def fail(reward: Any) -> str:
     colossalai.launch_from_torch({}, verbose=False)
     model = causal()
@@ -136,13 +143,14 @@ def fail(reward: Any) -> str:
     return str(caught.value)
 
 
-def fail_twice() -> list[str]:
-    return [fail(fail_on_rank_1), fail(not_a_number)]
+def fail_in_all_ways() -> list[str]:
+    return [fail(each) for each in (fail_on_rank_1, leave_on_rank_1, not_a_number)]
 
 
 def test_a_reward_that_fails_on_one_rank_is_heard_of_on_all() -> None:
-    for text, odd in run_ranks(fail_twice, 2):
+    for text, left, odd in run_ranks(fail_in_all_ways, 2):
         assert text == "the reward failed on rank 1, and no step was made: KeyError: 'no key'"
+        assert left == "the reward failed on rank 1, and no step was made: SystemExit: no key"
         assert "failed on rank 0, 1" in odd
         assert "rewards are no finite numbers, the first is nan" in odd
 

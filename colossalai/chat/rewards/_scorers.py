@@ -356,7 +356,7 @@ def agreed_rewards(score: Callable[[], Scores], *, counts: Sequence[bool], rank:
         found = score()
     except RewardCallError as error:
         problem, cause = str(error), error
-    except Exception as error:  # whatever a user's function raises: the other ranks wait to hear of it
+    except (Exception, SystemExit) as error:  # whatever a user's function raises: the other ranks wait for it
         problem, cause = f"{type(error).__name__}: {error}", error
     for name, values in (*found.parts.items(), ("", found.total)):
         wrong = [value for value in values if not math.isfinite(value)]

@@ -264,11 +264,11 @@ def _end_with_parent() -> None:
 def _outcome(function: Callable[..., float], number: int, call: Call) -> _Outcome:
     try:
         return _Outcome(number, float(function(*call)))
-    except Exception as error:  # whatever a user's function raises
+    except (Exception, SystemExit) as error:  # whatever a user's function raises
         return _failed(error, number)
 
 
-def _failed(error: Exception, number: int) -> _Outcome:
+def _failed(error: BaseException, number: int) -> _Outcome:
     return _Outcome(number, 0.0, f"{type(error).__name__}: {error}", traceback.format_exc())
 
 

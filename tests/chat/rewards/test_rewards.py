@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -114,6 +115,8 @@ def test_what_does_not_pickle_is_called_in_threads() -> None:
             done.wait()
         if answer == "raise":
             raise KeyError("no key")
+        if answer == "leave":
+            sys.exit(3)
         return 1.0
 
     at_work = scorer(TimedReward(function=hang, seconds=0.3))
@@ -121,6 +124,8 @@ def test_what_does_not_pickle_is_called_in_threads() -> None:
         assert at_work.scores(answers("a", "b")) == [1.0, 1.0]
         with pytest.raises(RewardCallError, match=r"'raise' to the prompt '3\+4=': KeyError: 'no key'"):
             at_work.scores(answers("raise"))
+        with pytest.raises(RewardCallError, match=r"'leave' to the prompt '3\+4=': SystemExit: 3"):
+            at_work.scores(answers("leave"))
         with pytest.raises(RewardCallError, match=r"took longer than seconds=0.3"):
             at_work.scores(answers("hang"))
         done.set()
