@@ -7,6 +7,7 @@ The rows of a batch are prompts. They become answers and rewards (`_answers.py`)
 texts that the common loop (`_fit.py`) trains on.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from colossalai.chat._fit import Batch, FitResult
 from colossalai.chat._reward_run import RewardRun, RunInputs
 from colossalai.chat._text_method import check_length
 from colossalai.chat.data import ChatData, EncodedData
-from colossalai.chat.rewards import Reward
+from colossalai.chat.rewards import Reward, check_reward
 from colossalai.chat.rollout import RolloutOptions
 from colossalai.inference import SamplingParams
 from colossalai.runtime import ModelWrapper
@@ -69,13 +70,15 @@ class GRPO:
     max_kl: float | None = None
 
     def __post_init__(self) -> None:
+        check_reward(self.reward)
         check_length(self.max_length)
-        if type(self.iterations) is not int or self.iterations < 1:
-            raise ValueError(f"iterations={self.iterations!r}: give an integer of at least 1")
+        for name in ("iterations", "group_size"):
+            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: give an integer of at least 1")
         if self.scale not in ("group", "none"):
             raise ValueError(f"scale is {self.scale!r}; it must be 'group' or 'none'")
-        if not self.kl_coef >= 0.0:
-            raise ValueError(f"kl_coef is {self.kl_coef}; it must be at least 0")
+        if not 0.0 <= self.kl_coef < math.inf:
+            raise ValueError(f"kl_coef is {self.kl_coef}; it must be a finite number of at least 0")
         check_max_kl(self.max_kl, self.kl_coef)
         losses.group_advantages(torch.zeros(self.group_size), self.group_size)
         self._loss(torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1), torch.ones(1, 1) > 0, None, 1)

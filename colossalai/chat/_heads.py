@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.booster import has_adapters
+from colossalai.pipeline import ModelStage
 from colossalai.runtime import ModelWrapper
 
 CLASSIFIER = "ForSequenceClassification"
@@ -95,6 +96,12 @@ def with_value_head(model: nn.Module) -> ValueModel:
     # OPT-350M projects its hidden states to the width of its embeddings, which the vocabulary's head reads.
     width = None if vocabulary is None else vocabulary.weight.shape[1]
     return ValueModel(getattr(model, name), trunk_name=name, config=config, width=width)
+
+
+def has_value_head(model: nn.Module) -> bool:
+    """Return whether a model is one of `with_value_head`, as it is, boosted, in stages or with adapters."""
+    parts = (part.model if isinstance(part, ModelStage) else part for part in model.modules())
+    return any(isinstance(part, ValueModel) for part in parts)
 
 
 def last_values(values: Tensor, attention_mask: Tensor) -> Tensor:

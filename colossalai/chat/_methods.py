@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from colossalai.booster import Booster
 from colossalai.chat import losses
 from colossalai.chat._fit import Task, all_known, boost_for_looking, look
-from colossalai.chat._heads import ValueModel, last_values
+from colossalai.chat._heads import has_value_head, last_values
 from colossalai.chat._records import Measures
 from colossalai.chat._text_method import (
     Encoded,
@@ -34,7 +34,6 @@ from colossalai.chat._text_method import (
     text_batch,
 )
 from colossalai.chat.data import EncodedData, pack
-from colossalai.pipeline import ModelStage
 from colossalai.runtime import ModelWrapper
 
 
@@ -144,8 +143,7 @@ class RewardModeling(TextMethod):
         return "preference"
 
     def _check(self, model: nn.Module, booster: Booster) -> None:
-        parts = [part.model if isinstance(part, ModelStage) else part for part in model.modules()]
-        if not any(isinstance(part, ValueModel) for part in parts):
+        if not has_value_head(model):
             raise ValueError(
                 f"{type(model).__name__} has no value head, which gives a number for each token: give what "
                 "with_value_head(model) or load_reward_model(folder) returns"

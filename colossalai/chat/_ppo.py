@@ -5,6 +5,7 @@ than under a reference. A critic learns what is still to come, and tells which t
 (1506.02438). Texts of pretraining may be learned beside, so that nothing is forgotten (PPO-ptx).
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,7 @@ from colossalai.chat._text_method import (
     text_batch,
 )
 from colossalai.chat.data import ChatData, EncodedData
-from colossalai.chat.rewards import Reward
+from colossalai.chat.rewards import Reward, check_reward
 from colossalai.chat.rollout import RolloutOptions
 from colossalai.communication import all_reduce_in_place
 from colossalai.context import ParallelMode
@@ -76,13 +77,14 @@ class PPO:
     ptx_coef: float = 0.0
 
     def __post_init__(self) -> None:
+        check_reward(self.reward)
         check_length(self.max_length)
         for name in ("iterations", "minibatches"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: give an integer of at least 1")
         for name in ("kl_coef", "ptx_coef"):
-            if not getattr(self, name) >= 0.0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 0")
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be a finite number of at least 0")
         check_max_kl(self.max_kl, self.kl_coef)
         one, mask = torch.zeros(1, 1), torch.ones(1, 1) > 0  # the losses know what their options may be
         losses.ppo_policy_loss(one, one, one, mask, self.clip)

@@ -20,6 +20,7 @@ from colossalai.chat._answers import MEASURED, MEASURED_OF_REFERENCE, Answerer, 
 from colossalai.chat._callbacks import RewardWatch, SampleLog, check_samples
 from colossalai.chat._course import Course
 from colossalai.chat._fit import Batch, Criterion, FitLoop, Task, boost
+from colossalai.chat._heads import has_value_head
 from colossalai.chat._memory import tell_memory
 from colossalai.chat._text_method import check_readable, encoded_of
 from colossalai.chat.data import ChatData, EncodedData
@@ -301,9 +302,10 @@ def check_models(
         rows_at_once: Most answers of a batch.
 
     Raises:
-        ValueError: A model shares parameters with one of `trained` or has another vocabulary, `tokenizer` has
-            tokens that the model does not know, one of `prompts` and its answer do not fit into the window of
-            a model that reads them, or `rows_at_once` is below 1.
+        ValueError: A model shares parameters with one of `trained` or has another vocabulary; one of `prompts`
+            and its answer do not fit into the window of a model that reads them; a critic has no value head,
+            or a model or reference has one; `tokenizer` has tokens that the model does not know; or
+            `rows_at_once` is below 1.
     """
     if type(rows_at_once) is not int or rows_at_once < 1:
         raise ValueError(f"rows_at_once={rows_at_once!r}: give an integer of at least 1")
@@ -326,6 +328,7 @@ def check_models(
                 f"the {name} shares parameters with the {min(shared)}, which is trained: give it a copy "
                 "(copy.deepcopy)"
             )
+        _check_kind(name, other)
         if name in trained:
             owner_of |= dict.fromkeys(other.parameters(), name)
         theirs: Any = getattr(other, "config", config)
@@ -337,6 +340,18 @@ def check_models(
             )
         if not isinstance(given, ModelReward):  # which has a length of its own
             check_readable(texts, other, name=name, most_tokens=longest_answer)
+
+
+def _check_kind(name: str, model: nn.Module) -> None:
+    """Refuse a critic without a value head, and a model or reference that has one in place of its own."""
+    kind = type(model.unwrap() if isinstance(model, ModelWrapper) else model).__name__
+    if name == "critic" and not has_value_head(model):
+        raise ValueError(
+            f"the critic is a {kind} without a value head, which gives a number for each token: give what "
+            "with_value_head(model) or load_reward_model(folder) returns"
+        )
+    if name in ("model", "reference") and has_value_head(model):
+        raise ValueError(f"the {name} has a value head, and no probabilities: give a causal language model")
 
 
 def check_reference(model: nn.Module, reference: nn.Module | None, kl_coef: float) -> None:

@@ -180,9 +180,13 @@ def mistakes() -> None:
         ({"level": "other"}, "level is 'other'"),
         ({"scale": "batch"}, "scale is 'batch'"),
         ({"kl_coef": -1.0}, "kl_coef is -1.0"),
+        ({"kl_coef": math.inf}, "kl_coef is inf; it must be a finite number"),
+        ({"group_size": 2.0}, "group_size=2.0: give an integer"),
+        ({"reward": None}, "the reward is a NoneType: give a function"),
+        ({"reward": model}, "the reward is a LlamaForCausalLM: of models give one of with_value_head"),
     ):
         with pytest.raises(ValueError, match=words):
-            GRPO(reward=digits, **options)
+            GRPO(**{"reward": digits, **options})
     gpc.destroy()
 
 

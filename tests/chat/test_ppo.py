@@ -158,6 +158,13 @@ def test_a_state_without_its_critic_is_refused(tmp_path: Path) -> None:
     assert "critic/step-00000001" in run_ranks(resume_without_critic, 1, str(tmp_path))[0]
 
 
+def short() -> Any:
+    """Return a value model that sees 20 tokens."""
+    model = value_model()
+    model.config.max_position_embeddings = 20
+    return model
+
+
 def mistakes() -> None:
     colossalai.launch_from_torch({}, verbose=False)
     plain: dict[str, Any] = {"booster": Booster(), "tokenizer": tokenizer(), "data": prompts(), "steps": 1}
@@ -189,6 +196,10 @@ def mistakes() -> None:
         ({"ptx_batch_size": 0}, PPO(reward=digits, kl_coef=0.0), "ptx_batch_size=0"),
         ({"critic": with_value_head(model)}, PPO(reward=digits, kl_coef=0.0), "the critic shares parameters"),
         ({"reference": model}, PPO(reward=digits), "the reference shares parameters with the model"),
+        ({"reference": value_model()}, PPO(reward=digits), "the reference has a value head, and no probab"),
+        ({"critic": causal()}, PPO(reward=digits, kl_coef=0.0), "the critic is a LlamaForCausalLM without a"),
+        ({"critic": short()}, PPO(reward=digits, kl_coef=0.0), "fit into the 20 tokens that the critic sees"),
+        ({}, PPO(reward=short(), kl_coef=0.0), "fit into the 20 tokens that the reward sees"),
         ({}, PPO(reward=with_value_head(model), kl_coef=0.0), "the reward shares parameters with the model"),
     ):
         critic = value_model()
@@ -207,6 +218,7 @@ def mistakes() -> None:
         ({"iterations": 0}, "iterations=0"),
         ({"kl_coef": -1.0}, "kl_coef is -1.0"),
         ({"ptx_coef": -1.0}, "ptx_coef is -1.0"),
+        ({"ptx_coef": math.inf}, "ptx_coef is inf"),
         ({"gamma": 2.0}, "gamma"),
         ({"value_clip": -1.0}, "clip"),
     ):

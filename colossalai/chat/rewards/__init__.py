@@ -13,6 +13,7 @@ from colossalai.chat.rewards._scorers import RewardSum as RewardSum
 from colossalai.chat.rewards._scorers import Scores as Scores
 from colossalai.chat.rewards._scorers import TimedReward as TimedReward
 from colossalai.chat.rewards._scorers import agreed_rewards as agreed_rewards
+from colossalai.chat.rewards._scorers import check_reward as check_reward
 from colossalai.chat.rewards._scorers import parts_of as parts_of
 from colossalai.chat.rewards._scorers import reward_records as reward_records
 from colossalai.chat.rewards._scorers import scorer_of as scorer_of

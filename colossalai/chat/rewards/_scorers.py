@@ -121,7 +121,8 @@ class RewardSum:
         parts: Weight and reward, by names.
 
     Raises:
-        ValueError: `parts` is empty, or has a weight that is no finite number, or a sum.
+        ValueError: `parts` is empty, or has what is not a pair, a weight that is not finite, a sum, or what
+            gives no rewards.
     """
 
     parts: Mapping[str, tuple[float, RewardPart]]
@@ -129,11 +130,15 @@ class RewardSum:
     def __post_init__(self) -> None:
         if not self.parts:
             raise ValueError("RewardSum of nothing: give at least one {name: (weight, reward)}")
-        for name, (weight, reward) in self.parts.items():
+        for name, part in self.parts.items():
+            if not isinstance(part, tuple) or len(part) != 2:
+                raise ValueError(f"reward {name!r} is a {type(part).__name__}: give a pair (weight, reward)")
+            weight, reward = part
             if not isinstance(weight, int | float) or not math.isfinite(weight):
                 raise ValueError(f"the weight of reward {name!r} is {weight!r}: give a finite number")
             if isinstance(reward, RewardSum):
                 raise ValueError(f"reward {name!r} is a sum itself: write its parts into this one")
+        check_reward(self)
 
 
 Reward = RewardPart | RewardSum
@@ -145,6 +150,27 @@ def parts_of(reward: Reward) -> dict[str, RewardPart]:
     if not isinstance(reward, RewardSum):
         return {"reward": reward}
     return {f"reward {name!r}": part for name, (_, part) in reward.parts.items()}
+
+
+def check_reward(reward: Reward) -> None:
+    """Refuse what gives no rewards, before there are answers.
+
+    Raises:
+        ValueError: `reward`, or a part of it, is a model without a value head of its own, or is no function.
+    """
+    for name, part in parts_of(reward).items():
+        kind = type(part).__name__
+        if isinstance(part, nn.Module) and not isinstance(part, ValueModel):
+            raise ValueError(
+                f"the {name} is a {kind}: of models give one of with_value_head or load_reward_model, as it "
+                "is, neither boosted nor with adapters (merge adds those into it); one that reads texts is "
+                "called by a function (prompt, answer, row)"
+            )
+        if not callable(part) and not isinstance(part, ModelReward | TimedReward):
+            raise ValueError(
+                f"the {name} is a {kind}: give a function (prompt, answer, row), a reward model, or a "
+                "ModelReward, TimedReward or RewardSum"
+            )
 
 
 def reward_records(reward: Reward) -> tuple[str, ...]:
