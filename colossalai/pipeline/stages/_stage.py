@@ -210,7 +210,7 @@ class ModelStage(PipelineStage):
         self.ties = ties
         self._last_block = last_block
         self._flow = flow
-        self._no_cache = "use_cache" in inspect.signature(model.forward).parameters
+        self._no_cache = _takes_cache(model)
         object.__setattr__(self, "_model", model)
         # The same dictionaries: this is how the parts of the model are named without a prefix.
         for held in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
@@ -285,6 +285,15 @@ class ModelStage(PipelineStage):
                 "leaves out blocks (LayerDrop) cannot be cut"
             )
         return output
+
+
+def _takes_cache(model: nn.Module) -> bool:
+    """Return whether a forward can be told to keep no keys and values for generation."""
+    base_of = getattr(model, "get_base_model", None)  # of adapters, whose forward hands it on
+    return any(
+        "use_cache" in inspect.signature(each.forward).parameters
+        for each in (model, *(() if base_of is None else (base_of(),)))
+    )
 
 
 def tied_parameters(model: nn.Module) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
