@@ -302,8 +302,8 @@ def check_models(
         rows_at_once: Most answers of a batch.
 
     Raises:
-        ValueError: A model shares parameters with one of `trained` or has another vocabulary; one of `prompts`
-            and its answer do not fit into the window of a model that reads them; a critic has no value head,
+        ValueError: A model shares parameters with one of `trained` or has another vocabulary; a prompt
+            and its answer do not fit into the window of a model that reads them; a critic has no head,
             or a model or reference has one; `tokenizer` has tokens that the model does not know; or
             `rows_at_once` is below 1.
     """

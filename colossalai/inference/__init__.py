@@ -32,6 +32,7 @@ from colossalai.inference._service import ServiceInFront as ServiceInFront
 from colossalai.inference._threaded import ThreadedEngine as ThreadedEngine
 from colossalai.inference.loading import ServingConfig as ServingConfig
 from colossalai.inference.loading import save_quantized as save_quantized
+from colossalai.inference.models import base_of_adapters as base_of_adapters
 from colossalai.inference.reports import QuantizationReport as QuantizationReport
 from colossalai.inference.reports import ServingMemory as ServingMemory
 from colossalai.inference.reports import StageMemory as StageMemory

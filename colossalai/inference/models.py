@@ -5,6 +5,7 @@ A function here returns a config of transformers; nothing has memory before `Res
 parameters have none either.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -182,6 +183,28 @@ def _of_function(function: Callable[..., Any]) -> ResolvedModel:
     return ResolvedModel(name=name, config=made, folder=None, make=_OfConfig(made))
 
 
+def base_of_adapters(folder: str | Path) -> str | None:
+    """Return the folder of the model that adapters of peft were trained on; None for any other folder.
+
+    Raises:
+        ValueError: `folder` has adapters whose model is not a folder here.
+    """
+    file = Path(folder, "adapter_config.json")
+    if not file.is_file() or Path(folder, "config.json").is_file():
+        return None
+    try:
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (AttributeError, ValueError) as error:
+        raise ValueError(f"{file} is not a config of adapters: {error}") from error
+    if not isinstance(base, str) or not Path(base).is_dir():
+        raise ValueError(
+            f"{str(folder)!r} has adapters of the model {base!r} (base_model_name_or_path in {file.name}), "
+            f"which is not a folder in {Path.cwd()}: give the model, and this folder as an adapter of it "
+            f"(--lora name={folder}), or write where the model is into that file"
+        )
+    return base
+
+
 def _of_folder(folder: Path) -> ResolvedModel:
     if not folder.is_dir():
         close = nearest(str(folder), BUILT_IN)
@@ -190,6 +213,11 @@ def _of_folder(folder: Path) -> ResolvedModel:
         raise ValueError(
             f"model_class {str(folder)!r} {what}; {suggestion}Give a folder of save_pretrained, or one of "
             f"{', '.join(BUILT_IN)}; files of weights alone are named by `checkpoint`"
+        )
+    if base_of_adapters(folder) is not None:
+        raise ValueError(
+            f"{str(folder)!r} has adapters, and not a model: give the model that they were trained on, and "
+            f"this folder as an adapter of it (adapters={{'name': {str(folder)!r}}})"
         )
     if not (folder / "config.json").is_file():
         raise ValueError(

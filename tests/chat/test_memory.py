@@ -153,7 +153,8 @@ def test_all_models_of_ppo_are_told(tmp_path):
     }  # fmt: skip
     assert models["reference"] == {"frozen parameters": 8 * policy}
     assert models["reward"] == {"frozen parameters": 8 * value}
-    # 2 answers at a time of 6 + 4 tokens (the longest prompt), 64 beside; 2 layers, 2 heads of 8 elements, keys and values
+    # 2 answers at a time of 6 + 4 tokens (the longest prompt), 64 beside; 2 layers, 2 heads of 8 elements,
+    # keys and values
     assert models["rollouts"] == {
         "keys and values": 8 * (2 * 2 * 2 * 8) * 2 * (10 + 64),
         "frozen parameters": 0,

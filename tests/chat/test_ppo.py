@@ -172,8 +172,6 @@ def mistakes() -> None:
     model, wide = causal(), causal()
     before = [each.clone() for each in model.parameters()]
     wide.config.vocab_size += 1
-    short = with_value_head(causal())
-    short.config.max_position_embeddings = 32
     texts = chat_data([{"prompt": "3+4=" * 3000, "completion": "7"}])
     for options, method, words in (
         ({}, PPO(reward=digits), "kl_coef=0.1 and reference=NoneType"),
@@ -181,11 +179,6 @@ def mistakes() -> None:
         ({"data": sft}, PPO(reward=digits, kl_coef=0.0), "PPO learns from prompts"),
         ({"pretrain": prompts()}, PPO(reward=digits, kl_coef=0.0, ptx_coef=0.5), "rows of stage 'prompts'"),
         ({}, PPO(reward=with_value_head(wide), kl_coef=0.0), "has a vocabulary of"),
-        (
-            {},
-            PPO(reward=short, kl_coef=0.0),
-            "fit into the 32 tokens that the reward sees: give max_tokens=2",
-        ),
         (
             {"pretrain": texts},
             PPO(reward=digits, max_length=4096, kl_coef=0.0, ptx_coef=0.5),
@@ -199,7 +192,7 @@ def mistakes() -> None:
         ({"reference": value_model()}, PPO(reward=digits), "the reference has a value head, and no probab"),
         ({"critic": causal()}, PPO(reward=digits, kl_coef=0.0), "the critic is a LlamaForCausalLM without a"),
         ({"critic": short()}, PPO(reward=digits, kl_coef=0.0), "fit into the 20 tokens that the critic sees"),
-        ({}, PPO(reward=short(), kl_coef=0.0), "fit into the 20 tokens that the reward sees"),
+        ({}, PPO(reward=short(), kl_coef=0.0), "20 tokens that the reward sees: give max_tokens=14"),
         ({}, PPO(reward=with_value_head(model), kl_coef=0.0), "the reward shares parameters with the model"),
     ):
         critic = value_model()

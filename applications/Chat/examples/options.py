@@ -3,7 +3,6 @@
 import argparse
 import ast
 import inspect
-import json
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from colossalai.chat import (
     load_reward_model,
 )
 from colossalai.core import global_context as gpc
-from colossalai.inference import SamplingParams
+from colossalai.inference import SamplingParams, base_of_adapters
 
 STRATEGIES = ("naive", "ddp", "colossalai_gemini", "colossalai_zero2", "colossalai_zero2_cpu")
 STRATEGY = "colossalai_zero2"
@@ -64,7 +63,7 @@ def make_parser(
         default="bloom",
         help="the family of --pretrain; default: %(default)s",
     )
-    add("--pretrain", required=True, help="a folder of save_pretrained")
+    add("--pretrain", required=True, help="a folder of save_pretrained, or of adapters")
     add("--model_path", help="begin with the weights in this folder of a run before, as those of --pretrain")
     data = "a file of rows, or a data set in the cache of the library datasets"
     add(dataset, dest="dataset", required=True, help=data)
@@ -216,7 +215,9 @@ def called(text: str, precision: str | None, default: str) -> tuple[plugin.Plugi
 def load(args: argparse.Namespace, *, is_reward: bool = False) -> tuple[Any, Any]:
     """Return a model and its tokenizer: a causal language model, or as `--model_path` a reward model."""
     check_family("--model", args.model, args.pretrain)
-    tokenizer = AutoTokenizer.from_pretrained(args.pretrain)
+    is_beside = Path(args.pretrain, "tokenizer_config.json").is_file()
+    base = None if is_beside else base_of_adapters(args.pretrain)
+    tokenizer = AutoTokenizer.from_pretrained(base or args.pretrain)
     if args.model_path is None:
         return load_causal(args.pretrain), tokenizer
     check_weights(args, is_reward=is_reward)
@@ -227,29 +228,19 @@ def load(args: argparse.Namespace, *, is_reward: bool = False) -> tuple[Any, Any
 
 def load_causal(folder: str) -> Any:
     """Return a causal language model; adapters, as a run with `--lora_rank` saves them, are added into it."""
-    if base_of(folder) is None:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    from peft import AutoPeftModelForCausalLM
+    base = base_of_adapters(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(base or folder, dtype=torch.float32)
+    if base is None:
+        return model
+    from peft import PeftModel
 
-    made: Any = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return made.merge_and_unload().requires_grad_(True)  # peft has frozen it
-
-
-def base_of(folder: str) -> str | None:
-    """Return the folder of the model that the adapters in a folder are for; None: it has a model."""
-    file = Path(folder, "adapter_config.json")
-    if Path(folder, "config.json").is_file() or not file.is_file():
-        return None
-    base: str = json.loads(file.read_text(encoding="utf-8"))["base_model_name_or_path"]
-    return base
+    adapted: Any = PeftModel.from_pretrained(model, folder)
+    return adapted.merge_and_unload().requires_grad_(True)  # peft has frozen it
 
 
 def config_of(folder: str) -> Any:
     """Return the config of a folder of save_pretrained; of adapters, that of the model that they are for."""
-    base = base_of(folder)
-    if base is not None and not Path(base, "config.json").is_file():
-        raise SystemExit(f"{folder}: its adapters are for the model of {base}, and there is no such folder")
-    folder = base or folder
+    folder = base_of_adapters(folder) or folder
     if not Path(folder, "config.json").is_file():
         raise SystemExit(f"{folder}: there is no config.json in it; give a folder of save_pretrained")
     return AutoConfig.from_pretrained(folder)
@@ -304,7 +295,8 @@ def writes_whole(args: argparse.Namespace, *, is_reward: bool = False) -> bool:
 
     A reward model is for `--rm_path`, and of what others were added into there is no folder without adapters.
     """
-    return args.lora_rank > 0 and (is_reward or base_of(args.model_path or args.pretrain) is not None)
+    begins_with_adapters = base_of_adapters(args.model_path or args.pretrain) is not None
+    return args.lora_rank > 0 and (is_reward or begins_with_adapters)
 
 
 def trained(model: Any) -> list[torch.nn.Parameter]:

@@ -17,10 +17,15 @@ from typing import Any, Self
 from colossalai.context import Mesh, global_context, launch_from_torch
 from colossalai.inference import (
     EngineOptions,
+    EngineStats,
+    Listener,
     ModelInfo,
+    Request,
     Service,
+    ServiceInFront,
     ServingConfig,
     ThreadedEngine,
+    base_of_adapters,
     check_ranks,
     engine_of_ranks,
     load_tokenizer,
@@ -44,7 +49,7 @@ class ServeOptions:
 
     Attributes:
         model: A folder of `save_pretrained`, or a name of `colossalai.inference.models`; None where `config`
-            says it.
+            says it. Of a folder of peft's, the model that it names is served with its adapters.
         config: A file as `ServingConfig` reads it; what is given here goes before it.
         name: The name that requests ask for the model by; None for that of the folder.
         tokenizer: Folder of the tokenizer; None for that of the model.
@@ -96,6 +101,7 @@ class _Plan:
     api_key: str | None
     profanity: ProfanityWords | None
     config: ServingConfig | None
+    adapter: str | None  # whose answers are those of the model
 
     def server_options(self) -> ServerOptions:
         return ServerOptions(**self.server, api_key=self.api_key)
@@ -181,7 +187,7 @@ def serve_rank(options: ServeOptions) -> None:
         max_length=engine.limits.max_length,
         vocab_size=engine.limits.vocab_size,
         created=int(time.time()),
-        adapters=engine.limits.adapters,
+        adapters=tuple(each for each in engine.limits.adapters if each != plan.adapter),
         facts={"tp": plan.tp, "pp": plan.pp, "blocks": engine.scheduler.pool.num_blocks},
     )
     logger = get_dist_logger("colossalai.serving")
@@ -205,9 +211,11 @@ def serve_rank(options: ServeOptions) -> None:
 
 def _serve_http(plan: _Plan, service: Service) -> None:
     config, front = plan.config, service
+    if plan.adapter is not None:
+        front = AdaptedModel(front, plan.adapter)
     if config is not None and config.cache_size:
         front = AnswerCache(
-            service,
+            front,
             num_requests=config.cache_size,
             most_answers=config.cache_list_size,
             fixed=config.fixed_cache_keys,
@@ -219,6 +227,32 @@ def _serve_http(plan: _Plan, service: Service) -> None:
         # An engine that has failed has told its clients; the process ends, and somebody may start it again.
         service.on_end(server.ask_to_stop)
     server.serve()
+
+
+class AdaptedModel(ServiceInFront):
+    """An engine whose model has an adapter: what asks for the model itself is answered with that.
+
+    Args:
+        service: The engine.
+        adapter: The name of the adapter there.
+    """
+
+    def __init__(self, service: Service, adapter: str) -> None:
+        super().__init__(service)
+        self._adapter = adapter
+
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Hand a request on; see `Service.submit`."""
+        adapter = self._adapter if request.adapter is None else request.adapter
+        self._service.submit(replace(request, adapter=adapter), listener)
+
+    def stats(self) -> EngineStats:
+        """Return the state of the engine."""
+        return self._service.stats()
+
+    def update_weights(self, path: str, *, in_flight: str) -> None:
+        """Take new values of the model without the adapter; see `Service.update_weights`."""
+        self._service.update_weights(path, in_flight=in_flight)
 
 
 def _set_log_level(level: str) -> None:
@@ -260,13 +294,20 @@ def _plan(options: ServeOptions) -> _Plan:
     is_path = isinstance(model, str | Path)
     name = Path(os.path.abspath(model)).name if is_path else getattr(model, "__name__", "model")
     name = options.name or name
+    adapter = None
+    if name in engine.get("adapters", {}):
+        raise ValueError(f"the adapter {name!r} has the name of the model: give one of them another (--name)")
+    if is_path and (base := base_of_adapters(model)) is not None:
+        adapter = name
+        engine = {**engine, "adapters": {name: os.fspath(model), **engine.get("adapters", {})}}
+        has_tokenizer = Path(model, "tokenizer_config.json").is_file()
+        tokenizer = tokenizer or (os.fspath(model) if has_tokenizer else None)
+        model = base
     settings = EngineOptions(**engine)
     if settings.adapters and config is not None and config.engine_server is not None:
         raise ValueError(
             "the config has an engine_server of its own, which takes no adapters: leave --lora out"
         )
-    if name in settings.adapters:
-        raise ValueError(f"the adapter {name!r} has the name of the model: give one of them another (--name)")
     return _Plan(
         model=model,
         name=name,
@@ -279,6 +320,7 @@ def _plan(options: ServeOptions) -> _Plan:
         api_key=_api_key(options.api_key_file),
         profanity=None if options.profanity_file is None else ProfanityWords.of_file(options.profanity_file),
         config=config,
+        adapter=adapter,
     )
 
 

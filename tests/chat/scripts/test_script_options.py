@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("--test", "True", "--max_datasets_size", "8"),
             "leave --max_datasets_size out",
         ),
-        ("train_sft", ("--pretrain", "{adapters}"), "for the model of nowhere, and there is no such folder"),
+        ("train_sft", ("--pretrain", "{adapters}"), "adapters of the model 'nowhere'"),
         ("train_prompts", ("--rm_path", "{reward}", "--rm_model", "opt"), "--rm_model opt, and .* of llama"),
         (
             "train_prompts",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from colossalai.chat.data import make_toy_data
@@ -165,6 +166,27 @@ def test_adapters_in_all_stages(folder: Path) -> None:
         few = ("--group_size", "4") if script == "train_grpo" else ("--num_episodes", "1")
         run_ranks(run_script, 2, f"{FOLDER}/{script}.py", *words, *few, *common)
         AutoPeftModelForCausalLM.from_pretrained(folder / script)
+
+
+@pytest.mark.long
+def test_a_stage_goes_on_from_the_adapters_of_another(folder: Path) -> None:
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    lora = ("--model", "llama", "--strategy", "naive", "--lora_rank", "4", "--max_epochs", "1")
+    run(folder, "train_sft", "coati", *lora, num_ranks=1)
+    still = (*lora, "--lr", "0")  # it stays as it was read
+    commands = [command(folder, "train_dpo", out, *still, base="coati") for out in ("dpo", "again")]
+    commands[1] = (*commands[1], "--model_path", str(folder / "coati"))
+    run_ranks(run_scripts, 1, commands)
+    adapted: Any = AutoPeftModelForCausalLM.from_pretrained(folder / "coati")
+    expected = adapted.merge_and_unload().state_dict()
+    base = AutoModelForCausalLM.from_pretrained(folder / "base").state_dict()
+    assert any(not torch.equal(expected[name], base[name]) for name in base)
+    for out in ("dpo", "again"):  # whole: adapters of a model that no folder has could not be opened
+        found = AutoModelForCausalLM.from_pretrained(folder / out).state_dict()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(found[name], tensor)
 
 
 @pytest.mark.parametrize(
