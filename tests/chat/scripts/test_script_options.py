@@ -195,7 +195,7 @@ def test_a_run_begins_with_the_adapters_of_another(folder: Path, tmp_path: Path)
     ],
 )
 def test_counts_are_at_least_one(script: str, option: str) -> None:
-    with pytest.raises(RanksError, match=f"argument {option}: '0': give an integer of at least 1"):
+    with pytest.raises(RanksError, match=f"argument {option}: 0: give a number of at least 1"):
         run_ranks(run_script, 1, f"{FOLDER}/{script}.py", option, "0")
 
 
