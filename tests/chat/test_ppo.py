@@ -277,7 +277,8 @@ def with_dropout() -> list[dict[str, float]]:
     for part in (*model.modules(), *critic.modules()):
         if isinstance(part, torch.nn.Dropout):
             part.p = 0.3
-    result = PPO(reward=digits, max_length=32, iterations=1, kl_coef=0.0).fit(
+    # Prompts of a few tokens fit into a window of 64 with their answers, whatever max_length is.
+    result = PPO(reward=digits, max_length=512, iterations=1, kl_coef=0.0).fit(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
         critic=critic,
