@@ -96,11 +96,11 @@ class RewardRun:
     ) -> None:
         self._method, self._inputs, course = method, inputs, inputs.course
         check_reference(trained["model"][0], inputs.reference, method.kl_coef)
-        sampling = sampling_of(inputs.sampling, num_answers)
-        check_ahead(inputs.rollouts, sampling)
         check_samples(inputs.samples_every, course.log)
         name = type(method).__name__
         self._prompts = encode_prompts(inputs.data, inputs.tokenizer, method.max_length, name)
+        sampling = sampling_of(inputs.sampling, num_answers, inputs.tokenizer)
+        check_ahead(inputs.rollouts, sampling)
         check_models(
             {name: model for name, (model, _) in trained.items()},
             reference=inputs.reference,
@@ -236,8 +236,11 @@ def prompt_batch(rows: Sequence[Prompt]) -> Batch:
     return {"prompts": tuple(rows)}, {"counts": torch.ones(len(rows), dtype=torch.bool)}
 
 
-def sampling_of(given: SamplingParams | None, num_answers: int) -> SamplingParams:
+def sampling_of(given: SamplingParams | None, num_answers: int, tokenizer: Any) -> SamplingParams:
     """Return how answers are drawn: so many to a prompt, by default up to 64 tokens.
+
+    The end token of the tokenizer, which SFT learns behind an answer, ends one next to those of the model's
+    config, which may be others.
 
     Raises:
         ValueError: `given` draws nothing, or has no end.
@@ -248,7 +251,8 @@ def sampling_of(given: SamplingParams | None, num_answers: int) -> SamplingParam
             f"temperature={sampling.temperature}, max_tokens={sampling.max_tokens}: answers differ only "
             "where tokens are drawn, and have to end: give a temperature above 0, and max_tokens"
         )
-    return replace(sampling, n=num_answers)
+    ends = () if sampling.ignore_eos else (tokenizer.eos_token_id,)
+    return replace(sampling, n=num_answers, stop_token_ids=(*sampling.stop_token_ids, *ends))
 
 
 def check_ahead(rollouts: RolloutOptions, sampling: SamplingParams) -> None:

@@ -106,6 +106,25 @@ def test_empty_answers_alone_are_learned_from() -> None:
             assert all(each["groups_alike"] == 1.0 for each in records)
 
 
+def end_as_the_tokenizer_says() -> list[float]:
+    """Answer with the end token of the tokenizer by a model whose config has another one."""
+    colossalai.launch_from_torch({}, verbose=False)
+    lengths = []
+    for ignores in (False, True):
+        model = causal()
+        model.config.eos_token_id = model.generation_config.eos_token_id = 50
+        bias = {tokenizer().eos_token_id: 100.0}
+        sampling = replace(SAMPLING, logit_bias=bias, ignore_eos=ignores)
+        (record,) = fit(METHODS["grpo"], model, sgd(model), Booster(), sampling=sampling, steps=1)
+        lengths.append(record["length"])
+    gpc.destroy()
+    return lengths
+
+
+def test_answers_end_with_the_end_token_of_the_tokenizer() -> None:
+    assert run_ranks(end_as_the_tokenizer_says, 1) == [[1.0, SAMPLING.max_tokens]]
+
+
 def take_turns(ways: tuple[str, ...]) -> Any:
     """Train two policies alone, step by step in turns, or one within the steps of the other."""
     found = []
