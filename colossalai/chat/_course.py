@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
 from colossalai.chat._records import Record
 from colossalai.context import names_arguments
 from colossalai.trainer import MetricLogger
@@ -64,7 +66,8 @@ class Course:
         on_step: Called on every rank after each step, with its record.
 
     Raises:
-        ValueError: Neither or both of `steps` and `epochs` are given, or a number is below 1.
+        ValueError: Neither or both of `steps` and `epochs` are given, a number is below 1, or `lr_scheduler`
+            needs more than the number of steps.
     """
 
     steps: int | None = None
@@ -91,6 +94,11 @@ class Course:
                 raise ValueError(f"{name}={value!r}: give an integer of at least 1")
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"max_norm={self.max_norm}: give a number above 0, or leave it out")
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                "lr_scheduler is a ReduceLROnPlateau, which waits for a metric: give one that counts steps, "
+                "or lower the rate in on_step"
+            )
         if self.save_every is not None and self.save is None:
             raise ValueError(f"save_every={self.save_every} without a folder: give save=... too")
 

@@ -243,9 +243,11 @@ def sampling_of(given: SamplingParams | None, num_answers: int, tokenizer: Any) 
     config, which may be others.
 
     Raises:
-        ValueError: `given` draws nothing, or has no end.
+        ValueError: `given` is not of this type, draws nothing, or has no end.
     """
     sampling = SamplingParams(max_tokens=64) if given is None else given
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(f"sampling is a {type(sampling).__name__}: give SamplingParams(max_tokens=...)")
     if not sampling.temperature > 0 or sampling.max_tokens is None:
         raise ValueError(
             f"temperature={sampling.temperature}, max_tokens={sampling.max_tokens}: answers differ only "

@@ -159,6 +159,7 @@ def mistakes() -> None:
     colossalai.launch_from_torch({}, verbose=False)
     model = causal()
     plain: dict[str, Any] = {"booster": Booster(), "tokenizer": tokenizer(), "data": prompts(), "steps": 1}
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD(model.parameters(), lr=0.1))
     for options, method, words in (
         ({}, GRPO(reward=digits, kl_coef=0.1), "kl_coef=0.1 and reference=NoneType"),
         ({"reference": causal()}, GRPO(reward=digits), "kl_coef=0.0 and reference=Llama"),
@@ -170,6 +171,8 @@ def mistakes() -> None:
             r"do not fit into the 2048 tokens that the model sees: give max_length=2 \(--max_len 2 .*, or m",
         ),
         ({"data": "rows.json"}, GRPO(reward=digits), r"data is of type str: give chat_data\("),
+        ({"sampling": {"max_tokens": 4}}, GRPO(reward=digits), "sampling is a dict: give SamplingParams"),
+        ({"lr_scheduler": plateau}, GRPO(reward=digits), "lr_scheduler is a ReduceLROnPlateau, which waits"),
     ):
         with pytest.raises(ValueError, match=words):
             method.fit(model, torch.optim.SGD(model.parameters(), lr=0.1), **{**plain, **options})

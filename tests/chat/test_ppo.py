@@ -14,7 +14,7 @@ import colossalai
 from colossalai.booster import Booster
 from colossalai.chat import PPO, SFT, chat_data, with_value_head
 from colossalai.chat._fit import forward_only
-from colossalai.chat.data import make_toy_data, make_toy_tokenizer
+from colossalai.chat.data import encode_all, make_toy_data, make_toy_tokenizer
 from colossalai.chat.losses import token_logprobs
 from colossalai.core import global_context as gpc
 from colossalai.inference import SamplingParams
@@ -158,6 +158,10 @@ def test_a_state_without_its_critic_is_refused(tmp_path: Path) -> None:
     assert "critic/step-00000001" in run_ranks(resume_without_critic, 1, str(tmp_path))[0]
 
 
+def sft_of(length: int) -> Any:
+    return chat_data([{"prompt": "q", "completion": "y" * (length - 1)}], "sft")
+
+
 def short() -> Any:
     """Return a value model that sees 20 tokens."""
     model = value_model()
@@ -168,7 +172,7 @@ def short() -> Any:
 def mistakes() -> None:
     colossalai.launch_from_torch({}, verbose=False)
     plain: dict[str, Any] = {"booster": Booster(), "tokenizer": tokenizer(), "data": prompts(), "steps": 1}
-    sft = chat_data(make_toy_data("sums", 3, 0))
+    sft, with_texts = chat_data(make_toy_data("sums", 3, 0)), PPO(reward=digits, kl_coef=0.0, ptx_coef=0.5)
     model, wide = causal(), causal()
     before = [each.clone() for each in model.parameters()]
     wide.config.vocab_size += 1
@@ -184,6 +188,7 @@ def mistakes() -> None:
             PPO(reward=digits, max_length=4096, kl_coef=0.0, ptx_coef=0.5),
             r"a text of 4096 tokens, and the model sees 2048: give max_length=2048",
         ),
+        ({"pretrain": encode_all(sft_of(2100), tokenizer(), 3000)}, with_texts, "a text of 2101 tokens"),
         ({"rows_at_once": 0}, PPO(reward=digits, kl_coef=0.0), "rows_at_once=0"),
         ({"tokens_at_once": 8}, PPO(reward=digits, kl_coef=0.0), "tokens_at_once=8: give an integer of at l"),
         ({"ptx_batch_size": 0}, PPO(reward=digits, kl_coef=0.0), "ptx_batch_size=0"),
