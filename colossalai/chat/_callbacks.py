@@ -84,7 +84,8 @@ class RewardWatch:
                 get_dist_logger().warning(
                     f"step {record['step']}: log-probabilities of engine and trainer differ by "
                     f"{largest:.4f}, more than {_WIDE_GAP}: {own.told(self._tokenizer)}. Answers are learned "
-                    "as if the trainer had drawn them; compute both in the same precision"
+                    "as if the trainer had drawn them; compute both in the same precision, and train "
+                    "without dropout, which the engine has not"
                 )
         if record.get("groups_alike", 0.0) == 1.0 and self._is_new("groups_alike"):
             get_dist_logger().warning(
