@@ -142,6 +142,7 @@ class PPO:
             PolicyDriftError: The model has been further than `max_kl` from the reference for 10 steps; its
                 records and, with `save`, its training state are written before.
             RewardError: The reward failed on some rank.
+            FloatingPointError: Values of the critic, or rewards, have led to advantages that are not finite.
         """
         if type(ptx_batch_size) is not int or ptx_batch_size < 1:
             raise ValueError(f"ptx_batch_size={ptx_batch_size!r}: give an integer of at least 1")
@@ -348,7 +349,11 @@ class _ActorCritic:
         )
 
     def _whiten(self, batches: Sequence[dict[str, Any]]) -> None:
-        """Give advantages mean 0 and deviation 1 over the tokens of all ranks that count."""
+        """Give advantages mean 0 and deviation 1 over the tokens of all ranks that count.
+
+        Raises:
+            FloatingPointError: An advantage is not finite; on all ranks, before the step.
+        """
         device = self._booster.device
         chosen = [labels["advantages"].double()[answer_mask(labels)] for labels in batches]
         own = torch.cat(chosen) if chosen else torch.zeros(0, dtype=torch.float64, device=device)
@@ -358,5 +363,11 @@ class _ActorCritic:
         squares = (own - mean).square().sum().reshape(1)
         all_reduce_in_place(squares, ParallelMode.DATA)  # of what is left, not of large numbers
         deviation = (squares[0] / (count - 1).clamp(min=1) + 1e-8).sqrt()
+        if not math.isfinite(float(deviation)):  # of a NaN anywhere it is one, on every rank
+            raise FloatingPointError(
+                "advantages of answers are not finite, and no step was made: the values of the critic have "
+                "grown without bounds, or rewards have; give a smaller learning rate of the critic, or "
+                "max_norm, or smaller rewards"
+            )
         for labels in batches:
             labels["advantages"] = (labels["advantages"].double() - mean) / deviation

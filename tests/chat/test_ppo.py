@@ -229,6 +229,32 @@ def test_mistakes() -> None:
     run_ranks(mistakes, 1)
 
 
+def spoil() -> list[bool]:
+    """Train with a critic that diverges on rank 1; return which parameters of the policy are finite."""
+    colossalai.launch_from_torch({}, verbose=False)
+    model, critic = causal(), value_model()
+    with pytest.raises(FloatingPointError, match="the values of the critic have grown without bounds"):
+        PPO(reward=digits, max_length=32, iterations=1, kl_coef=0.0).fit(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            critic=critic,
+            critic_optimizer=torch.optim.SGD(critic.parameters(), lr=1e300 * (gpc.get_global_rank() == 1)),
+            booster=Booster(),
+            data=prompts(),
+            tokenizer=tokenizer(),
+            sampling=SAMPLING,
+            steps=3,
+            batch_size=2,
+        )
+    gpc.destroy()
+    return [bool(each.isfinite().all()) for each in model.parameters()]
+
+
+def test_a_critic_that_diverges_ends_the_run_before_the_policy_does() -> None:
+    for found in run_ranks(spoil, 2):
+        assert all(found)
+
+
 def improve() -> tuple[float, float]:
     """Learn to sort a little from texts, then more from rewards; return the first and last rewards."""
     from transformers import LlamaConfig, LlamaForCausalLM
