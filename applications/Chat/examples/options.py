@@ -31,13 +31,19 @@ OPTION_OF = {"max_length": "--max_len", "max_tokens": "--max_new_tokens"}
 
 
 def make_parser(
-    description: str | None, *, epochs: int = 3, dataset: str = "--dataset", has_batches: bool = True
+    description: str | None,
+    *,
+    epochs: int = 3,
+    learned: str = "the rows",
+    dataset: str = "--dataset",
+    has_batches: bool = True,
 ) -> argparse.ArgumentParser:
     """Return a parser with the options that all scripts have.
 
     Args:
         description: What the script does.
         epochs: Default of `--max_epochs`.
+        learned: What the passes of `--max_epochs` are over.
         dataset: How the option of the data is spelled.
         has_batches: Whether there are `--batch_size` and `--accumulation_steps`.
     """
@@ -71,13 +77,13 @@ def make_parser(
     add("--max_datasets_size", type=at_least(1), help="read so many rows at most")
     add("--save_path", default="output", help="the folder of the trained model; default: %(default)s")
     add("--need_optim_ckpt", type=truth, default=False, help="save the state of the optimizer, too")
-    add("--max_epochs", type=at_least(1), default=epochs, help="default: %(default)s")
+    add("--max_epochs", type=at_least(1), default=epochs, help=f"passes over {learned}; default: %(default)s")
     if has_batches:
         rows = "rows of a batch of one rank; default: %(default)s"
         add("--batch_size", type=at_least(1), default=4, help=rows)
         batches = "batches of a step; default: %(default)s"
         add("--accumulation_steps", type=at_least(1), default=1, help=batches)
-    add("--lr", type=at_least(0.0), default=5e-6, help="default: %(default)s")
+    add("--lr", type=at_least(0.0), default=5e-6, help="learning rate; default: %(default)s")
     add("--max_norm", type=float, help="scale gradients of a larger norm down to it")
     add("--max_len", type=at_least(2), default=512, help="most tokens of a text; default: %(default)s")
     adapters = "train adapters of this rank only; default: %(default)s"
@@ -97,7 +103,7 @@ def make_parser(
     )
     states = "steps between training states in the folder of --resume"
     add("--save_interval", type=at_least(1), help=states)
-    add("--seed", type=at_least(0), default=42, help="default: %(default)s")
+    add("--seed", type=at_least(0), default=42, help="of all draws; default: %(default)s")
     return parser
 
 
@@ -106,7 +112,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     tokens = "most tokens of an answer; default: %(default)s"
     add("--max_new_tokens", type=at_least(1), default=64, help=tokens)
-    add("--temperature", type=float, default=1.0, help="default: %(default)s")
+    add("--temperature", type=float, default=1.0, help="of the draws; default: %(default)s")
     ahead = "1: draw the answers of the next step while this one is made; default: %(default)s"
     add("--async", dest="ahead", type=int, choices=(0, 1), default=0, help=ahead)
     add("--tokens_at_once", type=int, help="most tokens of answers and padding that a forward computes")

@@ -2,7 +2,7 @@ r"""Rewards of a function: group relative policy optimization on prompts.
 
 Examples:
     colossalai run --nproc_per_node 2 train_grpo.py --pretrain coati \
-      --dataset data.json --reward rewards.py:exact
+      --model llama --dataset data.json --reward rewards.py:exact
 """
 
 import argparse

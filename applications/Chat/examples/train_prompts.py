@@ -2,7 +2,7 @@ r"""Stage 3: proximal policy optimization on prompts, with a reward model.
 
 Examples:
     colossalai run --nproc_per_node 2 train_prompts.py --pretrain coati \
-      --rm_path rm --prompt_dataset prompts.json
+      --model llama --rm_path rm --prompt_dataset prompts.json
 """
 
 import argparse
@@ -46,7 +46,9 @@ def reward_of(folder: str, tokenizer: Any) -> ValueModel | ModelReward:
 
 def read_options() -> argparse.Namespace:
     """Return the options."""
-    parser = make_parser(__doc__, epochs=5, dataset="--prompt_dataset", has_batches=False)
+    parser = make_parser(
+        __doc__, epochs=5, learned="the answers of an update", dataset="--prompt_dataset", has_batches=False
+    )
     add = parser.add_argument
     add("--pretrain_dataset", help="texts that are learned beside, by --ptx_coef")
     add("--rm_path", required=True, help="a folder of train_reward_model.py")
@@ -58,7 +60,7 @@ def read_options() -> argparse.Namespace:
     )
     add("--rm_pretrain", help="a causal model that the critic begins with; default: the reward model")
     counts = {
-        "num_episodes": (10, ""),
+        "num_episodes": (10, "rounds of --max_timesteps batches; "),
         "max_timesteps": (10, "batches of prompts of an episode; "),
         "update_timesteps": (10, "batches between updates; "),
         "experience_batch_size": (8, "prompts of a batch; "),
@@ -67,7 +69,7 @@ def read_options() -> argparse.Namespace:
     }
     for name, (default, text) in counts.items():
         add(f"--{name}", type=at_least(1), default=default, help=f"{text}default: %(default)s")
-    add("--kl_coef", type=at_least(0.0), default=0.1, help="default: %(default)s")
+    add("--kl_coef", type=at_least(0.0), default=0.1, help="of the reference; default: %(default)s")
     add("--max_kl", type=float, help="end when the KL from --pretrain is above it for 10 steps in a row")
     add("--ptx_coef", type=at_least(0.0), default=0.9, help="with --pretrain_dataset; default: %(default)s")
     add_sampling(parser)
