@@ -34,13 +34,19 @@ import colossalai
 from colossalai.chat import PPO, ModelReward, ValueModel, chat_data, load_reward_model, with_value_head
 
 
-def reward_of(folder: str, tokenizer: Any) -> ValueModel | ModelReward:
+def reward_of(args: argparse.Namespace, tokenizer: Any) -> ValueModel | ModelReward:
     """Return a reward model, which reads the policy's tokens if its tokenizer has the same ones."""
-    model = load_reward_model(folder, dtype=torch.float32)
-    if not Path(folder, "tokenizer_config.json").is_file():
-        return model
-    own = AutoTokenizer.from_pretrained(folder)
-    is_same = own.get_vocab() == tokenizer.get_vocab()
+    own = None
+    if Path(args.rm_path, "tokenizer_config.json").is_file():
+        own = AutoTokenizer.from_pretrained(args.rm_path)
+    is_same = own is None or own.get_vocab() == tokenizer.get_vocab()
+    if not is_same and args.rm_pretrain is None:
+        raise SystemExit(
+            f"--rm_path {args.rm_path} has another tokenizer than --pretrain {args.pretrain}, so the critic, "
+            "which reads the tokens that are drawn, cannot begin with it: give --rm_pretrain a causal model "
+            "that has the tokenizer of --pretrain"
+        )
+    model = load_reward_model(args.rm_path, dtype=torch.float32)
     return model if is_same else ModelReward(model=model, tokenizer=own)
 
 
@@ -97,7 +103,7 @@ def main() -> None:
     data = chat_data(args.dataset, "prompts", max_size=args.max_datasets_size, subset=args.subset)
     pretrain = chat_data(args.pretrain_dataset, "sft") if args.pretrain_dataset else None
     model, tokenizer = load(args)
-    reward = reward_of(args.rm_path, tokenizer)
+    reward = reward_of(args, tokenizer)
     if args.rm_pretrain is None:
         critic = load_reward_model(args.rm_path, dtype=torch.float32)
     else:

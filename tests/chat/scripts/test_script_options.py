@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from colossalai.booster.mixed_precision import mixed_precision_factory
-from colossalai.chat.data import chat_data, make_toy_data
+from colossalai.chat.data import chat_data, make_toy_data, make_toy_tokenizer
 from tests.chat.scripts.test_scripts import FOLDER, run_scripts
 from tests.chat.tiny import causal, tokenizer
 from tests.examples.scripts import example_module, run_script
@@ -57,6 +57,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             ("--rm_path", "{reward}", "--num_episodes", "1", "--max_timesteps", "4"),
             "there would be no update; give at most 4",
         ),
+        (
+            "train_prompts",
+            ("--rm_path", "{toy}"),
+            "has another tokenizer than --pretrain .*: give --rm_pretrain a causal",
+        ),
         ("train_sft", ("--plugin", "TorchDDPPlugin()", "--strategy", "ddp"), "give one of them"),
         (
             "train_sft",
@@ -75,13 +80,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_options_that_would_be_ignored_are_refused(
     script: str, options: tuple[str, ...], said: str, folder: Path, tmp_path: Path
 ) -> None:
-    made = {name: tmp_path / name for name in ("reward", "wide")} | {"folder": folder}
-    for name in ("reward", "wide"):
+    made = {name: tmp_path / name for name in ("reward", "wide", "toy")} | {"folder": folder}
+    make_toy_tokenizer().save_pretrained(made["toy"])
+    for name in ("reward", "wide", "toy"):
         config = json.loads((folder / "config.json").read_text())
         config |= (
-            {"architectures": ["LlamaForSequenceClassification"]} if name == "reward" else {"hidden_size": 64}
+            {"architectures": ["LlamaForSequenceClassification"]} if name != "wide" else {"hidden_size": 64}
         )
-        made[name].mkdir()
+        made[name].mkdir(exist_ok=True)
         (made[name] / "config.json").write_text(json.dumps(config))
     made["adapters"] = tmp_path / "adapters"
     made["adapters"].mkdir()
