@@ -28,7 +28,7 @@ from tests.ranks import run_ranks
 from tests.serving.dialogues.test_dialogues import events_of
 from tests.serving.served_folder import ServedFolder
 
-pytestmark = [pytest.mark.dist, pytest.mark.long]  # a minute; CI runs both
+pytestmark = pytest.mark.dist
 
 NUM_HELD_OUT = 48
 SCRIPTS = EXAMPLES.parent / "applications" / "Chat"
@@ -169,6 +169,7 @@ def test_a_base_model_becomes_a_served_assistant(folder: Path, serve: Callable[.
     assert served.end() == 0
 
 
+@pytest.mark.long
 def test_the_shell_scripts_run_from_any_folder(folder: Path) -> None:
     """One after another, with the model before as PRETRAIN, and further options behind."""
     stages = (
