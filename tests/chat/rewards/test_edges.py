@@ -206,8 +206,11 @@ def test_a_student_and_its_teacher_learn_by_turns_as_in_one_process() -> None:
             assert own == pytest.approx(other, abs=1e-10)
 
 
+WHOLE = ("ddp", "zero 2")  # ranks have all parameters, as they are
+
+
 def freeze(plan: str) -> Any:
-    """Train a policy with a critic of which only the head is trained."""
+    """Train a policy with a critic of which only the head is trained; return its changes, and records."""
     colossalai.launch_from_torch({}, verbose=False)
     model, critic = causal(), value_model()
     critic.requires_grad_(False)
@@ -215,8 +218,11 @@ def freeze(plan: str) -> Any:
     before = [each.clone() for each in critic.parameters()]
     method = PPO(reward=digits, max_length=32, iterations=2)
     records = fit(method, model, sgd(model), Booster(plugin=PLUGINS[plan]()), critic=critic)
-    changed = [not torch.equal(a, b) for a, b in zip(before, critic.parameters(), strict=True)]
-    names = [name for (name, _), each in zip(critic.named_parameters(), changed, strict=True) if each]
+    names = [
+        name
+        for (name, now), then in zip(critic.named_parameters(), before, strict=False)  # a stage has fewer
+        if plan in WHOLE and not torch.equal(then, now)
+    ]
     gpc.destroy()
     return names, [
         {key: value for key, value in each.items() if not key.startswith(("seconds", "tokens_per_second"))}
@@ -224,17 +230,17 @@ def freeze(plan: str) -> Any:
     ]
 
 
-@pytest.mark.parametrize("plan", ["zero 2", pytest.param("ddp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("plan", ["zero 2", *map(further, ("ddp", "fsdp", "gemini", "tp 2", "pp 2"))])
 def test_a_critic_with_a_frozen_trunk_learns_as_in_one_process(plan: str) -> None:
     ((names, alone),) = run_ranks(freeze, 1, "ddp")
     assert names == ["score.weight"]
     assert alone[0]["value_loss"] != alone[-1]["value_loss"]
     for own_names, found in run_ranks(freeze, 2, plan):
-        assert own_names == names
+        assert own_names == (names if plan in WHOLE else [])
         for own, other in zip(found, alone, strict=True):
             for key, value in own.items():
-                tolerance = 1e-6 if key.startswith("logprob_gap") else 1e-9
-                assert value == pytest.approx(other[key], rel=1e-9, abs=tolerance), key
+                tolerance = 1e-6 if key.startswith("logprob_gap") else 1e-10
+                assert value == pytest.approx(other[key], rel=1e-10, abs=tolerance), key
 
 
 def mistakes() -> None:
