@@ -132,7 +132,7 @@ def grpo(job: Job) -> Job:
     steps = Steps(job)
     with _Generations(steps, model, compares=job["part"] == "generation") as generations:
         steps.start()
-        GRPO(reward=reward, group_size=job["group"], max_length=64).fit(
+        GRPO(reward=reward, group_size=job["group"], max_length=64, normalize="sequence").fit(
             model,
             _adam(model, job["lr"]),
             booster=booster,

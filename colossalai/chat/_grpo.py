@@ -46,8 +46,8 @@ class GRPO:
         epsilon: How far the probability of a token may fall before it has no gradient.
         epsilon_high: How far it may rise; None: as far. DAPO (2503.14476) takes 0.28.
         level: Whose ratio that is: of a "token", or of the "sequence" (GSPO, 2507.18071).
-        normalize: What a mean is over: "sequence" (tokens of an answer, then answers), "batch" (all tokens:
-            DAPO), "constant" (the longest answer there may be: Dr. GRPO, 2503.20783).
+        normalize: What a mean is over: "batch" (all tokens: DAPO), "sequence" (tokens of an answer, then
+            answers: 2402.03300), "constant" (the longest answer there may be: Dr. GRPO, 2503.20783).
         scale: What advantages are divided by: the deviation of the "group", or "none" (Dr. GRPO).
         kl_coef: Holds the model to a reference, which `fit` is given then.
         max_kl: Largest divergence from the reference, the mean of k3 over the tokens of a step; 10 steps in a
@@ -64,7 +64,7 @@ class GRPO:
     epsilon: float = 0.2
     epsilon_high: float | None = None
     level: Literal["token", "sequence"] = "token"
-    normalize: Literal["sequence", "batch", "constant"] = "sequence"
+    normalize: Literal["sequence", "batch", "constant"] = "batch"
     scale: Literal["group", "none"] = "group"
     kl_coef: float = 0.0
     max_kl: float | None = None

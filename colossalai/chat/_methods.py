@@ -128,12 +128,14 @@ class RewardModeling(TextMethod):
 
     Attributes:
         max_length: Most tokens of a text.
+        disable_dropout: Whether the model is trained without dropout, whatever its config says.
 
     Raises:
         ValueError: `max_length` is below 2.
     """
 
     max_length: int = 512
+    disable_dropout: bool = True
 
     def __post_init__(self) -> None:
         check_length(self.max_length)
@@ -141,6 +143,10 @@ class RewardModeling(TextMethod):
     @property
     def _stage(self) -> str:
         return "preference"
+
+    @property
+    def _disables_dropout(self) -> bool:
+        return self.disable_dropout
 
     def _check(self, model: nn.Module, booster: Booster) -> None:
         if not has_value_head(model):
@@ -182,6 +188,8 @@ class DPO(TextMethod):
         beta: How strongly the policy is held to the reference.
         kind: "sigmoid", or "ipo" (2310.12036).
         label_smoothing: The share of comparisons that are taken to be wrong, for "sigmoid".
+        disable_dropout: Whether the model is trained without dropout, whatever its config says: with it the
+            policy differs from the reference, which is computed without, before the first step.
 
     Raises:
         ValueError: `max_length` is below 2.
@@ -191,6 +199,7 @@ class DPO(TextMethod):
     beta: float = 0.1
     kind: Literal["sigmoid", "ipo"] = "sigmoid"
     label_smoothing: float = 0.0
+    disable_dropout: bool = True
 
     def __post_init__(self) -> None:
         check_length(self.max_length)
@@ -200,6 +209,10 @@ class DPO(TextMethod):
     @property
     def _stage(self) -> str:
         return "preference"
+
+    @property
+    def _disables_dropout(self) -> bool:
+        return self.disable_dropout
 
     def with_reference(
         self,

@@ -1,7 +1,8 @@
 """What methods that learn from texts have in common: fit, evaluate, and batches of texts and comparisons."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from colossalai.chat.data import (
     encode_all,
 )
 from colossalai.logging import get_dist_logger
+from colossalai.pipeline import ModelStage
 from colossalai.runtime import ModelWrapper
 
 
@@ -64,6 +66,36 @@ class ReferredData:
 
 Encoded = EncodedData | ReferredData
 GivenData = ChatData | Encoded
+
+
+@contextmanager
+def dropout_disabled(model: nn.Module) -> Iterator[None]:
+    """Within the block all probabilities of dropout in a model are 0, those of adapters too.
+
+    They are `p` of torch's modules, and what other modules hold as a number: `dropout` of a layer of OPT.
+    """
+    before: list[tuple[nn.Module, str, float]] = []
+    for module in _all_modules(model):
+        for name, value in vars(module).items():
+            is_named = "dropout" in name or name.endswith("pdrop")
+            is_probability = name == "p" if isinstance(module, nn.modules.dropout._DropoutNd) else is_named
+            if is_probability and type(value) is float and value > 0.0:
+                before.append((module, name, value))
+    for module, name, _ in before:
+        setattr(module, name, 0.0)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def _all_modules(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules of a model, and those that a stage calls without owning their parameters."""
+    for module in model.modules():
+        yield module
+        if isinstance(module, ModelStage):
+            yield from module.model.modules()
 
 
 def encoded_of(data: GivenData, tokenizer: Any, max_length: int) -> Encoded:
@@ -129,7 +161,9 @@ class TextMethod(ABC):
         wrapped, boosted = boost(booster, model, optimizer)
         tell_memory({"model": (wrapped, boosted)}, booster=booster, course=made)
         encoded = self._prepare(wrapped, booster, found, tokenizer, made.batch_size)
-        return train(wrapped, boosted, booster=booster, task=self._task(encoded, tokenizer), course=made)
+        task = self._task(encoded, tokenizer)
+        with dropout_disabled(wrapped) if self._disables_dropout else nullcontext():
+            return train(wrapped, boosted, booster=booster, task=task, course=made)
 
     def evaluate(
         self,
@@ -185,6 +219,11 @@ class TextMethod(ABC):
     @abstractmethod
     def _task(self, encoded: Encoded, tokenizer: Any) -> Task:
         """Return batches and loss."""
+
+    @property
+    def _disables_dropout(self) -> bool:
+        """Whether a model is trained without dropout, whatever its config says."""
+        return False
 
     def _check(self, model: nn.Module, booster: Booster) -> None:  # noqa: B027 - most take any
         """Refuse what the method does not train, before anything is changed."""

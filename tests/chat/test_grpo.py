@@ -69,9 +69,9 @@ def train_all(cells: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
 
 WAYS: list[dict[str, Any]] = [
     {"tokens_at_once": 23},  # ranks have answers of other lengths, and would have other numbers of batches
-    {"normalize": "batch", "epsilon_high": 0.28, "kl_coef": 0.05},
+    {"normalize": "sequence", "epsilon_high": 0.28, "kl_coef": 0.05},
     {"normalize": "constant", "scale": "none", "iterations": 2},
-    {"level": "sequence", "epsilon": 3e-4, "iterations": 2},
+    {"level": "sequence", "normalize": "sequence", "epsilon": 3e-4, "iterations": 2},
 ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 import re
@@ -100,6 +101,54 @@ def test_further_plans_on_two_ranks(name: str) -> None:
 def test_on_four_ranks() -> None:
     cells = pairwise(list(METHODS), ("ddp", "pp 2", "tp 2, zero 1"), ("llama", "gpt2", "opt"))
     check(cells, 4)
+
+
+def with_dropout(plan: str, family: str, name: str, disables: bool) -> list[dict[str, float]]:
+    """Train a model whose config has dropout for two steps; return the records."""
+    colossalai.launch_from_torch({}, verbose=False)
+    model = model_for(name, family)
+    numbers = 0
+    for module in model.modules():
+        for key in ("p", "dropout", "attention_dropout", "attn_pdrop"):
+            if type(getattr(module, key, None)) is float:
+                setattr(module, key, 0.5)
+                numbers += 1
+    method = METHODS[name] if disables else dataclasses.replace(METHODS[name], disable_dropout=False)
+    booster = Booster(plugin=PLUGINS[plan]())
+    result = method.fit(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        booster=booster,
+        data=rows_for(name, NUM_ROWS),
+        tokenizer=tokenizer(),
+        steps=2,
+        batch_size=BATCH // booster.mesh.axis_size("dp"),
+    )
+    raw = result.model.unwrap()
+    kept = [module for module in raw.modules() for key in ("p", "dropout") if getattr(module, key, 0) == 0.5]
+    assert numbers
+    assert kept or plan == "pp 2"  # a stage has its own modules alone
+    gpc.destroy()
+    return [{key: value for key, value in each.items() if key != "seconds"} for each in result.records]
+
+
+def with_dropout_of_all(cells: list[tuple[str, str, str, bool]]) -> list[Any]:
+    return [with_dropout(*cell) for cell in cells]
+
+
+def test_dropout_is_off_in_comparisons() -> None:
+    cells = [("dpo", "gpt2", "pp 2"), ("reward", "opt", "tp 2")]
+    (expected,) = run_ranks(
+        with_dropout_of_all, 1, [("ddp", family, name, True) for name, family, _ in cells]
+    )
+    assert expected[0][0]["margin"] == pytest.approx(0.0, abs=1e-9)
+    ((noisy, *_),) = run_ranks(with_dropout_of_all, 1, [("ddp", "gpt2", "dpo", False)])
+    assert abs(noisy[0]["margin"]) > 1e-6
+    of_ranks = run_ranks(with_dropout_of_all, 2, [(plan, family, name, True) for name, family, plan in cells])
+    for found in of_ranks:
+        for own, other in zip(found, expected, strict=True):
+            for record, wanted in zip(own, other, strict=True):
+                assert record["loss"] == pytest.approx(wanted["loss"], rel=TOLERANCE)
 
 
 def resume(folder: str) -> tuple[Any, Any]:

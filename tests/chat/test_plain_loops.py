@@ -114,7 +114,7 @@ def learn_groups() -> None:
         for each in reference.parameters():
             each.mul_(1.05)
     with mock.patch.object(RolloutEngine, "generate", fixed):
-        result = GRPO(reward=reward, group_size=2, max_length=32, kl_coef=0.2).fit(
+        result = GRPO(reward=reward, group_size=2, max_length=32, kl_coef=0.2, normalize="sequence").fit(
             model,
             torch.optim.SGD(model.parameters(), lr=LR),
             booster=Booster(),

@@ -7,6 +7,8 @@ The loss is that of PPO, in the ways in which the papers differ:
     DAPO        2503.14476      level="token"       normalize="batch", epsilon_high=0.28
     Dr. GRPO    2503.20783      level="token"       normalize="constant", advantages with scale="none"
     GSPO        2507.18071      level="sequence"    normalize="sequence", epsilon=3e-4, epsilon_high=4e-4
+
+The defaults are those of TRL 1.16: level="token", normalize="batch", epsilon=0.2 on both sides.
 """
 
 from typing import Literal
@@ -76,7 +78,7 @@ def grpo_loss(  # noqa: PLR0913 - four tensors, and how the papers differ
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     level: Literal["token", "sequence"] = "token",
-    normalize: Normalize = "sequence",
+    normalize: Normalize = "batch",
     max_length: int | None = None,
     ref_logp: Tensor | None = None,
     kl_coef: float = 0.0,
@@ -97,8 +99,8 @@ def grpo_loss(  # noqa: PLR0913 - four tensors, and how the papers differ
         epsilon_high: Nor above 1 + epsilon_high; it may itself be above 1. Default: `epsilon`.
         level: The ratio r of a "token" is its own, or, for all tokens of a "sequence", exp of the mean of
             logp - old_logp over them.
-        normalize: "sequence": the mean over the tokens of a sequence, then over the sequences. "batch": the
-            mean over all tokens. "constant": the sum divided by sequences times `max_length`.
+        normalize: "batch": the mean over all tokens. "sequence": the mean over the tokens of a sequence, then
+            over the sequences. "constant": the sum divided by sequences times `max_length`.
         max_length: The longest completion that may be drawn, for "constant" only.
         ref_logp: (batch, length), of the reference; gets no gradient. Only used if `kl_coef` is not 0.
         kl_coef: Of k3, the third estimator of `kl`; at least 0.

@@ -127,7 +127,8 @@ def test_relatives_that_are_the_same() -> None:
     per_sequence = normal(4, 3)
     for level in ("token", "sequence"):
         loss, grad = with_grads(
-            lambda x, level=level: grpo_loss(x, logp, per_sequence, mask, level=level), logp
+            lambda x, level=level: grpo_loss(x, logp, per_sequence, mask, level=level, normalize="sequence"),
+            logp,
         )
         weights = mask / mask.sum(1, keepdim=True) / 3
         torch.testing.assert_close(loss, -(per_sequence * (mask.sum(1) > 0)).sum() / 3)
@@ -206,9 +207,9 @@ def test_groups_that_are_refused() -> None:
         ({"normalize": "mean"}, "normalize is 'mean'; it must be 'sequence', 'batch' or 'constant'"),
         ({"normalize": "constant"}, "max_length is None with normalize 'constant'; it must be a length"),
         ({"normalize": "constant", "max_length": 0}, "max_length is 0 with normalize 'constant'"),
-        ({"max_length": 5}, "max_length is 5 with normalize 'sequence'; .* None for the others"),
-        ({"num_tokens": 5}, "num_tokens has no effect with normalize 'sequence'; give num_sequences"),
-        ({"normalize": "batch", "num_sequences": 5}, "num_sequences has no effect .* give num_tokens"),
+        ({"max_length": 5}, "max_length is 5 with normalize 'batch'; .* None for the others"),
+        ({"normalize": "sequence", "num_tokens": 5}, "num_tokens has no effect .*; give num_sequences"),
+        ({"num_sequences": 5}, "num_sequences has no effect with normalize 'batch'; give num_tokens"),
         ({"kl_coef": -0.1}, r"kl_coef is -0.1; it must be at least 0"),
         ({"kl_coef": 0.1}, "kl_coef is 0.1, but ref_logp is None"),
         ({"kl_coef": 0.1, "ref_logp": torch.zeros(2, 2)}, r"ref_logp has shape \(2, 2\)"),
