@@ -139,6 +139,9 @@ async def on_validation_error(request: Request, error: Exception) -> Response:
     param = _param(first["loc"][1:])
     if first["type"] == "missing":
         message = "it is missing" if param else "the body is missing; send a JSON object"
+    if first["type"] == "too_short":
+        sizes = first["ctx"]
+        message = f"it has {sizes['actual_length']} items; it must have at least {sizes['min_length']}"
     if param:
         message = f"{param}: {message[:1].lower()}{message[1:]}"
     return ApiError(400, message, param=param or None).response

@@ -81,8 +81,8 @@ class Prompts:
         if not self.has_chat_template:
             raise ApiError(
                 400,
-                f"the tokenizer of {self._info.name!r} has no chat template, so nobody can say how a chat is "
-                "written for it; use /v1/completions",
+                f"the tokenizer of {self._info.name!r} has no chat template, so messages cannot be written "
+                "for it; use /generate with a history, or /v1/completions",
                 param="messages",
                 code="no_chat_template",
             )

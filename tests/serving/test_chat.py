@@ -73,7 +73,7 @@ def test_refusals(start: Any, tmp_path: Any) -> None:
     plain = start(tokenizer=make_tokenizer(tmp_path, template=None))
     status, error = chat(plain, messages=ASKED)
     assert (status, error["code"]) == (400, "no_chat_template")
-    assert "no chat template" in error["message"]
+    assert "no chat template, so messages cannot be written for it; use /generate" in error["message"]
     assert plain.service.seen == []
 
 

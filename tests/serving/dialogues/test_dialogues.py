@@ -145,6 +145,11 @@ def test_wrong_bodies(site: Site) -> None:
         assert site.service.seen == [], body
 
 
+def test_an_empty_history_is_told_in_plain_words(site: Site) -> None:
+    _, error = refused(site.client.post("/generate", json={"history": []}))
+    assert error["message"] == "history: it has 0 items; it must have at least 1"
+
+
 def test_what_a_template_does_not_take(start: Any, tmp_path: Any) -> None:
     template = "{{ raise_exception('no talk') }}"
     site = start(tokenizer=make_tokenizer(tmp_path, template=template))
