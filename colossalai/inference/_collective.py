@@ -19,18 +19,16 @@ from colossalai.inference._llm import Collector, answer_all
 from colossalai.inference._load import EngineOptions
 from colossalai.inference._ranks import RanksExecutor, StepLink
 from colossalai.inference._request import (
+    REQUEST_ERRORS,
     Completion,
     EngineStopped,
     Request,
     RequestFailed,
     RequestRefused,
     SamplingParams,
-    Structure,
     TokenLogprobs,
+    sampling_params_of,
 )
-
-_KINDS: dict[str, type[Exception]] = {each.__name__: each for each in (RequestFailed, RequestRefused)}
-"""What ends the requests of a call; any other error is the end of the engine."""
 
 
 class CollectiveEngine:
@@ -71,6 +69,7 @@ class CollectiveEngine:
             RequestFailed: The model computes a NaN for a prompt of some rank; on all ranks.
             EngineStopped: The engine has failed on the first rank, in this call or before; on all ranks.
         """
+        # Collectives in one order on all ranks: prompts to the first, steps until it pauses, answers back.
         own = [[[int(token) for token in prompt] for prompt in prompts], [asdict(each) for each in params]]
         of_ranks = gather_values(own, self._ranks.group)
         told: Any = None
@@ -81,7 +80,7 @@ class CollectiveEngine:
         found = broadcast_value(told, source=self._ranks.ranks[0], group=self._ranks.group)
         if "error" in found:
             kind, message = found["error"]
-            raise _KINDS.get(kind, EngineStopped)(message)
+            raise REQUEST_ERRORS.get(kind, EngineStopped)(message)
         first = sum(len(theirs) for theirs, _ in of_ranks[: self._ranks.rank])
         return [
             tuple(_completion_of(fields) for fields in answers)
@@ -104,7 +103,7 @@ class CollectiveEngine:
                     Request(
                         request_id=f"generate-{next(self._names)}",
                         prompt_token_ids=tuple(prompt),
-                        params=_params_of(fields),
+                        params=sampling_params_of(fields),
                         is_streamed=False,
                     )
                 )
@@ -122,11 +121,6 @@ class CollectiveEngine:
             while engine.has_work:  # steps of stages whose answers have ended
                 engine.step()
             engine.executor.pause()
-
-
-def _params_of(fields: dict[str, Any]) -> SamplingParams:
-    structure = fields["structure"]
-    return SamplingParams(**{**fields, "structure": None if structure is None else Structure(**structure)})
 
 
 def _completion_of(fields: dict[str, Any]) -> Completion:

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -32,22 +32,20 @@ import torch
 from torch import nn
 
 from colossalai.inference._request import (
+    REQUEST_ERRORS,
     Delta,
     EngineStopped,
     Request,
     RequestFailed,
     RequestRefused,
-    SamplingParams,
-    Structure,
     TokenLogprobs,
+    sampling_params_of,
 )
 from colossalai.inference._service import Listener
 from colossalai.inference._threaded import ThreadedEngine
 from colossalai.inference.loading import WeightSource
 
 _END_S = 20.0  # for the ranks to end by themselves
-_ERRORS: Mapping[str, type[Exception]] = {each.__name__: each for each in (RequestFailed, RequestRefused)}
-"""What ends one request; any other error is the end of the engine."""
 _UPDATE_ERRORS = {each.__name__: each for each in (TimeoutError, OSError, ValueError, RequestFailed)}
 
 
@@ -159,7 +157,7 @@ class RemoteEngine:
     def _take(self, line: dict[str, Any]) -> None:
         if "failed" in line:
             request_id, kind, message = line["failed"]
-            self._listeners.pop(request_id)[0](_ERRORS.get(kind, EngineStopped)(message))
+            self._listeners.pop(request_id)[0](REQUEST_ERRORS.get(kind, EngineStopped)(message))
             return
         delta = _delta_of(line["heard"])
         if delta.request_id not in self._listeners:
@@ -255,12 +253,8 @@ def _update(engine: ThreadedEngine, path: str, in_flight: str) -> list[str] | No
 
 
 def _request_of(fields: dict[str, Any]) -> Request:
-    params = dict(fields["params"])
-    params["logit_bias"] = {int(token): bias for token, bias in params["logit_bias"].items()}
-    if params["structure"] is not None:
-        params["structure"] = Structure(**params["structure"])
     prompt = tuple(fields["prompt_token_ids"])
-    return Request(**{**fields, "params": SamplingParams(**params), "prompt_token_ids": prompt})
+    return Request(**{**fields, "params": sampling_params_of(fields["params"]), "prompt_token_ids": prompt})
 
 
 def _delta_of(fields: dict[str, Any]) -> Delta:

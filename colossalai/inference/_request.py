@@ -156,6 +156,18 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
         raise ValueError(f"{name}={value!r}; it must be {kind} from {low:g} to {high:g}")
 
 
+def sampling_params_of(fields: Mapping[str, Any]) -> SamplingParams:
+    """Return sampling parameters from their fields, as `dataclasses.asdict` and JSON have them."""
+    structure, bias = fields["structure"], fields["logit_bias"]
+    return SamplingParams(
+        **{
+            **fields,
+            "logit_bias": {int(token): value for token, value in bias.items()},  # keys of JSON are texts
+            "structure": None if structure is None else Structure(**structure),
+        }
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A prompt and how it is to be answered.
@@ -297,6 +309,12 @@ class RequestRefused(ValueError):
 
 class RequestFailed(RuntimeError):
     """A request that was taken and cannot be answered, while the engine and all other requests go on."""
+
+
+REQUEST_ERRORS: Mapping[str, type[Exception]] = {
+    each.__name__: each for each in (RequestFailed, RequestRefused)
+}
+"""What ends one request, by name; any other error is the end of the engine."""
 
 
 class QueueFull(RuntimeError):

@@ -115,9 +115,11 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     add("--temperature", type=float, default=1.0, help="of the draws; default: %(default)s")
     ahead = "1: draw the answers of the next step while this one is made; default: %(default)s"
     add("--async", dest="ahead", type=int, choices=(0, 1), default=0, help=ahead)
-    add("--tokens_at_once", type=int, help="most tokens of answers and padding that a forward computes")
-    add("--rollout_tp_size", type=int, default=1, help="ranks that share layers of an engine that answers")
-    add("--rollout_pp_size", type=int, default=1, help="stages of an engine; default: %(default)s")
+    tokens = "most tokens of answers and padding that a forward computes; default: any number"
+    add("--tokens_at_once", type=at_least(1), help=tokens)
+    layers = "ranks that share the layers of an engine that answers; default: %(default)s"
+    add("--rollout_tp_size", type=at_least(1), default=1, help=layers)
+    add("--rollout_pp_size", type=at_least(1), default=1, help="stages of an engine; default: %(default)s")
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -149,9 +149,9 @@ class RolloutEngine:
                 cached_per_token(config), itemsize=dtype.itemsize, answers=max_running, tokens=max_length
             )
         options |= {"kv_memory": float(memory), "max_length": max_length, "max_running": max_running}
-        self.cache_bytes, self.copy_bytes = int(memory), 0
+        self.cache_bytes = int(memory)
         self._sampler: Sampler
-        self._weights: EngineWeights
+        self._weights: EngineWeights = SharedWeights()
         if placement == "ray":
             from colossalai.chat.rollout._ray import RaySampler, RayWeights
 
@@ -161,22 +161,16 @@ class RolloutEngine:
             # Caches are cut over the ranks as layers are, so that the memory is for the answers of all.
             options["max_running"] *= self.num_ranks
             mesh = _mesh_of_engines(tp_size, pp_size)
-            if is_cut_alike(raw, mesh) and not has_copy:
-                self._sampler, self._weights = (
-                    PartsSampler(inner, tokenizer, mesh, **options),
-                    SharedWeights(),
-                )
-            else:
-                copied = CopiedWeights(raw, mesh)
-                self._sampler, self._weights = PartsSampler(copied.part, tokenizer, mesh, **options), copied
-                self.copy_bytes = sum(param.nbytes for param in copied.part.parameters())
-        elif is_whole(raw) and not has_copy:
-            self._sampler = LocalSampler(inner, tokenizer, **options)
-            self._weights = SharedWeights()
+            if has_copy or not is_cut_alike(raw, mesh):
+                self._weights = copied = CopiedWeights(raw, mesh)
+                inner = copied.part
+            self._sampler = PartsSampler(inner, tokenizer, mesh, **options)
         else:
-            copied = CopiedWeights(raw)
-            self._sampler, self._weights = LocalSampler(copied.part, tokenizer, **options), copied
-            self.copy_bytes = sum(param.nbytes for param in copied.part.parameters())
+            if has_copy or not is_whole(raw):
+                self._weights = copied = CopiedWeights(raw)
+                inner = copied.part
+            self._sampler = LocalSampler(inner, tokenizer, **options)
+        self.copy_bytes = self._weights.num_bytes
         self.version = 0
 
     def generate(

@@ -29,7 +29,13 @@ _FACTORS = (".lora_A.", ".lora_B.")
 
 
 class EngineWeights(ABC):
-    """Abstract: where an engine has its values from."""
+    """Abstract: where an engine has its values from.
+
+    Attributes:
+        num_bytes: What parameters of its own take on this rank; 0 where it has none there.
+    """
+
+    num_bytes: int = 0
 
     @abstractmethod
     def refresh(self) -> None:
@@ -65,6 +71,7 @@ class CopiedWeights(EngineWeights):
         held = self.part.state_dict(keep_vars=True).values()
         self._held: dict[str, Tensor] = dict(zip(module_names(self.part), held, strict=True))
         self._wanted = names_of_tensors(shapes_of(config))
+        self.num_bytes = sum(param.nbytes for param in self.part.parameters())
         self.refresh()
 
     @torch.no_grad()
