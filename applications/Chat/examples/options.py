@@ -165,6 +165,10 @@ def plain_errors() -> Iterator[None]:
         names = "|".join(OPTION_OF)
         message = re.sub(rf"\b({names})=", lambda found: f"{OPTION_OF[found[1]]} ", str(error))
         raise SystemExit(message) from error
+    except ModuleNotFoundError as error:
+        if error.name != "peft":  # of a user's reward, say
+            raise
+        raise SystemExit('adapters need peft: pip install "colossalai[chat]"') from error
 
 
 def make_booster(args: argparse.Namespace) -> Booster:

@@ -205,6 +205,14 @@ def test_counts_are_at_least_one(script: str, option: str) -> None:
         run_ranks(run_script, 1, f"{FOLDER}/{script}.py", option, "0")
 
 
+def test_a_missing_peft_is_told_and_no_other_module() -> None:
+    options = example_module("../applications/Chat/examples/options.py")
+    with pytest.raises(SystemExit, match=r"adapters need peft: .*colossalai\[chat\]"), options.plain_errors():
+        raise ModuleNotFoundError("No module named 'peft'", name="peft")
+    with pytest.raises(ModuleNotFoundError), options.plain_errors():
+        raise ModuleNotFoundError("No module named 'mine'", name="mine")
+
+
 def test_prompts_of_a_table_are_those_of_the_column_with_values(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "3+4?"}, {"role": "assistant", "content": "7"}]
     row = {"prompt": None, "instruction": None, "messages": turns, "answer": "7"}
