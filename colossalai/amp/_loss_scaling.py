@@ -390,19 +390,19 @@ class Decision:
 
 
 def decide(
-    windows: Iterable[Iterable[tuple[torch.Tensor, int]]], group: dist.ProcessGroup | None
+    runs: Iterable[tuple[Sequence[torch.Tensor], Sequence[int]]], group: dist.ProcessGroup | None
 ) -> Decision:
     """Look for an inf or nan; one all-reduce of one int64 over `group`.
 
     Args:
-        windows: Parameters, each with its place in the model, in runs that are in memory together.
+        runs: Parameters, and their places in the model; those of a run are in memory together.
         group: The ranks that decide together; None for this process alone.
     """
 
     def placed_grads() -> Iterator[tuple[list[torch.Tensor], list[int]]]:
-        for window in windows:
-            held = [(param, place) for param, place in window if param.grad is not None]
-            yield local_grads(param for param, _ in held), [place for _, place in held]
+        for params, places in runs:
+            with_grad = [place for param, place in zip(params, places, strict=True) if param.grad is not None]
+            yield local_grads(params), with_grad
 
     return Decision(find_overflow(placed_grads(), group))
 

@@ -33,6 +33,8 @@ class Masters(StandIns):
         pairs: The master of each parameter that has one.
     """
 
+    is_paged = False
+
     def __init__(self, pairs: Mapping[nn.Parameter, nn.Parameter] | None = None) -> None:
         self._master_of = dict(pairs or {})
         self._param_of = {master: param for param, master in self._master_of.items()}

@@ -1,7 +1,7 @@
 """An optimizer that scales the loss, unscales gradients once, clips, and steps only when all ranks may."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -23,20 +23,21 @@ from colossalai.amp._loss_weights import (
 )
 from colossalai.amp._masters import Masters
 from colossalai.amp._sharded_params import StandIns
+from colossalai.amp._step_plan import UNKNOWN_PLACE, StepPlan
 from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
 from colossalai.tensor import (
+    Windows,
     as_memory,
-    count_zero_grads,
-    global_grad_norm,
+    grad_norm,
     is_own_attribute,
     local_grads,
+    num_zero_grads,
     scale_grads,
     spec_of,
 )
 
 _STAGE_PLACES = 2**20  # more parameters than a stage of a pipeline has
-_LAST_PLACE = 2**39  # of a parameter that has no name
 _WEIGHTED_TWICE = (
     "a step was made again without a backward, and the losses had weights: the optimizer works on float32 "
     "copies of the gradients, and only those were divided by the weights. Run a backward before each step, "
@@ -169,6 +170,7 @@ class OptimizerWrapper(Optimizer):
         self._was_stepped_with = False  # whether the gradients of the last step have not been forgotten
         self._weights_factor: torch.Tensor | None = None  # what makes means of sums, once it is decided
         self._is_updating = False
+        self._plan: StepPlan | None = None
         self.optim = optim  # last: see [Note: where an attribute is set]
         _watch_steps(optim, self)
 
@@ -184,8 +186,8 @@ class OptimizerWrapper(Optimizer):
             ValueError: Groups are set that have other parameters than those that are there now, and these are
                 float32 masters or slices.
         """
-        optim = self.__dict__.get("optim")
-        if optim is None or is_own_attribute(self, name):
+        own = self.__dict__
+        if name in own or "optim" not in own or is_own_attribute(self, name):
             super().__setattr__(name, value)
             return
         if name == "param_groups" and len(self.masters):
@@ -196,7 +198,7 @@ class OptimizerWrapper(Optimizer):
                     "float32 master would be missing: arrange those of optimizer.param_groups, or add others "
                     "before Booster.boost"
                 )
-        setattr(optim, name, value)
+        setattr(self.optim, name, value)
 
     def __delattr__(self, name: str) -> None:
         """Delete an attribute where it is read."""
@@ -321,8 +323,8 @@ class OptimizerWrapper(Optimizer):
             raise ValueError(f"max_norm is {max_norm}; it must be above 0")
         if not self._prepare():
             return torch.tensor(float("inf"))
-        norm = global_grad_norm(
-            self._measured(), norm_type, stages=self._stages, windows=self.masters.windows
+        norm = grad_norm(
+            self._step_plan().norm_groups, norm_type, stages=self._stages, windows=self._windows()
         )
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         self._multiply(factor)
@@ -358,8 +360,8 @@ class OptimizerWrapper(Optimizer):
         if not clip_value > 0:
             raise ValueError(f"clip_value is {clip_value}; it must be above 0")
         if self._prepare():
-            for window in self.masters.windows(self._params()):
-                for grad in local_grads(window):
+            for run in self._runs():
+                for grad in local_grads(run):
                     grad.clamp_(-clip_value, clip_value)
 
     @as_memory()
@@ -369,8 +371,8 @@ class OptimizerWrapper(Optimizer):
             self._multiply(factor)
 
     def _multiply(self, factor: float | torch.Tensor) -> None:
-        for window in self.masters.windows(self._params()):
-            scale_grads(window, factor)
+        for run in self._runs():
+            scale_grads(run, factor)
 
     @as_memory()
     def gathered_grads(self) -> dict[str, torch.Tensor]:
@@ -392,7 +394,7 @@ class OptimizerWrapper(Optimizer):
     def count_zero_grads(self) -> int:
         """Return how many elements of the gradients are 0, over all ranks; collective."""
         self._prepare()
-        return count_zero_grads(self._measured(), stages=self._stages, windows=self.masters.windows)
+        return num_zero_grads(self._step_plan().norm_groups, stages=self._stages, windows=self._windows())
 
     @as_memory()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -511,27 +513,40 @@ class OptimizerWrapper(Optimizer):
     def _params(self) -> list[nn.Parameter]:
         return [param for group in self.optim.param_groups for param in group["params"]]
 
-    def _measured(self) -> list[nn.Parameter]:
-        """Return what norms are taken of here: no parameter that another stage counts."""
-        held = self.masters.measured(self._params())
-        if self._counts is None:
-            return held
-        of_model = [self.masters.param_of(param) for param in held]
-        return [param for param, named in zip(held, of_model, strict=True) if self._counts(named)]
+    def _step_plan(self) -> StepPlan:
+        """Return the plan of the parameters; another one once the groups hold other parameters."""
+        params = self._params()
+        if self._plan is None or [*map(id, params)] != [*map(id, self._plan.params)]:
+            self._plan = StepPlan.lower(params, self.masters, self._places, self._counts)
+        return self._plan
+
+    def _windows(self) -> Windows | None:
+        """Return what yields runs of parameters that can be in memory together; None where all can."""
+        return self.masters.windows if self.masters.is_paged else None
+
+    def _runs(self) -> Iterable[Sequence[nn.Parameter]]:
+        """Yield the parameters in runs that can be in memory together."""
+        params = self._step_plan().params
+        return self.masters.windows(params) if self.masters.is_paged else (params,)
 
     def _expect_grads(self, scale: float) -> None:
         """Hear that a backward is coming whose loss is scaled; what waits here already follows the scale."""
         if self._scale_in_grads is not None and self._scale_in_grads != scale:
             factor = scale / self._scale_in_grads
             self.masters.scale_grads(factor)
-            scale_grads((param for param in self._params() if self.masters.param_of(param) is param), factor)
+            plan = self._step_plan()
+            pairs = zip(plan.params, plan.model_params, strict=True)
+            scale_grads([held for held, param in pairs if held is param], factor)
         self._scale_in_grads = scale
         self._decision = None
         self._has_run = True
 
     def _has_cast_grads(self) -> bool:
         """Whether the gradients of masters or slices are copies of those that backwards leave."""
-        return any(held.dtype != self.masters.param_of(held).dtype for held in self._params())
+        plan = self._step_plan()
+        return any(
+            held.dtype != param.dtype for held, param in zip(plan.params, plan.model_params, strict=True)
+        )
 
     def _has_grads(self) -> bool:
         """Whether there is something to step with: a backward was run, or somebody has set gradients."""
@@ -566,8 +581,7 @@ class OptimizerWrapper(Optimizer):
         for each in deciding:
             each._take_grads()
         self._refuse_unknown_scale()
-        windows = (window for each in deciding for window in each._placed_windows())
-        decision = decide(windows, self.group)
+        decision = decide((run for each in deciding for run in each._placed_runs()), self.group)
         for each in deciding:
             each._decision = decision
             each._is_spent |= not decision.may_step
@@ -590,23 +604,28 @@ class OptimizerWrapper(Optimizer):
                 "too, has one scale only: put them into one model, or take bfloat16, which has none"
             )
 
-    def _placed_windows(self) -> Iterator[list[tuple[nn.Parameter, int]]]:
-        for window in self.masters.windows(self._params()):
-            yield [(param, self._place(param)) for param in window]
-
     def _default_places(self, param_names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, int]:
         stage = 0 if self._stages is None else dist.get_rank(self._stages)
         return {param: stage * _STAGE_PLACES + place for place, param in enumerate(param_names)}
 
-    def _place(self, param: torch.Tensor) -> int:
-        known = self._places
-        place: int = known.get(self.masters.param_of(param), _LAST_PLACE)  # type: ignore[call-overload]
-        return place
+    def _placed_runs(self) -> Iterator[tuple[Sequence[nn.Parameter], Sequence[int]]]:
+        """Yield the parameters in runs that can be in memory together, and their places in the model."""
+        plan = self._step_plan()
+        if not self.masters.is_paged:
+            yield plan.params, plan.places
+            return
+        place_of = {id(param): place for param, place in zip(plan.params, plan.places, strict=True)}
+        for run in self.masters.windows(plan.params):
+            yield run, [place_of[id(param)] for param in run]
 
     def _reason(self, overflow: Overflow) -> str:
         """Say where an overflow stands; under a pipeline, ranks tell each other the name."""
-        names = (name for param, name in self.param_names.items() if self._place(param) == overflow.place)
-        name = next(names, "<not a parameter of the model>")
+        name = "<not a parameter of the model>"
+        for param, known in self.param_names.items():
+            model_param = self.masters.param_of(param)
+            if self._places.get(model_param, UNKNOWN_PLACE) == overflow.place:  # type: ignore[call-overload]
+                name = known
+                break
         if self._stages is not None and self.group is not None:
             name = share_name(name, overflow, self.group)
         return f"skipped for inf or nan in the gradient of {name!r} on rank {overflow.global_rank}"

@@ -19,6 +19,11 @@ MASTERS_KEY = "masters"
 class StandIns(ABC):
     """The tensors that an optimizer updates in the place of a model's parameters."""
 
+    @property
+    @abstractmethod
+    def is_paged(self) -> bool:
+        """Whether `windows` yields several runs."""
+
     @abstractmethod
     def __len__(self) -> int:
         """Return how many parameters have a stand-in."""
@@ -88,9 +93,9 @@ class StandIns(ABC):
         """Let the stand-ins follow what was written into parameters since the last `write_weights`."""
 
     def windows(self, params: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
-        """Yield runs of the optimizer's parameters that may be in memory together, all in one where they may.
+        """Yield runs of the optimizer's parameters that can be in memory together.
 
-        What is done with all of them, gradients too, is done run by run.
+        Where `is_paged`, whatever is done with all of them, or their gradients, is done run by run.
 
         Args:
             params: What the optimizer holds, or a part of it.

@@ -29,8 +29,13 @@ from colossalai.tensor._nested import map_tensors as map_tensors
 from colossalai.tensor._nested import nested_tensors as nested_tensors
 from colossalai.tensor._nested import parts_of as parts_of
 from colossalai.tensor._nested import rebuilt as rebuilt
+from colossalai.tensor._norm import NormGroup as NormGroup
+from colossalai.tensor._norm import Windows as Windows
 from colossalai.tensor._norm import count_zero_grads as count_zero_grads
 from colossalai.tensor._norm import global_grad_norm as global_grad_norm
+from colossalai.tensor._norm import grad_norm as grad_norm
+from colossalai.tensor._norm import norm_groups as norm_groups
+from colossalai.tensor._norm import num_zero_grads as num_zero_grads
 from colossalai.tensor._norm import scale_grads as scale_grads
 from colossalai.tensor._padded import PaddedSpec as PaddedSpec
 from colossalai.tensor._padded import pad_to as pad_to

@@ -1,23 +1,52 @@
 """Norms over all parameters of a model, wherever their slices are.
 
-A parameter that is cut over some ranks adds the p-th powers of its slices over those ranks; a replicated one
-is counted once. Which is which is read off the parameter itself. The stages of a pipeline hold different
-parameters: they add theirs.
+A parameter that is sharded over some ranks adds the p-th powers of its slices over those ranks; a replicated
+one is counted once. Which is which follows from its spec, which `norm_groups` reads once. The stages of a
+pipeline hold different parameters: they add theirs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from colossalai.tensor._spec import by_sharding_groups, local_grads, local_slice
+from colossalai.tensor._spec import Groups, by_sharding_groups, local_grads, local_slice
 
-Windows = Callable[[list[Any]], Iterable[Sequence[Any]]]
+Windows = Callable[[Any], Iterable[Sequence[Any]]]
 
 
-def _all_at_once(params: list[torch.Tensor]) -> Iterable[Sequence[torch.Tensor]]:
-    return [params]
+@dataclass(frozen=True, eq=False)
+class NormGroup:
+    """Parameters that are sharded over the same ranks.
+
+    Attributes:
+        params: The parameters.
+        process_groups: Those over which norms are reduced; none for replicated parameters.
+        dtype: The dtype of norms.
+    """
+
+    params: tuple[torch.Tensor, ...]
+    process_groups: Groups
+    dtype: torch.dtype
+
+
+def norm_groups(params: Iterable[torch.Tensor]) -> tuple[NormGroup, ...]:
+    """Return parameters by the ranks over which they are sharded.
+
+    Args:
+        params: Parameters, whole or sharded; the same on all ranks of a pipeline stage.
+    """
+    wide = (torch.float64, torch.complex128)
+    return tuple(
+        NormGroup(
+            tuple(members),
+            process_groups,
+            torch.float64 if any(param.dtype in wide for param in members) else torch.float32,
+        )
+        for process_groups, members in by_sharding_groups(params).items()
+    )
 
 
 def global_grad_norm(
@@ -26,20 +55,39 @@ def global_grad_norm(
     *,
     stages: dist.ProcessGroup | None = None,
     counts: Callable[[torch.Tensor], bool] | None = None,
-    windows: Windows = _all_at_once,
 ) -> torch.Tensor:
     """Return the norm of the gradients of `params` taken as one vector; the same value on every rank.
 
-    One all-reduce of one scalar per group that a parameter is cut over; none if all are replicated; one more
-    over `stages`. The parameters must be the same on all ranks of a stage; whether they have a gradient may
-    differ.
+    Args:
+        params: Parameters, whole or sharded; the same on all ranks of a pipeline stage.
+        norm_type: As in `grad_norm`, as the result and the communication.
+        stages: As in `grad_norm`.
+        counts: False for a parameter that another stage holds, too, and counts. Default: all count.
+
+    Raises:
+        ValueError: `norm_type` is below 1.
+    """
+    counted = params if counts is None else filter(counts, params)
+    return grad_norm(norm_groups(counted), norm_type, stages=stages)
+
+
+def grad_norm(
+    groups: Sequence[NormGroup],
+    norm_type: float = 2.0,
+    *,
+    stages: dist.ProcessGroup | None = None,
+    windows: Windows | None = None,
+) -> torch.Tensor:
+    """Return the norm of the gradients of all groups taken as one vector; the same value on every rank.
+
+    One all-reduce of one scalar per process group of each norm group, and one more over `stages`. Whether a
+    parameter has a gradient may differ between ranks.
 
     Args:
-        params: Parameters, whole or sharded.
+        groups: The parameters, as `norm_groups` returns them.
         norm_type: The p of the p-norm, at least 1; infinity for the largest absolute value.
         stages: The ranks of a pipeline, each of which holds other parameters.
-        counts: False for a parameter that another stage holds, too, and counts; default: all count.
-        windows: Yields runs of some parameters, whose gradients may be in memory together.
+        windows: Yields runs of parameters whose gradients can be in memory together. Default: all at once.
 
     Returns:
         A scalar in float32 (float64 for float64 and complex128 gradients).
@@ -51,11 +99,8 @@ def global_grad_norm(
         raise ValueError(f"norm_type is {norm_type}; it must be at least 1 (float('inf') for the maximum)")
     maximum = norm_type == float("inf")
     op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
-
-    def measure(members: list[torch.Tensor]) -> torch.Tensor:
-        return _power_sum(members, norm_type, windows)
-
-    total = _over_all_slices(params, measure, op=op, stages=stages, counts=counts)
+    parts = [_power_sum(group, norm_type, windows) for group in groups]
+    total = _over_all_slices(parts, groups, op, stages)
     return total if maximum else total.pow(1.0 / norm_type)
 
 
@@ -64,14 +109,24 @@ def count_zero_grads(
     *,
     stages: dist.ProcessGroup | None = None,
     counts: Callable[[torch.Tensor], bool] | None = None,
-    windows: Windows = _all_at_once,
 ) -> int:
     """Return how many elements of the gradients are 0; arguments and communication as `global_grad_norm`."""
+    counted = params if counts is None else filter(counts, params)
+    return num_zero_grads(norm_groups(counted), stages=stages)
 
-    def measure(members: list[torch.Tensor]) -> torch.Tensor:
-        return torch.stack([_num_zeros(window) for window in windows(members)]).sum()
 
-    return int(_over_all_slices(params, measure, op=dist.ReduceOp.SUM, stages=stages, counts=counts))
+def num_zero_grads(
+    groups: Sequence[NormGroup],
+    *,
+    stages: dist.ProcessGroup | None = None,
+    windows: Windows | None = None,
+) -> int:
+    """Return how many elements of the gradients are 0; arguments and communication as `grad_norm`."""
+    parts = []
+    for group in groups:
+        runs = (group.params,) if windows is None else windows(group.params)
+        parts.append(torch.stack([_num_zeros(run) for run in runs]).sum())
+    return int(_over_all_slices(parts, groups, dist.ReduceOp.SUM, stages))
 
 
 def scale_grads(params: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
@@ -87,58 +142,49 @@ def scale_grads(params: Iterable[torch.Tensor], factor: float | torch.Tensor) ->
 
 
 def _over_all_slices(
-    params: Iterable[torch.Tensor],
-    measure: Callable[[list[torch.Tensor]], torch.Tensor],
-    *,
+    parts: Sequence[torch.Tensor],
+    groups: Sequence[NormGroup],
     op: dist.ReduceOp.RedOpType,
     stages: dist.ProcessGroup | None,
-    counts: Callable[[torch.Tensor], bool] | None,
 ) -> torch.Tensor:
-    """Return the sum (or the maximum, as `op` says) of a measure of the parameters over all their slices."""
-    counted = params if counts is None else filter(counts, params)
-    parts = []
-    for groups, members in by_sharding_groups(counted).items():
-        part = measure(members)
-        for group in groups:
-            dist.all_reduce(part, op=op, group=group)
-        parts.append(part)
+    """Return the sum (or the maximum, by `op`) of one scalar of each group over all slices and stages."""
+    for part, group in zip(parts, groups, strict=True):
+        for process_group in group.process_groups:
+            # Of one scalar. The ranks of a stage have the same groups in the same order.
+            dist.all_reduce(part, op=op, group=process_group)
     if parts:
-        stacked = torch.stack(parts)
+        stacked = torch.stack(list(parts))
         total = stacked.max() if op == dist.ReduceOp.MAX else stacked.sum()
     else:
         total = torch.zeros((), device=_device_of_nothing() if stages is not None else None)
-    return total if stages is None else _over_stages(total, op, stages)
-
-
-def _over_stages(total: torch.Tensor, op: dist.ReduceOp.RedOpType, stages: dist.ProcessGroup) -> torch.Tensor:
-    # In one dtype on all of them, though one may hold float64 parameters and another none at all.
+    if stages is None:
+        return total
+    # In one dtype on all stages, though one may hold float64 parameters and another one none at all.
     wide = total.to(_widest(total.device))
     dist.all_reduce(wide, op=op, group=stages)
     return wide.to(total.dtype)
 
 
-def _power_sum(params: list[torch.Tensor], norm_type: float, windows: Windows) -> torch.Tensor:
+def _power_sum(group: NormGroup, norm_type: float, windows: Windows | None) -> torch.Tensor:
     """Return the sum of the p-th powers (the maximum for p = infinity) over this rank's slices.
 
-    They are added in the order of `params`, whatever the windows: the sum is the same bits.
+    They are added in the order of the parameters, whatever the windows: the sum is the same bits.
     """
-    wide = (torch.float64, torch.complex128)
-    dtype = torch.float64 if any(param.dtype in wide for param in params) else torch.float32
-    norm_of: dict[torch.Tensor, torch.Tensor] = {}
-    for window in windows(params):
-        placed = [
-            (param, _magnitudes(_entries(local_slice(param.grad)), norm_type))
-            for param in window
-            if param.grad is not None
-        ]
-        placed = [(param, grad) for param, grad in placed if grad.numel() > 0]
-        if placed:
-            norms_here = torch._foreach_norm([grad for _, grad in placed], norm_type, dtype=dtype)
-            norm_of.update(zip((param for param, _ in placed), norms_here, strict=True))
+    norm_of: dict[int, torch.Tensor] = {}  # by the id of the parameter
+    for window in (group.params,) if windows is None else windows(group.params):
+        held = [param for param in window if param.grad is not None]
+        grads = local_grads(held)
+        if any(grad.is_sparse or grad.is_complex() for grad in grads):
+            grads = [_magnitudes(_entries(grad), norm_type) for grad in grads]
+        filled = [number for number, grad in enumerate(grads) if grad.numel() > 0]
+        if filled:
+            norms = torch._foreach_norm([grads[number] for number in filled], norm_type, dtype=group.dtype)
+            norm_of.update(zip((id(held[number]) for number in filled), norms, strict=True))
     if not norm_of:
-        return torch.zeros((), dtype=dtype, device=local_slice(params[0]).device)
-    norms = torch.stack([norm_of[param].to(dtype) for param in params if param in norm_of])
-    return norms.max() if norm_type == float("inf") else norms.pow(norm_type).sum()
+        return torch.zeros((), dtype=group.dtype, device=local_slice(group.params[0]).device)
+    in_order = (norm_of[id(param)] for param in group.params if id(param) in norm_of)
+    stacked = torch.stack([norm.to(group.dtype) for norm in in_order])
+    return stacked.max() if norm_type == float("inf") else stacked.pow(norm_type).sum()
 
 
 def _num_zeros(params: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -308,10 +308,16 @@ def fragment_of(tensor: torch.Tensor) -> tuple[torch.Tensor, dist.ProcessGroup] 
     return getattr(tensor, FRAGMENT_OF, None)
 
 
-def _is_dtensor(tensor: torch.Tensor) -> TypeGuard["DTensor"]:
-    """Whether a tensor is a DTensor; while nobody has imported the module (0.3 s) there is none."""
+def _dtensor_class() -> "type[DTensor] | None":
+    """Return the class of torch; None while nothing has imported its module (0.3 s): there are none then."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    return None if module is None else module.DTensor
+
+
+def _is_dtensor(tensor: torch.Tensor) -> TypeGuard["DTensor"]:
+    """Return whether a tensor is a DTensor."""
+    dtensor = _dtensor_class()
+    return dtensor is not None and isinstance(tensor, dtensor)
 
 
 def local_slice(tensor: torch.Tensor) -> torch.Tensor:
@@ -323,7 +329,9 @@ def local_slice(tensor: torch.Tensor) -> torch.Tensor:
 
 def local_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return this rank's slices of the gradients of `params`, those without a gradient left out."""
-    return [local_slice(param.grad) for param in params if param.grad is not None]
+    grads = [param.grad for param in params if param.grad is not None]
+    dtensor = _dtensor_class()
+    return [grad.to_local() if isinstance(grad, dtensor) else grad for grad in grads] if dtensor else grads
 
 
 @dataclass(frozen=True)

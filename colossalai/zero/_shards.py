@@ -244,7 +244,7 @@ class Shards(StandIns):
         """See the base class; what lies on disk is updated bucket by bucket, and rounded right away."""
         held = [param for group in optimizer.param_groups for param in group["params"]]
         windows = list(self.windows(held))
-        if not self._is_paged:
+        if not self.is_paged:
             return optimizer.step() if closure is None else optimizer.step(closure)
         loss = None
         if closure is not None:
@@ -254,7 +254,8 @@ class Shards(StandIns):
         return loss
 
     @property
-    def _is_paged(self) -> bool:
+    def is_paged(self) -> bool:
+        """See the base class."""
         return any(weights.is_paged for weights in self._weights)
 
     @torch.no_grad()
