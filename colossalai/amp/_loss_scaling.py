@@ -383,11 +383,6 @@ class Decision:
     overflow: Overflow | None = None
     is_counted: bool = False
 
-    @property
-    def may_step(self) -> bool:
-        """Whether they may."""
-        return self.overflow is None
-
 
 def decide(
     runs: Iterable[tuple[Sequence[torch.Tensor], Sequence[int]]], group: dist.ProcessGroup | None

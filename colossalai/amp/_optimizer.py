@@ -3,8 +3,8 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,9 @@ from colossalai.tensor import (
     spec_of,
 )
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _STAGE_PLACES = 2**20  # more parameters than a stage of a pipeline has
 _WEIGHTED_TWICE = (
     "a step was made again without a backward, and the losses had weights: the optimizer works on float32 "
@@ -60,6 +63,23 @@ def check_clipping(max_norm: float, norm_type: float) -> None:
             f"max_norm is {max_norm!r} and norm_type {norm_type!r}: the bound must be above 0, or 0 for no "
             "clipping, and the p of the norm at least 1"
         )
+
+
+def _params_of(optim: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optim.param_groups for param in group["params"]]
+
+
+def _in_scope(
+    method: Callable[Concatenate["OptimizerWrapper", P], R],
+) -> Callable[Concatenate["OptimizerWrapper", P], R]:
+    """Return a method of the wrapper that runs while ColoTensors of its plan are this rank's memory."""
+
+    @wraps(method)
+    def run(self: "OptimizerWrapper", /, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._step_plan().scope():
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 def _whole(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -111,7 +131,7 @@ class OptimizerWrapper(Optimizer):
         param_names: Name of each of the model's parameters.
         masters: What stands in the optimizer for the model's parameters: float32 masters, slices.
         before_step: Called with this wrapper before every update, when the gradients are true.
-        after_step: Called after every update that was made.
+        after_step: Called, one after the other, after every update that was made.
         max_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
         norm_type: The p of that norm.
         stages: The ranks of a pipeline, each of which holds other parameters; None without one.
@@ -135,7 +155,7 @@ class OptimizerWrapper(Optimizer):
         param_names: Mapping[nn.Parameter, str] | None = None,
         masters: StandIns | None = None,
         before_step: Callable[["OptimizerWrapper"], None] | None = None,
-        after_step: Callable[[], None] | None = None,
+        after_step: Sequence[Callable[[], None]] = (),
         max_norm: float = 0.0,
         norm_type: float = 2.0,
         stages: dist.ProcessGroup | None = None,
@@ -154,7 +174,7 @@ class OptimizerWrapper(Optimizer):
         self.max_norm = max_norm
         self.norm_type = norm_type
         self._before_step = before_step
-        self._after_step = after_step
+        self._after_step = tuple(after_step)
         self._stages = stages
         self._counts = counts
         self._places = param_places or self._default_places(param_names or {})
@@ -170,7 +190,7 @@ class OptimizerWrapper(Optimizer):
         self._was_stepped_with = False  # whether the gradients of the last step have not been forgotten
         self._weights_factor: torch.Tensor | None = None  # what makes means of sums, once it is decided
         self._is_updating = False
-        self._plan: StepPlan | None = None
+        self._plan = StepPlan.lower(_params_of(optim), self.masters, self._places, self._counts)
         self.optim = optim  # last: see [Note: where an attribute is set]
         _watch_steps(optim, self)
 
@@ -191,7 +211,7 @@ class OptimizerWrapper(Optimizer):
             super().__setattr__(name, value)
             return
         if name == "param_groups" and len(self.masters):
-            known = set(self._params())
+            known = set(_params_of(self.optim))
             if any(param not in known for group in value for param in group["params"]):
                 raise ValueError(
                     "param_groups is set with a parameter that the optimizer does not update now, where its "
@@ -245,6 +265,10 @@ class OptimizerWrapper(Optimizer):
         """
         given = read_loss(loss, weight)
         check_loss(given.value, is_seed_given=kwargs.get("gradient") is not None)
+        self.backward_of(given, **kwargs)
+
+    def backward_of(self, given: LossTerm, **kwargs: Any) -> None:
+        """Run the backward of a loss that was checked; see `backward`."""
         self.masters.before_backward()
         scale = self.start_backward()
         self.note_loss(given)
@@ -273,7 +297,7 @@ class OptimizerWrapper(Optimizer):
         """Prepare for a backward that somebody else runs; return the factor of its loss, the loss scale."""
         scale = self.scaler.scale
         self._is_spent = False
-        if self.weights.are_spent and not self.masters.has_grads(self._params()):
+        if self.weights.are_spent and not self.masters.has_grads(self._step_plan().params):
             self.weights.forget()  # somebody else has dropped the gradients
         for each in self._family:
             each._expect_grads(scale)
@@ -305,7 +329,7 @@ class OptimizerWrapper(Optimizer):
             )
         return 1.0 / self.weights.unit(weight)
 
-    @as_memory()
+    @_in_scope
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale the gradients down so that their norm over all ranks is at most `max_norm`.
 
@@ -323,14 +347,12 @@ class OptimizerWrapper(Optimizer):
             raise ValueError(f"max_norm is {max_norm}; it must be above 0")
         if not self._prepare():
             return torch.tensor(float("inf"))
-        norm = grad_norm(
-            self._step_plan().norm_groups, norm_type, stages=self._stages, windows=self._windows()
-        )
+        norm = grad_norm(self._plan.norm_groups, norm_type, stages=self._stages, windows=self._windows())
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         self._multiply(factor)
         return norm
 
-    @as_memory()
+    @_in_scope
     def clip_grad_norm(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Do as `clip_grad_by_norm`, in the form in which the documents of AMP write it.
 
@@ -342,7 +364,7 @@ class OptimizerWrapper(Optimizer):
         Raises:
             ValueError: `model` has none of this optimizer's parameters, or `max_norm` is not above 0.
         """
-        own = {self.masters.param_of(param) for param in self._params()}
+        own = {self.masters.param_of(param) for param in self._plan.params}
         if not isinstance(model, nn.Module) or own.isdisjoint(model.parameters()):
             raise ValueError(
                 f"clip_grad_norm is given {type(model).__name__}, which has no parameter of this optimizer: "
@@ -350,7 +372,7 @@ class OptimizerWrapper(Optimizer):
             )
         return self.clip_grad_by_norm(max_norm, norm_type)
 
-    @as_memory()
+    @_in_scope
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Limit every element of the gradients to `[-clip_value, clip_value]`.
 
@@ -364,7 +386,7 @@ class OptimizerWrapper(Optimizer):
                 for grad in local_grads(run):
                     grad.clamp_(-clip_value, clip_value)
 
-    @as_memory()
+    @_in_scope
     def scale_grads(self, factor: float) -> None:
         """Multiply the gradients by a factor."""
         if self._prepare():
@@ -374,7 +396,7 @@ class OptimizerWrapper(Optimizer):
         for run in self._runs():
             scale_grads(run, factor)
 
-    @as_memory()
+    @_in_scope
     def gathered_grads(self) -> dict[str, torch.Tensor]:
         """Return copies of the gradients that the next step applies, whole, by the names of the parameters.
 
@@ -386,17 +408,17 @@ class OptimizerWrapper(Optimizer):
         self._prepare()
         return {
             self.param_names[param]: _whole(param, grad)
-            for param, grad in self.masters.gathered_grads(self._params()).items()
+            for param, grad in self.masters.gathered_grads(self._plan.params).items()
             if param in self.param_names
         }
 
-    @as_memory()
+    @_in_scope
     def count_zero_grads(self) -> int:
         """Return how many elements of the gradients are 0, over all ranks; collective."""
         self._prepare()
-        return num_zero_grads(self._step_plan().norm_groups, stages=self._stages, windows=self._windows())
+        return num_zero_grads(self._plan.norm_groups, stages=self._stages, windows=self._windows())
 
-    @as_memory()
+    @_in_scope
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters, unless a rank found an overflow, or there are no gradients.
 
@@ -423,8 +445,8 @@ class OptimizerWrapper(Optimizer):
         assert decision is not None
         result = self._update(closure) if may_step else None
         self.stepped = may_step and has_grads
-        if self.stepped and self._after_step is not None:
-            self._after_step()
+        for update in self._after_step if self.stepped else ():
+            update()
         self._decision, self._scale_in_grads, self._is_spent, self._has_run = None, None, True, False
         self._was_stepped_with = has_grads
         self.weights.spend()
@@ -438,7 +460,7 @@ class OptimizerWrapper(Optimizer):
             self.scaler.update(stepped=self.stepped, reason=reason)
         return result
 
-    @as_memory()
+    @_in_scope
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
         self._decision, self._scale_in_grads, self._is_spent, self._has_run = None, None, False, False
@@ -456,15 +478,15 @@ class OptimizerWrapper(Optimizer):
         Args:
             loads: Whether states may be replaced in the block.
         """
-        with as_memory(), self.masters.as_states(self.optim, loads=loads):
+        with self._step_plan().scope(), self.masters.as_states(self.optim, loads=loads):
             yield self.optim
 
-    @as_memory()
+    @_in_scope
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer underneath; float32 masters are among the states."""
         return self.masters.state_dict(self.optim)
 
-    @as_memory()
+    @_in_scope
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned."""
         self.masters.load_state_dict(self.optim, state_dict)
@@ -500,7 +522,7 @@ class OptimizerWrapper(Optimizer):
         """Return a closure after which what stands in for the parameters has their new gradients."""
 
         def compute() -> float:
-            with as_memory(False):
+            with as_memory(False):  # it is the user's, for whom a ColoTensor is a whole one
                 loss = closure()
             if self.weights.are_pending:
                 self._prepare()
@@ -510,13 +532,13 @@ class OptimizerWrapper(Optimizer):
 
         return compute
 
-    def _params(self) -> list[nn.Parameter]:
-        return [param for group in self.optim.param_groups for param in group["params"]]
-
     def _step_plan(self) -> StepPlan:
-        """Return the plan of the parameters; another one once the groups hold other parameters."""
-        params = self._params()
-        if self._plan is None or [*map(id, params)] != [*map(id, self._plan.params)]:
+        """Return the plan, made again if users have put other parameters into the groups.
+
+        What calls this does so once; what it calls reads `_plan`.
+        """
+        params = _params_of(self.optim)
+        if [*map(id, params)] != self._plan.ids:
             self._plan = StepPlan.lower(params, self.masters, self._places, self._counts)
         return self._plan
 
@@ -526,7 +548,7 @@ class OptimizerWrapper(Optimizer):
 
     def _runs(self) -> Iterable[Sequence[nn.Parameter]]:
         """Yield the parameters in runs that can be in memory together."""
-        params = self._step_plan().params
+        params = self._plan.params
         return self.masters.windows(params) if self.masters.is_paged else (params,)
 
     def _expect_grads(self, scale: float) -> None:
@@ -543,14 +565,14 @@ class OptimizerWrapper(Optimizer):
 
     def _has_cast_grads(self) -> bool:
         """Whether the gradients of masters or slices are copies of those that backwards leave."""
-        plan = self._step_plan()
+        plan = self._plan
         return any(
             held.dtype != param.dtype for held, param in zip(plan.params, plan.model_params, strict=True)
         )
 
     def _has_grads(self) -> bool:
         """Whether there is something to step with: a backward was run, or somebody has set gradients."""
-        return self._has_run or any(param.grad is not None for param in self._params())
+        return self._has_run or any(param.grad is not None for param in self._plan.params)
 
     def _prepare(self) -> bool:
         """Make the gradients true, once between a backward and the step; say whether the step may be made.
@@ -562,14 +584,14 @@ class OptimizerWrapper(Optimizer):
         else:  # users may have dropped gradients since they were taken
             self.masters.follow_users()
         assert self._decision is not None
-        if self._decision.may_step and self._scale_in_grads is not None:
+        if self._decision.overflow is None and self._scale_in_grads is not None:
             if self._weights_factor is not None:
                 self._multiply(self._weights_factor / self._scale_in_grads)
                 self.weights.spend()
             elif self._scale_in_grads != 1.0:
                 self._multiply(1.0 / self._scale_in_grads)
             self._scale_in_grads = self._weights_factor = None
-        return self._decision.may_step
+        return self._decision.overflow is None
 
     def _decide(self) -> None:
         """Take the gradients; decide for all optimizers of the model that wait for their step."""
@@ -579,12 +601,13 @@ class OptimizerWrapper(Optimizer):
             return
         deciding = [each for each in self._family if each is self or each._awaits_step]
         for each in deciding:
+            each._step_plan()
             each._take_grads()
         self._refuse_unknown_scale()
         decision = decide((run for each in deciding for run in each._placed_runs()), self.group)
         for each in deciding:
             each._decision = decision
-            each._is_spent |= not decision.may_step
+            each._is_spent |= decision.overflow is not None
 
     def _take_grads(self) -> None:
         self.masters.take_grads()
@@ -596,7 +619,7 @@ class OptimizerWrapper(Optimizer):
 
     def _refuse_unknown_scale(self) -> None:
         is_unknown = self._scale_in_grads is None and self.scaler.scale != 1.0
-        if is_unknown and any(param.grad is not None for param in self._params()):
+        if is_unknown and any(param.grad is not None for param in self._plan.params):
             raise ValueError(
                 f"{type(self.optim).__name__}: a step without a backward whose loss scale is known: run it "
                 "by optimizer.backward(loss), booster.backward(loss, optimizer) or engine.backward(loss), "
@@ -610,7 +633,7 @@ class OptimizerWrapper(Optimizer):
 
     def _placed_runs(self) -> Iterator[tuple[Sequence[nn.Parameter], Sequence[int]]]:
         """Yield the parameters in runs that can be in memory together, and their places in the model."""
-        plan = self._step_plan()
+        plan = self._plan
         if not self.masters.is_paged:
             yield plan.params, plan.places
             return

@@ -1,13 +1,15 @@
 """Step plan: the parameters that an optimizer updates, lowered into flat lists over which steps loop."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
 
 from colossalai.amp._sharded_params import StandIns
-from colossalai.tensor import NormGroup, norm_groups
+from colossalai.tensor import NormGroup, memory_scope, norm_groups
 
 UNKNOWN_PLACE = 2**39
 """The place of a parameter that the model does not have."""
@@ -21,15 +23,19 @@ class StepPlan:
 
     Attributes:
         params: The tensors that the optimizer updates, in the order of its groups.
+        ids: Their ids.
         model_params: For each of them the parameter of the model: itself, without a stand-in.
         places: For each of them the place of its parameter in the model.
-        norm_groups: The tensors of which norms are taken.
+        measured: The tensors of which norms are taken, the same on all ranks of a pipeline stage.
+        scope: The context in which all of them are this rank's memory.
     """
 
     params: tuple[nn.Parameter, ...]
+    ids: list[int]
     model_params: tuple[torch.Tensor, ...]
     places: tuple[int, ...]
-    norm_groups: tuple[NormGroup, ...]
+    measured: tuple[torch.Tensor, ...]
+    scope: Callable[[], AbstractContextManager[None]]
 
     @staticmethod
     def lower(
@@ -52,7 +58,14 @@ class StepPlan:
             measured = [param for param in measured if counts(stand_ins.param_of(param))]
         return StepPlan(
             params=tuple(params),
+            ids=[*map(id, params)],
             model_params=model_params,
             places=tuple(places.get(param, UNKNOWN_PLACE) for param in model_params),  # type: ignore[call-overload]
-            norm_groups=norm_groups(measured),
+            measured=tuple(measured),
+            scope=memory_scope((*params, *model_params)),
         )
+
+    @cached_property
+    def norm_groups(self) -> tuple[NormGroup, ...]:
+        """The measured tensors by the ranks over which they are sharded; made when a norm is first taken."""
+        return norm_groups(self.measured)

@@ -5,7 +5,6 @@ Pipeline, tensors, batch norms, precision, compilation, recomputation, loss in c
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from colossalai.lazy import Materialization, is_lazy
 from colossalai.logging import get_dist_logger
 from colossalai.monitor import name_modules
 from colossalai.nn.layer import SharesSequence
-from colossalai.nn.layer.moe import move_biases
+from colossalai.nn.layer.moe import bias_updates
 from colossalai.nn.parallel import AppliedDataMethod, ArrivingParams, remove_owners
 from colossalai.pipeline import ModelStage, has_full_names, is_counted, is_elsewhere, share_of
 from colossalai.runtime._accumulation import AccumulatingOptimizer
@@ -378,7 +377,7 @@ def _wrap_optimizer(
         masters=stand_ins,
         before_step=plan.precision.before_step,
         # Biases move once in a step, with the first of several optimizers.
-        after_step=None if first else partial(move_biases, model, replicas),
+        after_step=() if first else bias_updates(model, replicas),
         max_norm=plan.clip_grad_norm,
         norm_type=plan.clip_norm_type,
         stages=None if plan.pipeline is None else mesh.group("pp"),

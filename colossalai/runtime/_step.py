@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from colossalai.amp import GivenLoss, OptimizerWrapper, Weight, check_loss, read_loss
+from colossalai.amp import GivenLoss, LossTerm, OptimizerWrapper, Weight, check_loss, read_loss
 from colossalai.logging import get_dist_logger
 from colossalai.monitor import section
 from colossalai.pipeline import PipelineOptions
@@ -104,9 +104,9 @@ class TrainingStep:
         if not model.syncs and not model.is_in_no_sync and self._closes_window():
             model.set_sync(True)  # there was no forward in training mode that said so
         if given.weight is None and self.accumulation_steps > 1:
-            loss = given.value / self.accumulation_steps
+            given = LossTerm(given.value / self.accumulation_steps)
         with _BACKWARD:
-            self.optimizer.backward(loss, weight)
+            self.optimizer.backward_of(given)
 
     def run_pipeline(
         self,

@@ -14,4 +14,5 @@ from colossalai.tensor.colo._tensor import DistSpecManager as DistSpecManager
 from colossalai.tensor.colo._tensor import as_colo_parameter as as_colo_parameter
 from colossalai.tensor.colo._tensor import as_plain_parameter as as_plain_parameter
 from colossalai.tensor.colo._tensor import follow_cut as follow_cut
+from colossalai.tensor.colo._tensor import memory_scope as memory_scope
 from colossalai.tensor.colo._tensor import process_group_of as process_group_of

@@ -10,7 +10,7 @@ of the slice.
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, cast
 
 import torch
@@ -27,6 +27,7 @@ from colossalai.tensor.colo._cut import (
     Sliced,
     TensorCut,
     are_memory,
+    as_memory,
     cut_of,
     sliced,
     tensors_in,
@@ -379,6 +380,12 @@ def as_plain_parameter(param: nn.Parameter) -> None:
     """Let a ColoParameter that is whole be an ordinary one, at the speed of one: the same object."""
     if type(param) is ColoParameter and cut_of(param) is None:
         cast(Any, param).__class__ = nn.Parameter
+
+
+def memory_scope(tensors: Iterable[torch.Tensor]) -> Callable[[], AbstractContextManager[None]]:
+    """Return the context in which tensors are this rank's memory: `as_memory`, if there is a ColoTensor."""
+    are_colo = any(isinstance(tensor, ColoTensor) or cut_of(tensor) is not None for tensor in tensors)
+    return as_memory if are_colo else nullcontext
 
 
 def process_group_of(model: nn.Module) -> ProcessGroup | None:

@@ -13,11 +13,10 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from colossalai.context import Axis
@@ -31,7 +30,7 @@ DEFAULT_INTERVAL = 1024  # elements: the documented default of `hidden_dim`
 _BLOCK = 2**16  # candidates that are tried at once: it bounds memory, not the result
 _OUTLIER_SIGMAS = 3.0
 
-Numels = NDArray[np.int64]
+Numels = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from colossalai._lazy import find_name
 from colossalai.nn.layer.moe._balance import auxiliary_loss as auxiliary_loss
-from colossalai.nn.layer.moe._balance import move_biases as move_biases
+from colossalai.nn.layer.moe._balance import bias_updates as bias_updates
 from colossalai.nn.layer.moe._dispatch import EXPERT_AXES as EXPERT_AXES
 from colossalai.nn.layer.moe._dispatch import dispatch as dispatch
 from colossalai.nn.layer.moe._dispatch import dispatch_here as dispatch_here

@@ -14,6 +14,9 @@ The mean over the ranks is the loss of the batch, whatever number of tokens each
 gradients is its gradient. Under accumulation, and in a pipeline, it is that of each microbatch.
 """
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -52,21 +55,25 @@ def auxiliary_loss(routes: Routes, replicas: Axis, *, balance: bool = True, z_we
     return loss
 
 
-def move_biases(module: nn.Module, replicas: Axis) -> None:
-    """Move the biases of all routers of a model against the load of a step; one all-reduce.
-
-    See [Note: balance without a loss].
+def bias_updates(module: nn.Module, replicas: Axis) -> tuple[Callable[[], None], ...]:
+    """Return what moves the biases of the routers of a model after each step; nothing without such routers.
 
     Args:
         module: The model, or a stage of it.
-        replicas: The ranks with other tokens; they all call this after each step.
+        replicas: The ranks with other tokens.
     """
-    routers = [part for part in module.modules() if isinstance(part, TopKRouter) and part.bias_update_rate]
-    loads = [router.take_load() for router in routers]
-    if not loads:
+    routers = [part for part in module.modules() if isinstance(part, TopKRouter)]
+    return (partial(_move_biases, routers, replicas),) if routers else ()
+
+
+def _move_biases(routers: Sequence[TopKRouter], replicas: Axis) -> None:
+    """Move the biases of routers against the load of a step; see [Note: balance without a loss]."""
+    moved = [router for router in routers if router.bias_update_rate]
+    if not moved:
         return
+    loads = [router.take_load() for router in moved]
     total = torch.cat(loads)
     if replicas.size > 1:
-        total = all_reduce(total, replicas)
-    for router, load in zip(routers, total.split([len(load) for load in loads]), strict=True):
+        total = all_reduce(total, replicas)  # of the numbers of tokens; all replicas call it after each step
+    for router, load in zip(moved, total.split([len(load) for load in loads]), strict=True):
         router.move_bias(load)

@@ -1,7 +1,6 @@
 """The capacity of experts: how many tokens of a rank each of them serves, and which (2006.16668)."""
 
 import math
-from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -17,6 +16,8 @@ def capacity_of(*, num_tokens: int, num_experts: int, num_choices: int, factor: 
         factor: 1 if each expert serves its share and no more.
         least: What it is at least.
     """
+    from fractions import Fraction  # which imports decimal: jobs without experts do without
+
     # As a fraction: 20 x 1.1 is 22, and a little more in floating point.
     share = math.ceil(Fraction(str(factor)) * num_choices * num_tokens / num_experts)
     capacity = max(share, least)
