@@ -7,6 +7,7 @@ from colossalai.amp._amp_type import convert_to_naive_amp as convert_to_naive_am
 from colossalai.amp._amp_type import convert_to_torch_amp as convert_to_torch_amp
 from colossalai.amp._amp_type import precision_of as precision_of
 from colossalai.amp._apex import ApexPrecision as ApexPrecision
+from colossalai.amp._gradients import OptimizerGroup as OptimizerGroup
 from colossalai.amp._loss_scaling import CheckedLossScaler as CheckedLossScaler
 from colossalai.amp._loss_scaling import DynamicLossScaler as DynamicLossScaler
 from colossalai.amp._loss_scaling import LossScaler as LossScaler

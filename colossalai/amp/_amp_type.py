@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from colossalai._not_landed import FP8
 from colossalai.amp._apex import ApexPrecision
+from colossalai.amp._gradients import OptimizerGroup
 from colossalai.amp._low_weights import NaiveFP16, PureBF16
 from colossalai.amp._optimizer import OptimizerWrapper
 from colossalai.amp._precision import BF16Autocast, FP16Autocast, Precision, PrecisionModule
@@ -108,8 +109,9 @@ def convert_to_amp(
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     wrapped = OptimizerWrapper(
         optimizer,
-        scaler=precision.make_scaler(),
-        group=dist.group.WORLD if dist.is_initialized() else None,
+        group=OptimizerGroup(
+            precision.make_scaler(), ranks=dist.group.WORLD if dist.is_initialized() else None
+        ),
         param_names=names,
         masters=masters,
         before_step=precision.before_step,

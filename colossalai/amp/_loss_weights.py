@@ -6,7 +6,7 @@ of a window is L = sum(w l) / W with W = sum(w), over the replicas and over all 
 is known after the last of them only. So a backward starts from w / u instead of 1: what adds up are the
 gradients of sums, in units u. The data methods leave their mean over the R replicas. Before anybody looks at
 the gradients (clipping, the step) one all-reduce of two numbers gives W, and they are multiplied by R u / W:
-once, in `OptimizerWrapper._prepare`, together with the division by the loss scale.
+once, in `Gradients.prepare`, together with the division by the loss scale.
 
 The unit is W / R of the window before, rounded up to a power of two; in the first window ever, the largest
 weight that a replica begins with. So sums are as large as means would be, which float16 needs. As u is a
@@ -138,13 +138,13 @@ def _weight_on(device: torch.device, weight: Any) -> Tensor:
     return found
 
 
-class _Kind(Enum):
-    """What gradients are made of."""
+class LossKind(Enum):
+    """The kind of the losses whose gradients an optimizer holds."""
 
     NOTHING = auto()
     MEANS = auto()
-    SUMS = auto()  # of losses with weights, not divided yet
-    SPENT = auto()  # divided, or stepped with, and not forgotten
+    SUMS = auto()  # losses with weights, by which their gradients have not been divided
+    SPENT = auto()  # gradients have been divided, or stepped with, and not been forgotten
 
 
 class LossWeights:
@@ -155,6 +155,7 @@ class LossWeights:
         replicas: The ranks over which gradients are averaged; None for this process alone.
 
     Attributes:
+        kind: The kind of the losses.
         replicas: As given.
         mean_loss: The mean of the losses of the last window over all replicas, a scalar; None if they had no
             weights.
@@ -166,19 +167,9 @@ class LossWeights:
         self.are_used = False
         self.replicas = replicas
         self._scaler = scaler
-        self._kind = _Kind.NOTHING
+        self.kind = LossKind.NOTHING
         self._sums: Tensor | None = None  # (2,): the weights and the weighted losses on this rank
         self._next_unit: Tensor | None = None
-
-    @property
-    def are_pending(self) -> bool:
-        """Whether gradients are sums that wait for their division."""
-        return self._kind is _Kind.SUMS
-
-    @property
-    def are_spent(self) -> bool:
-        """Whether gradients have been divided, or stepped with, and not been forgotten since."""
-        return self._kind is _Kind.SPENT
 
     def add(self, weight: Tensor | None, total: Tensor | None, *, is_own: bool) -> None:
         """Hear of a backward.
@@ -191,23 +182,23 @@ class LossWeights:
         Raises:
             ValueError: Weighted losses would add to others, or to what has been divided.
         """
-        if self._kind is _Kind.SPENT and not is_own:
+        if self.kind is LossKind.SPENT and not is_own:
             return  # what it adds to is nobody's
         if weight is None:
-            if self._kind is _Kind.SUMS:
+            if self.kind is LossKind.SUMS:
                 raise ValueError(_MIXED)
-            self._kind, self.are_used = _Kind.MEANS, False
+            self.kind, self.are_used = LossKind.MEANS, False
             return
-        if self._kind is _Kind.MEANS:
+        if self.kind is LossKind.MEANS:
             raise ValueError(_MIXED)
-        if self._kind is _Kind.SPENT:
+        if self.kind is LossKind.SPENT:
             raise ValueError(
                 "the gradients have been divided by the weight of their losses already (by clipping, or by a "
                 "step): clip after the last backward of a window only, and call optimizer.zero_grad() "
                 "before the next one"
             )
         assert total is not None
-        self._kind, self.are_used = _Kind.SUMS, True
+        self.kind, self.are_used = LossKind.SUMS, True
         sums = torch.stack([weight, total])
         self._sums = sums if self._sums is None else self._sums + sums
 
@@ -235,7 +226,7 @@ class LossWeights:
         One all-reduce of two numbers, from which `mean_loss` follows, too.
         """
         self.mean_loss = self._next_unit = None
-        if self._kind is not _Kind.SUMS:
+        if self.kind is not LossKind.SUMS:
             return None
         assert self._sums is not None
         num_replicas = 1 if self.replicas is None else self.replicas.size
@@ -250,11 +241,11 @@ class LossWeights:
 
     def spend(self) -> None:
         """Note that the gradients have been divided, or stepped with."""
-        self._kind, self._sums = _Kind.SPENT, None
+        self.kind, self._sums = LossKind.SPENT, None
 
     def forget(self) -> None:
         """Note that there are no gradients."""
-        self._kind, self._sums, self.are_used = _Kind.NOTHING, None, False
+        self.kind, self._sums, self.are_used = LossKind.NOTHING, None, False
 
     def renew_unit(self) -> None:
         """Take the unit of the next window from the one that was; nobody who shares it may wait."""

@@ -9,7 +9,7 @@ its elements that are no longer the master's, rounded, become the master's. In-p
 version that torch counts for every tensor; those through `param.data`, which torch does not count, are not.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp._sharded_params import MASTERS_KEY, STATE_KEY, StandIns
+from colossalai.amp._step_plan import params_of
 from colossalai.context import Axis
 from colossalai.tensor import gradient_sync, keep_full_precision, keeps_dtype, scale_grads
 
@@ -79,6 +80,17 @@ class Masters(StandIns):
         """Multiply what backwards have left for `take_grads`."""
         scale_grads(self._master_of, factor)
 
+    @torch.no_grad()
+    def put_back_grads(self, factor: float, *, untaken: float | torch.Tensor) -> None:
+        """See the base class; those that masters share with their parameters are multiplied in place."""
+        for param, master in self._master_of.items():
+            if param.grad is None or master.grad is None:  # users have dropped it, or assigned another one
+                continue
+            if param.grad.data_ptr() != master.grad.data_ptr():
+                param.grad.copy_(master.grad * factor)
+            elif factor != 1.0:
+                param.grad.mul_(factor)
+
     def take_grads(self) -> None:
         """Give each master the gradient of its parameter: the same memory, if that is float32 already."""
         for param, master in self._master_of.items():
@@ -111,6 +123,13 @@ class Masters(StandIns):
                 master.copy_(torch.where(param == master.to(param.dtype), master, param.to(master.dtype)))
                 self._versions[param] = param._version
 
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
+        """See the base class."""
+        self.take_weights()
+        result = optimizer.step(closure)
+        self.write_weights()
+        return result
+
     @torch.no_grad()
     def write_weights(self) -> None:
         """Round the masters into their parameters."""
@@ -134,7 +153,7 @@ class Masters(StandIns):
         finally:
             self.take_weights()  # some may have been loaded in the block
             _exchange(optimizer, self._master_of)
-            for param in _params_of(optimizer):
+            for param in params_of(optimizer):
                 _take_from_state(param, optimizer)
             self.write_weights()
 
@@ -149,7 +168,7 @@ class Masters(StandIns):
             **content,
             MASTERS_KEY: {
                 number: param.detach()
-                for number, param in enumerate(_params_of(optimizer))
+                for number, param in enumerate(params_of(optimizer))
                 if param in self._param_of
             },
         }
@@ -158,7 +177,7 @@ class Masters(StandIns):
         """Load what `state_dict` returned, with masters or without, into parameters with or without."""
         self.take_weights()
         optimizer.load_state_dict(content)
-        params = _params_of(optimizer)
+        params = params_of(optimizer)
         with torch.no_grad():
             for number, master in content.get(MASTERS_KEY, {}).items():
                 params[number].copy_(master)
@@ -235,10 +254,6 @@ def _exchange(optimizer: Optimizer, successors: Mapping[nn.Parameter, nn.Paramet
     for param, successor in successors.items():
         if param in optimizer.state:
             optimizer.state[successor] = optimizer.state.pop(param)
-
-
-def _params_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _keeps_its_own(param: nn.Parameter, optimizer: Optimizer) -> bool:

@@ -1,7 +1,7 @@
 """An optimizer that scales the loss, unscales gradients once, clips, and steps only when all ranks may."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp._loss_scaling import Decision, LossScaler, Overflow, decide, share_name
+from colossalai.amp._gradients import Gradients, OptimizerGroup
+from colossalai.amp._loss_scaling import LossScaler, Overflow, share_name
 from colossalai.amp._loss_weights import (
     GivenLoss,
+    LossKind,
     LossTerm,
     LossWeights,
     Silenced,
@@ -23,19 +25,9 @@ from colossalai.amp._loss_weights import (
 )
 from colossalai.amp._masters import Masters
 from colossalai.amp._sharded_params import StandIns
-from colossalai.amp._step_plan import UNKNOWN_PLACE, StepPlan
-from colossalai.context import Axis
+from colossalai.amp._step_plan import UNKNOWN_PLACE, params_of
 from colossalai.logging import get_dist_logger
-from colossalai.tensor import (
-    Windows,
-    as_memory,
-    grad_norm,
-    is_own_attribute,
-    local_grads,
-    num_zero_grads,
-    scale_grads,
-    spec_of,
-)
+from colossalai.tensor import as_memory, is_own_attribute, spec_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,10 +57,6 @@ def check_clipping(max_norm: float, norm_type: float) -> None:
         )
 
 
-def _params_of(optim: Optimizer) -> list[nn.Parameter]:
-    return [param for group in optim.param_groups for param in group["params"]]
-
-
 def _in_scope(
     method: Callable[Concatenate["OptimizerWrapper", P], R],
 ) -> Callable[Concatenate["OptimizerWrapper", P], R]:
@@ -76,7 +64,7 @@ def _in_scope(
 
     @wraps(method)
     def run(self: "OptimizerWrapper", /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with self._step_plan().scope():
+        with self.gradients.plan.scope():
             return method(self, *args, **kwargs)
 
     return run
@@ -124,34 +112,35 @@ class OptimizerWrapper(Optimizer):
 
     Args:
         optim: The optimizer underneath.
-        scaler: The loss scaler of the precision.
-        group: The ranks that decide together whether a step is made; None for this process alone.
-        replicas: The ranks over which gradients are averaged, so that losses may have weights; None for this
-            process alone.
+        group: The optimizers of the model, which this one joins. Default: it is the only one, in this process
+            alone, and losses are not scaled.
         param_names: Name of each of the model's parameters.
         masters: What stands in the optimizer for the model's parameters: float32 masters, slices.
         before_step: Called with this wrapper before every update, when the gradients are true.
-        after_step: Called, one after the other, after every update that was made.
+        after_step: Called, one after the other, after every update.
         max_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
         norm_type: The p of that norm.
         stages: The ranks of a pipeline, each of which holds other parameters; None without one.
         counts: False for a parameter of the model that another stage holds, too, and counts in norms.
-        param_places: Place of each parameter in the model, if that is not the order of `param_names` (and
-            before it the order of the stages).
-        beside: Another optimizer of the same model, whose scaler and decisions this one shares; see
-            [Note: one scale for the optimizers of a model].
+
+    Attributes:
+        group: As given.
+        gradients: The gradients of the next step.
+        masters: As given.
+        param_names: Those of the parameters, and of the masters.
+        max_norm: As given.
+        norm_type: As given.
+        stepped: Whether the last step updated the parameters.
 
     Raises:
-        ValueError: `max_norm` is below 0, `norm_type` is below 1, or `scaler` and `beside` are both given.
+        ValueError: `max_norm` is below 0, or `norm_type` is below 1.
     """
 
-    def __init__(  # noqa: PLR0913 - one argument for each thing that a door knows of a step
+    def __init__(
         self,
         optim: Optimizer,
         *,
-        scaler: LossScaler | None = None,
-        group: dist.ProcessGroup | None = None,
-        replicas: Axis | None = None,
+        group: OptimizerGroup | None = None,
         param_names: Mapping[nn.Parameter, str] | None = None,
         masters: StandIns | None = None,
         before_step: Callable[["OptimizerWrapper"], None] | None = None,
@@ -160,37 +149,25 @@ class OptimizerWrapper(Optimizer):
         norm_type: float = 2.0,
         stages: dist.ProcessGroup | None = None,
         counts: Callable[[torch.Tensor], bool] | None = None,
-        param_places: Mapping[nn.Parameter, int] | None = None,
-        beside: "OptimizerWrapper | None" = None,
     ) -> None:
         # The base class is for isinstance() only: everything it would set up is the optimizer's own.
         check_clipping(max_norm, norm_type)
-        if beside is not None and scaler is not None:
-            raise ValueError("a scaler is given, but an optimizer shares that of the one it is beside")
-        self.scaler: LossScaler = beside.scaler if beside is not None else scaler or LossScaler()
-        self.group = group
+        self.group = OptimizerGroup() if group is None else group
         self.masters: StandIns = Masters() if masters is None else masters
         self.param_names = self.masters.with_masters(param_names or {})
         self.max_norm = max_norm
         self.norm_type = norm_type
+        self.stepped = False
         self._before_step = before_step
         self._after_step = tuple(after_step)
         self._stages = stages
-        self._counts = counts
-        self._places = param_places or self._default_places(param_names or {})
-        self.stepped = False
-        self.weights = LossWeights(self.scaler, replicas)
-        # See [Note: one scale for the optimizers of a model].
-        self._family: list[OptimizerWrapper] = [] if beside is None else beside._family
-        self._family.append(self)
-        self._decision: Decision | None = None
-        self._scale_in_grads: float | None = None  # None: there are none of a backward, or they are true
-        self._is_spent = False  # whether there may be gradients that are nobody's any more
-        self._has_run = False  # whether there was a backward since the last step, or `zero_grad`
-        self._was_stepped_with = False  # whether the gradients of the last step have not been forgotten
-        self._weights_factor: torch.Tensor | None = None  # what makes means of sums, once it is decided
+        # In the order of the names, and before it in that of the stages.
+        first = 0 if stages is None else dist.get_rank(stages) * _STAGE_PLACES
+        self._places = {param: first + number for number, param in enumerate(param_names or {})}
+        self.gradients = Gradients(
+            optim, self.masters, self.group, places=self._places, stages=stages, counts=counts
+        )
         self._is_updating = False
-        self._plan = StepPlan.lower(_params_of(optim), self.masters, self._places, self._counts)
         self.optim = optim  # last: see [Note: where an attribute is set]
         _watch_steps(optim, self)
 
@@ -211,7 +188,7 @@ class OptimizerWrapper(Optimizer):
             super().__setattr__(name, value)
             return
         if name == "param_groups" and len(self.masters):
-            known = set(_params_of(self.optim))
+            known = set(params_of(self.optim))
             if any(param not in known for group in value for param in group["params"]):
                 raise ValueError(
                     "param_groups is set with a parameter that the optimizer does not update now, where its "
@@ -236,7 +213,17 @@ class OptimizerWrapper(Optimizer):
     @property
     def is_stepped_again(self) -> bool:
         """Whether the next step follows one that had gradients, without a backward or `zero_grad` between."""
-        return self._was_stepped_with and not self._has_run
+        return self.gradients.were_stepped_with and not self.gradients.has_run
+
+    @property
+    def scaler(self) -> LossScaler:
+        """The loss scaler, which the optimizers of a model share."""
+        return self.group.scaler
+
+    @property
+    def weights(self) -> LossWeights:
+        """The weights of the losses of the next step."""
+        return self.gradients.weights
 
     def unwrap(self) -> Optimizer:
         """Return the optimizer underneath."""
@@ -294,24 +281,16 @@ class OptimizerWrapper(Optimizer):
         self.masters.after_backward()
 
     def start_backward(self) -> float:
-        """Prepare for a backward that somebody else runs; return the factor of its loss, the loss scale."""
-        scale = self.scaler.scale
-        self._is_spent = False
-        if self.weights.are_spent and not self.masters.has_grads(self._step_plan().params):
-            self.weights.forget()  # somebody else has dropped the gradients
-        for each in self._family:
-            each._expect_grads(scale)
-        return scale
+        """Prepare for a backward that the caller runs; return the factor of its loss, the loss scale."""
+        return self.group.start_backward(self.gradients)
 
     def note_loss(self, loss: LossTerm) -> None:
-        """Hear what a backward is of, with the other optimizers of the model; once for each.
+        """Note the loss of a backward, with the other optimizers of the model; once for each.
 
         Raises:
             ValueError: Losses with and without a weight would add up.
         """
-        total = None if loss.weight is None else loss.total
-        for each in self._family:
-            each.weights.add(loss.weight, total, is_own=each is self)
+        self.group.note_loss(loss, self.gradients)
 
     def factor_of_sum(self, weight: torch.Tensor) -> torch.Tensor:
         """Return what a sum of losses is multiplied by for the backward, but for the loss scale.
@@ -320,9 +299,10 @@ class OptimizerWrapper(Optimizer):
             weight: What the sum is over; the first one of all makes the replicas agree on a unit.
 
         Raises:
-            ValueError: `group` has several ranks, and the optimizer was made without `replicas`.
+            ValueError: Several ranks decide together, and the optimizer was made without `replicas`.
         """
-        if self.weights.replicas is None and self.group is not None and dist.get_world_size(self.group) > 1:
+        ranks = self.group.ranks
+        if self.group.replicas is None and ranks is not None and dist.get_world_size(ranks) > 1:
             raise ValueError(
                 "a loss has a weight, but this optimizer does not know over which ranks gradients are "
                 "averaged: let it go through Booster.boost or colossalai.initialize"
@@ -345,12 +325,9 @@ class OptimizerWrapper(Optimizer):
         """
         if not max_norm > 0:
             raise ValueError(f"max_norm is {max_norm}; it must be above 0")
-        if not self._prepare():
+        if not self.gradients.prepare():
             return torch.tensor(float("inf"))
-        norm = grad_norm(self._plan.norm_groups, norm_type, stages=self._stages, windows=self._windows())
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
-        self._multiply(factor)
-        return norm
+        return self.gradients.clip_norm(max_norm, norm_type)
 
     @_in_scope
     def clip_grad_norm(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -364,7 +341,7 @@ class OptimizerWrapper(Optimizer):
         Raises:
             ValueError: `model` has none of this optimizer's parameters, or `max_norm` is not above 0.
         """
-        own = {self.masters.param_of(param) for param in self._plan.params}
+        own = {self.masters.param_of(param) for param in self.gradients.plan.params}
         if not isinstance(model, nn.Module) or own.isdisjoint(model.parameters()):
             raise ValueError(
                 f"clip_grad_norm is given {type(model).__name__}, which has no parameter of this optimizer: "
@@ -381,20 +358,14 @@ class OptimizerWrapper(Optimizer):
         """
         if not clip_value > 0:
             raise ValueError(f"clip_value is {clip_value}; it must be above 0")
-        if self._prepare():
-            for run in self._runs():
-                for grad in local_grads(run):
-                    grad.clamp_(-clip_value, clip_value)
+        if self.gradients.prepare():
+            self.gradients.clip_values(clip_value)
 
     @_in_scope
     def scale_grads(self, factor: float) -> None:
         """Multiply the gradients by a factor."""
-        if self._prepare():
-            self._multiply(factor)
-
-    def _multiply(self, factor: float | torch.Tensor) -> None:
-        for run in self._runs():
-            scale_grads(run, factor)
+        if self.gradients.prepare():
+            self.gradients.multiply(factor)
 
     @_in_scope
     def gathered_grads(self) -> dict[str, torch.Tensor]:
@@ -405,18 +376,18 @@ class OptimizerWrapper(Optimizer):
         Parameters without a gradient are left out. Before a step that will be skipped for overflow they are
         as the backward has left them. Under a pipeline they are those of this stage.
         """
-        self._prepare()
+        self.gradients.prepare()
         return {
             self.param_names[param]: _whole(param, grad)
-            for param, grad in self.masters.gathered_grads(self._plan.params).items()
+            for param, grad in self.masters.gathered_grads(self.gradients.plan.params).items()
             if param in self.param_names
         }
 
     @_in_scope
     def count_zero_grads(self) -> int:
         """Return how many elements of the gradients are 0, over all ranks; collective."""
-        self._prepare()
-        return num_zero_grads(self._plan.norm_groups, stages=self._stages, windows=self._windows())
+        self.gradients.prepare()
+        return self.gradients.num_zeros()
 
     @_in_scope
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -435,24 +406,21 @@ class OptimizerWrapper(Optimizer):
             raise ValueError(
                 "a closure computes gradients that are not scaled: with float16 call backward and step"
             )
-        if closure is None and self.weights.are_used and self.is_stepped_again and self._has_cast_grads():
+        gradients = self.gradients
+        if closure is None and gradients.weights.are_used and self.is_stepped_again and gradients.are_copies:
             raise ValueError(_WEIGHTED_TWICE)
-        if self.max_norm > 0:
-            self.clip_grad_by_norm(self.max_norm, self.norm_type)
-        may_step = self._prepare()
-        has_grads = closure is not None or self._has_grads()
-        decision = self._decision  # a closure may forget it
+        is_finite = gradients.prepare()
+        if is_finite and self.max_norm > 0:
+            gradients.clip_norm(self.max_norm, self.norm_type)
+        has_gradients = closure is not None or gradients.exist
+        decision = gradients.decision  # a closure can start backwards, for which there is none yet
         assert decision is not None
-        result = self._update(closure) if may_step else None
-        self.stepped = may_step and has_grads
+        result = self._update(closure) if is_finite else None
+        self.stepped = is_finite and has_gradients
         for update in self._after_step if self.stepped else ():
             update()
-        self._decision, self._scale_in_grads, self._is_spent, self._has_run = None, None, True, False
-        self._was_stepped_with = has_grads
-        self.weights.spend()
-        if not any(each.weights.are_pending for each in self._family):
-            self.weights.renew_unit()
-        if not has_grads:
+        gradients.end_step(had_gradients=has_gradients)
+        if not has_gradients:
             get_dist_logger().log_once(_NO_BACKWARD, ranks=[0])
         elif not decision.is_counted:
             decision.is_counted = True
@@ -463,9 +431,7 @@ class OptimizerWrapper(Optimizer):
     @_in_scope
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
-        self._decision, self._scale_in_grads, self._is_spent, self._has_run = None, None, False, False
-        self._was_stepped_with = False
-        self.weights.forget()
+        self.gradients.forget()
         self.masters.zero_grad(set_to_none=set_to_none)
         self.optim.zero_grad(set_to_none=set_to_none)
 
@@ -478,7 +444,7 @@ class OptimizerWrapper(Optimizer):
         Args:
             loads: Whether states may be replaced in the block.
         """
-        with self._step_plan().scope(), self.masters.as_states(self.optim, loads=loads):
+        with self.gradients.plan.scope(), self.masters.as_states(self.optim, loads=loads):
             yield self.optim
 
     @_in_scope
@@ -507,16 +473,11 @@ class OptimizerWrapper(Optimizer):
     def _update(self, closure: Callable[[], float] | None) -> Any:
         if self._before_step is not None:
             self._before_step(self)
-        self.masters.take_weights()
         self._is_updating = True
         try:
-            result = self.masters.step(
-                self.optim, None if closure is None else self._with_grads_taken(closure)
-            )
+            return self.masters.step(self.optim, None if closure is None else self._with_grads_taken(closure))
         finally:
             self._is_updating = False
-        self.masters.write_weights()
-        return result
 
     def _with_grads_taken(self, closure: Callable[[], float]) -> Callable[[], float]:
         """Return a closure after which what stands in for the parameters has their new gradients."""
@@ -524,122 +485,13 @@ class OptimizerWrapper(Optimizer):
         def compute() -> float:
             with as_memory(False):  # it is the user's, for whom a ColoTensor is a whole one
                 loss = closure()
-            if self.weights.are_pending:
-                self._prepare()
+            if self.weights.kind is LossKind.SUMS:
+                self.gradients.prepare()
             else:
                 self.masters.take_grads()
             return loss
 
         return compute
-
-    def _step_plan(self) -> StepPlan:
-        """Return the plan, made again if users have put other parameters into the groups.
-
-        What calls this does so once; what it calls reads `_plan`.
-        """
-        params = _params_of(self.optim)
-        if [*map(id, params)] != self._plan.ids:
-            self._plan = StepPlan.lower(params, self.masters, self._places, self._counts)
-        return self._plan
-
-    def _windows(self) -> Windows | None:
-        """Return what yields runs of parameters that can be in memory together; None where all can."""
-        return self.masters.windows if self.masters.is_paged else None
-
-    def _runs(self) -> Iterable[Sequence[nn.Parameter]]:
-        """Yield the parameters in runs that can be in memory together."""
-        params = self._plan.params
-        return self.masters.windows(params) if self.masters.is_paged else (params,)
-
-    def _expect_grads(self, scale: float) -> None:
-        """Hear that a backward is coming whose loss is scaled; what waits here already follows the scale."""
-        if self._scale_in_grads is not None and self._scale_in_grads != scale:
-            factor = scale / self._scale_in_grads
-            self.masters.scale_grads(factor)
-            plan = self._step_plan()
-            pairs = zip(plan.params, plan.model_params, strict=True)
-            scale_grads([held for held, param in pairs if held is param], factor)
-        self._scale_in_grads = scale
-        self._decision = None
-        self._has_run = True
-
-    def _has_cast_grads(self) -> bool:
-        """Whether the gradients of masters or slices are copies of those that backwards leave."""
-        plan = self._plan
-        return any(
-            held.dtype != param.dtype for held, param in zip(plan.params, plan.model_params, strict=True)
-        )
-
-    def _has_grads(self) -> bool:
-        """Whether there is something to step with: a backward was run, or somebody has set gradients."""
-        return self._has_run or any(param.grad is not None for param in self._plan.params)
-
-    def _prepare(self) -> bool:
-        """Make the gradients true, once between a backward and the step; say whether the step may be made.
-
-        Here they are divided by the loss scale and by the weight of all losses, and nowhere else.
-        """
-        if self._decision is None:
-            self._decide()
-        else:  # users may have dropped gradients since they were taken
-            self.masters.follow_users()
-        assert self._decision is not None
-        if self._decision.overflow is None and self._scale_in_grads is not None:
-            if self._weights_factor is not None:
-                self._multiply(self._weights_factor / self._scale_in_grads)
-                self.weights.spend()
-            elif self._scale_in_grads != 1.0:
-                self._multiply(1.0 / self._scale_in_grads)
-            self._scale_in_grads = self._weights_factor = None
-        return self._decision.overflow is None
-
-    def _decide(self) -> None:
-        """Take the gradients; decide for all optimizers of the model that wait for their step."""
-        if not self.scaler.skips:
-            self._take_grads()
-            self._decision = Decision()
-            return
-        deciding = [each for each in self._family if each is self or each._awaits_step]
-        for each in deciding:
-            each._step_plan()
-            each._take_grads()
-        self._refuse_unknown_scale()
-        decision = decide((run for each in deciding for run in each._placed_runs()), self.group)
-        for each in deciding:
-            each._decision = decision
-            each._is_spent |= decision.overflow is not None
-
-    def _take_grads(self) -> None:
-        self.masters.take_grads()
-        self._weights_factor = self.weights.factor()
-
-    @property
-    def _awaits_step(self) -> bool:
-        return self._scale_in_grads is not None and self._decision is None and not self._is_spent
-
-    def _refuse_unknown_scale(self) -> None:
-        is_unknown = self._scale_in_grads is None and self.scaler.scale != 1.0
-        if is_unknown and any(param.grad is not None for param in self._plan.params):
-            raise ValueError(
-                f"{type(self.optim).__name__}: a step without a backward whose loss scale is known: run it "
-                "by optimizer.backward(loss), booster.backward(loss, optimizer) or engine.backward(loss), "
-                "with an optimizer of the same model. One loss of two models that went through a door each, "
-                "too, has one scale only: put them into one model, or take bfloat16, which has none"
-            )
-
-    def _default_places(self, param_names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, int]:
-        stage = 0 if self._stages is None else dist.get_rank(self._stages)
-        return {param: stage * _STAGE_PLACES + place for place, param in enumerate(param_names)}
-
-    def _placed_runs(self) -> Iterator[tuple[Sequence[nn.Parameter], Sequence[int]]]:
-        """Yield the parameters in runs that can be in memory together, and their places in the model."""
-        plan = self._plan
-        if not self.masters.is_paged:
-            yield plan.params, plan.places
-            return
-        place_of = {id(param): place for param, place in zip(plan.params, plan.places, strict=True)}
-        for run in self.masters.windows(plan.params):
-            yield run, [place_of[id(param)] for param in run]
 
     def _reason(self, overflow: Overflow) -> str:
         """Say where an overflow stands; under a pipeline, ranks tell each other the name."""
@@ -649,6 +501,6 @@ class OptimizerWrapper(Optimizer):
             if self._places.get(model_param, UNKNOWN_PLACE) == overflow.place:  # type: ignore[call-overload]
                 name = known
                 break
-        if self._stages is not None and self.group is not None:
-            name = share_name(name, overflow, self.group)
+        if self._stages is not None and self.group.ranks is not None:
+            name = share_name(name, overflow, self.group.ranks)  # the other stages lack the parameter
         return f"skipped for inf or nan in the gradient of {name!r} on rank {overflow.global_rank}"

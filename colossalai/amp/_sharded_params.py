@@ -59,6 +59,15 @@ class StandIns(ABC):
         """Multiply what backwards have left for `take_grads`."""
 
     @abstractmethod
+    def put_back_grads(self, factor: float, *, untaken: float | torch.Tensor) -> None:
+        """Put taken gradients, times `factor`, back to where backwards add to them.
+
+        Args:
+            factor: What they are multiplied by.
+            untaken: What those gradients are multiplied by of which stand-ins have no copies any more.
+        """
+
+    @abstractmethod
     def take_grads(self) -> None:
         """Give each stand-in the gradient of its parameter."""
 
@@ -88,10 +97,6 @@ class StandIns(ABC):
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Forget the gradients of the parameters."""
 
-    @abstractmethod
-    def take_weights(self) -> None:
-        """Let the stand-ins follow what was written into parameters since the last `write_weights`."""
-
     def windows(self, params: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
         """Yield runs of the optimizer's parameters that can be in memory together.
 
@@ -102,13 +107,12 @@ class StandIns(ABC):
         """
         yield params
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
-        """Let the optimizer update what it holds; return what its closure does."""
-        return optimizer.step(closure)
-
     @abstractmethod
-    def write_weights(self) -> None:
-        """Bring what the optimizer has updated into the parameters."""
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
+        """Step the optimizer and copy what it has updated into the parameters; return what its closure does.
+
+        Before that the stand-ins follow what users have written into parameters since the last step.
+        """
 
     @abstractmethod
     def as_states(self, optimizer: Optimizer, *, loads: bool) -> AbstractContextManager[None]:

@@ -7,12 +7,18 @@ from functools import cached_property
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from colossalai.amp._sharded_params import StandIns
 from colossalai.tensor import NormGroup, memory_scope, norm_groups
 
 UNKNOWN_PLACE = 2**39
 """The place of a parameter that the model does not have."""
+
+
+def params_of(optim: Optimizer) -> list[nn.Parameter]:
+    """Return the tensors that an optimizer updates, in the order of its groups."""
+    return [param for group in optim.param_groups for param in group["params"]]
 
 
 @dataclass(frozen=True, eq=False)

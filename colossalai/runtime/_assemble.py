@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp import OptimizerWrapper, StandIns, apply_precision, refuse_misfit
+from colossalai.amp import Masters, OptimizerGroup, OptimizerWrapper, apply_precision, refuse_misfit
 from colossalai.checkpoint_io import parameter_names
 from colossalai.cluster import gather_values
 from colossalai.context import Axis, Layout, Mesh, ParallelMode, get_seeds, set_mode
@@ -146,16 +146,9 @@ def assemble_with_optimizers(
     masters = arriving.masters()
     masters.start_equal(replicas)
     _keep_specs(model, specs)
-    shared = [param for param in data.module.parameters() if share_of(param) is not None]
-    wrapped: list[OptimizerWrapper] = []
-    for optimizer in optimizers:
-        _follow_replaced_params(optimizer, model, names)
-        others = masters.without({param for group in optimizer.param_groups for param in group["params"]})
-        stand_ins, masters = data.stand_ins(optimizer, masters, late=shared), others
-        kind = AccumulatingOptimizer if accumulation_steps > 1 else OptimizerWrapper
-        wrapped.append(
-            _wrap_optimizer(plan, model, optimizer, stand_ins, mesh, replicas, kind=kind, beside=wrapped)
-        )
+    wrapped = _wrap_optimizers(
+        plan, model, optimizers, data, masters, mesh, names=names, accumulates=accumulation_steps > 1
+    )
     _draw_apart(mesh)
     pipeline = _make_pipeline(plan, model, data, mesh=mesh, tensor_axis=tensor_axis, device=device)
     is_whole = plan.pipeline is None and all(map(_is_whole, model.parameters()))
@@ -354,35 +347,58 @@ def _layout_of(plan: Plan, mesh: Mesh) -> Layout:
     return layout
 
 
-def _wrap_optimizer(
+def _wrap_optimizers(
     plan: Plan,
     model: nn.Module,
-    optimizer: Optimizer,
-    stand_ins: StandIns,
+    optimizers: Sequence[Optimizer],
+    data: AppliedDataMethod,
+    masters: Masters,
     mesh: Mesh,
-    replicas: Axis,
     *,
-    kind: type[OptimizerWrapper],
-    beside: Sequence[OptimizerWrapper],
-) -> OptimizerWrapper:
-    """Return the optimizer with loss scale, clipping, and what all ranks decide together."""
-    first = beside[0] if beside else None
-    return kind(
-        optimizer,
-        scaler=None if first else plan.precision.make_scaler(),
-        beside=first,
-        group=mesh.group(tuple(mesh.axes)),
-        replicas=replicas,
-        param_names=_param_names(model, plan),
-        masters=stand_ins,
-        before_step=plan.precision.before_step,
-        # Biases move once in a step, with the first of several optimizers.
-        after_step=() if first else bias_updates(model, replicas),
-        max_norm=plan.clip_grad_norm,
-        norm_type=plan.clip_norm_type,
-        stages=None if plan.pipeline is None else mesh.group("pp"),
-        counts=None if plan.pipeline is None else is_counted,
+    names: dict[int, str],
+    accumulates: bool,
+) -> list[OptimizerWrapper]:
+    """Return the optimizers with what they update, loss scale, clipping, and what all ranks decide together.
+
+    Args:
+        plan: The plan.
+        model: The model, with its methods applied.
+        optimizers: The optimizers.
+        data: The data method at work.
+        masters: Float32 masters of the parameters that have one.
+        mesh: The ranks.
+        names: Name of each parameter that the model had before the data method, by its `id`.
+        accumulates: Whether optimizers keep their steps back.
+    """
+    if not optimizers:
+        return []
+    replicas = mesh.axis(mesh.batch_axes)
+    group = OptimizerGroup(
+        plan.precision.make_scaler(), ranks=mesh.group(tuple(mesh.axes)), replicas=replicas
     )
+    shared = [param for param in data.module.parameters() if share_of(param) is not None]
+    wrapped: list[OptimizerWrapper] = []
+    for optimizer in optimizers:
+        _follow_replaced_params(optimizer, model, names)
+        others = masters.without({param for each in optimizer.param_groups for param in each["params"]})
+        stand_ins, masters = data.stand_ins(optimizer, masters, late=shared), others
+        kind = AccumulatingOptimizer if accumulates else OptimizerWrapper
+        wrapped.append(
+            kind(
+                optimizer,
+                group=group,
+                param_names=_param_names(model, plan),
+                masters=stand_ins,
+                before_step=plan.precision.before_step,
+                # Biases move once in a step, with the first of several optimizers.
+                after_step=() if wrapped else bias_updates(model, replicas),
+                max_norm=plan.clip_grad_norm,
+                norm_type=plan.clip_norm_type,
+                stages=None if plan.pipeline is None else mesh.group("pp"),
+                counts=None if plan.pipeline is None else is_counted,
+            )
+        )
+    return wrapped
 
 
 def _make_pipeline(

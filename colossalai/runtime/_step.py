@@ -187,7 +187,7 @@ class TrainingStep:
 
         So it does at the end of an epoch: then the losses were divided by too much, unless they have weights.
         """
-        is_divided = not self.optimizer.weights.are_used
+        is_divided = not self.optimizer.gradients.weights.are_used
         return self.accumulation_steps / (self._done + 1) if is_divided and self._closes_window() else 1.0
 
     def restart_window(self) -> None:

@@ -8,7 +8,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp import FullPrecision, LossScaler, NaiveFP16, OptimizerWrapper, Precision, PureBF16
+from colossalai.amp import (
+    FullPrecision,
+    LossScaler,
+    NaiveFP16,
+    OptimizerGroup,
+    OptimizerWrapper,
+    Precision,
+    PureBF16,
+)
 from colossalai.logging import get_dist_logger
 from colossalai.zero._model import ZeroModel
 from colossalai.zero._replicas import ZeroReplicas
@@ -120,17 +128,19 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         held = {param for group in optimizer.param_groups for param in group["params"]}
         shards = model.data.stand_ins(optimizer, model.masters)
         model.masters = model.masters.without(held)
+        if model.first_optimizer is None:
+            ranks = model.replicas.mesh.group(tuple(model.replicas.mesh.axes))
+            group = OptimizerGroup(scaler, ranks=ranks, replicas=model.replicas)
+        else:
+            group = model.first_optimizer.group
         super().__init__(
             optimizer,
-            scaler=scaler,
-            group=model.replicas.mesh.group(tuple(model.replicas.mesh.axes)),
-            replicas=model.replicas,
+            group=group,
             param_names={param: name for name, param in model.named_parameters()},
             masters=shards,
             before_step=model.precision.before_step,
             max_norm=clip_grad_norm,
             norm_type=norm_type,
-            beside=model.first_optimizer,
         )
         model.first_optimizer = model.first_optimizer or self
 

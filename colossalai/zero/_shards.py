@@ -162,6 +162,24 @@ class Shards(StandIns):
         for weights in self._weights:
             weights.scale_mean(factor)
 
+    @torch.no_grad()
+    def put_back_grads(self, factor: float, *, untaken: float | torch.Tensor) -> None:
+        """See the base class; fragments of their own dtype lose their gradients after a step."""
+        for weights, grads in self._grads_of.items():
+            mean = weights.take_mean(grads)
+            if mean is None:
+                continue
+            for index in weights.held:
+                fragment = self._fragments[weights.bucket.params[index]]
+                begin, end = fragment.place
+                part, grad = mean[begin:end], fragment.tensor.grad
+                if grad is None:
+                    part.mul_(untaken)
+                elif grad.data_ptr() == part.data_ptr():
+                    part.mul_(factor)
+                else:
+                    part.copy_(grad.reshape(-1) * factor)
+
     def take_grads(self) -> None:
         """Finish the reduction and give each fragment its part of the mean; collective.
 
@@ -241,7 +259,14 @@ class Shards(StandIns):
             weights.give_back(tensor for param in run for tensor in (param, param.grad) if tensor is not None)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
-        """See the base class; what lies on disk is updated bucket by bucket, and rounded right away."""
+        """See the base class; collective."""
+        self.take_weights()
+        result = self._update(optimizer, closure)
+        self.write_weights()
+        return result
+
+    def _update(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
+        """Step the optimizer; fragments on disk are updated bucket by bucket, and rounded right away."""
         held = [param for group in optimizer.param_groups for param in group["params"]]
         windows = list(self.windows(held))
         if not self.is_paged:

@@ -15,6 +15,7 @@ from colossalai.amp import (
     FP16Autocast,
     FullPrecision,
     LossScaler,
+    OptimizerGroup,
     OptimizerWrapper,
     PureBF16,
     apply_precision,
@@ -51,7 +52,7 @@ def test_the_scale_follows_the_steps():
 @pytest.mark.parametrize("bad", [float("inf"), float("nan"), -float("inf")])
 def test_an_overflow_skips_the_step(bad):
     param = nn.Parameter(torch.tensor([1.0, 2.0]))
-    optimizer = OptimizerWrapper(torch.optim.SGD([param], lr=1.0), scaler=make_scaler())
+    optimizer = OptimizerWrapper(torch.optim.SGD([param], lr=1.0), group=OptimizerGroup(make_scaler()))
     optimizer.backward((param * torch.tensor([1.0, bad])).sum())
     assert optimizer.clip_grad_by_norm(1.0) == float("inf")
     optimizer.step()
@@ -68,7 +69,7 @@ def test_an_overflow_skips_the_step(bad):
 @pytest.mark.parametrize("scaler", [None, make_scaler()])
 def test_clipping_sees_true_gradients_and_happens_once(scaler):
     param = nn.Parameter(torch.tensor([3.0, 4.0]))
-    optimizer = OptimizerWrapper(torch.optim.SGD([param], lr=1.0), scaler=scaler)
+    optimizer = OptimizerWrapper(torch.optim.SGD([param], lr=1.0), group=OptimizerGroup(scaler))
     optimizer.backward((param**2).sum() / 2)
     assert optimizer.clip_grad_by_norm(1.0) == pytest.approx(5.0)
     assert param.grad.tolist() == pytest.approx([0.6, 0.8], rel=1e-5)
@@ -83,7 +84,7 @@ def test_clipping_sees_true_gradients_and_happens_once(scaler):
 
 def test_a_backward_of_somebody_else_is_refused():
     param = nn.Parameter(torch.ones(1))
-    optimizer = OptimizerWrapper(torch.optim.SGD([param], lr=1.0), scaler=make_scaler())
+    optimizer = OptimizerWrapper(torch.optim.SGD([param], lr=1.0), group=OptimizerGroup(make_scaler()))
     optimizer.step()  # of no gradients, as schedulers ask for
     optimizer.backward(param.sum())
     optimizer.step()
@@ -111,7 +112,7 @@ def test_a_closure_works_where_nothing_is_scaled():
     optimizer.step(closure)
     assert abs(param.item()) < 1.0
     with pytest.raises(ValueError, match="a closure computes gradients that are not scaled"):
-        OptimizerWrapper(torch.optim.SGD([param], lr=1), scaler=make_scaler()).step(closure)
+        OptimizerWrapper(torch.optim.SGD([param], lr=1), group=OptimizerGroup(make_scaler())).step(closure)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colossalai.amp import DynamicLossScaler, NaiveFP16, OptimizerWrapper, RepeatedOverflowError
+from colossalai.amp import (
+    DynamicLossScaler,
+    NaiveFP16,
+    OptimizerGroup,
+    OptimizerWrapper,
+    RepeatedOverflowError,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -44,8 +50,9 @@ class Run:
             stand_ins = [masters.stand_in(optimizer) for optimizer in raw]
         else:
             stand_ins = [None, None]
-        first = OptimizerWrapper(raw[0], scaler=self.scaler, param_names=names, masters=stand_ins[0])
-        last = OptimizerWrapper(raw[1], beside=first, param_names=names, masters=stand_ins[1])
+        group = OptimizerGroup(self.scaler)
+        first = OptimizerWrapper(raw[0], group=group, param_names=names, masters=stand_ins[0])
+        last = OptimizerWrapper(raw[1], group=group, param_names=names, masters=stand_ins[1])
         self.optimizers = (first, last)
         self.plain = tuple(self._optimizer(part) for part in (self.twin.first, self.twin.last))
         self.dtype = torch.float16 if master_weights else torch.float32
@@ -220,17 +227,11 @@ def test_an_old_state_loads() -> None:
     assert run.scaler.state_dict()["scale"] == 4.0
 
 
-def test_two_scalers_are_refused() -> None:
-    run = Run()
-    with pytest.raises(ValueError, match="shares that of the one it is beside"):
-        OptimizerWrapper(run.plain[0], scaler=run.scaler, beside=run.optimizers[0])
-
-
 def test_weights_of_losses_are_shared_and_the_gradients_of_each_are_divided_once():
     params = [torch.nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2)]
     raw = [torch.optim.SGD([param], lr=1.0) for param in params]
     first = OptimizerWrapper(raw[0])
-    last = OptimizerWrapper(raw[1], beside=first)
+    last = OptimizerWrapper(raw[1], group=first.group)
     x = torch.tensor([1.0, 2.0], dtype=torch.float64)
     for scale, weight in ((1.0, 3), (5.0, 1)):
         first.backward(scale * (params[0] * params[1] * x).sum(), weight=weight)
@@ -252,7 +253,7 @@ def test_a_weight_needs_to_know_the_ranks():
     optimizer = OptimizerWrapper(torch.optim.SGD([param], lr=1.0))
     optimizer.backward((param.sum(), 2))
     optimizer.zero_grad()
-    optimizer.group = object()
+    optimizer.group.ranks = object()
     with (
         patch("torch.distributed.get_world_size", return_value=2),
         pytest.raises(ValueError, match="does not know over which ranks gradients are averaged"),

@@ -11,6 +11,7 @@ import colossalai
 from colossalai.amp import (
     AMP_TYPE,
     DynamicLossScaler,
+    OptimizerGroup,
     OptimizerWrapper,
     RepeatedOverflowError,
     ScaleRecord,
@@ -36,7 +37,9 @@ def make_wrapped(scaler, *, order=None):
     params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     names = {param: f"p{number}" for number, param in enumerate(params)}
     held = [params[number] for number in order or (2, 1, 0)]
-    return params, OptimizerWrapper(torch.optim.SGD(held, lr=1.0), scaler=scaler, param_names=names)
+    return params, OptimizerWrapper(
+        torch.optim.SGD(held, lr=1.0), group=OptimizerGroup(scaler), param_names=names
+    )
 
 
 def step(params, optimizer, bad=()):
@@ -86,7 +89,7 @@ def test_skips_in_a_row_are_two_lines(capfd):
 @pytest.mark.unit
 def test_what_has_no_name_or_no_elements(capfd):
     param, empty = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(0))
-    optimizer = OptimizerWrapper(torch.optim.SGD([empty, param], lr=1.0), scaler=make_scaler())
+    optimizer = OptimizerWrapper(torch.optim.SGD([empty, param], lr=1.0), group=OptimizerGroup(make_scaler()))
     step([param, empty], optimizer)
     assert optimizer.stepped
     optimizer.zero_grad()

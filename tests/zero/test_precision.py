@@ -74,6 +74,25 @@ def losses_of(name: str, stage: int, **options) -> list[float]:
     return losses
 
 
+def losses_without_zero_grad(name: str, stage: int, **options) -> list[float]:
+    """Let backwards add to gradients that were clipped, and to those of the step before."""
+    replicas = gpc.mesh.axis("dp")
+    booster, model, optimizer = boosted(name, stage, **options)
+    losses = []
+    for step in range(NUM_STEPS):
+        x = batch_of(step % 2).float().chunk(replicas.size)[replicas.rank]
+        for number in range(2):
+            loss = model(x).square().mean()
+            booster.backward(loss, optimizer)
+            if number == 0:
+                optimizer.clip_grad_by_norm(0.05)
+        optimizer.step()
+        mean = loss.detach().clone()
+        torch.distributed.all_reduce(mean)
+        losses.append(mean.item() / replicas.size)
+    return losses
+
+
 TOLERANCES = {"fp32": 1e-5, "bf16": 1e-5, "fp16": 1e-5, "bf16_master": 0.03, "fp16_naive": 0.01}
 
 
@@ -85,6 +104,8 @@ def compare(turn: int) -> None:
         expected, actual = losses_of(name, 0), losses_of(name, stage)
         assert actual == pytest.approx(expected, rel=tolerance), (name, stage)
         assert actual[-1] < 0.7 * actual[0], (name, stage)
+        expected, actual = losses_without_zero_grad(name, 0), losses_without_zero_grad(name, stage)
+        assert actual == pytest.approx(expected, rel=tolerance), ("without zero_grad", name, stage)
     gpc.destroy()
 
 
