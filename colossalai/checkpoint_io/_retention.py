@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -351,15 +352,12 @@ def _leftovers(folder: Path) -> Iterator[Path]:
 
 def _remove_files(folders: list[Path], *, part: int, num_parts: int) -> None:
     """Remove this rank's part of the files; a link is removed itself, whatever it leads to."""
-    files = [
-        path
-        for folder in folders
-        for path in sorted(folder.rglob("*"))
-        if path.is_symlink() or not path.is_dir()
-    ]
-    for file in files[part::num_parts]:
-        file.unlink(missing_ok=True)
-        still_moving()
+    for path in [path for folder in folders for path in folder.rglob("*")]:
+        # By name and not by position: other ranks are removing their files, and each lists what is left.
+        is_own = zlib.crc32(path.name.encode(errors="surrogateescape")) % num_parts == part
+        if is_own and (path.is_symlink() or not path.is_dir()):
+            path.unlink(missing_ok=True)
+            still_moving()
 
 
 def _remove_folders(folders: list[Path]) -> None:

@@ -23,6 +23,7 @@ from colossalai.checkpoint_io import (
     save_model,
     save_training_state,
 )
+from colossalai.checkpoint_io._retention import _remove_files
 from colossalai.checkpoint_io.storage._async_save import _pending
 from colossalai.checkpoint_io.storage._folder_lock import LOCK
 from colossalai.checkpoint_io.storage._manifest import MANIFEST
@@ -153,6 +154,17 @@ def test_a_folder_of_slices_keeps_files_of_others(tmp_path: Path) -> None:
     (tmp_path / "weights" / "model" / "notes.txt").write_text("mine")
     save_model(model(), tmp_path / "weights", gather_dtensor=False)
     assert (tmp_path / "weights" / "model" / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_ranks_remove_all_files_however_their_turns_fall(num_ranks: int, tmp_path: Path) -> None:
+    """A rank that is late lists only what the others have left."""
+    (tmp_path / "inner").mkdir()
+    for number in range(20):
+        (tmp_path / ("inner" * (number % 2)) / f"model-{number}.safetensors").touch()
+    for rank in range(num_ranks):
+        _remove_files([tmp_path], part=rank, num_parts=num_ranks)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_files_of_a_similar_name_stay(tmp_path: Path) -> None:
