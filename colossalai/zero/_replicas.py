@@ -9,6 +9,7 @@ and optimizer states (masters included):
 Each step sends (n-1)/n of the gradients and (n-1)/n of the parameters, and one byte for each parameter.
 """
 
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
@@ -129,7 +130,7 @@ class _Cut(AppliedDataMethod):
         self._held: set[nn.Parameter] = set()  # by the optimizers that have been cut
         for param in module.parameters():
             if param.requires_grad and replicas.size > 1:
-                call_on_grad(param, self, _Cut._refuse_alone)  # until a reducer takes it
+                call_on_grad(param, _refuse_alone, self)  # until a reducer takes it
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
         """See the base class; with stage 2 every backward synchronizes, or slices could not add up."""
@@ -186,23 +187,25 @@ class _Cut(AppliedDataMethod):
                 before_step=self._give_buffers,
             )
 
-    def _refuse_alone(self, param: torch.Tensor) -> None:
-        """Refuse a gradient before there is an optimizer: each rank would train by itself.
-
-        Raises:
-            ValueError: No optimizer has been cut.
-        """
-        if not self._reducers:
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} has a gradient, and its model was boosted under "
-                "ZeRO without an optimizer: gradients are averaged for the optimizer, so give it to "
-                "booster.boost(model, optimizer) or colossalai.initialize(model, optimizer). For a model "
-                "that is not trained, such as a teacher, use torch.no_grad() or model.requires_grad_(False)"
-            )
-
     def _give_buffers(self) -> None:
         if self._options.broadcast_buffers and self._replicas.size > 1:
             broadcast_floating_buffers(self.module, self._replicas)
+
+
+def _refuse_alone(find_cut: "weakref.ref[_Cut]", param: torch.Tensor) -> None:
+    """Refuse a gradient before there is an optimizer: each rank would train by itself.
+
+    Raises:
+        ValueError: No optimizer has been cut.
+    """
+    cut = find_cut()
+    if cut is not None and not cut._reducers:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} has a gradient, and its model was boosted under "
+            "ZeRO without an optimizer: gradients are averaged for the optimizer, so give it to "
+            "booster.boost(model, optimizer) or colossalai.initialize(model, optimizer). For a model "
+            "that is not trained, such as a teacher, use torch.no_grad() or model.requires_grad_(False)"
+        )
 
 
 def refuse_own_clipping(optimizer: Optimizer) -> None:

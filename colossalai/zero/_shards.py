@@ -201,7 +201,7 @@ class Shards(StandIns):
                 param = bucket.params[index]
                 _give_grad(self._fragments[param].tensor, parts[index] if param in marked else None)
         for grads in self._grads_of.values() if len(marked) < self._num_marks else ():
-            grads.placeholders.withdraw(n for n, p in enumerate(grads.bucket.params) if p not in marked)
+            grads.withdraw(n for n, p in enumerate(grads.bucket.params) if p not in marked)
         for params in self._whole_groups:
             for param in params:
                 if param not in self._fragments and param.grad is not None:

@@ -11,9 +11,9 @@ from typing import final
 import torch
 from torch import nn
 
+from colossalai.zero._bucket_grads import BucketGrads
 from colossalai.zero._exchange import start_gather
 from colossalai.zero._layout import FlatBucket
-from colossalai.zero._reducer import BucketGrads
 
 MasterOf = Callable[[nn.Parameter], torch.Tensor | None]
 

@@ -10,9 +10,9 @@ from colossalai._lazy import find_name
 from colossalai.nn.parallel._arriving import ArrivingParams as ArrivingParams
 from colossalai.nn.parallel._bucketed import Bucketed as Bucketed
 from colossalai.nn.parallel._buckets import EarlierMeans as EarlierMeans
-from colossalai.nn.parallel._buckets import adopt_grad as adopt_grad
 from colossalai.nn.parallel._buckets import call_on_grad as call_on_grad
 from colossalai.nn.parallel._buckets import remove_owners as remove_owners
+from colossalai.nn.parallel._buckets import sparse_gradient as sparse_gradient
 from colossalai.nn.parallel._data_method import AppliedDataMethod as AppliedDataMethod
 from colossalai.nn.parallel._data_method import DataMethod as DataMethod
 from colossalai.nn.parallel._data_method import broadcast_floating_buffers as broadcast_floating_buffers

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import torch
 from torch import nn
@@ -17,7 +17,6 @@ from colossalai.communication import empty_to_send
 from colossalai.context import Axis
 from colossalai.tensor import GradientSync, gradient_sync
 
-Owner = TypeVar("Owner")
 Kind = tuple[torch.dtype, torch.device, GradientSync]
 
 
@@ -63,17 +62,21 @@ def make_buckets(params: Iterable[nn.Parameter], replicas: Axis, *, cap_bytes: i
     return [_make_bucket(group, replicas) for group in (*groups, *is_open.values())]
 
 
-def call_on_grad(param: torch.Tensor, owner: Owner, method: Callable[[Owner, torch.Tensor], object]) -> None:
-    """Let autograd call a method of `owner` with a parameter when it has added to its gradient.
+class GradHook(partial[None]):
+    """A hook of `call_on_grad`: a function with the arguments that it has at its parameter."""
 
-    The owner is held weakly, and what is registered does nothing once it has gone. For torch keeps such
-    hooks where the garbage collector does not look: an owner that holds the parameter, as reducers do, would
-    stay for ever, and the model with it.
+
+def call_on_grad(param: torch.Tensor, hook: Callable[..., None], owner: object, *args: object) -> None:
+    """Let autograd call `hook(find_owner, *args, param)` when it has added to the gradient of a parameter.
+
+    `find_owner()` returns the owner, or None once that has gone. For torch keeps such hooks where the garbage
+    collector does not look: an owner that holds the parameter, as reducers do, would stay for ever, and the
+    model with it. So `args` must not lead to the parameter either; numbers do.
 
     A parameter has one owner: a later call takes the earlier owner's hook away.
     """
     remove_owners([param])
-    param.register_post_accumulate_grad_hook(_CallOwner(weakref.ref(owner), method))
+    param.register_post_accumulate_grad_hook(GradHook(hook, weakref.ref(owner), *args))
 
 
 def remove_owners(params: Iterable[torch.Tensor]) -> None:
@@ -84,7 +87,7 @@ def remove_owners(params: Iterable[torch.Tensor]) -> None:
     """
     for param in params:
         for hooks in hooks_of_grad(param):
-            for number in [number for number, hook in hooks.items() if isinstance(hook, _CallOwner)]:
+            for number in [number for number, hook in hooks.items() if isinstance(hook, GradHook)]:
                 del hooks[number]
 
 
@@ -95,38 +98,16 @@ def hooks_of_grad(param: torch.Tensor) -> list[dict[int, Callable[..., Any]]]:
 
 def has_users_hooks(param: torch.Tensor) -> bool:
     """Return whether a hook of the gradient of a parameter is not one of `call_on_grad`."""
-    return any(not isinstance(hook, _CallOwner) for hooks in hooks_of_grad(param) for hook in hooks.values())
+    return any(not isinstance(hook, GradHook) for hooks in hooks_of_grad(param) for hook in hooks.values())
 
 
-@dataclass(frozen=True)
-class _CallOwner:
-    """A hook of a parameter that calls a method of an owner, if that is still there."""
-
-    find_owner: "weakref.ref[Any]"
-    method: Callable[[Any, torch.Tensor], object]
-
-    def __call__(self, param: torch.Tensor) -> None:
-        living = self.find_owner()
-        if living is not None:
-            self.method(living, param)
-
-
-def adopt_grad(param: nn.Parameter, view: torch.Tensor) -> None:
-    """Let the gradient of a parameter be its view of a bucket; a copy where it is not yet.
-
-    Raises:
-        ValueError: The gradient is sparse.
-    """
-    if param.grad is view:
-        return
+def sparse_gradient(param: torch.Tensor) -> ValueError:
+    """Return the error of a gradient that is not dense, as a view of a bucket has to be."""
     assert param.grad is not None
-    if param.grad.layout is not torch.strided:
-        raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} has a {param.grad.layout} gradient; buckets take "
-            "dense ones: build the embedding with sparse=False"
-        )
-    view.copy_(param.grad)
-    param.grad = view
+    return ValueError(
+        f"a parameter of shape {tuple(param.shape)} has a {param.grad.layout} gradient; buckets take "
+        "dense ones: build the embedding with sparse=False"
+    )
 
 
 def _make_bucket(params: list[nn.Parameter], replicas: Axis) -> Bucket:
@@ -156,11 +137,14 @@ class EarlierMeans:
     Args:
         params: The parameters; those that need nothing are left out.
         replicas: The ranks that see different parts of the batch.
+
+    Attributes:
+        factors: Of each parameter that needs one; where it is empty, `scale` and `note` have no effect.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], replicas: Axis) -> None:
         self._replicas = replicas
-        self._factors: dict[torch.Tensor, float] = {}
+        self.factors: dict[torch.Tensor, float] = {}
         self._nodes: list[Node] = []  # a parameter alone does not keep its own
         self._means: dict[torch.Tensor, weakref.ref[torch.Tensor] | None] = {}  # None: whatever is there
         self.track(params)
@@ -175,8 +159,8 @@ class EarlierMeans:
 
         for param in params:
             sync = gradient_sync(param, self._replicas)
-            if param.requires_grad and sync.axis.size != sync.divisor and param not in self._factors:
-                self._factors[param] = sync.divisor / sync.axis.size
+            if param.requires_grad and sync.axis.size != sync.divisor and param not in self.factors:
+                self.factors[param] = sync.divisor / sync.axis.size
                 node = get_gradient_edge(param).node
                 # Of the node that accumulates: hooks of the parameter run in `torch.autograd.grad`, too.
                 node.register_prehook(partial(call, param))
@@ -194,9 +178,9 @@ class EarlierMeans:
             return
         mean = self._means.pop(param)  # also where it was dropped: what comes next is no mean
         if grad is not None and param.grad is not None and (mean is None or mean() is param.grad):
-            grad *= self._factors[param]
+            grad *= self.factors[param]
 
     def note(self, param: torch.Tensor) -> None:
         """Note that the gradient of a parameter is, or is about to be, a mean."""
-        if param in self._factors:
+        if param in self.factors:
             self._means[param] = None if param.grad is None else weakref.ref(param.grad)

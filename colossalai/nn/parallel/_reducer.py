@@ -13,6 +13,7 @@ momentum. So behind the gradients of a bucket stands a mark for each parameter, 
 the all-reduce adds up the marks along with the gradients.
 """
 
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 
 from colossalai.communication import start_all_reduce
 from colossalai.context import Axis
-from colossalai.nn.parallel._buckets import Bucket, EarlierMeans, adopt_grad, call_on_grad, make_buckets
+from colossalai.nn.parallel._buckets import Bucket, EarlierMeans, call_on_grad, make_buckets, sparse_gradient
 
 
 class GradReducer:
@@ -40,15 +41,16 @@ class GradReducer:
         self._frozen = dict.fromkeys(param for param in params if not param.requires_grad)
         own, shared = _trainable(parts)
         self._buckets_of = [make_buckets(params, replicas, cap_bytes=cap_bytes) for params in own]
+        self._buckets: list[Bucket] = []
+        for buckets in self._buckets_of:
+            self._add(buckets)
         # Those of parameters that parts share are complete after the last part only.
-        self._late = make_buckets(shared, replicas, cap_bytes=cap_bytes)
-        self._place: dict[nn.Parameter, tuple[Bucket, int]] = {}
-        self._note_places(self._all_buckets())
+        self._add(make_buckets(shared, replicas, cap_bytes=cap_bytes))
         self._queue: list[Bucket] = []
         self._arrived: dict[Bucket, set[int]] = {}  # of the buckets in the queue
         self._started: dict[Bucket, Callable[[], object]] = {}
         self._synced: set[int] = set()  # parts whose buckets are, or were, in the queue
-        self._means = EarlierMeans(self._place, replicas)
+        self._means = EarlierMeans((param for bucket in self._buckets for param in bucket.params), replicas)
         self._sync_all()
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
@@ -75,13 +77,17 @@ class GradReducer:
     def finish(self) -> None:
         """Average what is left, and wait for all; from now on every backward is a last one again."""
         self._take_unfrozen()
-        rest = [bucket for bucket in self._all_buckets() if bucket not in {*self._started, *self._queue}]
-        for bucket in (*self._queue, *rest):
+        begun = {*self._started, *self._queue}
+        for bucket in (*self._queue, *(bucket for bucket in self._buckets if bucket not in begun)):
             self._start(bucket)
         for bucket, wait in self._started.items():
-            wait()
-            _give_grads(bucket)
-            for param in bucket.params:
+            wait()  # until the flat memory has the means of all ranks
+            missing = [index for index, param in enumerate(bucket.params) if param.grad is None]
+            marks = bucket.marks.tolist() if missing else []
+            for index in missing:
+                if marks[index] > 0:  # another replica has one; see [Note: marks]
+                    bucket.params[index].grad = bucket.views[index]
+            for param in bucket.params if self._means.factors else ():
                 self._means.note(param)
         self._started = {}
         self._forget()
@@ -95,18 +101,14 @@ class GradReducer:
         for param in params:
             del self._frozen[param]
         buckets = make_buckets(params, self._replicas, cap_bytes=self._cap_bytes)
-        self._late += buckets
         self._means.track(params)
-        self._note_places(buckets)
+        self._add(buckets)
 
-    def _note_places(self, buckets: Sequence[Bucket]) -> None:
-        for bucket in buckets:
+    def _add(self, buckets: Sequence[Bucket]) -> None:
+        for number, bucket in enumerate(buckets, len(self._buckets)):
             for index, param in enumerate(bucket.params):
-                self._place[param] = (bucket, index)
-                call_on_grad(param, self, GradReducer._on_grad)
-
-    def _all_buckets(self) -> list[Bucket]:
-        return [*(bucket for buckets in self._buckets_of for bucket in buckets), *self._late]
+                call_on_grad(param, _on_grad, self, number, index)
+        self._buckets += buckets
 
     def _sync_all(self) -> None:
         for part in range(len(self._buckets_of)):
@@ -124,38 +126,60 @@ class GradReducer:
         self._arrived = {}
         self._synced = set()
 
-    def _on_grad(self, param: torch.Tensor) -> None:
-        """Called by autograd when a backward has added to the gradient of a parameter."""
-        # See [Note: the order of buckets].
-        bucket, index = self._place[param]  # type: ignore[index]
-        if bucket in self._started:
-            raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} got a gradient after its average was under way: "
-                "switch synchronization on right before the last backward, and pass use_reentrant=False to "
-                "torch.utils.checkpoint, which otherwise adds several times to shared weights"
-            )
-        if param.grad is not None:  # a function may return none for it: zeros then
-            adopt_grad(bucket.params[index], bucket.views[index])
-        if bucket in self._arrived:
-            self._arrived[bucket].add(index)
-            while self._queue and self._is_full(self._queue[0]):
-                self._start(self._queue.pop(0))
-
-    def _is_full(self, bucket: Bucket) -> bool:
-        return len(self._arrived[bucket]) == len(bucket.params)
-
     def _start(self, bucket: Bucket) -> None:
         """Begin to average a bucket: the one place where gradients are divided."""
         bucket.marks.fill_(1.0)
-        for index, param in enumerate(bucket.params):
-            if param.grad is None:
-                bucket.views[index].zero_()
+        for index, (param, view) in enumerate(zip(bucket.params, bucket.views, strict=True)):
+            grad = param.grad
+            if grad is None:
+                view.zero_()
                 bucket.marks[index] = 0.0
-            else:
-                adopt_grad(bucket.params[index], bucket.views[index])
-                self._means.scale(param, bucket.views[index])
+            elif grad is not view:  # assigned by a user
+                if grad.layout is not torch.strided:
+                    raise sparse_gradient(param)
+                view.copy_(grad)
+                param.grad = view
+        for param in bucket.params if self._means.factors else ():
+            if param.grad is not None:
+                self._means.scale(param, param.grad)
         bucket.flat.div_(bucket.sync.divisor)  # before the sum: float16 has little room above
+        # Joined by all ranks that hold the bucket, in the same order: see [Note: the order of buckets].
         self._started[bucket] = start_all_reduce(bucket.flat, bucket.sync.axis)
+
+
+def _on_grad(find_reducer: "weakref.ref[GradReducer]", number: int, index: int, param: torch.Tensor) -> None:
+    """Called by autograd when a backward has added to the gradient of a parameter.
+
+    Args:
+        find_reducer: Returns the reducer, if it is still there.
+        number: The number of the bucket.
+        index: The number of the parameter in the bucket.
+        param: The parameter.
+    """
+    reducer = find_reducer()
+    if reducer is None:
+        return
+    bucket = reducer._buckets[number]
+    if bucket in reducer._started:
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} got a gradient after its average was under way: "
+            "switch synchronization on right before the last backward, and pass use_reentrant=False to "
+            "torch.utils.checkpoint, which otherwise adds several times to shared weights"
+        )
+    grad, view = param.grad, bucket.views[index]
+    if grad is not None and grad is not view:  # a function may return none for it: zeros then
+        if grad.layout is not torch.strided:
+            raise sparse_gradient(param)
+        view.copy_(grad)
+        param.grad = view
+    arrived = reducer._arrived.get(bucket)
+    if arrived is None:
+        return
+    arrived.add(index)
+    # See [Note: the order of buckets].
+    queue = reducer._queue
+    while queue and len(reducer._arrived[queue[0]]) == len(queue[0].params):
+        reducer._start(queue.pop(0))
 
 
 def _trainable(parts: Sequence[nn.Module]) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:
@@ -167,14 +191,3 @@ def _trainable(parts: Sequence[nn.Module]) -> tuple[list[list[nn.Parameter]], li
             num_parts[param] = num_parts.get(param, 0) + 1
     own = [[param for param in reversed(params) if num_parts[param] == 1] for params in params_of]
     return own, [param for param in reversed(num_parts) if num_parts[param] > 1]
-
-
-def _give_grads(bucket: Bucket) -> None:
-    """Give averaged gradients to the parameters that had none here and have one on another replica."""
-    # See [Note: marks].
-    missing = [index for index, param in enumerate(bucket.params) if param.grad is None]
-    if missing:
-        marks = bucket.marks.tolist()
-        for index in missing:
-            if marks[index] > 0:
-                bucket.params[index].grad = bucket.views[index]

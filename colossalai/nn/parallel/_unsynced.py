@@ -9,6 +9,7 @@ Those that are means already keep their values, which are the same on all ranks.
 backwards, so they notice the same; unfrozen parameters are averaged after each, whoever has gradients.
 """
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import final
 
@@ -55,36 +56,24 @@ class UnsyncedGrads:
         self._are_all_used = are_all_used
         self._ends_always = bool(self._frozen) or not are_all_used
         self.syncs = True
-        # Parameters by their `id`: torch hashes a tensor in Python, and this is asked for every gradient.
-        self._ids = [frozenset(map(id, params)) for params in taken]
-        self._reducer_of = {each: number for number, ids in enumerate(self._ids) for each in ids}
+        # Parameters have numbers, those of a reducer one after the other; frozen ones follow.
+        self._numbers: list[range] = []
         self._expected: set[int] = set()  # what reducers take in the next backward
         self._noticed: set[int] = set()  # reducers that did not take a gradient
         self._graph_task: int | None = None  # the backward at whose end gradients are averaged
-        for param in (param for params in taken for param in params):
-            call_on_grad(param, self, UnsyncedGrads._on_grad)
+        for reducer, params in enumerate(taken):
+            first = self._numbers[-1].stop if self._numbers else 0
+            self._numbers.append(range(first, first + len(params)))
+            for number, param in enumerate(params, first):
+                call_on_grad(param, _on_grad, self, number, reducer)
         for param in self._frozen:
             param.requires_grad_(True)  # or torch takes no hook
-            call_on_grad(param, self, UnsyncedGrads._on_grad)
+            call_on_grad(param, _on_grad, self, -1, -1)  # expected by no reducer
             param.requires_grad_(False)
 
     def expect(self, reducer: int) -> None:
         """Leave the gradients of the next backward, one of each parameter, to a reducer."""
-        self._expected |= self._ids[reducer]
-
-    def _on_grad(self, param: torch.Tensor) -> None:
-        number = id(param)
-        is_expected = number in self._expected
-        if is_expected:
-            self._expected.remove(number)
-        elif number in self._reducer_of:
-            self._noticed.add(self._reducer_of[number])
-        if is_expected and not self._ends_always:
-            return
-        task = torch._C._current_graph_task_id()
-        if task != self._graph_task:
-            self._graph_task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._expected.update(self._numbers[reducer])
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -115,6 +104,7 @@ class UnsyncedGrads:
                 view.copy_(param.grad)
                 self._means.scale(param, view)
             bucket.flat.div_(bucket.sync.divisor)
+            # Joined by all ranks that hold the bucket: its gradients, and a mark for each.
             start_all_reduce(bucket.flat, bucket.sync.axis)()
             marks = bucket.marks.tolist()
             for param, view, mark in zip(bucket.params, bucket.views, marks, strict=True):
@@ -123,6 +113,32 @@ class UnsyncedGrads:
                 elif mark > 0:  # another rank has one
                     param.grad = view.clone()
                 self._means.note(param)
+
+
+def _on_grad(
+    find_grads: "weakref.ref[UnsyncedGrads]", number: int, reducer: int, param: torch.Tensor
+) -> None:
+    """Called by autograd when a backward has added to the gradient of a parameter.
+
+    Args:
+        find_grads: Returns what averages gradients, if it is still there.
+        number: The number of the parameter; -1 if it was frozen.
+        reducer: The number of its reducer; -1 for none.
+        param: The parameter.
+    """
+    grads = find_grads()
+    if grads is None:
+        return
+    if number in grads._expected:
+        grads._expected.remove(number)
+        if not grads._ends_always:
+            return
+    elif reducer >= 0:
+        grads._noticed.add(reducer)
+    task = torch._C._current_graph_task_id()
+    if task != grads._graph_task:
+        grads._graph_task = task
+        torch.autograd.Variable._execution_engine.queue_callback(grads._end_backward)
 
 
 def _can_be_trained(param: nn.Parameter) -> bool:

@@ -278,7 +278,7 @@ class _InChunks(AppliedDataMethod):
                 self._chunk_of[layout], all_have_come=full
             ),
             keep=None if options.keeps_grads else self._keep_mean,
-            most_under_way=1,  # beside the one that gradients come into
+            max_in_flight=1,  # and one more that gradients are added to
         )
         raw = module.module if isinstance(module, PrecisionModule) else module
         WholeModules(find_modules(raw, options.whole_modules), self.residence, self._reducer)

@@ -17,8 +17,8 @@ from torch import nn
 
 from colossalai.communication import exchange_pieces
 from colossalai.context import Axis
+from colossalai.zero._bucket_grads import BucketGrads
 from colossalai.zero._layout import FlatBucket, lay_out_by_owner
-from colossalai.zero._reducer import BucketGrads
 from colossalai.zero._weights import BucketWeights
 from colossalai.zero.gemini._chunk import Chunk
 from colossalai.zero.gemini._residence import Residence
