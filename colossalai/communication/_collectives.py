@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol, overload
 import torch
 import torch.distributed as dist
 
-from colossalai.communication._ledger import is_timed, record
+from colossalai.communication._ledger import is_timed, open_ledgers, record
 from colossalai.communication.shared_memory import empty_to_lend, is_within_machine, stamp_next
 from colossalai.context import Axis, global_context
 
@@ -23,7 +23,7 @@ _SUM = dist.ReduceOp.SUM
 
 
 class Work(Protocol):
-    """A collective that is under way."""
+    """A collective in flight."""
 
     def wait(self) -> Any:
         """Wait for its end."""
@@ -42,6 +42,7 @@ class _Done:
         return True
 
 
+_DONE = _Done()
 Pending = tuple[torch.Tensor, Work]
 
 # Torch gave them new names and warns of the old ones.
@@ -70,11 +71,10 @@ def all_gather(
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return (tensor, _Done()) if async_op else tensor
+        return (tensor, _DONE) if async_op else tensor
     source = tensor.movedim(dim, 0).contiguous()
     result = source.new_empty((axis.size * source.shape[0], *source.shape[1:]))
-    with record("all_gather", axis.name, tensor, axis.size):
-        work = _started(_all_gather(result, source, group=axis.group, async_op=async_op))
+    work = _issue("all_gather", axis, tensor, _all_gather, result, source, async_op=async_op)
     gathered = result.movedim(0, dim)
     return (gathered, work) if async_op else gathered
 
@@ -101,11 +101,10 @@ def reduce_scatter(
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return (tensor, _Done()) if async_op else tensor
+        return (tensor, _DONE) if async_op else tensor
     source = tensor.movedim(dim, 0).contiguous()
     result = source.new_empty((source.shape[0] // axis.size, *source.shape[1:]))
-    with record("reduce_scatter", axis.name, tensor, axis.size):
-        work = _started(_reduce_scatter(result, source, op=op, group=axis.group, async_op=async_op))
+    work = _issue("reduce_scatter", axis, tensor, _reduce_scatter, result, source, op=op, async_op=async_op)
     scattered = result.movedim(0, dim)
     return (scattered, work) if async_op else scattered
 
@@ -129,8 +128,7 @@ def all_to_all(
     parts = tensor.unflatten(split_dim, (axis.size, -1))  # one more dimension, before `split_dim`
     source = parts.movedim(split_dim % tensor.dim(), 0).contiguous()
     result = torch.empty_like(source)  # by the rank that sent it
-    with record("all_to_all", axis.name, tensor, axis.size):
-        dist.all_to_all_single(result, source, group=axis.group)
+    _issue("all_to_all", axis, tensor, dist.all_to_all_single, result, source)
     grown = gather_dim % tensor.dim()
     return result.movedim(0, grown).flatten(grown, grown + 1)
 
@@ -156,10 +154,9 @@ def all_reduce(
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return (tensor, _Done()) if async_op else tensor
+        return (tensor, _DONE) if async_op else tensor
     result = tensor.clone(memory_format=torch.contiguous_format)
-    with record("all_reduce", axis.name, tensor, axis.size):
-        work = _started(dist.all_reduce(result, op=op, group=axis.group, async_op=async_op))
+    work = _issue("all_reduce", axis, tensor, dist.all_reduce, result, op=op, async_op=async_op)
     return (result, work) if async_op else result
 
 
@@ -169,8 +166,7 @@ def all_reduce_in_place(
     """Replace a contiguous tensor by the sum (or what `op` says) over all ranks, and return it."""
     axis = as_axis(parallel_mode)
     if axis.size > 1:
-        with record("all_reduce", axis.name, tensor, axis.size):
-            dist.all_reduce(tensor, op=op, group=axis.group)
+        _issue("all_reduce", axis, tensor, dist.all_reduce, tensor, op=op)
     return tensor
 
 
@@ -182,8 +178,7 @@ def start_all_reduce(tensor: torch.Tensor, parallel_mode: AxisLike) -> Callable[
     axis = as_axis(parallel_mode)
     if axis.size == 1:
         return _nothing
-    with record("all_reduce", axis.name, tensor, axis.size):
-        work = _started(dist.all_reduce(tensor, group=axis.group, async_op=True))
+    work = _issue("all_reduce", axis, tensor, dist.all_reduce, tensor, async_op=True)
     return work.wait
 
 
@@ -197,8 +192,7 @@ def start_sum_of_sections(flat: torch.Tensor, parallel_mode: AxisLike) -> Callab
     """
     axis = as_axis(parallel_mode)
     own = flat.view(axis.size, -1)[axis.rank]
-    with record("reduce_scatter", axis.name, flat, axis.size):
-        work = _started(_reduce_scatter(own, flat, group=axis.group, async_op=True))
+    work = _issue("reduce_scatter", axis, flat, _reduce_scatter, own, flat, async_op=True)
     return work.wait
 
 
@@ -220,8 +214,7 @@ def start_gather_of_sections(
     own = flat.view(axis.size, -1)[axis.rank]
     if stamp:
         stamp_next(axis.group, stamp, words)
-    with record("all_gather", axis.name, own, axis.size):
-        work = _started(_all_gather(flat, own, group=axis.group, async_op=True))
+    work = _issue("all_gather", axis, own, _all_gather, flat, own, async_op=True)
     return work.wait
 
 
@@ -273,10 +266,9 @@ def broadcast(
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return (tensor, _Done()) if async_op else tensor
+        return (tensor, _DONE) if async_op else tensor
     result = tensor.contiguous()
-    with record("broadcast", axis.name, tensor, axis.size):
-        work = _started(dist.broadcast(result, src=src, group=axis.group, async_op=async_op))
+    work = _issue("broadcast", axis, tensor, dist.broadcast, result, src=src, async_op=async_op)
     return (result, work) if async_op else result
 
 
@@ -302,10 +294,9 @@ def reduce(
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return (tensor, _Done()) if async_op else tensor
+        return (tensor, _DONE) if async_op else tensor
     result = tensor.clone(memory_format=torch.contiguous_format)
-    with record("reduce", axis.name, tensor, axis.size):
-        work = _started(dist.reduce(result, dst=dst, op=op, group=axis.group, async_op=async_op))
+    work = _issue("reduce", axis, tensor, dist.reduce, result, dst=dst, op=op, async_op=async_op)
     return (result, work) if async_op else result
 
 
@@ -313,8 +304,7 @@ def reduce_in_place(tensor: torch.Tensor, dst: int, parallel_mode: AxisLike) -> 
     """Do as `reduce` in the memory of `tensor`, a contiguous one, which is undefined on other ranks then."""
     axis = as_axis(parallel_mode)
     if axis.size > 1:
-        with record("reduce", axis.name, tensor, axis.size):
-            dist.reduce(tensor, dst=dst, group=axis.group)
+        _issue("reduce", axis, tensor, dist.reduce, tensor, dst=dst)
     return tensor
 
 
@@ -341,14 +331,27 @@ def as_axis(axis: AxisLike) -> Axis:
     return axis if isinstance(axis, Axis) else global_context.axis(axis)
 
 
-def _started(work: Work | None) -> Work:
-    """Return the work of a collective, None of one that has ended; a timed ledger waits for it."""
-    if work is None:
-        return _Done()
-    if is_timed():
-        work.wait()
-        return _Done()
-    return work
+def _issue(
+    name: str, axis: Axis, tensor: torch.Tensor, collective: Callable[..., Any], /, *args: Any, **options: Any
+) -> Work:
+    """Issue one collective along an axis; return its work, which is complete if the call has waited.
+
+    Args:
+        name: The operation, as the ledger calls it.
+        axis: The ranks, all of which call this in the same order.
+        tensor: What the ledger counts.
+        collective: The function of `torch.distributed`.
+        args: Its tensors.
+        options: Its other arguments but the group.
+    """
+    if not open_ledgers:
+        return collective(*args, group=axis.group, **options) or _DONE
+    with record(name, axis.name, tensor, axis.size):
+        work = collective(*args, group=axis.group, **options)
+        if work is not None and is_timed():
+            work.wait()  # within the entry, so that its time is its own
+            return _DONE
+    return work or _DONE
 
 
 def _nothing() -> None:

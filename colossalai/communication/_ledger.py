@@ -60,7 +60,8 @@ class Ledger:
         return [entry for entry in self.entries if op in (None, entry.op) and axis in (None, entry.axis)]
 
 
-_open: list[Ledger] = []
+open_ledgers: list[Ledger] = []
+"""The ledgers whose blocks are running; where there is none, a collective notes nothing."""
 
 
 @contextmanager
@@ -72,11 +73,11 @@ def ledger(*, timed: bool = False) -> Iterator[Ledger]:
             nothing overlaps with it: read the time of the whole block from a run without.
     """
     book = Ledger(timed=timed)
-    _open.append(book)
+    open_ledgers.append(book)
     try:
         yield book
     finally:
-        _open[:] = [other for other in _open if other is not book]
+        open_ledgers[:] = [other for other in open_ledgers if other is not book]
 
 
 _RING_SHARE = {
@@ -93,24 +94,24 @@ _UNRECORDED = nullcontext()
 
 def is_timed() -> bool:
     """Whether an open ledger takes the time."""
-    return any(book.timed for book in _open)
+    return any(book.timed for book in open_ledgers)
 
 
 def record(op: str, axis: str, tensor: torch.Tensor, num_ranks: int) -> AbstractContextManager[None]:
     """Return a context for an operation on `tensor`, which notes it in every open ledger."""
-    if not _open:
+    if not open_ledgers:
         return _UNRECORDED
     return _recorded(op, axis, tensor.nbytes * _RING_SHARE[op](num_ranks))
 
 
 def record_bytes(op: str, axis: str, num_bytes: float) -> AbstractContextManager[None]:
     """Return a context for an operation in which this rank sends so many bytes; see `record`."""
-    return _recorded(op, axis, num_bytes) if _open else _UNRECORDED
+    return _recorded(op, axis, num_bytes) if open_ledgers else _UNRECORDED
 
 
 @contextmanager
 def _recorded(op: str, axis: str, num_bytes: float) -> Iterator[None]:
-    books, timed = list(_open), is_timed()
+    books, timed = list(open_ledgers), is_timed()
     start = _now() if timed else 0.0
     yield
     seconds = _now() - start if timed else 0.0

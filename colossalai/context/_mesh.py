@@ -25,6 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -106,7 +107,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Axis:
-    """One or several axes of a mesh taken together, seen from this rank: whom it communicates with.
+    """One or several axes of a mesh taken together, seen from this rank: the ranks that it communicates with.
 
     Attributes:
         name: For messages and the ledger.
@@ -128,10 +129,14 @@ class Axis:
         """Position of this rank along it."""
         return self.ranks.index(self.mesh.rank)
 
-    @property
+    @cached_property
     def group(self) -> dist.ProcessGroup:
-        """The process group, made when first asked for."""
-        return self.mesh.group_of(self.ranks)
+        """The process group, made at the first access and kept until the mesh forgets its groups."""
+        return self.mesh.bind_group(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields: a copy and a saved layer find the group again, which cannot be copied."""
+        return {"name": self.name, "ranks": self.ranks, "mesh": self.mesh}
 
 
 class Mesh:
@@ -171,6 +176,7 @@ class Mesh:
         self._views = dict(views or {})
         self._axes: dict[tuple[str, ...], Axis] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._bound = WeakValueDictionary[int, Axis]()  # axes that keep one of the groups, by id
         self._device_meshes: dict[tuple[str, ...], DeviceMesh] = {}
         self._derived: dict[Callable[..., Any], Any] = {}
 
@@ -190,7 +196,12 @@ class Mesh:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a saved model keeps of it: groups stay behind, and are made anew when asked for."""
-        return {**self.__dict__, "_axes": {}, "_groups": {}, "_device_meshes": {}, "_derived": {}}
+        empty: dict[str, Any] = {"_axes": {}, "_groups": {}, "_device_meshes": {}, "_derived": {}}
+        return {name: value for name, value in (self.__dict__ | empty).items() if name != "_bound"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what `__getstate__` has returned."""
+        self.__dict__.update(state, _bound=WeakValueDictionary())
 
     def axis(self, axes: Axes) -> Axis:
         """Return `axes` taken together as one axis to communicate along."""
@@ -312,13 +323,19 @@ class Mesh:
             self._groups[key] = self._make_group(tuple(ranks), keeps_order=own_order)
         return self._groups[key]
 
+    def bind_group(self, axis: Axis) -> dist.ProcessGroup:
+        """Return the process group of an axis, which keeps it until `forget_groups`."""
+        self._bound[id(axis)] = axis
+        return self.group_of(axis.ranks)
+
     def adopt_group(self, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
         """Take a group that somebody else has made of some ranks, unless there is one already."""
         self._groups.setdefault(tuple(ranks), group)
 
     def take_groups_of(self, other: "Mesh") -> None:
         """Go on with the groups of another mesh over the same ranks."""
-        self._groups = other._groups
+        self._unbind()
+        self._groups, self._bound = other._groups, other._bound
 
     def forget_groups(self) -> None:
         """Let go of all groups: layers hold a mesh beyond the job, and no group may outlive the job.
@@ -326,7 +343,13 @@ class Mesh:
         A gloo group that is still there when the process ends can abort it (a thread of its own is running).
         """
         self._groups.clear()
+        self._unbind()
         self._device_meshes.clear()
+
+    def _unbind(self) -> None:
+        for axis in self._bound.values():
+            axis.__dict__.pop("group", None)
+        self._bound.clear()
 
     def derived(self, make: "Callable[[Mesh], T]") -> T:
         """Return `make(mesh)`, made when first asked for and kept as long as the mesh.

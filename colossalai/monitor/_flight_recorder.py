@@ -1,8 +1,8 @@
-"""Flight recorder: the collectives that this rank has issued, from torch's, and its sends and receives.
+"""Flight recorder: the collectives that this rank has issued, as torch or a group in Python has noted them.
 
 torch's flight recorder notes each collective where it is issued, in compiled code, whoever issues it: our
 layers, DDP, FSDP, a user's script. A group in Python it does not see, so that one keeps a record of its own.
-Gloo notes collectives and not sends and receives: those pass a light wrapper here, which keeps the last few.
+Gloo notes collectives and not sends and receives: see `MessageRecord` in `_last_calls.py`.
 
 [Note: channels]
 A wait ends when the others get somewhere. Where, is a channel and a number: for a collective the group and
@@ -15,21 +15,18 @@ import pickle
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from colossalai.monitor._sections import meetings
 
 _NUM_COLLECTIVES = 500  # torch keeps 2000 of them: to write those down takes seconds
-_NUM_MESSAGES = 64
 _NUM_OF_A_GROUP = 64
 _SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 STAMPED_TAGS = 1 << 30
@@ -310,85 +307,3 @@ def _family(kind: type) -> Iterator[type]:
     for each in kind.__subclasses__():
         if each.__module__.partition(".")[0] == __name__.partition(".")[0]:
             yield from _family(each)
-
-
-@dataclass(frozen=True)
-class _NotedMessage:
-    issued: Issued
-    work: Callable[[], Any]  # a weak reference: our record must not keep the memory of a message
-
-
-class MessageRecord:
-    """The last sends and receives of this rank, how many there were, and which of them a thread waits for.
-
-    Only these are waits: a message counts as complete for gloo when it has been waited for, and a send that
-    nobody waits for may lie there for ever.
-    """
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self._awaited: dict[int, tuple[int, float]] = {}  # operation: thread, since when
-        self._last: deque[_NotedMessage] = deque(maxlen=_NUM_MESSAGES)
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Within the block, note every send and receive, and every wait."""
-        makers = {op: partial(self._noting, op) for op in ("send", "recv")}
-        with replaced(dist.ProcessGroup, makers), replaced(dist.Work, {"wait": self._noting_wait}):
-            yield
-
-    def waiting_threads(self) -> set[int]:
-        """Return the threads that are inside of the wait for a work, of a message or of a collective."""
-        return {thread for thread, _ in list(self._awaited.values())}
-
-    def messages(self) -> list[Issued]:
-        """Return those that a thread waits for, oldest first."""
-        now = time.monotonic()
-        found = []
-        for message in list(self._last):
-            thread, start = self._awaited.get(id(message.work()), (0, now))
-            if thread:
-                found.append(replace(message.issued, thread=thread, seconds=now - start))
-        return found
-
-    def _noting_wait(self, original: Callable[..., bool]) -> Callable[..., bool]:
-        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
-            key = id(work)
-            self._awaited[key] = (threading.get_ident(), time.monotonic())
-            try:
-                return original(work, *args, **kwargs)
-            finally:
-                self._awaited.pop(key, None)
-
-        return wait
-
-    def _noting(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def note(group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
-            work = original(group, tensors, peer, tag)
-            if work is not None and tag < STAMPED_TAGS:
-                self._note(op, group, tensors, peer, work)
-            return work
-
-        return note
-
-    def _note(
-        self, op: str, group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, work: Any
-    ) -> None:
-        own, other = (dist.get_global_rank(group, rank) for rank in (group.rank(), peer))
-        name = group.group_name
-        source, target = (own, other) if op == "send" else (other, own)
-        self.counts[f"{name}/{op}/{source}>{target}"] += 1
-        opposite = "recv" if op == "send" else "send"
-        issued = Issued(
-            op=op,
-            group=name,
-            channel=f"{name}/{opposite}/{source}>{target}",
-            number=self.counts[f"{name}/{op}/{source}>{target}"],
-            partners=(other,),
-            shapes=tuple(tuple(tensor.shape) for tensor in tensors),
-            dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors),
-            is_pending=True,
-            seconds=0.0,
-            thread=threading.get_ident(),
-        )
-        self._last.append(_NotedMessage(issued, weakref.ref(work)))

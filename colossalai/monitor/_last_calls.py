@@ -1,4 +1,6 @@
-"""Last collectives of a rank, in shared memory: its neighbors read them when it has died.
+"""Last calls of a rank: collectives, which its neighbors read when it has died, and sends, receives, waits.
+
+Both records wrap the methods of torch's `ProcessGroup` and `Work` for as long as they last.
 
 [Note: a signature outlives its rank]
 Ranks that give different shapes to one collective do not hang with gloo: it aborts a rank that has done
@@ -17,10 +19,15 @@ import json
 import mmap
 import os
 import struct
+import threading
+import time
+import weakref
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,7 +35,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from colossalai.monitor._collective_check import METHODS, Method
-from colossalai.monitor._flight_recorder import replaced
+from colossalai.monitor._flight_recorder import STAMPED_TAGS, Issued, replaced
 from colossalai.monitor._mismatch import Said, difference
 
 AxisOf = Callable[[tuple[int, ...]], str | None]
@@ -38,6 +45,8 @@ _NUM_NOTES = 16
 _TEXTS = _NOTE.size * _NUM_NOTES  # where the texts begin, a line each
 _SIZE = 1 << 16  # when it is full, it begins anew
 _LONGEST_TEXT = 1 << 13
+_NUM_MESSAGES = 64
+_shape_and_dtype = attrgetter("shape", "dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +156,117 @@ class SignatureRecord:
         self._memory[self._end : self._end + len(line)] = line
         self._texts[key] = self._end
         self._end += len(line)
+
+
+@dataclass(frozen=True)
+class _Route:
+    """The messages of one direction between this rank and another one of a group.
+
+    Attributes:
+        op: "send" or "recv".
+        group: The name of the process group.
+        other: The global rank of the other end.
+        counted: The channel in which this rank counts them.
+        awaited: The channel in which the other end does; see [Note: channels] in `_flight_recorder.py`.
+    """
+
+    op: str
+    group: str
+    other: int
+    counted: str
+    awaited: str
+
+
+@dataclass(frozen=True)
+class _NotedMessage:
+    route: _Route
+    number: int
+    tensors: list[tuple[torch.Size, torch.dtype]]
+    work: Callable[[], Any]  # a weak reference: the record must not keep the memory of a message
+
+
+class MessageRecord:
+    """The last sends and receives of this rank, how many there were, and those that a thread waits for.
+
+    Only these are waits: a message counts as complete for gloo when it has been waited for, and a send that
+    no thread waits for can stay pending for ever.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self._awaited: dict[int, tuple[int, float]] = {}  # operation: thread, since when
+        self._last: deque[_NotedMessage] = deque(maxlen=_NUM_MESSAGES)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the block, note every send and receive, and every wait."""
+        makers = {op: partial(self._noting, op) for op in ("send", "recv")}
+        with replaced(dist.ProcessGroup, makers), replaced(dist.Work, {"wait": self._noting_wait}):
+            yield
+
+    def waiting_threads(self) -> set[int]:
+        """Return the threads that wait for the work of a message or of a collective."""
+        return {thread for thread, _ in list(self._awaited.values())}
+
+    def messages(self) -> list[Issued]:
+        """Return those that a thread waits for, oldest first."""
+        now = time.monotonic()
+        found = []
+        for message in list(self._last):
+            thread, start = self._awaited.get(id(message.work()), (0, now))
+            if thread:
+                found.append(_issued(message, thread=thread, seconds=now - start))
+        return found
+
+    def _noting_wait(self, original: Callable[..., bool]) -> Callable[..., bool]:
+        def wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
+            key = id(work)
+            self._awaited[key] = (threading.get_ident(), time.monotonic())
+            try:
+                return original(work, *args, **kwargs)
+            finally:
+                self._awaited.pop(key, None)
+
+        return wait
+
+    def _noting(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        counts, last = self.counts, self._last
+        routes: dict[tuple[str, int], _Route] = {}
+
+        def note(group: dist.ProcessGroup, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
+            work = original(group, tensors, peer, tag)
+            if work is not None and tag < STAMPED_TAGS:
+                name = group.group_name
+                route = routes.get((name, peer))
+                if route is None:
+                    route = routes[name, peer] = _route(op, group, peer)
+                counts[route.counted] += 1
+                shapes = list(map(_shape_and_dtype, tensors))
+                last.append(_NotedMessage(route, counts[route.counted], shapes, weakref.ref(work)))
+            return work
+
+        return note
+
+
+def _route(op: str, group: dist.ProcessGroup, peer: int) -> _Route:
+    name, own, other = group.group_name, *(dist.get_global_rank(group, r) for r in (group.rank(), peer))
+    opposite, ends = ("recv", f"{own}>{other}") if op == "send" else ("send", f"{other}>{own}")
+    return _Route(op, name, other, f"{name}/{op}/{ends}", f"{name}/{opposite}/{ends}")
+
+
+def _issued(message: _NotedMessage, *, thread: int, seconds: float) -> Issued:
+    return Issued(
+        op=message.route.op,
+        group=message.route.group,
+        channel=message.route.awaited,
+        number=message.number,
+        partners=(message.route.other,),
+        shapes=tuple(tuple(shape) for shape, _ in message.tensors),
+        dtypes=tuple(str(dtype).removeprefix("torch.") for _, dtype in message.tensors),
+        is_pending=True,
+        seconds=seconds,
+        thread=thread,
+    )
 
 
 class NeighborSignatures:

@@ -34,12 +34,11 @@ from torch import nn
 
 from colossalai.monitor._flight_recorder import (
     Issued,
-    MessageRecord,
     awaited_meetings,
     collectives,
     group_members,
 )
-from colossalai.monitor._last_calls import Signature, from_plain, to_plain
+from colossalai.monitor._last_calls import MessageRecord, Signature, from_plain, to_plain
 from colossalai.monitor._sections import (
     PACKAGE_FOLDER,
     TORCH_FOLDER,

@@ -8,7 +8,8 @@ counts that was meant to lie between them: a rank that was not running has not b
 import time
 from dataclasses import dataclass
 
-from colossalai.monitor._flight_recorder import MessageRecord, progress
+from colossalai.monitor._flight_recorder import progress
+from colossalai.monitor._last_calls import MessageRecord
 from colossalai.monitor._sections import innermost_sections, is_wait_expected, meeting, meetings
 
 

@@ -38,9 +38,10 @@ import torch.distributed as dist
 
 from colossalai.monitor._deadlock import Left, deadlock
 from colossalai.monitor._diagnosis import Diagnosis, diagnose
-from colossalai.monitor._flight_recorder import MessageRecord, prepare_recorder
+from colossalai.monitor._flight_recorder import prepare_recorder
 from colossalai.monitor._hang_report import flush_output, write_notice, write_report
 from colossalai.monitor._last_calls import (
+    MessageRecord,
     NeighborSignatures,
     SignatureRecord,
     disagreements,

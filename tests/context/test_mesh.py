@@ -1,12 +1,15 @@
 """The groups of every parallel mode, against their closed forms, on meshes of up to 64 ranks."""
 
+import copy
 import math
+import pickle
 import random
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import colossalai
 from colossalai.context import Config, Mesh, ParallelContext, ParallelMode, make_group, read_layout
@@ -274,3 +277,23 @@ def test_all_groups_are_what_their_ranks_find():
         groups = meshes[0].all_ranks(names)
         assert sorted(rank for ranks in groups for rank in ranks) == list(range(24))
         assert all(meshes[rank].ranks(names) == ranks for ranks in groups for rank in ranks)
+
+
+def test_axes_keep_their_group_until_the_mesh_forgets_it() -> None:
+    """A collective looks up no group; yet no group outlives the job, and no copy of an axis holds one."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh = Mesh({"dp": 2, "tp": 2}, rank=0)
+        axis = mesh.axis("tp")
+        again = copy.deepcopy(axis)
+        assert axis.group is again.group is mesh.group("tp") is vars(axis)["group"]
+        assert "group" not in vars(pickle.loads(pickle.dumps(axis)))
+        view = Mesh({"dp": 2, "pp": 2}, rank=0)
+        view.axis("dp").group  # noqa: B018 (made)
+        view.take_groups_of(mesh)
+        assert "group" not in vars(view.axis("dp"))
+        assert view.axis("pp").group is axis.group
+        mesh.forget_groups()
+        assert not any("group" in vars(each) for each in (axis, again, view.axis("pp")))
+    finally:
+        dist.destroy_process_group()

@@ -20,7 +20,7 @@ STATE = {
     ): "the one save in the background; no object outlives it",
     (
         "communication/_ledger.py",
-        "_open",
+        "open_ledgers",
     ): "the ledgers that are open, which collectives of any caller write to",
     ("context/_process.py", "process"): "torch's generators, what watches and the end are the process's, "
     "and layers leave losses for a criterion that any model may stand between",

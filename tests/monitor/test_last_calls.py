@@ -11,8 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from colossalai.monitor import _last_calls
 from colossalai.monitor._collective_check import CollectiveCheck
-from colossalai.monitor._flight_recorder import MessageRecord
 from colossalai.monitor._last_calls import (
+    MessageRecord,
     NeighborSignatures,
     SignatureRecord,
     disagreements,

@@ -3,7 +3,7 @@
 import pytest
 
 from colossalai.monitor import _wait_timer
-from colossalai.monitor._flight_recorder import MessageRecord
+from colossalai.monitor._last_calls import MessageRecord
 from colossalai.monitor._sections import expected_wait, innermost_sections, meeting, section
 from colossalai.monitor._wait_timer import WaitTimer
 

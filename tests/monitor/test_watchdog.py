@@ -22,7 +22,7 @@ from colossalai.booster import Booster
 from colossalai.communication import all_reduce, copy_forward_reduce_backward
 from colossalai.context._mesh import make_group
 from colossalai.core import global_context as gpc
-from colossalai.monitor._flight_recorder import MessageRecord
+from colossalai.monitor._last_calls import MessageRecord
 from colossalai.monitor._sections import name_modules, section
 from tests.launcher.command import start
 from tests.monitor.hanging import (
