@@ -66,6 +66,10 @@ class ParallelCrossEntropyLoss(nn.Module):
         job = launched_job()
         self.mesh = mesh or job.mesh
         self.cut = cut or head_cut(job.mode)
+        self._batch_axes = tuple(map(self.mesh.axis, self.cut.batch))
+        self._class_axes = tuple(map(self.mesh.axis, self.cut.features))
+        self._num_slices = self.mesh.axis_size(self.cut.features)  # of the classes
+        self._slice_rank = self.mesh.axis_rank_in_order(self.cut.features)
 
     def forward(self, logits: torch.Tensor, labels: torch.Tensor) -> GivenLoss:
         """Return the loss over the whole batch, the same on all tensor-parallel ranks.
@@ -75,8 +79,9 @@ class ParallelCrossEntropyLoss(nn.Module):
                 not a class, or the logits come from a layer that cuts them otherwise.
         """
         logits = require_cut(logits, self.cut, by=type(self).__name__)
-        self._check(labels, logits.shape[-1] * self.mesh.axis_size(self.cut.features))
-        labels = own_part(labels, self.cut.batch, self.mesh, by=type(self).__name__)
+        self._check(labels, logits.shape[-1] * self._num_slices)
+        if self.cut.batch:
+            labels = own_part(labels, self.cut.batch, self.mesh, by=type(self).__name__)
         if logits.shape[:-1] != labels.shape:
             raise ValueError(
                 f"{type(self).__name__} got logits of shape {tuple(logits.shape)}, which do not fit labels "
@@ -86,8 +91,7 @@ class ParallelCrossEntropyLoss(nn.Module):
         counted = labels != self.ignore_index
         losses = self._losses(logits, labels.masked_fill(~counted, 0)).masked_fill(~counted, 0.0)
         total, count = losses.sum(), counted.sum()
-        for name in self.cut.batch:
-            axis = self.mesh.axis(name)
+        for axis in self._batch_axes:
             total, count = reduce_forward_copy_backward(total, axis), all_reduce(count, axis)
         if self.with_count:
             return total, count
@@ -97,11 +101,11 @@ class ParallelCrossEntropyLoss(nn.Module):
         """Return the loss at each position, in float32 or better."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         largest = wide.detach().amax(-1)
-        for name in self.cut.features:
-            largest = all_reduce(largest, self.mesh.axis(name), torch.distributed.ReduceOp.MAX)
+        for axis in self._class_axes:
+            largest = all_reduce(largest, axis, torch.distributed.ReduceOp.MAX)
         shifted = wide - largest.unsqueeze(-1)
         log_sum = self._sum_over_classes(shifted.exp().sum(-1)).log()
-        first = self.mesh.axis_rank_in_order(self.cut.features) * logits.shape[-1]
+        first = self._slice_rank * logits.shape[-1]
         elsewhere = (labels < first) | (labels >= first + logits.shape[-1])
         own = shifted.gather(-1, (labels - first).masked_fill(elsewhere, 0).unsqueeze(-1)).squeeze(-1)
         of_label = self._sum_over_classes(own.masked_fill(elsewhere, 0.0))
@@ -112,22 +116,23 @@ class ParallelCrossEntropyLoss(nn.Module):
         return log_sum - (1.0 - self.label_smoothing) * of_label - self.label_smoothing * mean
 
     def _sum_over_classes(self, part: torch.Tensor) -> torch.Tensor:
-        for name in self.cut.features:
-            part = reduce_forward_copy_backward(part, self.mesh.axis(name))
+        for axis in self._class_axes:
+            part = reduce_forward_copy_backward(part, axis)
         return part
 
     def _count(self, is_class: torch.Tensor) -> torch.Tensor:
         """Return the number of classes on all ranks, which is the same at every position."""
         count = is_class.flatten(0, -2)[:1].sum()
-        for name in self.cut.features:
-            count = all_reduce(count, self.mesh.axis(name))
+        for axis in self._class_axes:
+            count = all_reduce(count, axis)
         return count
 
     def _check(self, labels: torch.Tensor, num_classes: int) -> None:
         """Look at all labels, not at this rank's part of them: all ranks raise, or none does."""
         counted = labels[labels != self.ignore_index]
         if counted.numel() > 0:
-            low, high = (bound.item() for bound in counted.aminmax())
+            bounds = counted.aminmax()
+            low, high = bounds.min.item(), bounds.max.item()
             if low < 0 or high >= num_classes:
                 raise ValueError(
                     f"{type(self).__name__} got labels from {low} to {high}, but there are {num_classes} "

@@ -13,9 +13,9 @@ from colossalai.nn.layer.tensor_parallel._launched import LaunchedJob as Launche
 from colossalai.nn.layer.tensor_parallel._launched import launched_job as launched_job
 from colossalai.nn.layer.tensor_parallel._launched import require_mode as require_mode
 from colossalai.nn.layer.tensor_parallel._linear import ParallelLinear as ParallelLinear
-from colossalai.nn.layer.tensor_parallel._matmul import ParallelMatmul as ParallelMatmul
-from colossalai.nn.layer.tensor_parallel._matmul import as_autocast as as_autocast
-from colossalai.nn.layer.tensor_parallel._matmul import product as product
+from colossalai.nn.layer.tensor_parallel._linear import ParallelMatmul as ParallelMatmul
+from colossalai.nn.layer.tensor_parallel._linear import as_autocast as as_autocast
+from colossalai.nn.layer.tensor_parallel._linear import product as product
 from colossalai.nn.layer.tensor_parallel._modes import Linear1D_Col as Linear1D_Col
 from colossalai.nn.layer.tensor_parallel._modes import Linear1D_Row as Linear1D_Row
 from colossalai.nn.layer.tensor_parallel._named import Classifier1D as Classifier1D

@@ -33,9 +33,12 @@ class ParallelDropout(nn.Dropout):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the input with elements zeroed and the others scaled up."""
-        is_drawing = self.training and self.p > 0.0
+        if not self.training or self.p == 0.0:
+            return super().forward(x)
         cut = recorded_cut(x) or self.cut
-        with drawing_by_cut(cut, self.mesh, self.tensor_axes) if is_drawing else nullcontext():
+        if not cut.batch and not cut.features:  # whole on every rank: all draw from the state in force
+            return super().forward(x)
+        with drawing_by_cut(cut, self.mesh, self.tensor_axes):
             return super().forward(x)
 
 

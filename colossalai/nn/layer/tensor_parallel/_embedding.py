@@ -63,6 +63,10 @@ class ParallelEmbedding(ParallelModule):
         self.padding_idx = None if padding_idx is None else self._from_start(padding_idx)
         self.cut = cut
         self.vocab_axes = vocab_axes
+        self._vocab_rank = self.mesh.axis_rank_in_order(vocab_axes)
+        self._only_batch = tuple(name for name in cut.batch if name not in vocab_axes)
+        self._summed_over = [self.mesh.axis(name) for name in vocab_axes if name not in cut.batch]
+        self._scattered_over = [self.mesh.axis(name) for name in cut.batch if name in vocab_axes]
         if weight is not None:
             self.weight = weight
             return
@@ -86,24 +90,24 @@ class ParallelEmbedding(ParallelModule):
             ValueError: An id is not in the vocabulary, or the axes do not divide the batch.
         """
         self._check(ids)
-        only_batch = tuple(axis for axis in self.cut.batch if axis not in self.vocab_axes)
-        ids = own_part(ids, only_batch, self.mesh, by=type(self).__name__)
-        weight = self.shared_over(only_batch, self.weight)
-        if not self.vocab_axes:
-            return nn.functional.embedding(ids, weight, self.padding_idx)
-        y = self._look_up_own_rows(ids, weight)
-        for name in self.vocab_axes:
-            if name not in self.cut.batch:
-                y = reduce_forward_copy_backward(y, self.mesh.axis(name))
-        for name in self.cut.batch:
-            if name in self.vocab_axes:
-                y = scatter_forward_gather_backward(y, self.mesh.axis(name), 0)
-        return y
+        weight: torch.Tensor = self.weight
+        if self._only_batch:
+            ids = own_part(ids, self._only_batch, self.mesh, by=type(self).__name__)
+            weight = self.shared_over(self._only_batch, weight)
+        if self.vocab_axes:
+            y = self._look_up_own_rows(ids, weight)
+            for axis in self._summed_over:
+                y = reduce_forward_copy_backward(y, axis)
+            for axis in self._scattered_over:
+                y = scatter_forward_gather_backward(y, axis, 0)
+        else:
+            y = nn.functional.embedding(ids, weight, self.padding_idx)
+        return y if self.passage is None else self.passage.leave(y)
 
     def _look_up_own_rows(self, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the embedding of the ids whose rows this rank has, and zeros for the others."""
         num_rows = weight.shape[0]
-        first = self.mesh.axis_rank_in_order(self.vocab_axes) * num_rows
+        first = self._vocab_rank * num_rows
         elsewhere = (ids < first) | (ids >= first + num_rows)
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < num_rows:
@@ -121,13 +125,15 @@ class ParallelEmbedding(ParallelModule):
 
     def _check(self, ids: torch.Tensor) -> None:
         if ids.numel() > 0:
-            low, high = (bound.item() for bound in ids.aminmax())
+            bounds = ids.aminmax()
+            low, high = bounds.min.item(), bounds.max.item()
             if low < 0 or high >= self.num_embeddings:
                 raise ValueError(
                     f"{type(self).__name__} got ids from {low} to {high}; its vocabulary has "
                     f"{self.num_embeddings} entries, from 0"
                 )
-        check_batch(ids, self.cut.batch, self.mesh, by=type(self).__name__)
+        if self.cut.batch:
+            check_batch(ids, self.cut.batch, self.mesh, by=type(self).__name__)
 
 
 class ParallelPatchEmbedding(ParallelModule):
@@ -207,11 +213,10 @@ class ParallelPatchEmbedding(ParallelModule):
         images = own_part(images, self.cut.batch, self.mesh, by=type(self).__name__)
         weight, bias = (self.shared_over(self.cut.batch, param) for param in (self.weight, self.bias))
         y = nn.functional.conv2d(images, weight, bias, stride=self.patch_size)
-        if not self.flatten:
-            return y
-        token, positions = (self.shared_over(self.cut.batch, p) for p in (self.cls_token, self.pos_embed))
-        y = torch.cat([token.expand(y.shape[0], -1, -1), y.flatten(2).transpose(1, 2)], dim=1)
-        return y + positions
+        if self.flatten:
+            token, positions = (self.shared_over(self.cut.batch, p) for p in (self.cls_token, self.pos_embed))
+            y = torch.cat([token.expand(y.shape[0], -1, -1), y.flatten(2).transpose(1, 2)], dim=1) + positions
+        return y if self.passage is None else self.passage.leave(y)
 
 
 def _normal(whole: torch.Tensor, fan_in: int, fan_out: int) -> None:

@@ -1,15 +1,202 @@
-"""The linear layer, once, over a scheme."""
+"""The linear layer and its product, once, over a scheme.
+
+[Note: what is kept for the backward]
+For slices of |x| and |w| bytes: |x| + |w| where nothing is gathered, and with panels, which are fetched
+again; q (|x| + |w|) where operands are gathered whole, as in 3D and with `in_panels=False`. To fetch those
+again would take (q-1) (|x| + |w|) more bytes, up to half of what 3D sends in forward and backward. Where
+memory is short, recomputation of the block (`recompute=True`) keeps none of it.
+"""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
-from colossalai.context import Mesh
+from colossalai.communication import (
+    all_reduce,
+    all_reduce_in_place,
+    copy_forward_reduce_backward,
+    gather_forward_scatter_backward,
+    gather_forward_split_backward,
+    outside_graphs,
+    reduce_forward_copy_backward,
+    scatter_forward_gather_backward,
+    start_all_reduce,
+)
+from colossalai.context import Axis, Mesh
 from colossalai.nn.layer.tensor_parallel._base import Initializer, ParallelModule, empty_parameter
-from colossalai.nn.layer.tensor_parallel._matmul import ParallelMatmul
+from colossalai.nn.layer.tensor_parallel._panels import Panels, TransposedPanels
+from colossalai.nn.layer.tensor_parallel._record import RecordedTensor
 from colossalai.nn.layer.tensor_parallel._scheme import LinearScheme
 from colossalai.tensor import cut_dims, padded_size, spec_of
+
+
+class _Product(torch.autograd.Function):
+    """x w + bias where nothing is gathered: the sum of dx travels while dw is computed.
+
+    `copy_x` is the axis along which `x` is the same, so its gradient is summed over it; `copy_w` the same for
+    `w`; over `reduce_y` the product is summed.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        copy_x: Axis,
+        copy_w: Axis,
+        reduce_y: Axis,
+        num_chunks: int,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        ctx.copy_x, ctx.copy_w = copy_x, copy_w
+        if reduce_y.size == 1:
+            return functional.linear(x, w.t(), bias)
+        if num_chunks > 1:
+            y = _summed_in_chunks(x, w, reduce_y, num_chunks)
+        else:
+            y = all_reduce_in_place(functional.linear(x, w.t()), reduce_y)
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        x, w = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
+        dx = dw = db = None
+        flat = dy.reshape(-1, dy.shape[-1])
+        wait = None
+        if needs_dx:
+            dx = (flat @ w.t()).view_as(x)
+            if ctx.copy_x.size > 1:
+                wait = start_all_reduce(dx, ctx.copy_x)  # in flight while dw is computed
+        if needs_dw:
+            rows = x.reshape(-1, x.shape[-1])
+            # In memory as `w` is: a weight that is stored transposed gets its gradient without a copy.
+            dw = rows.t() @ flat if w.is_contiguous() else (flat.t() @ rows).t()
+            if ctx.copy_w.size > 1:
+                dw = all_reduce(dw, ctx.copy_w)
+        if needs_db:
+            db = flat.sum(0)
+        if wait is not None:
+            wait()
+        return dx, dw, db, None, None, None, None
+
+
+def _summed_in_chunks(x: torch.Tensor, w: torch.Tensor, axis: Axis, num_chunks: int) -> torch.Tensor:
+    """Return x w summed over the ranks; each part of the columns is sent while the next is multiplied."""
+    parts, waits = [], []
+    for columns in w.chunk(num_chunks, dim=1):
+        parts.append(functional.linear(x, columns.t()))
+        waits.append(start_all_reduce(parts[-1], axis))
+    for wait in waits:
+        wait()
+    return torch.cat(parts, dim=-1)
+
+
+class ParallelMatmul:
+    """The product of an activation and a weight along a scheme, with the axes of the scheme found once.
+
+    What a rank keeps for the backward: see [Note: what is kept for the backward].
+
+    Args:
+        scheme: How x, w and y are cut, and what moves.
+        mesh: The ranks.
+    """
+
+    def __init__(self, scheme: LinearScheme, mesh: Mesh) -> None:
+        self.scheme = scheme
+        self._moves = bool(scheme.gather_x or scheme.gather_w or scheme.scatter_y)
+        if not self._moves:
+            taken = (scheme.copy_x, scheme.copy_w, scheme.reduce_y)
+            self._copy_x, self._copy_w, self._reduce_y = map(mesh.axis, taken)
+            self._is_local = self._copy_x.size == self._copy_w.size == self._reduce_y.size == 1
+        names = (*scheme.copy_x, *scheme.copy_w, *scheme.gather_x, *scheme.gather_w)
+        if scheme.contracts_in_panels or scheme.yields_in_panels:
+            self._panel_axes = tuple(map(mesh.axis, (scheme.gather_x or scheme.scatter_y, scheme.gather_w)))
+        self._axes = {name: mesh.axis(name) for name in (*names, *scheme.reduce_y, *scheme.scatter_y)}
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        in_panels: bool = True,
+        num_chunks: int = 1,
+    ) -> torch.Tensor:
+        """Return this rank's slice of x w, or of x w + bias.
+
+        Args:
+            x: Slice of the input, (batch, ..., in).
+            w: Slice of the weight, (in, out); a transposed view costs nothing.
+            bias: Slice of the bias, whose gradient is this rank's.
+            in_panels: Where both operands would be gathered along `in`, fetch one panel of each at a time
+                instead (see [Note: panels]): less memory, more messages.
+            num_chunks: Where nothing is gathered, but the product is summed over ranks: compute it in so many
+                parts of the output features, and sum one while the next is computed.
+        """
+        if torch.is_autocast_enabled(x.device.type):
+            x, w, bias = as_autocast(x), as_autocast(w), None if bias is None else as_autocast(bias)
+        if self._moves:
+            y = self._moving_product(x, w, in_panels=in_panels)
+            return y if bias is None else y + bias
+        if self._is_local:
+            return functional.linear(x, w.t(), bias)
+        axes = (self._copy_x, self._copy_w, self._reduce_y)
+        product = outside_graphs(_Product.apply) if torch.compiler.is_compiling() else _Product.apply
+        result: torch.Tensor = product(x, w, bias, *axes, num_chunks)
+        return result
+
+    def _moving_product(self, x: torch.Tensor, w: torch.Tensor, *, in_panels: bool) -> torch.Tensor:
+        """Return the product where slices of an operand or of the result move between the ranks."""
+        scheme, axes = self.scheme, self._axes
+        for name in scheme.copy_x:
+            x = copy_forward_reduce_backward(x, axes[name])
+        for name in scheme.copy_w:
+            w = copy_forward_reduce_backward(w, axes[name])
+        if scheme.contracts_in_panels and in_panels:
+            product: torch.Tensor = Panels.apply(x, w, *self._panel_axes)
+            return product
+        if scheme.yields_in_panels and in_panels:
+            transposed: torch.Tensor = TransposedPanels.apply(x, w.t(), *self._panel_axes)
+            return transposed
+        for name in scheme.gather_x:
+            x = gather_forward_scatter_backward(x, axes[name], 0 if name in scheme.x.batch else -1)
+        for name in scheme.gather_w:
+            w = gather_forward_scatter_backward(w, axes[name], 0 if name in scheme.w_in else 1)
+        y = x @ w
+        for name in scheme.reduce_y:
+            y = reduce_forward_copy_backward(y, axes[name])
+        for name in scheme.scatter_y:
+            y = scatter_forward_gather_backward(y, axes[name], 0 if name in scheme.y.batch else -1)
+        return y
+
+
+def product(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    scheme: LinearScheme,
+    mesh: Mesh,
+    *,
+    bias: torch.Tensor | None = None,
+    in_panels: bool = True,
+    num_chunks: int = 1,
+) -> torch.Tensor:
+    """Return this rank's slice of a product that is computed once; see `ParallelMatmul`."""
+    return ParallelMatmul(scheme, mesh)(x, w, bias=bias, in_panels=in_panels, num_chunks=num_chunks)
+
+
+def as_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the type of autocast where it is on: it does not see into our autograd functions."""
+    device_type = tensor.device.type
+    if not torch.is_autocast_enabled(device_type) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device_type))
 
 
 class ParallelLinear(ParallelModule):
@@ -68,6 +255,10 @@ class ParallelLinear(ParallelModule):
         self.weight_is_transposed = weight_is_transposed
         self.in_panels = in_panels
         self.num_chunks = 1  # see `ParallelMatmul`
+        self.gather_output = False  # whether every rank gets all output features
+        self.skip_bias_add = False  # whether the bias is left to the caller, who gets both
+        self._output_rank = self.mesh.axis_rank_in_order(scheme.y.features)
+        self._output_axes = tuple(map(self.mesh.axis, scheme.y.features))  # the coarsest cut first
         self._matmul = ParallelMatmul(scheme, self.mesh)
         self._num_inputs = in_features // self.mesh.axis_size(scheme.x.features)  # of this rank
         self.padded_out = out_features
@@ -97,32 +288,43 @@ class ParallelLinear(ParallelModule):
         """Return what `print(model)` shows: the global sizes and this rank's slice."""
         return f"{self.in_features} -> {self.out_features}, weight {tuple(self.weight.shape)}"
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of the output.
+    def forward(self, x: torch.Tensor) -> Any:
+        """Return this rank's slice of the output; with `skip_bias_add` the output and the bias.
 
         Raises:
-            ValueError: The last dimension is not this rank's share of the input features.
+            ValueError: The last dimension is not this rank's share of the input features, or the layer was
+                built for an input that is cut otherwise.
         """
-        y = self._product(x, self._own_bias())
-        return y if self.padded_out == self.out_features else self._without_padding(y)
-
-    def forward_apart(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return this rank's slices of the output without the bias, and of the bias, to be added to it."""
-        return self._product(x, None), self._own_bias()
-
-    def _own_bias(self) -> torch.Tensor | None:
-        axes = self.scheme.y.batch
-        return self.shared_over(axes, self.bias) if axes and self.bias is not None else self.bias
-
-    def _product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        passage = self.passage
+        if passage is not None and (passage.compares or isinstance(x, RecordedTensor)):
+            x = passage.enter(x)
         if x.shape[-1] != self._num_inputs:
             self.check_share(x, self.in_features, self.scheme.x.features, what="features")  # raises
         weight = self.weight.t() if self.weight_is_transposed else self.weight
-        return self._matmul(x, weight, bias=bias, in_panels=self.in_panels, num_chunks=self.num_chunks)
+        bias: torch.Tensor | None = self.bias
+        if bias is not None and self.scheme.y.batch:
+            bias = self.shared_over(self.scheme.y.batch, bias)
+        added = None if self.skip_bias_add else bias
+        y = self._matmul(x, weight, bias=added, in_panels=self.in_panels, num_chunks=self.num_chunks)
+        if self.padded_out != self.out_features:
+            y = self._without_padding(y)
+        if self.gather_output:
+            y = self._gather(y)
+        if passage is not None:
+            y = passage.leave(y)
+        if not self.skip_bias_add:
+            return y
+        return y, self._gather(bias) if self.gather_output and bias is not None else bias
+
+    def _gather(self, y: torch.Tensor) -> torch.Tensor:
+        """Return all output features, without the padding at their end."""
+        for axis in reversed(self._output_axes):
+            y = gather_forward_split_backward(y, axis, -1)  # all ranks along it use the result alike
+        return y if self.padded_out == self.out_features else y[..., : self.out_features]
 
     def _without_padding(self, y: torch.Tensor) -> torch.Tensor:
         """Return the output with minus infinity where there is no feature."""
-        first = self.mesh.axis_rank_in_order(self.scheme.y.features) * y.shape[-1]
+        first = self._output_rank * y.shape[-1]
         features = torch.arange(first, first + y.shape[-1], device=y.device)
         return y.masked_fill(features >= self.out_features, float("-inf"))
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import nn
 
-from colossalai.communication import gather_forward_split_backward, split_forward_gather_backward
+from colossalai.communication import split_forward_gather_backward
 from colossalai.nn.layer.tensor_parallel._base import Initializer
 from colossalai.nn.layer.tensor_parallel._dropout import ParallelDropout
 from colossalai.nn.layer.tensor_parallel._embedding import ParallelEmbedding, ParallelPatchEmbedding
@@ -100,23 +100,6 @@ class ModeLinear(ParallelLinear):
                 raise ValueError(f"{layer} takes an input cut as {self.fixed_scheme.x}, not as {entry.cut}")
             return entry
         return RecordEntry(cut=self.fixed_scheme.x)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        """Return this rank's slice of the output; with `skip_bias_add` the output and the bias.
-
-        Raises:
-            ValueError: The input is not cut as the layer was built for.
-        """
-        x = self.passage.enter(x)
-        if not self.skip_bias_add:
-            return self.passage.leave(self._gathered(super().forward(x)))
-        y, bias = self.forward_apart(x)
-        return self.passage.leave(self._gathered(y)), None if bias is None else self._gathered(bias)
-
-    def _gathered(self, y: torch.Tensor) -> torch.Tensor:
-        for name in self.scheme.y.features if self.gather_output else ():
-            y = gather_forward_split_backward(y, self.mesh.axis(name), -1)
-        return y
 
 
 class Linear1D_Col(ModeLinear):
@@ -238,19 +221,6 @@ class ModeClassifier(ParallelLinear):
         self.passage = Passage(mode=self.mode, layer=layer, entry=entry, output_cut=left)
         end_with(self.mode, left)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of the logits.
-
-        Raises:
-            ValueError: The input is not cut as the layer was built for.
-        """
-        y = super().forward(self.passage.enter(x))
-        for name in reversed(self.scheme.y.features) if self.gather_output else ():
-            y = gather_forward_split_backward(y, self.mesh.axis(name), -1)
-        if self.gather_output:
-            y = y[..., : self.out_features]  # without the padding, which stands at the end
-        return self.passage.leave(y)
-
 
 class VocabParallelModeClassifier(ModeClassifier):
     """The classifier of a mode whose classes are cut."""
@@ -290,14 +260,6 @@ class ModeLayerNorm(ParallelLayerNorm):
         self.passage = Passage(mode=self.mode, layer=layer, entry=entry, output_cut=entry.cut)
         advance(self.mode, entry.cut, layer=layer, features=normalized_shape)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of the normalized activation.
-
-        Raises:
-            ValueError: The input is not cut as the layer was built for.
-        """
-        return self.passage.leave(super().forward(self.passage.enter(x)))
-
 
 class ModeEmbedding(ParallelEmbedding):
     """The embedding of a mode, with a whole vocabulary on every rank; it begins a model.
@@ -333,10 +295,6 @@ class ModeEmbedding(ParallelEmbedding):
         )
         self.passage = _beginning(self, self.mode, num_embeddings, embedding_dim)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of the embedded batch; see `ParallelEmbedding`."""
-        return self.passage.leave(super().forward(ids))
-
     def vocab_axes_of_mode(self) -> Axes:
         """Return the axes that cut the vocabulary."""
         return ()
@@ -370,10 +328,6 @@ class ModePatchEmbedding(ParallelPatchEmbedding):
         cut = first_cut(self.mode)
         super().__init__(img_size, patch_size, in_chans, embed_size, dtype, flatten, cut=cut, **initializers)
         self.passage = _beginning(self, self.mode, img_size, patch_size, in_chans, embed_size)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of the embedded batch; see `ParallelPatchEmbedding`."""
-        return self.passage.leave(super().forward(images))
 
 
 class ModeDropout(ParallelDropout):

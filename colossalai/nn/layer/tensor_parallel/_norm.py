@@ -6,6 +6,7 @@ from torch import nn
 from colossalai.communication import copy_forward_reduce_backward, reduce_forward_copy_backward
 from colossalai.context import Mesh
 from colossalai.nn.layer.tensor_parallel._base import ParallelModule, empty_parameter
+from colossalai.nn.layer.tensor_parallel._record import RecordedTensor
 from colossalai.nn.layer.tensor_parallel._scheme import Cut
 
 
@@ -42,6 +43,7 @@ class ParallelLayerNorm(ParallelModule):
         self.eps = eps
         self.cut = cut
         self._num_features = normalized_shape // self.mesh.axis_size(cut.features)  # of this rank
+        self._feature_axes = tuple(map(self.mesh.axis, cut.features))
         ones = nn.init.ones_(empty_parameter(normalized_shape, dtype=dtype))
         self.weight = self.cut_parameter("weight", ones, (cut.features,))
         self.bias: nn.Parameter | None = None
@@ -53,7 +55,15 @@ class ParallelLayerNorm(ParallelModule):
         return f"{self.normalized_shape}, eps={self.eps}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return this rank's slice of the normalized activation."""
+        """Return this rank's slice of the normalized activation.
+
+        Raises:
+            ValueError: The last dimension is not this rank's share of the features, or the layer was built
+                for an input that is cut otherwise.
+        """
+        passage = self.passage
+        if passage is not None and (passage.compares or isinstance(x, RecordedTensor)):
+            x = passage.enter(x)
         if x.shape[-1] != self._num_features:
             self.check_share(x, self.normalized_shape, self.cut.features, what="features")  # raises
         weight: torch.Tensor = self.weight
@@ -62,16 +72,17 @@ class ParallelLayerNorm(ParallelModule):
             weight = self.shared_over(self.cut.batch, weight)
             bias = None if bias is None else self.shared_over(self.cut.batch, bias)
         if self._num_features == self.normalized_shape:
-            return nn.functional.layer_norm(x, (self.normalized_shape,), weight, bias, self.eps)
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        centered = wide - self._mean(wide)
-        normal = (centered * torch.rsqrt(self._mean(centered.square()) + self.eps)).to(x.dtype)
-        return normal * weight if bias is None else normal * weight + bias
+            y = nn.functional.layer_norm(x, (self.normalized_shape,), weight, bias, self.eps)
+        else:
+            wide = x.to(torch.promote_types(x.dtype, torch.float32))
+            centered = wide - self._mean(wide)
+            normal = (centered * torch.rsqrt(self._mean(centered.square()) + self.eps)).to(x.dtype)
+            y = normal * weight if bias is None else normal * weight + bias
+        return y if passage is None else passage.leave(y)
 
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean over all features; every rank uses it for its own features."""
         total = x.sum(-1, keepdim=True)
-        for name in self.cut.features:
-            axis = self.mesh.axis(name)
+        for axis in self._feature_axes:
             total = copy_forward_reduce_backward(reduce_forward_copy_backward(total, axis), axis)
         return total / self.normalized_shape

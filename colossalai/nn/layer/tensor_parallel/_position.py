@@ -52,7 +52,8 @@ class ParallelPositionEmbedding(ParallelModule):
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice of the rows."""
-        return nn.functional.embedding(positions, self.shared_over(self.cut.batch, self.weight))
+        weight = self.shared_over(self.cut.batch, self.weight) if self.cut.batch else self.weight
+        return nn.functional.embedding(positions, weight)
 
 
 def PositionEmbedding(

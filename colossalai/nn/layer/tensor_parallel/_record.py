@@ -15,8 +15,8 @@ there records are compared, and subclasses made; elsewhere they tell dropouts wh
 activation without a record is, in 3d, taken for the input of a model. Nothing is sent for any of it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -79,22 +79,34 @@ class Passage:
         layer: The layer, for messages.
         entry: How its input is cut, and who says so.
         output_cut: How its output is cut.
+        compares: Whether the records of an input are compared with `entry`: its shape would not tell.
+        record: What is noted on an output; None in a mode in which nothing is cut.
     """
 
     mode: str | None
     layer: str
     entry: RecordEntry
     output_cut: Cut
+    compares: bool = field(init=False)
+    record: Record | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Derive the rest."""
+        object.__setattr__(self, "compares", self.mode in ALIKE)
+        record = None if self.mode in _PLAIN else Record(self.layer, self.output_cut)
+        object.__setattr__(self, "record", record)
 
     def enter(self, x: Tensor) -> Tensor:
         """Return an input, a plain tensor again, if it is cut as the layer was built for.
+
+        A layer needs to call this where the mode `compares`, or where `x` is a `RecordedTensor`.
 
         Raises:
             ValueError: `x` is cut otherwise; the message names the layers.
         """
         if torch.compiler.is_compiling():
             return x
-        if self.mode not in ALIKE:
+        if not self.compares:
             return _plain(x)
         wanted, found = self.entry.cut, _records_of(x)
         for record in found:
@@ -107,14 +119,13 @@ class Passage:
 
     def leave(self, y: Tensor) -> Tensor:
         """Return an output with a record of how it is cut."""
-        if self.mode in _PLAIN or torch.compiler.is_compiling():
+        if self.record is None or torch.compiler.is_compiling():
             return y
-        record = Record(self.layer, self.output_cut)
-        if y.grad_fn is not None:
-            node: Any = y.grad_fn  # whose `metadata` torch's stubs take for a method
-            node.metadata[_KEY] = record
+        node: Any = y.grad_fn  # whose `metadata` torch's stubs take for a method
+        if node is not None:
+            node.metadata[_KEY] = self.record
             return y
-        return _recorded(y, (record,)) if self.mode in ALIKE and _has_values(y) else y
+        return _recorded(y, (self.record,)) if self.compares and _has_values(y) else y
 
     def hint(self) -> str:
         """Return what to add to a message about an input of a wrong shape."""
@@ -181,8 +192,13 @@ def recorded_cut(x: Tensor) -> Cut | None:
     """Return how an activation is cut, if there is a record: the finest one of those that it comes from."""
     if torch.compiler.is_compiling():
         return None
-    found = [record.cut for record in _records_of(x)]
-    return max(found, key=lambda cut: len((*cut.batch, *cut.features))) if found else None
+    finest = None
+    for record in _records_of(x):
+        if finest is None or len(record.cut.batch + record.cut.features) > len(
+            finest.batch + finest.features
+        ):
+            finest = record.cut
+    return finest
 
 
 class RecordedTensor(Tensor):
@@ -222,25 +238,25 @@ def _plain(x: Tensor) -> Tensor:
         return x.as_subclass(Tensor)
 
 
-def _records_of(x: Tensor) -> tuple[Record, ...]:
+def _records_of(x: Tensor) -> Sequence[Record]:
+    """Return the records of an activation: those that are reached from its node before any other record."""
     if isinstance(x, RecordedTensor):
         records: tuple[Record, ...] = x.__dict__["records"]
         return records
-    return tuple(_nearest_records(x.grad_fn))
-
-
-def _nearest_records(node: Any) -> Iterator[Record]:
-    """Yield the records that are reached from a node of a graph before any other record."""
-    waiting, seen = [node], {None}
-    for current in waiting:  # it grows: breadth first, as the nearest records are a few nodes away
-        if current in seen:
+    found: list[Record] = []
+    waiting: list[Any] = [x.grad_fn]
+    seen: set[Any] = {None}
+    for node in waiting:  # it grows: breadth first, as the nearest records are a few nodes away
+        if node in seen:
             continue
-        seen.add(current)
-        record = current.metadata.get(_KEY)
+        seen.add(node)
+        record = node.metadata.get(_KEY)
         if record is not None:
-            yield record
-        elif not getattr(type(current), "_forward_cls", object).__module__.startswith(_MOVERS):
-            waiting.extend(following for following, _ in current.next_functions)
+            found.append(record)
+        elif not getattr(type(node), "_forward_cls", object).__module__.startswith(_MOVERS):
+            for following, _ in node.next_functions:
+                waiting.append(following)
+    return found
 
 
 def _may_become(cut: Cut, wanted: Cut) -> bool:

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import colossalai
 from colossalai.communication import ledger
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer import COLUMN, ROW, Linear, ParallelLinear, restart
-from colossalai.nn.layer.tensor_parallel import _matmul
+from colossalai.nn.layer.tensor_parallel import _linear
 from tests.ranks import run_ranks
 from tests.tiers import further
 
@@ -19,31 +20,42 @@ def launch(mode: str, size: int) -> None:
     restart(mode)
 
 
+class NotedProducts(TorchDispatchMode):
+    """Notes each product of two matrices as an event."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.mm.default:
+            self.events.append("product")
+        return func(*args, **(kwargs or {}))
+
+
 def order_of_backward() -> list[str]:
-    """Note when the sum of the input's gradient begins and ends, and when the weight's is computed."""
+    """Note when the sum of the input's gradient begins and ends, and when products are computed."""
     launch("1d", 2)
     events = []
-    start, weight_gradient = _matmul.start_all_reduce, _matmul._weight_gradient
+    start = _linear.start_all_reduce
 
     def noted_start(*args):
         events.append("start")
         wait = start(*args)
         return lambda: (events.append("wait"), wait())
 
-    def noted_gradient(*args):
-        events.append("weight")
-        return weight_gradient(*args)
-
-    _matmul.start_all_reduce, _matmul._weight_gradient = noted_start, noted_gradient
+    _linear.start_all_reduce = noted_start
     layer = ParallelLinear(4, 6, scheme=COLUMN, weight_is_transposed=True)
     x = torch.ones(2, 4, requires_grad=True)
-    layer(x).sum().backward()
+    loss = layer(x).sum()
+    with NotedProducts(events):
+        loss.backward()
     assert layer.weight.grad.is_contiguous()
     return events
 
 
 def test_the_weight_gradient_is_computed_while_the_input_gradient_is_summed():
-    assert run_ranks(order_of_backward, 2) == [["start", "weight", "wait"]] * 2
+    assert run_ranks(order_of_backward, 2) == [["product", "start", "product", "wait"]] * 2
 
 
 def without_input_gradient() -> None:

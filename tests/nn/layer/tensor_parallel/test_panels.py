@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from colossalai.cli._benchmark._measure import saved_bytes
 from colossalai.context import Mesh
 from colossalai.nn.layer import HEAD_SCHEMES, LINEAR_SCHEMES, product
-from colossalai.nn.layer.tensor_parallel._matmul import _add_product, _zeros_of_sum
+from colossalai.nn.layer.tensor_parallel._panels import _add_product, _zeros_of_sum
 from tests.nn.live_bytes import LiveBytes
 
 pytestmark = pytest.mark.mesh
