@@ -24,11 +24,14 @@ from colossalai.tensor._full_precision import source_of as source_of
 from colossalai.tensor._full_precision import with_full_precision as with_full_precision
 from colossalai.tensor._full_precision import without_full_precision as without_full_precision
 from colossalai.tensor._module_mode import evaluation_mode as evaluation_mode
+from colossalai.tensor._nested import Node as Node
 from colossalai.tensor._nested import map_leaves as map_leaves
 from colossalai.tensor._nested import map_tensors as map_tensors
 from colossalai.tensor._nested import nested_tensors as nested_tensors
+from colossalai.tensor._nested import nodes_of as nodes_of
 from colossalai.tensor._nested import parts_of as parts_of
 from colossalai.tensor._nested import rebuilt as rebuilt
+from colossalai.tensor._nested import with_leaves as with_leaves
 from colossalai.tensor._norm import NormGroup as NormGroup
 from colossalai.tensor._norm import Windows as Windows
 from colossalai.tensor._norm import count_zero_grads as count_zero_grads

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,37 @@ def nested_tensors(value: Any) -> Iterator[torch.Tensor]:
     else:
         for _, part in parts_of(value) or ():
             yield from nested_tensors(part)
+
+
+class Node(NamedTuple):
+    """A part of a nested value, however deep.
+
+    Attributes:
+        steps: What is written behind the value, one container after the other, to get it.
+        value: The part.
+        is_leaf: Whether it is no container.
+    """
+
+    steps: tuple[str, ...]
+    value: Any
+    is_leaf: bool
+
+
+def nodes_of(value: Any, steps: tuple[str, ...] = ()) -> list[Node]:
+    """Return a nested value and everything in it, containers before their parts, which are in order."""
+    parts = parts_of(value)
+    found = [Node(steps, value, parts is None)]
+    for step, part in parts or ():
+        found += nodes_of(part, (*steps, step))
+    return found
+
+
+def with_leaves(value: Any, leaves: Iterator[Any]) -> Any:
+    """Return a nested value with other leaves in the place of its own, in their order."""
+    parts = parts_of(value)
+    if parts is None:
+        return next(leaves)
+    return rebuilt(value, [with_leaves(part, leaves) for _, part in parts])
 
 
 def parts_of(value: Any, *, records: bool = True) -> list[tuple[str, Any]] | None:

@@ -18,7 +18,7 @@ from colossalai.checkpoint_io import TrainingState, save_training_state, wait_fo
 from colossalai.checkpoint_io.storage._async_save import _StoreExchange
 from colossalai.cluster import PlainCodec, broadcast_value, gather_values
 from colossalai.core import global_context as gpc
-from colossalai.pipeline.execution._nested import PayloadSpec
+from colossalai.pipeline.execution._payload import PayloadSpec
 from tests.ranks import ROOT, run_ranks
 
 

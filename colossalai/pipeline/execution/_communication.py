@@ -40,7 +40,7 @@ import torch.distributed as dist
 from colossalai.communication import all_gather
 from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
-from colossalai.pipeline.execution._nested import PayloadSpec, TensorSpec, digest
+from colossalai.pipeline.execution._payload import PayloadSpec, TensorSpec, digest
 from colossalai.pipeline.schedules import Message, MessageKind, ScheduleStep
 
 Expected = tuple[tuple[int, ...], torch.dtype]

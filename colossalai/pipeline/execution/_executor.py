@@ -17,12 +17,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from colossalai.context import Axis
 from colossalai.pipeline.execution._communication import Channel, Exchange, SpecKey
-from colossalai.pipeline.execution._nested import (
+from colossalai.pipeline.execution._payload import (
     PayloadSpec,
     digest,
     fixed_spec,
     put_together,
-    shape_digest,
+    shape_digests,
     take_apart,
 )
 from colossalai.pipeline.execution._split_backward import PendingBackward, input_grads
@@ -205,7 +205,7 @@ class PipelineExecutor:
         lowered = self._prepare(len(microbatches), forward_only)
         if not forward_only and compute_loss is None:
             raise ValueError("compute_loss is None: no loss, no backward; give one, or use forward_only=True")
-        data = [shape_digest(part) for part in microbatches]
+        data = shape_digests(microbatches)
         self._channel.connect(lowered.pairs)
         exchange = Exchange(
             self._channel,

@@ -1,22 +1,25 @@
 """Microbatches: a batch is cut along the dimension of its samples, which `batch_dim` names for each tensor.
 
+The outputs of microbatches are put together again by one rule, see `merge_outputs`.
+
 A batch is a tensor, or tuples, lists, dicts and dataclasses of tensors and other things. Without `batch_dim`
 every tensor with dimensions is cut along dim 0; see [Note: ambiguous guesses].
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from colossalai.tensor import map_tensors, parts_of
+from colossalai.tensor import Node, nodes_of, parts_of, rebuilt, with_leaves
 
 BatchDim = int | Mapping[str, int | None]
 OUTPUT = "output"
 """The name in `batch_dim` of what the model returns."""
 _ROOT = "batch"
+_EQUAL_CONSTANTS = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +102,7 @@ def num_samples_in(batch: Any, batch_dim: BatchDim | None = None) -> int:
         ValueError: `batch` has no tensor that could be cut, its tensors differ in their number of samples, or
             `batch_dim` does not fit it.
     """
-    return _num_samples(batch, _tensors_in(batch, batch_dim))
+    return _num_samples(batch, _tensors_in(nodes_of(batch), batch_dim))
 
 
 def split_batch(batch: Any, num_microbatches: int, batch_dim: BatchDim | None = None) -> list[Any]:
@@ -136,15 +139,16 @@ def cut_batch(batch: Any, num_microbatches: int, batch_dim: BatchDim | None = No
         ValueError: `batch` has no samples, its tensors differ in their number of samples, or `batch_dim` does
             not fit it.
     """
-    tensors = _tensors_in(batch, batch_dim)
+    nodes = nodes_of(batch)
+    tensors = _tensors_in(nodes, batch_dim)
     num_samples = _num_samples(batch, tensors)
     if num_samples == 0:
         raise ValueError("a batch without samples cannot be cut into microbatches: leave it out")
     size = -(-num_samples // min(num_microbatches, num_samples))
     starts = range(0, num_samples, size)
-    dims = [each.dim for each in tensors]
+    leaves = [_sliced(nodes, tensors, slice(start, start + size)) for start in starts]
     return Microbatches(
-        [_slice(batch, dims, slice(start, start + size)) for start in starts],
+        [with_leaves(batch, iter(each)) for each in leaves],
         [min(size, num_samples - start) for start in starts],
         tensors,
     )
@@ -215,13 +219,23 @@ def _version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _tensors_in(batch: Any, batch_dim: BatchDim | None) -> list[BatchTensor]:
-    """Return the tensors of a batch, in the order of `map_tensors`, each with its dimension of samples."""
+def _tensors_in(nodes: Sequence[Node], batch_dim: BatchDim | None) -> list[BatchTensor]:
+    """Return the tensors among the nodes of a batch, in order, each with its dimension of samples."""
     named: Mapping[str, int | None] = batch_dim if isinstance(batch_dim, Mapping) else {}
     default = batch_dim if isinstance(batch_dim, int) else None
     found: list[BatchTensor] = []
     known: dict[str, None] = {}
-    for place, name, value, setting in _nodes(batch, _ROOT, _ROOT, named, None):
+    seen: dict[tuple[str, ...], tuple[str, str | None]] = {}  # path, and the key of `batch_dim` in force
+    for steps, value, _ in nodes:
+        place = name = _ROOT
+        setting = None
+        if steps:
+            outer, setting = seen[steps[:-1]]
+            step = steps[-1]
+            place = f"{outer}{step}".removeprefix(f"{_ROOT}.")  # data and label of a batch are called so
+            name = step[1:] if step[0] == "." else step[2:-2] if step[1] in "'\"" else place
+        setting = place if place in named else name if name in named else setting
+        seen[steps] = place, setting
         known.update({name: None, place: None})
         if not isinstance(value, torch.Tensor):
             continue
@@ -243,18 +257,6 @@ def _tensors_in(batch: Any, batch_dim: BatchDim | None) -> list[BatchTensor]:
     return found
 
 
-def _nodes(
-    value: Any, place: str, name: str, named: Mapping[str, int | None], setting: str | None
-) -> Iterator[tuple[str, str, Any, str | None]]:
-    """Yield path, name, value and the key of `batch_dim` in force, of everything in a nested value."""
-    setting = next((each for each in (place, name) if each in named), setting)
-    yield place, name, value, setting
-    for step, part in parts_of(value) or ():
-        inner = f"{place}{step}".removeprefix(f"{_ROOT}.")  # data and label of a batch are called so
-        own = step[1:] if step[0] == "." else step[2:-2] if step[1] in "'\"" else inner
-        yield from _nodes(part, inner, own, named, setting)
-
-
 def _num_samples(batch: Any, tensors: Sequence[BatchTensor]) -> int:
     sizes = {each.place: each.tensor.shape[each.dim] for each in tensors if each.dim is not None}
     if not sizes:
@@ -273,11 +275,92 @@ def _num_samples(batch: Any, tensors: Sequence[BatchTensor]) -> int:
     return next(iter(sizes.values()))
 
 
-def _slice(batch: Any, dims: Sequence[int | None], rows: slice) -> Any:
-    remaining = iter(dims)
+def _sliced(nodes: Sequence[Node], tensors: Sequence[BatchTensor], rows: slice) -> list[Any]:
+    """Return the leaves of a batch, the tensors among them cut to some samples."""
+    remaining = iter(tensors)
+    leaves = []
+    for node in nodes:
+        leaf = node.value
+        if isinstance(leaf, torch.Tensor):
+            dim = next(remaining).dim
+            leaf = leaf if dim is None else leaf[(slice(None),) * dim + (rows,)]
+        if node.is_leaf:
+            leaves.append(leaf)
+    return leaves
 
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        dim = next(remaining)
-        return tensor if dim is None else tensor[(slice(None),) * dim + (rows,)]
 
-    return map_tensors(cut, batch)
+def merge_outputs(outputs: Sequence[Any], weights: Sequence[float], dim: int = 0) -> Any:
+    """Put the outputs of microbatches together.
+
+    - Tensors whose rows belong to samples, so many for each, are concatenated along `dim`.
+    - Floating tensors with one value otherwise, and floats, are means over samples: they are averaged.
+    - What is the same for all microbatches stays: constants, and tensors that are equal.
+
+    Args:
+        outputs: Nested values of one structure.
+        weights: The number of samples of each microbatch.
+        dim: The dimension of the samples.
+
+    Raises:
+        ValueError: A value in `outputs` is of no kind above.
+    """
+    return _merge(list(outputs), weights, dim, "output")
+
+
+def _merge(values: Sequence[Any], sizes: Sequence[float], dim: int, place: str) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor) and all(isinstance(value, torch.Tensor) for value in values):
+        return _merge_tensors(values, sizes, dim, place)
+    if any(type(value) is not type(first) for value in values):
+        kinds = " and ".join(sorted({type(value).__name__ for value in values}))
+        _refuse(place, f"is of type {kinds}")
+    nested = [parts_of(value) for value in values]
+    if nested[0] is not None:
+        names = [[name for name, _ in parts or ()] for parts in nested]
+        if any(found != names[0] for found in names):
+            _refuse(place, f"has parts {names[0]} and {next(found for found in names if found != names[0])}")
+        columns = zip(*([part for _, part in parts or ()] for parts in nested), strict=True)
+        merged = [
+            _merge(column, sizes, dim, place + name) for name, column in zip(names[0], columns, strict=True)
+        ]
+        return rebuilt(first, merged)
+    if isinstance(first, float):
+        total = sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
+        return first if all(value == first for value in values) else total
+    if not all(
+        value is first or (isinstance(first, _EQUAL_CONSTANTS) and value == first) for value in values
+    ):
+        _refuse(
+            place, f"is {first!r}" if isinstance(first, _EQUAL_CONSTANTS) else f"is a {type(first).__name__}"
+        )
+    return first
+
+
+def _merge_tensors(
+    tensors: Sequence[torch.Tensor], sizes: Sequence[float], dim: int, place: str
+) -> torch.Tensor:
+    first = tensors[0]
+    if all(tensor.ndim > dim for tensor in tensors):
+        rows_each = first.shape[dim] / sizes[0]  # for a sample
+        whole = abs(rows_each - round(rows_each)) < 1e-6
+        fit = (
+            round(rows_each * size) == tensor.shape[dim] for tensor, size in zip(tensors, sizes, strict=True)
+        )
+        if whole and all(fit):
+            return torch.cat(list(tensors), dim)
+    if all(tensor.numel() == 1 and tensor.is_floating_point() for tensor in tensors):
+        shares = [size / sum(sizes) for size in sizes]
+        return torch.stack([tensor * share for tensor, share in zip(tensors, shares, strict=True)]).sum(0)
+    if not all(torch.equal(tensor, first) for tensor in tensors):
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        _refuse(place, f"is a {first.dtype} tensor of shape {shapes}, for {list(sizes)} samples")
+    return first
+
+
+def _refuse(place: str, what: str) -> NoReturn:
+    raise ValueError(
+        f"the outputs of microbatches cannot be put together: {place} {what}, and differs between "
+        "microbatches. Return tensors with a row (or several) for each sample, floating numbers that are "
+        "means over the samples, or what is the same for all of them; or ask for no outputs "
+        "(return_output_label=False, return_outputs=False)"
+    )

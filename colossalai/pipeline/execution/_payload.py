@@ -1,8 +1,6 @@
-"""Nested values: outputs of microbatches put together again, payloads between stages.
+"""Payloads between stages: tensors in tuples, lists and dicts, taken apart into a spec and a list of tensors.
 
-Outputs are put together by one rule, see `merge_outputs`. Between stages travel tensors in tuples, lists and
-dicts, taken apart into a spec and a list of tensors; a dataclass does not, since its class would have to
-travel.
+A dataclass is not sent, since its class would have to be sent.
 """
 
 import hashlib
@@ -11,92 +9,14 @@ from collections import UserDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from colossalai.cluster import PlainCodec
-from colossalai.tensor import map_leaves, parts_of, rebuilt
+from colossalai.tensor import map_leaves
 
 _SENT_CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
-_EQUAL_CONSTANTS = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
-
-
-def merge_outputs(outputs: Sequence[Any], weights: Sequence[float], dim: int = 0) -> Any:
-    """Put the outputs of microbatches together.
-
-    - Tensors whose rows belong to samples, so many for each, are concatenated along `dim`.
-    - Floating tensors with one value otherwise, and floats, are means over samples: they are averaged.
-    - What is the same for all microbatches stays: constants, and tensors that are equal.
-
-    Args:
-        outputs: Nested values of one structure.
-        weights: The number of samples of each microbatch.
-        dim: The dimension of the samples.
-
-    Raises:
-        ValueError: A value in `outputs` is of no kind above.
-    """
-    return _merge(list(outputs), weights, dim, "output")
-
-
-def _merge(values: Sequence[Any], sizes: Sequence[float], dim: int, place: str) -> Any:
-    first = values[0]
-    if isinstance(first, torch.Tensor) and all(isinstance(value, torch.Tensor) for value in values):
-        return _merge_tensors(values, sizes, dim, place)
-    if any(type(value) is not type(first) for value in values):
-        kinds = " and ".join(sorted({type(value).__name__ for value in values}))
-        _refuse(place, f"is of type {kinds}")
-    nested = [parts_of(value) for value in values]
-    if nested[0] is not None:
-        names = [[name for name, _ in parts or ()] for parts in nested]
-        if any(found != names[0] for found in names):
-            _refuse(place, f"has parts {names[0]} and {next(found for found in names if found != names[0])}")
-        columns = zip(*([part for _, part in parts or ()] for parts in nested), strict=True)
-        merged = [
-            _merge(column, sizes, dim, place + name) for name, column in zip(names[0], columns, strict=True)
-        ]
-        return rebuilt(first, merged)
-    if isinstance(first, float):
-        total = sum(value * size for value, size in zip(values, sizes, strict=True)) / sum(sizes)
-        return first if all(value == first for value in values) else total
-    if not all(
-        value is first or (isinstance(first, _EQUAL_CONSTANTS) and value == first) for value in values
-    ):
-        _refuse(
-            place, f"is {first!r}" if isinstance(first, _EQUAL_CONSTANTS) else f"is a {type(first).__name__}"
-        )
-    return first
-
-
-def _merge_tensors(
-    tensors: Sequence[torch.Tensor], sizes: Sequence[float], dim: int, place: str
-) -> torch.Tensor:
-    first = tensors[0]
-    if all(tensor.ndim > dim for tensor in tensors):
-        rows_each = first.shape[dim] / sizes[0]  # for a sample
-        whole = abs(rows_each - round(rows_each)) < 1e-6
-        fit = (
-            round(rows_each * size) == tensor.shape[dim] for tensor, size in zip(tensors, sizes, strict=True)
-        )
-        if whole and all(fit):
-            return torch.cat(list(tensors), dim)
-    if all(tensor.numel() == 1 and tensor.is_floating_point() for tensor in tensors):
-        shares = [size / sum(sizes) for size in sizes]
-        return torch.stack([tensor * share for tensor, share in zip(tensors, shares, strict=True)]).sum(0)
-    if not all(torch.equal(tensor, first) for tensor in tensors):
-        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        _refuse(place, f"is a {first.dtype} tensor of shape {shapes}, for {list(sizes)} samples")
-    return first
-
-
-def _refuse(place: str, what: str) -> NoReturn:
-    raise ValueError(
-        f"the outputs of microbatches cannot be put together: {place} {what}, and differs between "
-        "microbatches. Return tensors with a row (or several) for each sample, floating numbers that are "
-        "means over the samples, or what is the same for all of them; or ask for no outputs "
-        "(return_output_label=False, return_outputs=False)"
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +74,7 @@ class _Made:
     parts: tuple[Any, ...]
 
 
+_FIRST = TensorSlot(0)
 _CODEC = PlainCodec(TensorSlot, TensorSpec, _Made)
 
 
@@ -207,6 +128,10 @@ def take_apart(value: Any) -> tuple[PayloadSpec, list[torch.Tensor]]:
     Raises:
         ValueError: `value` holds an object that cannot be sent.
     """
+    if isinstance(value, torch.Tensor):
+        return PayloadSpec(_FIRST, (TensorSpec(tuple(value.shape), value.dtype, value.requires_grad),)), [
+            value
+        ]
     tensors: list[torch.Tensor] = []
 
     def slot(leaf: Any) -> Any:
@@ -227,6 +152,8 @@ def take_apart(value: Any) -> tuple[PayloadSpec, list[torch.Tensor]]:
 
 def put_together(spec: PayloadSpec, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the nested value that `take_apart` took apart."""
+    if isinstance(spec.structure, TensorSlot):
+        return tensors[spec.structure.index]
     return map_leaves(
         lambda leaf: tensors[leaf.index] if isinstance(leaf, TensorSlot) else leaf,
         spec.structure,
@@ -242,20 +169,32 @@ def fixed_spec(shapes: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dty
     return PayloadSpec(tuple(TensorSlot(index) for index in range(len(specs))), specs)
 
 
-def shape_digest(data: Any) -> int:
-    """Return a number that is the same wherever data has the same structure, shapes, types and constants."""
+def shape_digests(microbatches: Sequence[Any]) -> list[int]:
+    """Return for each microbatch a number that follows from its structure, shapes, types and constants."""
+    numbers: dict[str, int] = {}
+    found = []
+    for data in microbatches:
+        is_plain = isinstance(data, torch.Tensor)
+        described = repr(_described(data) if is_plain else map_leaves(_described, data, records=False))
+        if described not in numbers:  # most microbatches of a batch are alike
+            numbers[described] = _number_of(described)
+        found.append(numbers[described])
+    return found
 
-    def describe(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return tuple(leaf.shape), leaf.dtype
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            parts = {field.name: getattr(leaf, field.name) for field in fields(leaf)}
-            return type(leaf).__name__, map_leaves(describe, parts, records=False)
-        return leaf if isinstance(leaf, _SENT_CONSTANTS) else type(leaf).__name__
 
-    return digest(map_leaves(describe, data, records=False))
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return tuple(leaf.shape), leaf.dtype
+    if is_dataclass(leaf) and not isinstance(leaf, type):
+        parts = {field.name: getattr(leaf, field.name) for field in fields(leaf)}
+        return type(leaf).__name__, map_leaves(_described, parts, records=False)
+    return leaf if isinstance(leaf, _SENT_CONSTANTS) else type(leaf).__name__
 
 
 def digest(value: Any) -> int:
     """Return a number of 63 bits that is the same on every rank wherever `repr(value)` is the same."""
-    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=8).digest(), "big") >> 1
+    return _number_of(repr(value))
+
+
+def _number_of(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
