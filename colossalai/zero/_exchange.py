@@ -17,7 +17,6 @@ import torch
 
 from colossalai.communication import (
     record,
-    shares_memory,
     start_gather_of_sections,
     start_messages,
     start_sum_of_sections,
@@ -26,6 +25,7 @@ from colossalai.context import Axis
 from colossalai.zero._layout import FlatBucket
 
 Finish = Callable[[torch.Tensor | None], torch.Tensor]
+_EXACT = (torch.float32, torch.float64)
 
 
 class Stamp(NamedTuple):
@@ -59,8 +59,9 @@ def start_mean(flat: torch.Tensor, bucket: FlatBucket, dtype: torch.dtype | None
     if axis.size == 1:  # `flat` is its own only section
         return lambda out: flat if divisor == 1 else flat.div_(divisor)
     sent = flat if dtype is None else flat.to(dtype)
-    own = bucket.section(sent, axis.rank)
-    if _goes_through_memory(sent, bucket):
+    sections = sent.split(bucket.section_sizes)
+    own = sections[axis.rank]
+    if sent.dtype in _EXACT and bucket.goes_through_memory:
         wait_for_sum = start_sum_of_sections(sent, axis)
 
         def finish_sum(out: torch.Tensor | None) -> torch.Tensor:
@@ -70,10 +71,11 @@ def start_mean(flat: torch.Tensor, bucket: FlatBucket, dtype: torch.dtype | None
         return finish_sum
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     received = [torch.empty_like(own) for _ in others]
+    # Each rank sends every other one that one's section.
     with record("reduce_scatter", axis.name, sent, axis.size):
         wait = start_messages(
             axis,
-            sends={rank: bucket.section(sent, rank) for rank in others},
+            sends={rank: sections[rank] for rank in others},
             receives=dict(zip(others, received, strict=True)),
         )
 
@@ -99,17 +101,19 @@ def start_gather(flat: torch.Tensor, bucket: FlatBucket, *, stamp: Stamp = NO_ST
     axis = bucket.axis
     if axis.size == 1:
         return lambda: None
-    if _goes_through_memory(flat, bucket):
+    if flat.dtype in _EXACT and bucket.goes_through_memory:
         return start_gather_of_sections(flat, axis, stamp=stamp.number, words=stamp.words)
     if stamp.number and flat.device.type != "cpu":
         return _both(start_meeting(axis, stamp), start_gather(flat, bucket))
-    own = bucket.section(flat, axis.rank)
+    sections = flat.split(bucket.section_sizes)
+    own = sections[axis.rank]
     others = [rank for rank in range(axis.size) if rank != axis.rank]
+    # Each rank sends its section to all others.
     with record("all_gather", axis.name, own, axis.size):
         return start_messages(
             axis,
             sends=dict.fromkeys(others, own),
-            receives={rank: bucket.section(flat, rank) for rank in others},
+            receives={rank: sections[rank] for rank in others},
             tag=stamp.number,
         )
 
@@ -126,11 +130,6 @@ def start_meeting(axis: Axis, stamp: Stamp) -> Callable[[], object]:
         receives={rank: torch.zeros(1, dtype=torch.uint8, device="cpu") for rank in others},
         tag=stamp.number,
     )
-
-
-def _goes_through_memory(flat: torch.Tensor, bucket: FlatBucket) -> bool:
-    is_exact = flat.dtype in (torch.float32, torch.float64)
-    return is_exact and len(set(bucket.section_sizes)) == 1 and shares_memory(bucket.axis)
 
 
 def _both(first: Callable[[], object], second: Callable[[], object]) -> Callable[[], None]:

@@ -15,6 +15,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from colossalai.communication import shares_memory
 from colossalai.context import Axis
 from colossalai.tensor import GradientSync, gradient_sync
 
@@ -41,24 +42,24 @@ class FlatBucket:
     cuts_params: bool
     sync: GradientSync
 
-    @property
+    @cached_property
     def axis(self) -> Axis:
         """The ranks that hold the parameters, of which each has a section."""
         return self.sync.axis
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements, with the padding that makes equal sections."""
         return self.bounds[-1][1]
 
-    @property
+    @cached_property
     def section_sizes(self) -> list[int]:
         """Number of elements in the section of each rank."""
         return [end - begin for begin, end in self.bounds]
 
     @cached_property
     def shapes(self) -> tuple[torch.Size, ...]:
-        """Of each parameter; asked once, since a parameter in a chunk answers in Python."""
+        """Shape of each parameter (cached: a parameter in a chunk computes it in Python)."""
         return tuple(param.shape for param in self.params)
 
     @cached_property
@@ -68,10 +69,15 @@ class FlatBucket:
 
     @cached_property
     def strides(self) -> tuple[tuple[int, ...], ...]:
-        """Of each parameter, contiguous."""
+        """Strides of each parameter, contiguous."""
         return tuple(tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape))) for shape in self.shapes)
 
-    @property
+    @cached_property
+    def goes_through_memory(self) -> bool:
+        """Whether the ranks exchange exact sections through shared memory, which takes equal ones."""
+        return len(set(self.section_sizes)) == 1 and shares_memory(self.axis)
+
+    @cached_property
     def num_used(self) -> int:
         """Number of elements without the padding, which stands at the end."""
         return self.starts[-1] + self.numels[-1]

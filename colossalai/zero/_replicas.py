@@ -12,6 +12,7 @@ Each step sends (n-1)/n of the gradients and (n-1)/n of the parameters, and one 
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, final
 
 import torch
@@ -184,12 +185,12 @@ class _Cut(AppliedDataMethod):
                 weights_of=lambda bucket: [WholeWeights(bucket, masters.master_of)],
                 offload=options.cpu_offload,
                 reducers=self._reducers,
-                before_step=self._give_buffers,
+                before_step=(
+                    partial(broadcast_floating_buffers, self.module, replicas)
+                    if options.broadcast_buffers and replicas.size > 1
+                    else None
+                ),
             )
-
-    def _give_buffers(self) -> None:
-        if self._options.broadcast_buffers and self._replicas.size > 1:
-            broadcast_floating_buffers(self.module, self._replicas)
 
 
 def _refuse_alone(find_cut: "weakref.ref[_Cut]", param: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from colossalai.amp import STATE_KEY, StandIns
 from colossalai.context import Axis
 from colossalai.tensor import FlatRange, set_fragment, set_range_of_states
+from colossalai.zero._bucket_grads import BucketGrads
 from colossalai.zero._exchange import start_gather
 from colossalai.zero._layout import FlatBucket
 from colossalai.zero._reducer import ShardedReducer
@@ -56,6 +57,30 @@ class Fragment:
         return self.weights.home(self.index).view(self.tensor.shape)
 
 
+@dataclass(frozen=True, eq=False)
+class _BucketFragments:
+    """The fragments of a bucket as flat lists, made once, over which the loops of a step run.
+
+    Attributes:
+        weights: The weights of the bucket.
+        grads: The gradients of which those of the bucket are a part.
+        sizes: Of the parts of this rank's section, one for each parameter in the layout of `weights`.
+        numel: Their sum.
+        parts: Of each fragment: its tensor, the number of its part, the number of its parameter in `marks`
+            of the reducer.
+        masters: The fragments that have memory of their own.
+        first_mark: The number of the first parameter of `grads` in `marks`.
+    """
+
+    weights: BucketWeights
+    grads: BucketGrads
+    sizes: list[int]
+    numel: int
+    parts: list[tuple[nn.Parameter, int, int]]
+    masters: list[Fragment]
+    first_mark: int
+
+
 class Shards(StandIns):
     """The fragments of an optimizer's parameters.
 
@@ -67,8 +92,8 @@ class Shards(StandIns):
             layout, or in none, if the optimizer has it not.
         offload: Keep fragments and states in host memory.
         reducers: Those of all optimizers of the model, whose backwards are the same.
-        before_step: Called, once all gradients are there, before every step.
-        after_step: Called when all ranks have what was updated, or loaded.
+        before_step: Called, once all gradients are there, before every step; None: there is nothing to call.
+        after_step: Called when all ranks have what was updated, or loaded; None: there is nothing to call.
         others: Return the parameters of other optimizers whose gradients the reducer has, too.
     """
 
@@ -81,8 +106,8 @@ class Shards(StandIns):
         weights_of: Callable[[FlatBucket], Sequence[BucketWeights]],
         offload: bool,
         reducers: Sequence[ShardedReducer],
-        before_step: Callable[[], None],
-        after_step: Callable[[], None] = lambda: None,
+        before_step: Callable[[], None] | None = None,
+        after_step: Callable[[], None] | None = None,
         others: Callable[[], Collection[nn.Parameter]] = tuple,
     ) -> None:
         self._reducer = reducer
@@ -94,14 +119,19 @@ class Shards(StandIns):
             weights: grads for grads in reducer.all_grads for weights in weights_of(grads.bucket)
         }
         self._weights = list(self._grads_of)
-        self._num_marks = sum(len(grads.bucket.params) for grads in reducer.all_grads)
+        self._pageable = [weights for weights in self._weights if weights.can_page]
+        self._moving = [weights for weights in self._weights if weights.moves_mean]
         for weights, grads in self._grads_of.items():
             grads.listeners.append(partial(self._lose, weights))
         self._fragments: dict[nn.Parameter, Fragment] = {}
         for weights in self._weights:
             self._add_bucket(weights, offload)
+        self._tensors = [fragment.tensor for fragment in self._fragments.values()]
         self._param_of = {fragment.tensor: param for param, fragment in self._fragments.items()}
+        self._buckets = self._in_flat_lists()
         self._whole_groups = [list(group["params"]) for group in optimizer.param_groups]
+        held = (param for params in self._whole_groups for param in params)
+        self._frozen = [param for param in held if param not in self._fragments]
         self._exchange = StateExchange(
             {param: fragment.tensor for param, fragment in self._fragments.items()},
             ranges={
@@ -140,7 +170,7 @@ class Shards(StandIns):
     def measured(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """See the base class; empty fragments count, too."""
         rest = [param for param in params if param not in self._param_of]
-        return [*(fragment.tensor for fragment in self._fragments.values()), *rest]
+        return [*self._tensors, *rest]
 
     def before_backward(self) -> None:
         """See the base class; collective, if a backward before has averaged."""
@@ -159,26 +189,26 @@ class Shards(StandIns):
     def scale_grads(self, factor: float) -> None:
         """See the base class; after `before_backward`."""
         self._reducer.scale(factor, besides=self._others())
-        for weights in self._weights:
+        for weights in self._moving:
             weights.scale_mean(factor)
 
     @torch.no_grad()
     def put_back_grads(self, factor: float, *, untaken: float | torch.Tensor) -> None:
         """See the base class; fragments of their own dtype lose their gradients after a step."""
-        for weights, grads in self._grads_of.items():
-            mean = weights.take_mean(grads)
+        for bucket in self._buckets:
+            weights, mean = bucket.weights, bucket.grads.slice
+            if weights.moves_mean:
+                mean = weights.take_mean(bucket.grads)
             if mean is None:
                 continue
-            for index in weights.held:
-                fragment = self._fragments[weights.bucket.params[index]]
-                begin, end = fragment.place
-                part, grad = mean[begin:end], fragment.tensor.grad
-                if grad is None:
-                    part.mul_(untaken)
-                elif grad.data_ptr() == part.data_ptr():
-                    part.mul_(factor)
+            parts = mean[: bucket.numel].split(bucket.sizes)
+            for tensor, index, _ in bucket.parts:
+                if tensor.grad is None:
+                    parts[index].mul_(untaken)
+                elif tensor.grad.data_ptr() == parts[index].data_ptr():
+                    parts[index].mul_(factor)
                 else:
-                    part.copy_(grad.reshape(-1) * factor)
+                    parts[index].copy_(tensor.grad.reshape(-1) * factor)
 
     def take_grads(self) -> None:
         """Finish the reduction and give each fragment its part of the mean; collective.
@@ -186,29 +216,31 @@ class Shards(StandIns):
         Raises:
             ValueError: A parameter that was frozen at the door has a gradient.
         """
-        self.finish_means()
-        self._before_step()
-        marked = self._marked()
-        for weights, grads in self._grads_of.items():
-            bucket, rank = weights.bucket, weights.bucket.axis.rank
-            mean = weights.take_mean(grads)
-            parts: Sequence[torch.Tensor | None] = [None] * len(bucket.params)
-            if mean is not None:
-                places = [bucket.place(index, rank) for index in range(len(parts))]
-                sizes = [end - begin for begin, end in places]
-                parts = mean[: sum(sizes)].split(sizes)
-            for index in weights.held:
-                param = bucket.params[index]
-                _give_grad(self._fragments[param].tensor, parts[index] if param in marked else None)
-        for grads in self._grads_of.values() if len(marked) < self._num_marks else ():
-            grads.withdraw(n for n, p in enumerate(grads.bucket.params) if p not in marked)
-        for params in self._whole_groups:
-            for param in params:
-                if param not in self._fragments and param.grad is not None:
-                    raise ValueError(
-                        f"a parameter of shape {tuple(param.shape)} was frozen at the door and has a "
-                        "gradient now, which ZeRO does not average: freeze it after the door, not before"
-                    )
+        self._reducer.finish()
+        if self._before_step is not None:
+            self._before_step()
+        marks = self._reducer.marks()  # joined by all replicas: whether any of them has a gradient
+        for bucket in self._buckets:
+            weights, mean = bucket.weights, bucket.grads.slice
+            if weights.moves_mean:
+                mean = weights.take_mean(bucket.grads)
+            parts = () if mean is None else mean[: bucket.numel].split(bucket.sizes)
+            for tensor, index, mark in bucket.parts:
+                grad = parts[index] if parts and marks[mark] else None
+                if grad is not None and tensor.ndim != 1:
+                    grad = grad.view(tensor.shape)
+                if grad is not None and (grad.dtype != tensor.dtype or grad.device != tensor.device):
+                    grad = grad.to(tensor.device, tensor.dtype)
+                tensor.grad = grad
+        for bucket in () if all(marks) else self._buckets:
+            own = marks[bucket.first_mark :][: len(bucket.grads.bucket.params)]
+            bucket.grads.withdraw(index for index, mark in enumerate(own) if not mark)
+        for param in self._frozen:
+            if param.grad is not None:
+                raise ValueError(
+                    f"a parameter of shape {tuple(param.shape)} was frozen at the door and has a gradient "
+                    "now, which ZeRO does not average: freeze it after the door, not before"
+                )
 
     def follow_users(self) -> None:
         """See the base class."""
@@ -217,16 +249,16 @@ class Shards(StandIns):
     def has_grads(self, params: Sequence[nn.Parameter]) -> bool:
         """See the base class."""
         return any(
-            grads.slice is not None or weights.has_moved_mean for weights, grads in self._grads_of.items()
+            bucket.grads.slice is not None or bucket.weights.has_moved_mean for bucket in self._buckets
         )
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """See the base class."""
         self._reducer.forget(set_to_none=set_to_none, besides=self._others())
-        for weights in self._weights:
+        for weights in self._moving:
             weights.forget_mean(set_to_none=set_to_none)
-        for fragment in self._fragments.values():
-            fragment.tensor.grad = None
+        for tensor in self._tensors:
+            tensor.grad = None
 
     @torch.no_grad()
     def take_weights(self) -> None:
@@ -241,15 +273,19 @@ class Shards(StandIns):
                         torch.where(home == rounded, fragment.tensor, home.to(fragment.tensor.dtype))
                     )
                     weights.give_back([fragment.home, fragment.tensor])
-            weights.release_homes()
+            if not weights.has_lasting_homes:
+                weights.release_homes()
 
     def windows(self, params: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
         """See the base class: what lies on disk, bucket by bucket; its memory is given back after each."""
+        paged = {weights for weights in self._pageable if weights.is_paged}
+        if not paged:
+            yield params
+            return
         runs: dict[BucketWeights | None, list[nn.Parameter]] = {None: []}
         for param in params:
             weights = self._fragments[self._param_of[param]].weights if param in self._param_of else None
-            key = weights if weights is not None and weights.is_paged else None
-            runs.setdefault(key, []).append(param)
+            runs.setdefault(weights if weights in paged else None, []).append(param)
         for weights, run in runs.items():
             if weights is None:
                 if run or len(runs) == 1:
@@ -267,10 +303,9 @@ class Shards(StandIns):
 
     def _update(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
         """Step the optimizer; fragments on disk are updated bucket by bucket, and rounded right away."""
-        held = [param for group in optimizer.param_groups for param in group["params"]]
-        windows = list(self.windows(held))
         if not self.is_paged:
             return optimizer.step() if closure is None else optimizer.step(closure)
+        windows = list(self.windows([param for group in optimizer.param_groups for param in group["params"]]))
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -281,7 +316,7 @@ class Shards(StandIns):
     @property
     def is_paged(self) -> bool:
         """See the base class."""
-        return any(weights.is_paged for weights in self._weights)
+        return any(weights.is_paged for weights in self._pageable)
 
     @torch.no_grad()
     def _settle(self, optimizer: Optimizer, tensors: Iterable[nn.Parameter]) -> None:
@@ -336,16 +371,18 @@ class Shards(StandIns):
     def write_weights(self) -> None:
         """Round the masters into the buckets and let all ranks have those; collective."""
         waits = []
-        for weights in self._weights:
-            masters = [fragment for fragment in self._fragments_in(weights) if fragment.has_own_memory]
+        for bucket in self._buckets:
+            weights, masters = bucket.weights, bucket.masters
             if masters and not (weights.is_paged and weights.has_lasting_homes):  # those are rounded
-                torch._foreach_copy_([f.home for f in masters], [f.tensor.detach() for f in masters])
-            for fragment in masters if weights.has_lasting_homes else ():
-                fragment.tensor.grad = None  # a copy in float32; the slice of the mean is still there
+                homes = [weights.home(each.index).view(each.tensor.shape) for each in masters]
+                torch._foreach_copy_(homes, [each.tensor.detach() for each in masters])
+            for each in masters if weights.has_lasting_homes else ():
+                each.tensor.grad = None  # a copy in float32; the slice of the mean is still there
             waits.append(weights.start_publishing())
         for wait in waits:
-            wait()
-        self._after_step()
+            wait()  # until the sections of all other ranks are here
+        if self._after_step is not None:
+            self._after_step()
 
     @contextmanager
     def as_states(self, optimizer: Optimizer, *, loads: bool = True) -> Iterator[None]:
@@ -434,8 +471,25 @@ class Shards(StandIns):
         params = (param for grads in self._reducer.all_grads for param in grads.bucket.params)
         return {param for param, mark in zip(params, self._reducer.marks(), strict=True) if mark}
 
-    def _fragments_in(self, weights: BucketWeights) -> list[Fragment]:
-        return [self._fragments[weights.bucket.params[index]] for index in weights.held]
+    def _in_flat_lists(self) -> list[_BucketFragments]:
+        first_marks: dict[BucketGrads, int] = {}
+        mark_of: dict[nn.Parameter, int] = {}
+        for grads in self._reducer.all_grads:
+            first_marks[grads] = len(mark_of)
+            for param in grads.bucket.params:
+                mark_of[param] = len(mark_of)
+        found = []
+        for weights, grads in self._grads_of.items():
+            bucket, rank = weights.bucket, weights.bucket.axis.rank
+            places = (bucket.place(index, rank) for index in range(len(bucket.params)))
+            sizes = [end - begin for begin, end in places]
+            own = [self._fragments[bucket.params[index]] for index in weights.held]
+            parts = [(each.tensor, each.index, mark_of[each.param]) for each in own]
+            masters = [each for each in own if each.has_own_memory]
+            found.append(
+                _BucketFragments(weights, grads, sizes, sum(sizes), parts, masters, first_marks[grads])
+            )
+        return found
 
     def _add_bucket(self, weights: BucketWeights, offload: bool) -> None:
         bucket = weights.bucket
@@ -468,10 +522,12 @@ class Shards(StandIns):
         """Forget the gradients of parameters, or make them zero, as users have done to placeholders."""
         own = {weights.bucket.params[index]: index for index in weights.held}
         for param in (param for param in gone if param in own):
-            weights.clear_mean(own[param])
+            if weights.moves_mean:
+                weights.clear_mean(own[param])
             self._fragments[param].tensor.grad = None
         for param in (param for param in zeroed if param in own):
-            weights.clear_mean(own[param])
+            if weights.moves_mean:
+                weights.clear_mean(own[param])
             if (grad := self._fragments[param].tensor.grad) is not None:
                 grad.zero_()
 
@@ -524,12 +580,3 @@ class Shards(StandIns):
                 for param in params
                 if param not in self._fragments or self._fragments[param].tensor.numel() > 0
             ]
-
-
-def _give_grad(tensor: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Give a fragment its flat gradient, in its own shape, dtype and place."""
-    if grad is not None and tensor.ndim != 1:
-        grad = grad.view(tensor.shape)
-    if grad is not None and (grad.dtype != tensor.dtype or grad.device != tensor.device):
-        grad = grad.to(tensor.device, tensor.dtype)
-    tensor.grad = grad

@@ -6,7 +6,7 @@ keep it whole on every rank; stage 3 keeps a rank's own section (`gemini/_sectio
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import nn
@@ -30,7 +30,15 @@ class BucketWeights(ABC):
         bucket: As given.
         held: As given.
         keeps_shapes: As given.
+        can_page: Whether `is_paged` is ever true.
+        has_lasting_homes: Whether homes are the memory of the bucket itself, and not made when they are asked
+            for.
+        moves_mean: Whether `take_mean` moves the mean gradient, so that the methods of means have an effect.
     """
+
+    can_page: ClassVar[bool] = False
+    has_lasting_homes: ClassVar[bool] = True
+    moves_mean: ClassVar[bool] = False
 
     def __init__(
         self, bucket: FlatBucket, *, held: Sequence[int] | None = None, keeps_shapes: bool | None = None
@@ -43,11 +51,6 @@ class BucketWeights(ABC):
     def is_paged(self) -> bool:
         """Whether some of the bucket lies on disk, so that it has to be updated by itself."""
         return False
-
-    @property
-    def has_lasting_homes(self) -> bool:
-        """Whether homes are the memory of the bucket itself, and not made when they are asked for."""
-        return True
 
     @abstractmethod
     def home(self, index: int) -> torch.Tensor:
@@ -123,15 +126,18 @@ class WholeWeights(BucketWeights):
         self._masters = list(map(master_of, bucket.params))  # until they are taken
         self._flat = torch.zeros(bucket.numel, dtype=first.dtype, device=first.device)
         self._views = bucket.views(self._flat)
+        ranges = (bucket.overlap(index, bucket.axis.rank) for index in self.held)
+        self._homes = [
+            view.view(-1)[begin:end] for view, (begin, end) in zip(self._views, ranges, strict=True)
+        ]
         for param, view in zip(bucket.params, self._views, strict=True):
             view.copy_(param.detach())
             param.data = view
-        self._note_versions()
+        self._versions = [param._version for param in bucket.params]
 
     def home(self, index: int) -> torch.Tensor:
         """See the base class."""
-        begin, end = self.bucket.overlap(index, self.bucket.axis.rank)
-        return self._views[index].view(-1)[begin:end]
+        return self._homes[index]
 
     def take_master(self, index: int) -> torch.Tensor | None:
         """See the base class; a copy, so that the whole can be dropped."""
@@ -142,15 +148,16 @@ class WholeWeights(BucketWeights):
 
     def take_written(self) -> set[nn.Parameter]:
         """See the base class; parameters that were given other memory come back to the bucket."""
-        params = self.bucket.params
-        written = {param for param in params if param._version != self._versions[param]}
-        for param, view in zip(params, self._views, strict=True):
-            if param.data_ptr() != view.data_ptr():
+        params, versions = self.bucket.params, self._versions
+        written = set()
+        for index, (param, view) in enumerate(zip(params, self._views, strict=True)):
+            has_moved = param.data_ptr() != view.data_ptr()
+            if has_moved:
                 view.copy_(param)
                 param.data = view
+            if has_moved or param._version != versions[index]:
                 written.add(param)
-        for param in written:
-            self._versions[param] = param._version
+                versions[index] = param._version
         return written
 
     def start_publishing(self) -> Callable[[], object]:
@@ -162,9 +169,6 @@ class WholeWeights(BucketWeights):
             # The gather wrote into memory that autograd knows nothing of. Who keeps what was computed with a
             # parameter (an engine its cache, a graph its saved tensors) learns from versions that it changed.
             torch.autograd.graph.increment_version(self.bucket.params)
-            self._note_versions()
+            self._versions = [param._version for param in self.bucket.params]
 
         return end
-
-    def _note_versions(self) -> None:
-        self._versions = {param: param._version for param in self.bucket.params}

@@ -10,7 +10,7 @@ So the layout of chunks, the gathers and the averaging know nothing of optimizer
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import nn
@@ -95,6 +95,8 @@ class _OfChunk(BucketWeights):
         options: See the base class.
     """
 
+    can_page: ClassVar[bool] = True
+
     def __init__(
         self,
         chunk: Chunk,
@@ -172,6 +174,9 @@ class OwnedWeights(_OfChunk):
         bucket: The layout by owners.
     """
 
+    has_lasting_homes: ClassVar[bool] = False
+    moves_mean: ClassVar[bool] = True
+
     def __init__(self, chunk: Chunk, residence: Residence, bucket: FlatBucket) -> None:
         super().__init__(chunk, residence, bucket)
         layout, ranks = chunk.layout, range(bucket.axis.size)
@@ -202,11 +207,6 @@ class OwnedWeights(_OfChunk):
     def is_paged(self) -> bool:
         """See the base class."""
         return self._chunk.states_home is Home.DISK
-
-    @property
-    def has_lasting_homes(self) -> bool:
-        """See the base class."""
-        return False
 
     def home(self, index: int) -> torch.Tensor:
         """See the base class; without values where they are about to be overwritten."""
