@@ -108,6 +108,7 @@ class Pipeline:
         self._tensor_axis = tensor_axis
         self._device = device
         self._precision = precision
+        self._convert_input = _hook(precision, "convert_input")
         self._data = data
         self._chunks = list(model) if isinstance(model, nn.ModuleList) else [model]
         has_losses = any(isinstance(part, MoeLayer) for part in model.modules())
@@ -198,8 +199,9 @@ class Pipeline:
                 )
             return value
 
+        inputs = self._inputs(microbatches)
         result = executor.run(
-            [self._precision.convert_input(part) for part in self._inputs(microbatches)],
+            inputs if self._convert_input is None else [*map(self._convert_input, inputs)],
             compute_loss=compute_loss if wants_loss else None,
             forward_only=forward_only,
             loss_factors=tally.factors,
@@ -280,6 +282,7 @@ class Pipeline:
             def make_schedule(num_microbatches: int) -> Schedule:
                 return options.make_schedule(self.axis.size, num_microbatches)
 
+            context = _hook(self._precision, "forward_context")
             self._executors[options] = PipelineExecutor(
                 self._chunks,
                 self.axis,
@@ -288,8 +291,8 @@ class Pipeline:
                 tensor_shape=options.tensor_shape,
                 scatter_axis=self._tensor_axis if options.scatter_gather_tensors else None,
                 dtype=next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None),
-                stage_context=functools.partial(self._precision.forward_context, self._device.type),
-                convert_activation=self._precision.convert_activation,
+                stage_context=context and functools.partial(context, self._device.type),
+                convert_activation=_hook(self._precision, "convert_activation"),
                 collection=self._collection,
                 on_last_backward=self._before_last_backward,
             )
@@ -377,6 +380,12 @@ class _Tally:
         if self.optimizer is not None:
             unit = self.optimizer.weights.unit(weight)
         return torch.stack([total, weight, unit])
+
+
+def _hook(precision: Precision, name: str) -> Callable[..., Any] | None:
+    """Return a hook of a precision; None where it inherits that of `Precision`, which changes nothing."""
+    is_inherited = getattr(type(precision), name) is getattr(Precision, name)
+    return None if is_inherited else getattr(precision, name)
 
 
 def _loss_of(criterion: Criterion | None, output: Any, part: TrainingBatch) -> Any:

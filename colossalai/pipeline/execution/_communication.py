@@ -53,20 +53,20 @@ _LENGTH: Expected = ((1,), torch.int64)
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Tensors on their way to another rank; they must stay as they are until `wait` has returned."""
+    """Tensors in flight to another rank; they must stay as they are until `wait` has returned."""
 
     tensors: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...]
     blame: Callable[[], str]
 
     def wait(self) -> None:
-        """Return when the tensors may be changed or freed."""
-        _wait(self.works, self.blame)
+        """Return when the tensors can be changed or freed."""
+        _wait_for([self])
 
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """Tensors on their way from another rank, and how to make whole ones of the parts that are sent."""
+    """Tensors in flight from another rank, and how to make whole ones of the parts that are sent."""
 
     tensors: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...]
@@ -76,13 +76,17 @@ class Arriving:
 
     def wait(self) -> list[torch.Tensor]:
         """Return the tensors when they have arrived."""
-        _wait(self.works, self.blame)
+        _wait_for([self])
         return self.whole()
 
     def whole(self) -> list[torch.Tensor]:
         """Return the tensors, which have arrived."""
+        axis = self.axis
+        if axis is None:
+            return list(self.tensors)
+        # All ranks of the scatter axis have received their parts, and gather them in the same order.
         return [
-            _gathered(tensor, shape, self.axis)
+            all_gather(tensor, 0, axis).view(shape) if _is_cut(shape, axis) else tensor
             for tensor, shape in zip(self.tensors, self.shapes, strict=True)
         ]
 
@@ -129,7 +133,7 @@ class Channel:
     ) -> Sent:
         """Begin to send tensors to a pipeline rank; `whole` ones are not cut along the scatter axis."""
         axis = None if whole else self.scatter_axis
-        parts = tuple(_part(tensor.detach(), axis) for tensor in tensors)
+        parts = tuple([_part(tensor.detach(), axis) for tensor in tensors])
         works = self._start(self._group(self.rank, peer).send, parts, peer, blame)
         return Sent(parts, works, blame)
 
@@ -289,7 +293,7 @@ class Exchange:
         self._post_known(unposted)
 
     def wait(self, step: ScheduleStep) -> None:
-        """Put down what came with a message, as soon as it has come, and free what is over by then.
+        """Wait for a message, keep what came with it, and free the sends that are over by then.
 
         Raises:
             ValueError: The stage before runs another schedule, or on other data.
@@ -301,11 +305,11 @@ class Exchange:
             self._learn(unposted[0])
             self._post_known(unposted)
         arriving = self._arriving.pop(message)
-        _wait(arriving.works, arriving.blame)
-        for each in step.over:
-            for sent in self._on_their_way.pop(each):
-                _wait(sent.works, sent.blame)
-        tensors = arriving.whole()
+        transfers: list[Sent | Arriving] = [arriving]
+        for each in step.over:  # these have arrived, too: see [Note: when a send is over]
+            transfers += self._on_their_way.pop(each)
+        _wait_for(transfers)  # here this rank waits for its peer
+        tensors = list(arriving.tensors) if arriving.axis is None else arriving.whole()
         if message.kind is MessageKind.TOKEN:
             self._take_token(message, *tensors)
             return
@@ -322,8 +326,7 @@ class Exchange:
     def finish(self) -> None:
         """Return when everything has been sent."""
         for messages in self._on_their_way.values():
-            for sent in messages:
-                sent.wait()
+            _wait_for(messages)
         self._on_their_way.clear()
 
     def _send(self, tensors: Sequence[torch.Tensor], message: Message, *, whole: bool = False) -> None:
@@ -388,12 +391,14 @@ class Exchange:
         return f"{self._name(message.stage)} {{}} while {self._name(other)} sent it the {what}"
 
 
-def _wait(works: Iterable[dist.Work], blame: Callable[[], str]) -> None:
-    try:
-        for work in works:
-            work.wait()
-    except RuntimeError as error:
-        raise _peer_error(error, blame) from error
+def _wait_for(transfers: Iterable[Sent | Arriving]) -> None:
+    """Return when all of them have ended, one after the other."""
+    for transfer in transfers:
+        try:
+            for work in transfer.works:
+                work.wait()
+        except RuntimeError as error:
+            raise _peer_error(error, transfer.blame) from error
 
 
 def _peer_error(error: RuntimeError, blame: Callable[[], str]) -> RuntimeError:
@@ -428,12 +433,6 @@ def _part_shape(shape: tuple[int, ...], axis: Axis | None) -> tuple[int, ...]:
     if axis is None or not _is_cut(shape, axis):
         return shape
     return (math.prod(shape) // axis.size,)
-
-
-def _gathered(tensor: torch.Tensor, shape: tuple[int, ...], axis: Axis | None) -> torch.Tensor:
-    if axis is None or not _is_cut(shape, axis):
-        return tensor
-    return all_gather(tensor, 0, axis).view(shape)
 
 
 def _with_gradient(spec: PayloadSpec) -> list[TensorSpec]:

@@ -131,7 +131,7 @@ class PipelineExecutor:
             is always the same; shapes are exchanged otherwise.
         dtype: The type that belongs to `tensor_shape`; torch's default type if not given.
         scatter_axis: A tensor axis along which activations are the same: each of its ranks sends its part.
-        stage_context: Gives the context of every forward, for autocast.
+        stage_context: Gives the context of every forward, for autocast. Default: none.
         convert_activation: Converts what every stage but the last returns. Default: nothing is converted.
         collection: Where stages leave terms of the loss, if some do; on all ranks, or on none. Shapes are
             exchanged then.
@@ -168,7 +168,7 @@ class PipelineExecutor:
         self._fixed: PayloadSpec | None = None
         if tensor_shape is not None and collection is None:
             self._fixed = fixed_spec(tensor_shape, dtype or torch.get_default_dtype())
-        self._stage_context = stage_context or nullcontext
+        self._stage_context = stage_context
         self._convert_activation = convert_activation
         self._collection = collection
         self._on_last_backward = on_last_backward
@@ -206,11 +206,12 @@ class PipelineExecutor:
         if not forward_only and compute_loss is None:
             raise ValueError("compute_loss is None: no loss, no backward; give one, or use forward_only=True")
         data = shape_digests(microbatches)
+        common = digest((lowered.digest, not forward_only, tuple(data)))
         self._channel.connect(lowered.pairs)
         exchange = Exchange(
             self._channel,
             rank_of_stage=lowered.schedule.rank_of_stage,
-            common=digest((lowered.digest, not forward_only, tuple(data))),
+            common=common,
             specs=self._specs,
             data=data,
             fixed=self._fixed,
@@ -326,7 +327,7 @@ class _Run:
         compute_loss: ComputeLoss | None,
         loss_factors: Sequence[float],
         keep_outputs: bool,
-        stage_context: Callable[[], AbstractContextManager[Any]],
+        stage_context: Callable[[], AbstractContextManager[Any]] | None,
         convert_activation: Callable[[Any], Any] | None,
         collection: LossCollection | None,
         on_last_backward: Callable[[int], None] | None,
@@ -377,7 +378,7 @@ class _Run:
                 ]
             received = put_together(spec, tensors)
             del tensors
-        with self._stage_context():
+        with nullcontext() if self._stage_context is None else self._stage_context():
             if self._collection is None:
                 output = self._callers[stage](received, self._microbatches[microbatch])
             else:
@@ -422,19 +423,20 @@ class _Run:
             leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
             self._exchange.activations[stage + 1, microbatch] = (spec, leaves)
         if torch.is_grad_enabled():
-            self._live[stage][microbatch].outputs = [
-                get_gradient_edge(tensor) if tensor.requires_grad else None
-                for tensor, tensor_spec in zip(tensors, spec.tensors, strict=True)
-                if tensor_spec.requires_grad
-            ]
+            edges: list[GradientEdge | None] = []
+            for tensor, tensor_spec in zip(tensors, spec.tensors, strict=True):
+                if tensor_spec.requires_grad:
+                    edges.append(get_gradient_edge(tensor) if tensor.requires_grad else None)
+            self._live[stage][microbatch].outputs = edges
 
     def _backward(self, step: ScheduleStep) -> None:
         live = self._live[step.action.stage].pop(step.action.microbatch)
         outputs, grads = self._useful(live, step)
         if outputs:
             torch.autograd.backward(outputs, grads)
-        self._made = [leaf.grad for leaf in live.inputs]
+        self._made = []
         for leaf in live.inputs:
+            self._made.append(leaf.grad)
             leaf.grad = None
 
     def _input_grad(self, step: ScheduleStep) -> None:
@@ -454,12 +456,12 @@ class _Run:
             grads: Sequence[torch.Tensor | None] = [torch.ones_like(self.losses[microbatch])]
         else:
             grads = self._exchange.gradients.pop((stage, microbatch))
-        pairs = [
-            (edge, grad)
-            for edge, grad in zip(live.outputs, grads, strict=True)
-            if edge is not None and grad is not None
-        ]
-        return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+        edges, useful = [], []
+        for edge, grad in zip(live.outputs, grads, strict=True):
+            if edge is not None and grad is not None:
+                edges.append(edge)
+                useful.append(grad)
+        return edges, useful
 
     def _send_gradients(self, step: ScheduleStep) -> None:
         assert step.message is not None, "a message is sent"
@@ -473,7 +475,7 @@ class _Run:
     def _begin_stage(self, step: ScheduleStep) -> None:
         """Tell the next stage what the output depends on besides the data: the mode, what has a gradient."""
         chunk = self._chunks[self._chunk_of[step.action.stage]]
-        has_grad = "".join("01"[param.requires_grad] for param in chunk.parameters())
+        has_grad = "".join(["01"[param.requires_grad] for param in chunk.parameters()])
         state = (chunk.training, has_grad) if torch.is_grad_enabled() else None
         self._exchange.begin_stage(step.action.stage, state, step.message)
 
