@@ -256,7 +256,8 @@ class OptimizerWrapper(Optimizer):
 
     def backward_of(self, given: LossTerm, **kwargs: Any) -> None:
         """Run the backward of a loss that was checked; see `backward`."""
-        self.masters.before_backward()
+        for reducer in self.masters.reducers:
+            reducer.before_backward()
         scale = self.start_backward()
         self.note_loss(given)
         if given.weight is None:
@@ -276,9 +277,11 @@ class OptimizerWrapper(Optimizer):
         try:
             yield
         except BaseException:
-            self.masters.after_backward(has_failed=True)
+            for reducer in self.masters.reducers:
+                reducer.after_backward(has_failed=True)
             raise
-        self.masters.after_backward()
+        for reducer in self.masters.reducers:
+            reducer.after_backward()
 
     def start_backward(self) -> float:
         """Prepare for a backward that the caller runs; return the factor of its loss, the loss scale."""

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -16,8 +16,28 @@ MASTERS_KEY = "masters"
 """The key of all masters in what `state_dict` returns."""
 
 
+class BackwardReducer(Protocol):
+    """What averages gradients during backwards, and has to know where each begins and ends."""
+
+    def before_backward(self) -> None:
+        """Prepare for a backward; collective."""
+
+    def after_backward(self, *, has_failed: bool = False) -> None:
+        """End a backward; collective.
+
+        Args:
+            has_failed: Whether the backward has raised; nothing is sent then.
+        """
+
+
 class StandIns(ABC):
-    """The tensors that an optimizer updates in the place of a model's parameters."""
+    """The tensors that an optimizer updates in the place of a model's parameters.
+
+    Attributes:
+        reducers: What averages the gradients of backwards of the model.
+    """
+
+    reducers: Sequence[BackwardReducer] = ()
 
     @property
     @abstractmethod
@@ -43,16 +63,6 @@ class StandIns(ABC):
             params: What the optimizer holds.
         """
         return list(params)
-
-    def before_backward(self) -> None:  # noqa: B027 - most have nothing to prepare
-        """Prepare for a backward."""
-
-    def after_backward(self, *, has_failed: bool = False) -> None:  # noqa: B027 - most have nothing to end
-        """End what `before_backward` has begun.
-
-        Args:
-            has_failed: Whether the backward has raised; nothing is sent then.
-        """
 
     @abstractmethod
     def scale_grads(self, factor: float) -> None:

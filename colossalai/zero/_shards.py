@@ -111,7 +111,7 @@ class Shards(StandIns):
         others: Callable[[], Collection[nn.Parameter]] = tuple,
     ) -> None:
         self._reducer = reducer
-        self._reducers = reducers
+        self.reducers = reducers
         self._before_step = before_step
         self._after_step = after_step
         self._others = others
@@ -172,22 +172,12 @@ class Shards(StandIns):
         rest = [param for param in params if param not in self._param_of]
         return [*self._tensors, *rest]
 
-    def before_backward(self) -> None:
-        """See the base class; collective, if a backward before has averaged."""
-        for reducer in self._reducers:
-            reducer.before_backward()
-
-    def after_backward(self, *, has_failed: bool = False) -> None:
-        """See the base class."""
-        for reducer in self._reducers:
-            reducer.after_backward(has_failed=has_failed)
-
     def finish_means(self) -> None:
         """Wait until this rank's slices are means over the replicas, of all that has come; collective."""
         self._reducer.finish()
 
     def scale_grads(self, factor: float) -> None:
-        """See the base class; after `before_backward`."""
+        """See the base class; within a backward of the reducer."""
         self._reducer.scale(factor, besides=self._others())
         for weights in self._moving:
             weights.scale_mean(factor)

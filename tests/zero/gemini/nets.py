@@ -112,7 +112,8 @@ def trained(net: nn.Module, applied: Any, make: Callable[..., torch.optim.Optimi
 
     def step(*batches: tuple[torch.Tensor, ...]) -> Any:
         for part in batches:
-            shards.before_backward()
+            for reducer in shards.reducers:
+                reducer.before_backward()
             loss = net(*part) / len(batches)
             loss.backward()
         shards.take_grads()
