@@ -63,7 +63,7 @@ class OptimizerGroup:
         Collective, with one all-reduce of one int64 over the ranks, if the scaler can skip steps.
 
         Raises:
-            ValueError: There are gradients of a backward whose loss scale is not known.
+            ValueError: `by` has gradients of a backward whose loss scale is not known.
         """
         if not self.scaler.skips:
             by.take(Decision())
@@ -215,7 +215,7 @@ class Gradients:
         """Refuse gradients of a backward that the optimizers do not know of.
 
         Raises:
-            ValueError: There are such gradients, and losses are scaled.
+            ValueError: A parameter has such a gradient, and losses are scaled.
         """
         is_unknown = self._scale is None and self._group.scaler.scale != 1.0
         if is_unknown and any(param.grad is not None for param in self.plan.params):
