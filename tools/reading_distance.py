@@ -1,20 +1,30 @@
-"""How far a reader must go: files, and switches between files, of an action.
+"""How far a reader must go: files of the package, and switches between files, of an action.
 
-The rule of counting: while an action runs on rank 0, in its main thread, every
-entry of a function of the package is noted with its file (generators that go
-on count as entries). *Files* is the number of different files, *switches* how
-often the function entered lies in another file than the one entered before it.
-Each action is done three times, and the third is counted: what is made once is
-made. `ssh start` is the exception: it is counted in the process that the user
-starts, from its first line to the moment the ranks' script runs. What Python's
-import system calls at every import (`find_spec`) is no entry. Ranks
-communicate over gloo, whose group is C++ and so ends the way; `--backend auto`
-goes on, through the group over shared memory.
+The rule of counting: while an action runs on rank 0, each function of the
+package that the main thread enters is recorded with its file (a generator that
+is resumed counts as entered). *Files* is the number of different files,
+*switches* the number of entries into another file than the one before, *calls*
+the number of entries. Each action is done three times and the third is counted:
+what is made once, is made. Not counted:
 
-    python tools/reading_distance.py                         # this checkout
-    # the same for a commit, and both side by side
-    python tools/reading_distance.py --before 79c225b
-    python tools/reading_distance.py --before 79c225b --json distance.json
+- Functions that Python's import system calls (`find_spec`).
+- `kernel/`, which replaces operators of torch where oneDNN is the faster
+  library: part of an operator's cost, and different on each processor.
+- Callbacks of futures, which run in this thread or in another one.
+- Files of `model_zoo/`, which belong to the model; their number has a column.
+
+Ranks communicate over gloo, whose group is C++, so that a path ends there;
+`--backend auto` goes on through the group over shared memory. `ssh start` is
+counted in the process that the user starts, from its first line to the moment
+the ranks' script runs.
+
+    python tools/reading_distance.py                     # this checkout
+    python tools/reading_distance.py --before 79c225b    # and a commit
+    python tools/reading_distance.py --only "Engine step" "Gemini step"
+    # what to mend: the most frequent switches and functions
+    python tools/reading_distance.py --explain "Gemini step"
+    # write the page and the figures that `make test` compares with
+    python tools/reading_distance.py --before 6655e74 --write
 """
 
 import argparse
@@ -25,147 +35,39 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
+from recorded_actions import ACTIONS, BACKEND, Entry, explanation, figures, record
+
 ROOT = Path(__file__).resolve().parents[1]
-ACTIONS = {
-    "Engine step": "GPT of 2 blocks, 2 data-parallel ranks; forward, backward, clip, step",
-    "tensor-parallel step": "the same, 2 ranks of tensor 1d",
-    "pipeline step": "GPT of 2 blocks, 2 stages, 1F1B, 4 microbatches; execute_schedule, step",
-    "save": "2 linear layers, 2 data-parallel ranks, AdamW; Engine.save",
-    "load": "Engine.load of the same",
-    "ssh start": "colossalai run --host a,b with a stand-in for ssh, no pre-flight",
+PAGE = ROOT / "docs" / "design" / "README.md"
+LIMITS = ROOT / "tests" / "runtime" / "step" / "distances.json"
+BEGIN, END = "<!-- reading distance: begin -->", "<!-- reading distance: end -->"
+SSH_START = "ssh start"
+SUBJECTS = {name: action.subject for name, action in ACTIONS.items()} | {
+    SSH_START: "colossalai run --host a,b with a stand-in for ssh, no pre-flight"
 }
 
-BACKEND = "READING_DISTANCE_BACKEND"  # for the ranks
-KINDS = ("linear", "data", "tensor", "pipeline")
 
-
-class Recorder:
-    """Notes the files of a package in the order in which functions of it are entered.
-
-    Args:
-        package: The folder of the package.
-    """
-
-    def __init__(self, package: Path) -> None:
-        self._prefix = str(package) + os.sep
-        self.files: set[str] = set()
-        self.switches = 0
-        self._last: str | None = None
-
-    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
-        """Take one event of `sys.setprofile`."""
-        if event != "call":
-            return
-        name = frame.f_code.co_filename
-        if name.startswith(self._prefix) and frame.f_code.co_name not in ("<module>", "find_spec"):
-            self.files.add(name)
-            self.switches += self._last is not None and name != self._last
-            self._last = name
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Note what is entered within the block."""
-        sys.setprofile(self)
-        try:
-            yield
-        finally:
-            sys.setprofile(None)
-
-    def figures(self) -> dict[str, Any]:
-        """Return the two numbers, and the files for whoever wants to see them."""
-        prefix = len(self._prefix)
-        files = sorted(name[prefix:] for name in self.files)
-        return {"files": len(files), "switches": self.switches, "names": files}
-
-
-def _third(action: Callable[[], Any], package: Path) -> dict[str, Any]:
-    action()
-    action()
-    recorder = Recorder(package)
-    with recorder.recording():
-        action()
-    return recorder.figures()
-
-
-def _measure_rank(kind: str, folder: str) -> dict[str, Any]:
-    """Run in each rank: build a model, do the actions, return the figures."""
-    import torch
-
-    import colossalai
-
-    config: dict[str, Any] = {"clip_grad_norm": 1.0}
-    if kind == "tensor":
-        config["parallel"] = {"tensor": {"size": 2, "mode": "1d"}}
-    elif kind == "pipeline":
-        config |= {
-            "parallel": {"pipeline": {"size": 2, "partition": "balanced"}},
-            "NUM_MICRO_BATCHES": 4,
-        }
-    colossalai.launch_from_torch(config, backend=os.environ.get(BACKEND, "gloo"))
-    torch.manual_seed(0)
-    model, criterion, batch = _linear_layers() if kind == "linear" else _gpt()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, *_ = colossalai.initialize(model, optimizer, criterion, verbose=False)
-    package = Path(colossalai.__file__).parent
-
-    def step() -> None:
-        engine.zero_grad()
-        engine.backward(engine.criterion(engine(batch), batch))
-        engine.step()
-
-    def pipeline_step() -> None:
-        engine.zero_grad()
-        engine.execute_schedule(iter([(batch, batch)]), return_output_label=False)
-        engine.step()
-
-    if kind == "pipeline":
-        return {"pipeline step": _third(pipeline_step, package)}
-    if kind != "linear":
-        return {"Engine step" if kind == "data" else "tensor-parallel step": _third(step, package)}
-    step()
-    numbers = iter(range(1, 4))
-    return {
-        "save": _third(lambda: engine.save(folder, step=next(numbers)), package),
-        "load": _third(lambda: engine.load(folder), package),
-    }
-
-
-def _linear_layers() -> Any:
-    import torch
-
-    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8))
-    return model, torch.nn.MSELoss(), torch.randn(4, 8)
-
-
-def _gpt() -> Any:
-    import torch
-
-    from colossalai.model_zoo.gpt import GPT, GPTConfig, GPTLMLoss
-
-    sizes = GPTConfig(
-        vocab_size=64, max_position_embeddings=16, hidden_size=32, num_attention_heads=2, num_layers=2
-    )
-    return GPT(sizes), GPTLMLoss(), torch.randint(0, 64, (4, 16))
+class ActionError(RuntimeError):
+    """An action failed in a checkout."""
 
 
 _START = """
 import atexit, json, os, sys
 sys.path.insert(0, os.environ["READING_TOOLS"])
 from pathlib import Path
-from reading_distance import Recorder
+from recorded_actions import Recorder, figures
 from colossalai.cli import main
 import colossalai
 recorder = Recorder(Path(colossalai.__file__).parent)
 sys.argv[0] = "colossalai"
 def leave():
     sys.setprofile(None)
-    Path(os.environ["READING_OUT"]).write_text(json.dumps(recorder.figures()))
+    Path(os.environ["READING_OUT"]).write_text(json.dumps(figures(recorder.entries())))
 atexit.register(leave)
 sys.setprofile(recorder)
 main()
@@ -177,7 +79,7 @@ exec sh -c "$last"
 """
 
 
-def _ssh_start(checkout: Path, environment: dict[str, str], folder: Path) -> dict[str, Any]:
+def _ssh_start(checkout: Path, folder: Path) -> dict[str, Any]:
     out, bin_folder = folder / "ssh.json", folder / "bin"
     bin_folder.mkdir()
     (bin_folder / "ssh").write_text(_SSH)
@@ -186,14 +88,15 @@ def _ssh_start(checkout: Path, environment: dict[str, str], folder: Path) -> dic
     script.write_text("print('started')\n")
     command = [sys.executable, "-c", _START, "run", "--host", "alpha,beta", "--nproc_per_node", "1"]
     command += ["--no-preflight", "--master_addr", _address(), str(script)]
-    environment = environment | {
+    environment = _environment(checkout)
+    environment |= {
         "PATH": f"{bin_folder}:{environment['PATH']}",
         "READING_OUT": str(out),
         "READING_TOOLS": str(Path(__file__).parent),
     }
-    done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    done = _run(command, environment, str(folder))
     if not out.exists() or done.returncode != 0:
-        raise RuntimeError(f"the start failed in {checkout}:\n{done.stdout}{done.stderr}")
+        raise ActionError(f"the start failed in {checkout}:\n{done.stdout}{done.stderr}")
     return dict(json.loads(out.read_text()))
 
 
@@ -205,25 +108,59 @@ def _address() -> str:
         for found in addresses:
             if found.family == socket.AF_INET and not found.address.startswith("127."):
                 return str(found.address)
-    raise RuntimeError("this machine has no address but 127.0.0.1")
+    raise ActionError("this machine has no address but 127.0.0.1")
 
 
-def measure(checkout: Path) -> dict[str, Any]:
-    """Return the figures of a checkout: those of each action, and the longest file and function."""
-    environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+def entries_of(action: str, checkout: Path) -> list[Entry]:
+    """Do an action in ranks of a checkout, and return what its third time enters on rank 0.
+
+    Raises:
+        ActionError: The action failed.
+    """
+    environment = _environment(checkout)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "entries.json"
+        command = [sys.executable, "-m", "colossalai.cli", "run", "--nproc_per_node"]
+        command += [str(ACTIONS[action].num_ranks), __file__, "--rank-of", action, "--folder", folder]
+        # In the folder, since `-m` puts the working directory before PYTHONPATH.
+        done = _run(command, environment, folder)
+        if not out.exists():
+            raise ActionError(f"{action} failed in {checkout}:\n{done.stdout}{done.stderr}")
+        return [Entry(*entry) for entry in json.loads(out.read_text())]
+
+
+def measure(checkout: Path, actions: Collection[str], *, is_old: bool = False) -> dict[str, Any]:
+    """Return the figures of a checkout: those of each action, and the longest file and function.
+
+    Args:
+        checkout: Folder of the repository.
+        actions: Names of the actions.
+        is_old: An action that fails is None, since an old commit cannot do all of them.
+    """
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        for kind in KINDS:
-            out = folder / f"{kind}.json"
-            command = [sys.executable, "-m", "colossalai.cli", "run", "--nproc_per_node", "2", __file__]
-            command += ["--rank-of", kind, "--json", str(out), "--folder", str(folder / "states")]
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-            if not out.exists():
-                raise RuntimeError(f"{kind} failed in {checkout}:\n{done.stdout}{done.stderr}")
-            found |= json.loads(out.read_text())
-        found["ssh start"] = _ssh_start(checkout, environment, folder)
+    for action in actions:
+        try:
+            if action == SSH_START:
+                with tempfile.TemporaryDirectory() as folder:
+                    found[action] = _ssh_start(checkout, Path(folder))
+            else:
+                found[action] = figures(entries_of(action, checkout))
+        except ActionError as error:
+            if not is_old:
+                raise
+            found[action] = None
+            print(f"{action}: not counted before: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
     return {"actions": found, "longest": longest(checkout / "colossalai")}
+
+
+def _environment(checkout: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
+
+
+def _run(command: list[str], environment: dict[str, str], folder: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300, check=False
+    )
 
 
 def longest(package: Path) -> dict[str, Any]:
@@ -253,14 +190,18 @@ def _checkout(commit: str) -> Iterator[Path]:
 
 def table(after: dict[str, Any], before: dict[str, Any] | None) -> list[str]:
     """Return the figures as lines of Markdown."""
-    lines = ["| action | files | switches | ratio |", "| --- | --- | --- | --- |"]
-    for action, what in ACTIONS.items():
-        new = after["actions"][action]
+    lines = ["| action | files | switches | ratio | calls | model's files |", "| --- " * 6 + "|"]
+    for action, new in after["actions"].items():
         old = before["actions"][action] if before else None
-        files = f"{old['files']} -> {new['files']}" if old else str(new["files"])
-        switches = f"{old['switches']} -> {new['switches']}" if old else str(new["switches"])
+        cells = {
+            name: f"{old[name] if old else '-'} -> {new[name]}" if before else str(new[name])
+            for name in ("files", "switches", "calls")
+        }
         ratio = f"{new['switches'] / old['switches']:.2f}" if old else ""
-        lines.append(f"| {action}: {what} | {files} | {switches} | {ratio} |")
+        lines.append(
+            f"| {action}: {SUBJECTS[action]} | {cells['files']} | {cells['switches']} | {ratio} | "
+            f"{cells['calls']} | {new['model_files'] or ''} |"
+        )
     (file_lines, file), (lines_of_function, function) = after["longest"]["file"], after["longest"]["function"]
     lines += [
         "",
@@ -269,33 +210,81 @@ def table(after: dict[str, Any], before: dict[str, Any] | None) -> list[str]:
     return lines
 
 
+def write(after: dict[str, Any], lines: list[str], commit: str | None) -> None:
+    """Write the table to the page of the design, and the figures to the file that the tests read."""
+    head, rest = PAGE.read_text().split(BEGIN)
+    _, tail = rest.split(END)
+    against = f" --before {commit}" if commit else ""
+    text = [BEGIN, f"By `python tools/reading_distance.py{against} --write`.", "", *lines, END]
+    PAGE.write_text(head + "\n".join(text) + tail)
+    limits = (
+        f'"{name}": ' + json.dumps({key: after["actions"][name][key] for key in ("files", "switches")})
+        for name in ACTIONS
+    )
+    LIMITS.write_text("{\n  " + ",\n  ".join(limits) + "\n}\n")
+
+
 def main() -> None:
-    """Measure this checkout, and a commit beside it."""
+    """Measure this checkout and, if asked for, an earlier commit; or run as a rank."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--before", metavar="COMMIT", help="measure this commit, too")
-    parser.add_argument("--json", metavar="FILE", help="write all figures, with the names of the files")
+    parser.add_argument(
+        "--only", metavar="ACTION", nargs="+", choices=SUBJECTS, help=f"one of: {', '.join(SUBJECTS)}"
+    )
+    parser.add_argument(
+        "--explain", metavar="ACTION", choices=ACTIONS, help="print what this action enters most"
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="write all figures with the names of the files; with --explain, the entries in order",
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="write the table to docs/design, the figures to tests"
+    )
     parser.add_argument(
         "--backend", choices=("gloo", "auto"), default="gloo", help="of this checkout's ranks"
     )
-    parser.add_argument("--rank-of", choices=KINDS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of:
-        figures = _measure_rank(args.rank_of, args.folder)
-        if int(os.environ["RANK"]) == 0:
-            Path(args.json).write_text(json.dumps(figures))
-        return
-    os.environ[BACKEND] = args.backend
+        _be_rank(args.rank_of, args.folder)
+    elif args.write and (args.only or args.explain or args.backend != "gloo"):
+        parser.error("--write is for all actions, over gloo")
+    else:
+        os.environ[BACKEND] = args.backend
+        _explain(args) if args.explain else _compare(args)
+
+
+def _be_rank(action: str, folder: Path) -> None:
+    entries = record(action, folder / "states")
+    if int(os.environ["RANK"]) == 0:
+        (folder / "entries.json").write_text(json.dumps(entries))
+
+
+def _explain(args: argparse.Namespace) -> None:
+    entries = entries_of(args.explain, ROOT)
+    print("\n".join([f"{args.explain}: {SUBJECTS[args.explain]}", "", *explanation(entries)]))
+    if args.json:
+        Path(args.json).write_text(json.dumps(entries, indent=1))
+
+
+def _compare(args: argparse.Namespace) -> None:
+    actions = args.only or list(SUBJECTS)
     before = None
     if args.before:
         with _checkout(args.before) as checkout:
-            before = measure(checkout)
-    after = measure(ROOT)
-    print("\n".join(table(after, before)))
+            before = measure(checkout, actions, is_old=True)
+    after = measure(ROOT, actions)
+    lines = table(after, before)
+    print("\n".join(lines))
     if args.json:
         Path(args.json).write_text(json.dumps({"before": before, "after": after}, indent=1))
+    if args.write:
+        write(after, lines, args.before)
 
 
 if __name__ == "__main__":
