@@ -58,11 +58,9 @@ def changes(action: str, now: dict[str, int], committed: dict[str, int]) -> Iter
         change = now[name] - old
         what = f"{action}: {now[name]} {name}, committed are {old}"
         if change > MOST_CHANGE * old:
-            yield f"{what}. Change the mechanism and not the step; this shows where they are: " + (
-                EXPLAIN.format(action=action)
-            )
+            yield f"{what}. Shorten it: {EXPLAIN.format(action=action)} shows what it enters most"
         elif change < -MOST_CHANGE * old:
-            yield f"{what}. Commit the shorter step: {WRITE}"
+            yield f"{what}. Commit the lower figure: {WRITE}"
 
 
 def differences(entered: set[str], allowed: set[str]) -> Iterator[str]:
@@ -108,10 +106,10 @@ def test_all_actions_are_committed() -> None:
     [
         ({"files": 22, "switches": 110}, []),
         ({"files": 18, "switches": 90}, []),
-        ({"files": 23, "switches": 100}, ["step: 23 files, committed are 20. Change"]),
+        ({"files": 23, "switches": 100}, ["step: 23 files, committed are 20. Shorten"]),
         (
             {"files": 17, "switches": 111},
-            ["step: 17 files, committed are 20. Commit", "step: 111 switches, committed are 100. Change"],
+            ["step: 17 files, committed are 20. Commit", "step: 111 switches, committed are 100. Shorten"],
         ),
     ],
 )
