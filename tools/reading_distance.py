@@ -1,4 +1,4 @@
-"""How far a reader must go: files of the package, and switches between files, of an action.
+"""How far a reader must go: the files of an action, and switches between them.
 
 The rule of counting: while an action runs on rank 0, each function of the
 package that the main thread enters is recorded with its file (a generator that
@@ -244,9 +244,7 @@ def main() -> None:
     parser.add_argument(
         "--write", action="store_true", help="write the table to docs/design, the figures to tests"
     )
-    parser.add_argument(
-        "--backend", choices=("gloo", "auto"), default="gloo", help="of this checkout's ranks"
-    )
+    parser.add_argument("--backend", choices=("gloo", "auto"), default="gloo", help="backend of the ranks")
     parser.add_argument("--rank-of", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -5,6 +5,8 @@ changes the figures. Not here: `ssh start`, which starts processes of its own.
 """
 
 import json
+import re
+import runpy
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -14,6 +16,9 @@ import pytest
 from tests.ranks import run_ranks
 from tools.recorded_actions import ACTIONS, Entry, figures, record
 
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "design" / "README.md"
+ROW = re.compile(r"^\| ([\w\- ]+): .*? \| (?:[\d-]+ -> )?(\d+) \| (?:[\d-]+ -> )?(\d+) \|", re.MULTILINE)
 COMMITTED = Path(__file__).with_name("distances.json")
 MOST_CHANGE = 0.1  # of a committed figure
 EXPLAIN = 'python tools/reading_distance.py --explain "{action}"'
@@ -101,6 +106,31 @@ def test_all_actions_are_committed() -> None:
 
 
 @pytest.mark.unit
+def test_the_page_shows_the_committed_figures() -> None:
+    committed = json.loads(COMMITTED.read_text())
+    shown = {
+        action: {"files": int(files), "switches": int(switches)}
+        for action, files, switches in ROW.findall(PAGE.read_text())
+        if action in committed
+    }
+    assert shown == committed, f"write both: {WRITE}"
+
+
+@pytest.mark.unit
+def test_an_action_that_an_old_commit_cannot_do_is_a_dash(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    table = runpy.run_path(str(ROOT / "tools" / "reading_distance.py"))["table"]
+    now = {"files": 2, "switches": 3, "calls": 9, "model_files": 1}
+    longest = {"file": (5, "a.py"), "function": (4, "a.py:f")}
+    old = {"actions": {"save": {**now, "switches": 6}, "load": None}, "longest": longest}
+    lines = table({"actions": {"save": now, "load": now}, "longest": longest}, old)
+    assert [line.split(" | ", 1)[1] for line in lines[2:4]] == [
+        "2 -> 2 | 6 -> 3 | 0.50 | 9 -> 9 | 1 |",
+        "- -> 2 | - -> 3 |  | - -> 9 | 1 |",
+    ]
+
+
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("now", "found"),
     [
@@ -114,8 +144,8 @@ def test_all_actions_are_committed() -> None:
     ],
 )
 def test_a_change_of_more_than_a_tenth_is_found(now: dict[str, int], found: list[str]) -> None:
-    told = list(changes("step", now, {"files": 20, "switches": 100}))
-    assert [line[: len(begin)] for line, begin in zip(told, found, strict=True)] == found
+    lines = list(changes("step", now, {"files": 20, "switches": 100}))
+    assert [line[: len(begin)] for line, begin in zip(lines, found, strict=True)] == found
 
 
 @pytest.mark.unit
