@@ -33,7 +33,7 @@ class BucketGrads:
         views: The memory of the whole gradient of each parameter, for use while `is_open`.
         is_open: Whether gradients can be written into `views`; if not, `open` comes first.
         seen: Parameters that have had a gradient here since `forget`.
-        arrived: Parameters that have had one in this round.
+        arrived: Parameters that have had one in this round, which is complete when all have.
         placeholders: Of each parameter; None until the first mean.
         placed: Parameters whose mean is dropped with their placeholder.
         is_lifted: Whether placeholders are taken away for a backward.
@@ -62,11 +62,6 @@ class BucketGrads:
         # Copies of parameters have no gradients, and a copy of the model has no optimizer.
         no_placeholders = {"placeholders": [None for _ in self.placeholders], "placed": set()}
         return {**vars(self), **no_placeholders, "_covered": set(), "is_lifted": False, "listeners": []}
-
-    @property
-    def is_full(self) -> bool:
-        """Whether all gradients of this round have arrived."""
-        return len(self.arrived) == len(self.bucket.params)
 
     @property
     def has_new(self) -> bool:

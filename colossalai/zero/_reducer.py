@@ -248,8 +248,8 @@ class ShardedReducer:
     def _after_arrival(self, grads: BucketGrads) -> None:
         """Start the buckets at the head of the queue that are full, after a gradient has arrived in one."""
         if self._notify is not None:
-            self._notify(grads.bucket, grads.is_full)
-        while self._queue and self._queue[0].is_full:
+            self._notify(grads.bucket, len(grads.arrived) == len(grads.placeholders))
+        while self._queue and len(self._queue[0].arrived) == len(self._queue[0].placeholders):
             self._start(self._queue.popleft())
 
     def _start(self, grads: BucketGrads) -> None:
