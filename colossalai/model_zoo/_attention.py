@@ -85,9 +85,9 @@ class SelfAttention(SharesSequence):
             attention_mask: (batch, seq), whole; 0 or False where a position is padding. None for no padding.
         """
         fused = self.qkv(hidden).unflatten(-1, (-1, 3, self.head_size))  # (batch, seq, heads, 3, head_size)
-        query, key, value = (part.transpose(1, 2) for part in fused.unbind(-2))
+        query, key, value = [part.transpose(1, 2) for part in fused.unbind(-2)]
         rate = self.attention_dropout if self.training else 0.0
-        padding = self._padding(attention_mask)
+        padding = None if attention_mask is None else self._padding(attention_mask)
         if self.sequence.attention is not None:
             context = self.sequence.attention.attend(
                 query,
@@ -101,17 +101,17 @@ class SelfAttention(SharesSequence):
                 lanes=self._lanes(query) if rate > 0.0 else None,
             )
         else:
+            visible = None if padding is None else visible_keys(padding, causal=self.causal)
+            is_causal = self.causal and visible is None
             with self._random_state() if rate > 0.0 else nullcontext():
-                context = scaled_dot_product(
-                    query, key, value, causal=self.causal, key_padding_mask=padding, dropout_p=rate
+                context = functional.scaled_dot_product_attention(
+                    query, key, value, attn_mask=visible, dropout_p=rate, is_causal=is_causal
                 )
         attended: Tensor = self.dropout(self.projection(context.transpose(1, 2).flatten(2)))
         return attended
 
-    def _padding(self, attention_mask: Tensor | None) -> Tensor | None:
+    def _padding(self, attention_mask: Tensor) -> Tensor:
         """Return where this rank's part of the batch, or of its sequences, is padding."""
-        if attention_mask is None:
-            return None
         return self._slice(self.sequence.own_columns(attention_mask), self.cut.batch, 0) == 0
 
     def _lanes(self, query: Tensor) -> Tensor:
@@ -136,34 +136,18 @@ class SelfAttention(SharesSequence):
         return drawing_apart() if is_cut else nullcontext()
 
 
-def scaled_dot_product(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool,
-    key_padding_mask: Tensor | None,
-    dropout_p: float,
-) -> Tensor:
-    """Attend within this rank, where it holds whole sequences.
+def visible_keys(key_padding_mask: Tensor, *, causal: bool) -> Tensor:
+    """Return which keys each query attends to, (batch, 1, 1 or seq, seq), where a rank holds whole sequences.
 
     Args:
-        query: (batch, heads, seq, head_size).
-        key: The same.
-        value: The same.
+        key_padding_mask: (batch, seq), True for a key that no query attends to.
         causal: Whether a query attends to its own and earlier positions only.
-        key_padding_mask: (batch, seq), True for a key that nobody attends to; None for no padding.
-        dropout_p: Probability that a weight is dropped.
     """
-    visible = None
-    if key_padding_mask is not None:
-        visible = ~key_padding_mask[:, None, None, :]
-        if causal:
-            length = query.shape[-2]
-            visible = visible & torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-    return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=visible, dropout_p=dropout_p, is_causal=causal and visible is None
-    )
+    visible = ~key_padding_mask[:, None, None, :]
+    if not causal:
+        return visible
+    length = key_padding_mask.shape[-1]
+    return visible & torch.ones(length, length, dtype=torch.bool, device=visible.device).tril()
 
 
 def cut_of_heads(num_heads: int, input_cut: Cut) -> Cut:

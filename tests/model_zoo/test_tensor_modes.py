@@ -180,14 +180,14 @@ def draws(mode):
     colossalai.launch_from_torch({"parallel": {"tensor": MODES[mode]}}, verbose=False)
     model = build("gpt", embedding_dropout=0.5, dropout=0.5, attention_dropout=0.5)
     seen = []
-    attend = _attention.scaled_dot_product
+    attend = _attention.functional.scaled_dot_product_attention
 
     def spy(*args, **options):
         seen.append(torch.rand(4).tolist())
         return attend(*args, **options)
 
     zeros = model.embedding.dropout(torch.ones(64)) == 0
-    with mock.patch.object(_attention, "scaled_dot_product", spy):
+    with mock.patch.object(_attention.functional, "scaled_dot_product_attention", spy):
         logits = model(make_batch("gpt", BATCH, 0)[0])
     return seen[0], zeros.tolist(), logits.tolist()
 

@@ -343,8 +343,10 @@ class Exchange:
                 spec = self._spec_of(message)
                 if spec is None:
                     return
-                wanted = _with_gradient(spec) if message.kind is MessageKind.GRADIENT else spec.tensors
-                shapes = [(tensor.shape, tensor.dtype) for tensor in wanted]
+                shapes = []
+                for tensor in spec.tensors:
+                    if tensor.requires_grad or message.kind is not MessageKind.GRADIENT:
+                        shapes.append((tensor.shape, tensor.dtype))
             unposted.popleft()
             self._arriving[message] = self.channel.receive(
                 shapes, message.source, partial(self._blame, message), whole=message.kind is MessageKind.TOKEN

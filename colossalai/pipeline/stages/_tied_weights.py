@@ -116,14 +116,15 @@ def share_of(param: torch.Tensor) -> Share | None:
 
 
 def is_shared_copy(param: torch.Tensor) -> bool:
-    """Say whether another rank of the pipeline owns the parameter, where norms and numbers count it."""
-    share = share_of(param)
+    """Return whether another rank of the pipeline owns the parameter, where norms and numbers count it."""
+    share: Share | None = getattr(param, PIPELINE_SHARE, None)
     return share is not None and share.axis.rank > 0
 
 
 def is_counted(param: torch.Tensor) -> bool:
-    """Say whether this rank counts a parameter in norms: another one does if that owns it."""
-    return not is_shared_copy(param)
+    """Return whether this rank counts a parameter in norms: another one does if that owns it."""
+    share: Share | None = getattr(param, PIPELINE_SHARE, None)
+    return share is None or share.axis.rank == 0
 
 
 def sync_shared_grads(params: Iterable[torch.Tensor]) -> None:
@@ -137,7 +138,8 @@ def sync_shared_grads(params: Iterable[torch.Tensor]) -> None:
     Args:
         params: All parameters of this rank, in any order.
     """
-    shared = {id(param): (share, param) for param in params if (share := share_of(param)) is not None}
+    found = [(param, getattr(param, PIPELINE_SHARE, None)) for param in params]
+    shared = {id(param): (share, param) for param, share in found if share is not None}
     for share, param in sorted(shared.values(), key=lambda item: (item[0].axis.ranks, item[0].number)):
         if not param.requires_grad or _is_summed(share, param.grad):
             continue
