@@ -105,7 +105,9 @@ class PreNormBlock(Block):
         self.attention = _attention(shape, self.input_cut)
         self.mlp_norm = _norm(shape, self.input_cut)
         self.mlp = FeedForward(shape, input_cut=self.input_cut)
-        self.drop_path = DropPath(shape.drop_path, cut=self.input_cut)
+        self.drop_path: nn.Module = nn.Identity()
+        if shape.drop_path > 0.0:
+            self.drop_path = DropPath(shape.drop_path, cut=self.input_cut)
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         """Map (batch, seq, hidden) to the same shape.

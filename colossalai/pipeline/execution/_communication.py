@@ -133,9 +133,14 @@ class Channel:
     ) -> Sent:
         """Begin to send tensors to a pipeline rank; `whole` ones are not cut along the scatter axis."""
         axis = None if whole else self.scatter_axis
-        parts = tuple([_part(tensor.detach(), axis) for tensor in tensors])
+        parts = []
+        for tensor in tensors:
+            part = tensor.detach().contiguous()
+            if axis is not None and _is_cut(tuple(tensor.shape), axis):
+                part = part.view(-1).chunk(axis.size)[axis.rank]
+            parts.append(part)
         works = self._start(self._group(self.rank, peer).send, parts, peer, blame)
-        return Sent(parts, works, blame)
+        return Sent(tuple(parts), works, blame)
 
     def receive(
         self, specs: Iterable[Expected], peer: int, blame: Callable[[], str], *, whole: bool = False
@@ -145,7 +150,9 @@ class Channel:
         shapes, places = [], []
         for shape, dtype in specs:
             shapes.append(shape)
-            places.append(torch.empty(_part_shape(shape, axis), dtype=dtype, device=self.device))
+            if axis is not None and _is_cut(shape, axis):
+                shape = (math.prod(shape) // axis.size,)
+            places.append(torch.empty(shape, dtype=dtype, device=self.device))
         works = self._start(self._group(peer, self.rank).recv, places, peer, blame)
         return Arriving(tuple(places), works, blame, tuple(shapes), axis)
 
@@ -410,9 +417,9 @@ def _peer_error(error: RuntimeError, blame: Callable[[], str]) -> RuntimeError:
     return RuntimeError(blame().format("did not answer in time" if is_late else "is gone"))
 
 
-def _is_cut(shape: tuple[int, ...], axis: Axis | None) -> bool:
+def _is_cut(shape: tuple[int, ...], axis: Axis) -> bool:
     """Whether each rank of a tensor axis sends its part of a tensor only."""
-    if axis is None or not shape:
+    if not shape:
         return False
     if math.prod(shape) % axis.size == 0:
         return True
@@ -421,20 +428,6 @@ def _is_cut(shape: tuple[int, ...], axis: Axis | None) -> bool:
         "it is sent whole by every tensor-parallel rank"
     )
     return False
-
-
-def _part(tensor: torch.Tensor, axis: Axis | None) -> torch.Tensor:
-    """Return what this rank sends of a tensor, contiguous."""
-    whole = tensor.contiguous()
-    if axis is None or not _is_cut(tuple(tensor.shape), axis):
-        return whole
-    return whole.view(-1).chunk(axis.size)[axis.rank]
-
-
-def _part_shape(shape: tuple[int, ...], axis: Axis | None) -> tuple[int, ...]:
-    if axis is None or not _is_cut(shape, axis):
-        return shape
-    return (math.prod(shape) // axis.size,)
 
 
 def _with_gradient(spec: PayloadSpec) -> list[TensorSpec]:
