@@ -9,6 +9,7 @@ its elements that are no longer the master's, rounded, become the master's. In-p
 version that torch counts for every tensor; those through `param.data`, which torch does not count, are not.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +41,11 @@ class Masters(StandIns):
         self._master_of = dict(pairs or {})
         self._param_of = {master: param for param, master in self._master_of.items()}
         self._versions = {param: param._version for param in self._master_of}
+        # Gradients of which masters have copies, and their versions then.
+        self._taken: dict[nn.Parameter, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_taken": {}}  # a copy has no weak references
 
     def __len__(self) -> int:
         return len(self._master_of)
@@ -82,19 +88,26 @@ class Masters(StandIns):
 
     @torch.no_grad()
     def put_back_grads(self, factor: float, *, untaken: float | torch.Tensor) -> None:
-        """See the base class; those that masters share with their parameters are multiplied in place."""
+        """See the base class; a gradient that users have written since then is left to them."""
         for param, master in self._master_of.items():
-            if param.grad is None or master.grad is None:  # users have dropped it, or assigned another one
+            if param.grad is None:
                 continue
-            if param.grad.data_ptr() != master.grad.data_ptr():
-                param.grad.copy_(master.grad * factor)
-            elif factor != 1.0:
+            taken, version = self._taken.get(param, (None, 0))
+            if taken is None or taken() is not param.grad:  # users have assigned another one
                 param.grad.mul_(factor)
+            elif master.grad is None or param.grad._version != version:
+                param.grad.mul_(untaken)
+            else:
+                param.grad.copy_(master.grad * factor)
 
     def take_grads(self) -> None:
         """Give each master the gradient of its parameter: the same memory, if that is float32 already."""
+        self._taken.clear()
         for param, master in self._master_of.items():
-            master.grad = None if param.grad is None else param.grad.to(master.dtype)
+            grad = param.grad
+            master.grad = None if grad is None else grad.to(master.dtype)
+            if grad is not None and master.grad is not grad:
+                self._taken[param] = (weakref.ref(grad), grad._version)
 
     def follow_users(self) -> None:
         """See the base class."""

@@ -195,8 +195,8 @@ class Shards(StandIns):
             for tensor, index, _ in bucket.parts:
                 if tensor.grad is None:
                     parts[index].mul_(untaken)
-                elif tensor.grad.data_ptr() == parts[index].data_ptr():
-                    parts[index].mul_(factor)
+                elif tensor.grad.dtype == mean.dtype and tensor.grad.device == mean.device:
+                    parts[index].mul_(factor)  # it was a view of this mean, which can have moved since
                 else:
                     parts[index].copy_(tensor.grad.reshape(-1) * factor)
 
