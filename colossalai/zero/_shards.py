@@ -1,16 +1,7 @@
-"""The fragments that stand in an optimizer for parameters, each on the rank that updates it.
-
-[Note: three kinds of memory]
-The parameters of a bucket are views of one flat piece of memory. A fragment of a parameter that is updated in
-its own dtype and place is a view of the same memory: the optimizer writes the parameter itself. One that is
-updated in float32 while the parameter is lower, or on the host while the parameter is on a device, has memory
-of its own (the master), on its rank only; after a step it is rounded into the flat memory. Then all ranks
-gather the flat memory.
-"""
+"""The fragments that an optimizer holds in the place of parameters, each on the rank that updates it."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
@@ -20,65 +11,14 @@ from torch.optim import Optimizer
 
 from colossalai.amp import STATE_KEY, StandIns
 from colossalai.context import Axis
-from colossalai.tensor import FlatRange, set_fragment, set_range_of_states
+from colossalai.tensor import FlatRange, set_range_of_states
 from colossalai.zero._bucket_grads import BucketGrads
 from colossalai.zero._exchange import start_gather
 from colossalai.zero._layout import FlatBucket
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._states import StateExchange
-from colossalai.zero._weights import BucketWeights
+from colossalai.zero._weights import BucketFragments, BucketWeights, Fragment, make_fragments
 from colossalai.zero._windows import step_in_windows
-
-
-@dataclass(frozen=True, eq=False)
-class Fragment:
-    """What a rank has of a parameter.
-
-    Attributes:
-        param: The parameter.
-        tensor: What the optimizer holds; flat, or in the parameter's shape if it is the whole of it. It may
-            have no elements, and then the optimizer does not hold it.
-        weights: Those of its bucket.
-        index: The number of the parameter in the bucket.
-        place: Begin and end of it in the section of this rank.
-        has_own_memory: Whether it is not `home` itself; see [Note: three kinds of memory].
-    """
-
-    param: nn.Parameter
-    tensor: nn.Parameter
-    weights: BucketWeights
-    index: int
-    place: tuple[int, int]
-    has_own_memory: bool
-
-    @property
-    def home(self) -> torch.Tensor:
-        """The part of the parameter's memory that it stands for, where it lies now."""
-        return self.weights.home(self.index).view(self.tensor.shape)
-
-
-@dataclass(frozen=True, eq=False)
-class _BucketFragments:
-    """The fragments of a bucket as flat lists, made once, over which the loops of a step run.
-
-    Attributes:
-        weights: The weights of the bucket.
-        grads: The gradients of which those of the bucket are a part.
-        sizes: Of the parts of this rank's section, one for each parameter in the layout of `weights`.
-        numel: Their sum.
-        parts: Of each fragment: its tensor, the number of its part, the number of its parameter in `marks`
-            of the reducer.
-        masters: The fragments that have memory of their own.
-        first_mark: The number of the first parameter of `grads` in `marks`.
-    """
-
-    weights: BucketWeights
-    grads: BucketGrads
-    sizes: list[int]
-    numel: int
-    parts: list[tuple[nn.Parameter, int, int]]
-    masters: list[Fragment]
-    first_mark: int
 
 
 class Shards(StandIns):
@@ -125,7 +65,7 @@ class Shards(StandIns):
             grads.listeners.append(partial(self._lose, weights))
         self._fragments: dict[nn.Parameter, Fragment] = {}
         for weights in self._weights:
-            self._add_bucket(weights, offload)
+            self._fragments |= {each.param: each for each in make_fragments(weights, offload=offload)}
         self._tensors = [fragment.tensor for fragment in self._fragments.values()]
         self._param_of = {fragment.tensor: param for param, fragment in self._fragments.items()}
         self._buckets = self._in_flat_lists()
@@ -317,7 +257,7 @@ class Shards(StandIns):
             fragment = self._fragments[self._param_of[tensor]]
             weights = fragment.weights
             if fragment.has_own_memory:
-                self._round_on_disk(fragment)
+                fragment.round_on_disk()
                 fragment.tensor.data = weights.keep(fragment.tensor.detach())
             else:
                 fragment.tensor.data = fragment.home
@@ -461,7 +401,7 @@ class Shards(StandIns):
         params = (param for grads in self._reducer.all_grads for param in grads.bucket.params)
         return {param for param, mark in zip(params, self._reducer.marks(), strict=True) if mark}
 
-    def _in_flat_lists(self) -> list[_BucketFragments]:
+    def _in_flat_lists(self) -> list[BucketFragments]:
         first_marks: dict[BucketGrads, int] = {}
         mark_of: dict[nn.Parameter, int] = {}
         for grads in self._reducer.all_grads:
@@ -477,34 +417,9 @@ class Shards(StandIns):
             parts = [(each.tensor, each.index, mark_of[each.param]) for each in own]
             masters = [each for each in own if each.has_own_memory]
             found.append(
-                _BucketFragments(weights, grads, sizes, sum(sizes), parts, masters, first_marks[grads])
+                BucketFragments(weights, grads, sizes, sum(sizes), parts, masters, first_marks[grads])
             )
         return found
-
-    def _add_bucket(self, weights: BucketWeights, offload: bool) -> None:
-        bucket = weights.bucket
-        first = bucket.params[0]
-        device = torch.device("cpu") if offload else first.device
-        rank = bucket.axis.rank
-        weights.collect_homes()
-        for index in weights.held:
-            param = bucket.params[index]
-            begin, end = bucket.overlap(index, rank)
-            whole = end - begin == param.numel() and weights.keeps_shapes
-            shape = param.shape if whole else (end - begin,)
-            home = weights.home(index).view(shape)
-            master = weights.take_master(index)
-            is_away = device != first.device or not weights.has_lasting_homes
-            has_own_memory = master is not None or is_away
-            own = home
-            if has_own_memory:
-                own = home.clone() if master is None else master.view(shape)
-                own = weights.keep(own.cpu() if offload else own)
-            tensor = nn.Parameter(own)
-            set_fragment(tensor, param, bucket.axis.group)  # alone, too: it knows how `param` is cut
-            place = bucket.place(index, rank)
-            self._fragments[param] = Fragment(param, tensor, weights, index, place, has_own_memory)
-        weights.release_homes()
 
     def _lose(
         self, weights: BucketWeights, gone: Sequence[nn.Parameter], zeroed: Sequence[nn.Parameter]
@@ -543,15 +458,8 @@ class Shards(StandIns):
             fragment.tensor.copy_(part.view(fragment.tensor.shape))
         for fragment in self._fragments.values():
             if fragment.has_own_memory:
-                self._round_on_disk(fragment)
+                fragment.round_on_disk()
         self.write_weights()
-
-    @staticmethod
-    def _round_on_disk(fragment: Fragment) -> None:
-        """Round a master into its home, where that is done bucket by bucket."""
-        if fragment.weights.is_paged and fragment.weights.has_lasting_homes:
-            fragment.home.copy_(fragment.tensor)
-            fragment.weights.give_back([fragment.home, fragment.tensor.detach()])
 
     def _range_of(self, fragment: Fragment) -> FlatRange:
         param = fragment.param

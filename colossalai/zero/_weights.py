@@ -1,16 +1,25 @@
-"""Where the weights of a bucket lie between two steps, and how what an optimizer has updated gets there.
+"""Weights of a bucket between two steps, and the fragments of them that an optimizer updates.
 
 The fragments of an optimizer (`_shards.py`) are parts of this memory, or are rounded into it. Stages 1 and 2
 keep it whole on every rank; stage 3 keeps a rank's own section (`gemini/_section_weights.py`).
+
+[Note: three kinds of memory]
+The parameters of a bucket are views of one flat piece of memory. A fragment of a parameter that is updated in
+its own dtype and place is a view of the same memory: the optimizer writes the parameter itself. One that is
+updated in float32 while the parameter is lower, or on the host while the parameter is on a device, has memory
+of its own (the master), on its rank only; after a step it is rounded into the flat memory. Then all ranks
+gather the flat memory.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, final
 
 import torch
 from torch import nn
 
+from colossalai.tensor import set_fragment
 from colossalai.zero._bucket_grads import BucketGrads
 from colossalai.zero._exchange import start_gather
 from colossalai.zero._layout import FlatBucket
@@ -172,3 +181,93 @@ class WholeWeights(BucketWeights):
             self._versions = [param._version for param in self.bucket.params]
 
         return end
+
+
+@dataclass(frozen=True, eq=False)
+class Fragment:
+    """This rank's part of a parameter, as its optimizer updates it.
+
+    Attributes:
+        param: The parameter.
+        tensor: What the optimizer holds; flat, or in the parameter's shape if it is the whole of it. It may
+            have no elements, and then the optimizer does not hold it.
+        weights: Those of its bucket.
+        index: The number of the parameter in the bucket.
+        place: Begin and end of it in the section of this rank.
+        has_own_memory: Whether it is not `home` itself; see [Note: three kinds of memory].
+    """
+
+    param: nn.Parameter
+    tensor: nn.Parameter
+    weights: BucketWeights
+    index: int
+    place: tuple[int, int]
+    has_own_memory: bool
+
+    @property
+    def home(self) -> torch.Tensor:
+        """The part of the parameter's memory that it stands for, where it lies now."""
+        return self.weights.home(self.index).view(self.tensor.shape)
+
+    def round_on_disk(self) -> None:
+        """Round a master into its home, where that is done bucket by bucket."""
+        if self.weights.is_paged and self.weights.has_lasting_homes:
+            self.home.copy_(self.tensor)
+            self.weights.give_back([self.home, self.tensor.detach()])
+
+
+@dataclass(frozen=True, eq=False)
+class BucketFragments:
+    """The fragments of a bucket as flat lists, made once, over which the loops of a step run.
+
+    Attributes:
+        weights: The weights of the bucket.
+        grads: The gradients of which those of the bucket are a part.
+        sizes: Of the parts of this rank's section, one for each parameter in the layout of `weights`.
+        numel: Their sum.
+        parts: Of each fragment: its tensor, the number of its part, the number of its parameter in `marks`
+            of the reducer.
+        masters: The fragments that have memory of their own.
+        first_mark: The number of the first parameter of `grads` in `marks`.
+    """
+
+    weights: BucketWeights
+    grads: BucketGrads
+    sizes: list[int]
+    numel: int
+    parts: list[tuple[nn.Parameter, int, int]]
+    masters: list[Fragment]
+    first_mark: int
+
+
+def make_fragments(weights: BucketWeights, *, offload: bool) -> list[Fragment]:
+    """Return this rank's fragments of the parameters of a bucket; collective.
+
+    Args:
+        weights: The weights of the bucket.
+        offload: Keep the fragments in host memory.
+    """
+    bucket = weights.bucket
+    first = bucket.params[0]
+    device = torch.device("cpu") if offload else first.device
+    rank = bucket.axis.rank
+    found = []
+    weights.collect_homes()
+    for index in weights.held:
+        param = bucket.params[index]
+        begin, end = bucket.overlap(index, rank)
+        whole = end - begin == param.numel() and weights.keeps_shapes
+        shape = param.shape if whole else (end - begin,)
+        home = weights.home(index).view(shape)
+        master = weights.take_master(index)
+        is_away = device != first.device or not weights.has_lasting_homes
+        has_own_memory = master is not None or is_away
+        own = home
+        if has_own_memory:
+            own = home.clone() if master is None else master.view(shape)
+            own = weights.keep(own.cpu() if offload else own)
+        tensor = nn.Parameter(own)
+        set_fragment(tensor, param, bucket.axis.group)  # alone, too: it knows how `param` is cut
+        found.append(Fragment(param, tensor, weights, index, bucket.place(index, rank), has_own_memory))
+    weights.release_homes()
+    return found
