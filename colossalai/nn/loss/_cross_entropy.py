@@ -91,7 +91,7 @@ class ParallelCrossEntropyLoss(nn.Module):
         counted = labels != self.ignore_index
         losses = self._losses(logits, labels.masked_fill(~counted, 0)).masked_fill(~counted, 0.0)
         total, count = losses.sum(), counted.sum()
-        for axis in self._batch_axes:
+        for axis in self._batch_axes:  # two numbers, over the ranks that hold other parts of the batch
             total, count = reduce_forward_copy_backward(total, axis), all_reduce(count, axis)
         if self.with_count:
             return total, count
@@ -101,7 +101,7 @@ class ParallelCrossEntropyLoss(nn.Module):
         """Return the loss at each position, in float32 or better."""
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         largest = wide.detach().amax(-1)
-        for axis in self._class_axes:
+        for axis in self._class_axes:  # one number for each position
             largest = all_reduce(largest, axis, torch.distributed.ReduceOp.MAX)
         shifted = wide - largest.unsqueeze(-1)
         log_sum = self._sum_over_classes(shifted.exp().sum(-1)).log()

@@ -166,7 +166,7 @@ class Channel:
         works = []
         try:
             for tensor in tensors:
-                if tensor.numel():
+                if tensor.numel():  # the peer knows the shape, and posts nothing for an empty one, either
                     works.append(operation([tensor], peer, 0))
         except RuntimeError as error:
             raise _peer_error(error, blame) from error
@@ -331,7 +331,7 @@ class Exchange:
             self._received_specs[message.stage - 1, message.microbatch] = spec
 
     def finish(self) -> None:
-        """Return when everything has been sent."""
+        """Return when everything has been sent; the memory of the sends is free then."""
         for messages in self._on_their_way.values():
             _wait_for(messages)
         self._on_their_way.clear()
@@ -341,7 +341,10 @@ class Exchange:
         self._on_their_way.setdefault(message, []).append(sent)
 
     def _post_known(self, unposted: deque[Message]) -> None:
-        """Begin to receive the next messages of a rank, in order, up to the first of unknown shapes."""
+        """Begin to receive the next messages of a rank, in order, up to the first of unknown shapes.
+
+        The sender sends in this order: a receive that was posted out of order would take another message.
+        """
         while unposted:
             message = unposted[0]
             if message.kind is MessageKind.TOKEN:
@@ -363,6 +366,7 @@ class Exchange:
         """Receive the spec that goes ahead of an activation of new shapes."""
         assert message.kind is MessageKind.ACTIVATION, f"nothing goes ahead of {message}"
         peer, blame = message.source, partial(self._blame, message)
+        # The sender has begun both sends before that of the activation, so these waits end.
         (length,) = self.channel.receive([_LENGTH], peer, blame, whole=True).wait()
         (encoded,) = self.channel.receive([((int(length),), torch.uint8)], peer, blame, whole=True).wait()
         stage = message.stage - 1

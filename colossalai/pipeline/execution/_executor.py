@@ -207,7 +207,7 @@ class PipelineExecutor:
             raise ValueError("compute_loss is None: no loss, no backward; give one, or use forward_only=True")
         data = shape_digests(microbatches)
         common = digest((lowered.digest, not forward_only, tuple(data)))
-        self._channel.connect(lowered.pairs)
+        self._channel.connect(lowered.pairs)  # all ranks, in one order; pairs that have met send nothing
         exchange = Exchange(
             self._channel,
             rank_of_stage=lowered.schedule.rank_of_stage,
@@ -239,7 +239,7 @@ class PipelineExecutor:
                 except BaseException as error:
                     error.add_note(f"in {self._describe(step, lowered.schedule)}")
                     raise
-        exchange.finish()
+        exchange.finish()  # waits for the sends that no WAIT has shown to be over
         return PipelineResult(_in_order(run.outputs), _in_order(run.losses))
 
     def _handlers(self, run: "_Run") -> dict[StepKind, Callable[[ScheduleStep], None]]:
@@ -377,7 +377,7 @@ class _Run:
                     if tensor_spec.requires_grad
                 ]
             received = put_together(spec, tensors)
-            del tensors
+            del tensors  # the leaves that get a gradient live until the backward, the others with the graph
         with nullcontext() if self._stage_context is None else self._stage_context():
             if self._collection is None:
                 output = self._callers[stage](received, self._microbatches[microbatch])
@@ -418,6 +418,7 @@ class _Run:
         spec, tensors = take_apart(self._made)
         self._made = None
         if step.message is not None:
+            # The exchange keeps the tensors until the send is over; here only their places in the graph stay.
             spec = self._exchange.send_activation(step.message, spec, tensors)
         else:
             leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
@@ -430,6 +431,7 @@ class _Run:
             self._live[stage][microbatch].outputs = edges
 
     def _backward(self, step: ScheduleStep) -> None:
+        # Inputs, graph and gradients of the microbatch are freed when this returns, but for what is sent.
         live = self._live[step.action.stage].pop(step.action.microbatch)
         outputs, grads = self._useful(live, step)
         if outputs:

@@ -96,6 +96,7 @@ class ParallelEmbedding(ParallelModule):
             weight = self.shared_over(self._only_batch, weight)
         if self.vocab_axes:
             y = self._look_up_own_rows(ids, weight)
+            # The row of an id is on one rank; the others add zeros.
             for axis in self._summed_over:
                 y = reduce_forward_copy_backward(y, axis)
             for axis in self._scattered_over:

@@ -59,6 +59,7 @@ class _Product(torch.autograd.Function):
         if num_chunks > 1:
             y = _summed_in_chunks(x, w, reduce_y, num_chunks)
         else:
+            # All ranks along `reduce_y` add their terms of y; the bias is added once, to the sum.
             y = all_reduce_in_place(functional.linear(x, w.t()), reduce_y)
         return y if bias is None else y.add_(bias)
 
@@ -78,12 +79,12 @@ class _Product(torch.autograd.Function):
             rows = x.reshape(-1, x.shape[-1])
             # In memory as `w` is: a weight that is stored transposed gets its gradient without a copy.
             dw = rows.t() @ flat if w.is_contiguous() else (flat.t() @ rows).t()
-            if ctx.copy_w.size > 1:
+            if ctx.copy_w.size > 1:  # the ranks that hold the same weight, for other parts of the batch
                 dw = all_reduce(dw, ctx.copy_w)
         if needs_db:
             db = flat.sum(0)
         if wait is not None:
-            wait()
+            wait()  # dx is complete here
         return dx, dw, db, None, None, None, None
 
 
@@ -93,7 +94,7 @@ def _summed_in_chunks(x: torch.Tensor, w: torch.Tensor, axis: Axis, num_chunks: 
     for columns in w.chunk(num_chunks, dim=1):
         parts.append(functional.linear(x, columns.t()))
         waits.append(start_all_reduce(parts[-1], axis))
-    for wait in waits:
+    for wait in waits:  # in the order in which all ranks have begun them
         wait()
     return torch.cat(parts, dim=-1)
 

@@ -83,6 +83,8 @@ class ParallelLayerNorm(ParallelModule):
     def _mean(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean over all features; every rank uses it for its own features."""
         total = x.sum(-1, keepdim=True)
-        for axis in self._feature_axes:
+        for (
+            axis
+        ) in self._feature_axes:  # one number for each position: summed here, and again in the backward
             total = copy_forward_reduce_backward(reduce_forward_copy_backward(total, axis), axis)
         return total / self.normalized_shape
