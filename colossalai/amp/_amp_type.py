@@ -114,7 +114,7 @@ def convert_to_amp(
         ),
         param_names=names,
         masters=masters,
-        before_step=precision.before_step,
+        before_step=precision.step_hooks(),
         max_norm=max_norm,
     )
     return PrecisionModule(model, precision, device.type), wrapped, criterion

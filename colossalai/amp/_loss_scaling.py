@@ -75,7 +75,7 @@ class LossScaler:
     weight_unit: torch.Tensor | None = None
 
     def update(self, *, stepped: bool, reason: str = "") -> None:
-        """Adapt the scale after a step that was made, or skipped.
+        """Adapt the scale after a step that was made, or skipped; only of scalers that skip steps.
 
         Args:
             stepped: Whether it was made.

@@ -1,7 +1,7 @@
 """Precisions in which the model itself holds 16 bits, and the optimizer float32 masters of the weights."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
@@ -153,7 +153,10 @@ class NaiveFP16(_LowWeights):
             verbose=self.verbose,
         )
 
-    def before_step(self, optimizer: OptimizerWrapper) -> None:
-        if self.log_num_zeros_in_grad:
-            num_zeros = optimizer.count_zero_grads()
-            get_dist_logger().info(f"{num_zeros} elements of the gradients are 0", ranks=[0])
+    def step_hooks(self) -> tuple[Callable[[OptimizerWrapper], None], ...]:
+        return (_log_num_zeros,) if self.log_num_zeros_in_grad else ()
+
+
+def _log_num_zeros(optimizer: OptimizerWrapper) -> None:
+    num_zeros = optimizer.count_zero_grads()
+    get_dist_logger().info(f"{num_zeros} elements of the gradients are 0", ranks=[0])

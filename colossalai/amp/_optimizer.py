@@ -116,7 +116,8 @@ class OptimizerWrapper(Optimizer):
             alone, and losses are not scaled.
         param_names: Name of each of the model's parameters.
         masters: What stands in the optimizer for the model's parameters: float32 masters, slices.
-        before_step: Called with this wrapper before every update, when the gradients are true.
+        before_step: Called with this wrapper, one after the other, before every update, when the gradients
+            are true.
         after_step: Called, one after the other, after every update.
         max_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
         norm_type: The p of that norm.
@@ -143,7 +144,7 @@ class OptimizerWrapper(Optimizer):
         group: OptimizerGroup | None = None,
         param_names: Mapping[nn.Parameter, str] | None = None,
         masters: StandIns | None = None,
-        before_step: Callable[["OptimizerWrapper"], None] | None = None,
+        before_step: Sequence[Callable[["OptimizerWrapper"], None]] = (),
         after_step: Sequence[Callable[[], None]] = (),
         max_norm: float = 0.0,
         norm_type: float = 2.0,
@@ -158,7 +159,7 @@ class OptimizerWrapper(Optimizer):
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.stepped = False
-        self._before_step = before_step
+        self._before_step = tuple(before_step)
         self._after_step = tuple(after_step)
         self._stages = stages
         # In the order of the names, and before it in that of the stages.
@@ -425,7 +426,7 @@ class OptimizerWrapper(Optimizer):
         gradients.end_step(had_gradients=has_gradients)
         if not has_gradients:
             get_dist_logger().log_once(_NO_BACKWARD, ranks=[0])
-        elif not decision.is_counted:
+        elif self.scaler.skips and not decision.is_counted:
             decision.is_counted = True
             reason = "" if decision.overflow is None else self._reason(decision.overflow)
             self.scaler.update(stepped=self.stepped, reason=reason)
@@ -474,8 +475,8 @@ class OptimizerWrapper(Optimizer):
         self.optim.add_param_group(param_group)
 
     def _update(self, closure: Callable[[], float] | None) -> Any:
-        if self._before_step is not None:
-            self._before_step(self)
+        for hook in self._before_step:
+            hook(self)
         self._is_updating = True
         try:
             return self.masters.step(self.optim, None if closure is None else self._with_grads_taken(closure))

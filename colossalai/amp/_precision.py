@@ -89,8 +89,9 @@ class Precision:
         """Return a new loss scaler for the optimizers of one model."""
         return LossScaler()
 
-    def before_step(self, optimizer: OptimizerWrapper) -> None:
-        """Look at the true gradients of a step that will be made."""
+    def step_hooks(self) -> tuple[Callable[[OptimizerWrapper], None], ...]:
+        """Return what is called before each update, when the gradients are true."""
+        return ()
 
 
 @dataclass(frozen=True)

@@ -389,7 +389,7 @@ def _wrap_optimizers(
                 group=group,
                 param_names=_param_names(model, plan),
                 masters=stand_ins,
-                before_step=plan.precision.before_step,
+                before_step=plan.precision.step_hooks(),
                 # Biases move once in a step, with the first of several optimizers.
                 after_step=() if wrapped else bias_updates(model, replicas),
                 max_norm=plan.clip_grad_norm,

@@ -138,7 +138,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
             group=group,
             param_names={param: name for name, param in model.named_parameters()},
             masters=shards,
-            before_step=model.precision.before_step,
+            before_step=model.precision.step_hooks(),
             max_norm=clip_grad_norm,
             norm_type=norm_type,
         )
