@@ -37,8 +37,6 @@ STEP = {
 # Of features that this job does not use (issue 35, part 2): none may be added.
 NOT_OF_A_DENSE_STEP = {
     "context/_moe_env.py": "a forward asks whether layers of experts are to leave losses",
-    "nn/layer/moe/_balance.py": "after each step: moves the biases of routers",
-    "tensor/colo/_cut.py": "masters and norm: whether functions take ColoTensors as memory",
 }
 
 
