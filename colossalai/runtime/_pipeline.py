@@ -32,6 +32,7 @@ from colossalai.pipeline import (
     merge_outputs,
     output_dim_of,
     reduction_of,
+    share_of,
     sync_shared_grads,
 )
 from colossalai.runtime._fused_loss import criterion_of, with_labels
@@ -111,6 +112,7 @@ class Pipeline:
         self._convert_input = _hook(precision, "convert_input")
         self._data = data
         self._chunks = list(model) if isinstance(model, nn.ModuleList) else [model]
+        self._shared = [param for param in model.parameters() if share_of(param) is not None]
         has_losses = any(isinstance(part, MoeLayer) for part in model.modules())
         self._collection = LossesOfExperts(model) if any(gather_values(has_losses, axis.group)) else None
         self._is_closing = False  # whether the gradients are complete after the present batch
@@ -242,11 +244,11 @@ class Pipeline:
 
     def _make_equal(self) -> None:
         """Make the gradients equal over the replicas, and those of shared weights over their stages."""
-        if self._data.shards_gradients:  # afterwards no rank has all of them
-            sync_shared_grads(self.model.parameters())
+        if self._shared and self._data.shards_gradients:  # afterwards no rank has all of them
+            sync_shared_grads(self._shared)
         self._data.finish()
-        if not self._data.shards_gradients:
-            sync_shared_grads(self.model.parameters())
+        if self._shared and not self._data.shards_gradients:
+            sync_shared_grads(self._shared)
 
     def _before_last_backward(self, chunk: int) -> None:
         if self._is_closing:

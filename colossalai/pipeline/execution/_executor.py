@@ -338,7 +338,7 @@ class _Run:
         self._chunks, self._exchange, self._microbatches = chunks, exchange, microbatches
         self._callers = lowered.callers
         self._chunk_of = {stage: chunk for chunk, stage in enumerate(lowered.callers)}
-        self._last_stage = lowered.schedule.num_stages - 1
+        self._last_stage = len(lowered.schedule.rank_of_stage) - 1
         self._compute_loss, self._loss_factors, self._keep_outputs = compute_loss, loss_factors, keep_outputs
         self._stage_context, self._on_last_backward = stage_context, on_last_backward
         self._convert_activation = convert_activation
