@@ -28,8 +28,7 @@ from colossalai.communication import ledger
 from colossalai.context import Config
 from colossalai.context._supervision import start_watching, stop_watching
 from colossalai.model_zoo.gpt import GPT, GPTConfig
-from colossalai.monitor._flight_recorder import MessageRecord
-from colossalai.monitor._last_calls import SignatureRecord
+from colossalai.monitor._last_calls import MessageRecord, SignatureRecord
 from colossalai.monitor._sections import section
 from colossalai.monitor._wait_timer import WaitTimer
 
