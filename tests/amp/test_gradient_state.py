@@ -111,3 +111,13 @@ def test_a_backward_adds_to_gradients_that_a_user_has_assigned(case: Case) -> No
         param.grad = torch.full_like(param, 0.5)
     case.backward(0)
     case.step()
+
+
+def test_a_backward_adds_to_gradients_that_a_user_has_assigned_after_a_step(case: Case) -> None:
+    case.backward(0)
+    case.step()
+    for expected, param in zip(case.twin.parameters(), case.model.parameters(), strict=True):
+        expected.grad = torch.full_like(expected, 0.25)
+        param.grad = torch.full_like(param, 0.25)
+    case.backward(1)
+    case.step()
