@@ -4,11 +4,8 @@ from colossalai.nn import checkpoint as checkpoint
 from colossalai.runtime._accumulation import AccumulatingOptimizer as AccumulatingOptimizer
 from colossalai.runtime._assemble import assemble as assemble
 from colossalai.runtime._assemble import assemble_with_optimizers as assemble_with_optimizers
-from colossalai.runtime._assemble import check_built_for as check_built_for
 from colossalai.runtime._assemble import describe_model as describe_model
 from colossalai.runtime._assemble import log_start as log_start
-from colossalai.runtime._assemble import parameter_shapes as parameter_shapes
-from colossalai.runtime._assemble import refuse_other_model as refuse_other_model
 from colossalai.runtime._compatibility import REFUSED as REFUSED
 from colossalai.runtime._compatibility import pairs_table as pairs_table
 from colossalai.runtime._compatibility import refuse_pairs as refuse_pairs
@@ -25,6 +22,9 @@ from colossalai.runtime._fused_loss import criterion_of as criterion_of
 from colossalai.runtime._fused_loss import with_labels as with_labels
 from colossalai.runtime._gather import InHand as InHand
 from colossalai.runtime._gather import gather_samples as gather_samples
+from colossalai.runtime._model_checks import check_built_for as check_built_for
+from colossalai.runtime._model_checks import parameter_shapes as parameter_shapes
+from colossalai.runtime._model_checks import refuse_other_model as refuse_other_model
 from colossalai.runtime._pipeline import Criterion as Criterion
 from colossalai.runtime._pipeline import Pipeline as Pipeline
 from colossalai.runtime._plan import Plan as Plan

@@ -1,4 +1,4 @@
-"""Loss in chunks: a language model computes its loss from labels, in training without logits.
+"""Criterion and labels of a model with a fused loss, which it computes from labels, without logits.
 
 The model gets the labels that the criterion gets otherwise, and the criterion takes the loss from what the
 model returns: none is needed.
@@ -10,34 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from colossalai.nn.loss import FusesLoss, ModelLoss, wants_logits
-from colossalai.pipeline import ModelStage
-from colossalai.runtime._plan import Plan
-from colossalai.shardformer import fuse_losses
-
-
-def apply_fused_loss(model: nn.Module, plan: Plan) -> None:
-    """Let the language models in a model compute head and loss together, if a plan says so; in place.
-
-    Args:
-        model: The model, or its stages of this rank, with layers cut already.
-        plan: The plan.
-
-    Raises:
-        ValueError: `model` has no language model, or one with a head or loss of another kind.
-    """
-    if not plan.fused_loss:
-        return
-    parts = [part.model if isinstance(part, ModelStage) else part for part in model.modules()]
-    own = [part for part in parts if isinstance(part, FusesLoss)]
-    for part in own:
-        part.fused_loss = True
-    if fuse_losses(model) + len(own) == 0:
-        raise ValueError(
-            f"fused_loss: {type(model).__name__} is no language model that computes head and loss together: "
-            "take GPT of colossalai.model_zoo, or a causal model of transformers; "
-            "register_rule(..., Rule(loss_head='lm_head')) of colossalai.shardformer names the head of others"
-        )
+from colossalai.nn.loss import ModelLoss, wants_logits
 
 
 def criterion_of(criterion: Callable[..., Any] | None, *, fused_loss: bool) -> Callable[..., Any] | None:

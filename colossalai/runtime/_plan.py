@@ -22,6 +22,22 @@ from colossalai.logging import get_dist_logger
 from colossalai.nn.parallel import Bucketed, DataMethod, FullySharded, Replicated, Unsynchronized
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime._compatibility import refuse_pairs
+from colossalai.runtime.methods import (
+    BatchNorms,
+    CompiledBlocks,
+    ComputePrecision,
+    DataParallelism,
+    FusedLoss,
+    ModelShards,
+    MovedParams,
+    ParamValues,
+    PipelineStages,
+    PlanMethod,
+    Recomputation,
+    TiedWeights,
+    UserShards,
+    WrappedOptimizers,
+)
 from colossalai.runtime.recomputation import Segments
 from colossalai.shardformer import NamedRules, Rule
 from colossalai.zero import ZeroReplicas
@@ -77,7 +93,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_compile(self.compile)
-        refuse_pairs(self.methods)
+        refuse_pairs(self.method_names)
         if self.cuts is not None:
             object.__setattr__(self, "cuts", NamedRules(self.cuts))
         self._check_layers()
@@ -128,6 +144,16 @@ class Plan:
         precision = self.precision.resolve(model, device, agree)
         return self if precision is self.precision else replace(self, precision=precision)
 
+    def _replacing_methods(self) -> tuple[str, ...]:
+        """Return the methods that replace parameters, which functions of a user's own use as they are."""
+        replacing = {
+            "a pipeline": self.pipeline is not None,
+            "`cuts` of layers": bool(self.cuts),
+            "ZeRO stage 3 by FSDP": self.data.shards_parameters,
+            "compile": self.compile is not False,
+        }
+        return tuple(method for method, is_used in replacing.items() if is_used)
+
     def _check_layers(self) -> None:
         """Refuse cuts that no ranks share, and batch norms of parts that a tensor mode cuts again."""
         layout = self.layout or Layout()
@@ -143,9 +169,35 @@ class Plan:
                 "a replica again, within the model"
             )
 
+    def methods(self) -> tuple[PlanMethod, ...]:
+        """Return the methods in the order in which `assemble` applies them."""
+        pipeline, is_in_stages = self.pipeline, self.pipeline is not None
+        methods = (
+            # First: a rank shards, moves and compiles nothing of the stages of other ranks.
+            pipeline is not None and PipelineStages(pipeline, self.precision, self.fused_loss),
+            UserShards(self._replacing_methods()),
+            ModelShards(self.cuts, pipeline),
+            BatchNorms(self.sync_batch_norm, bool(self.recompute), is_in_stages),
+            # Of a lazy model only the shards of this rank get memory.
+            ParamValues(self.precision, self.data),
+            # Before parameters are cast: stages hold equal values of the weights that they share.
+            pipeline is not None and TiedWeights(pipeline),
+            MovedParams(self.data),
+            # Recomputation runs compiled forwards, and a graph has no checkpoint in it.
+            self.compile is not False and CompiledBlocks(self.compile, pipeline),
+            bool(self.recompute) and Recomputation(self.recompute, is_in_stages),
+            self.fused_loss and FusedLoss(),
+            # The data method is around the precision: it reduces the gradients of what is stored.
+            not is_in_stages and ComputePrecision(self.precision),
+            DataParallelism(self.data),
+            # Last: optimizers update the masters and shards of all other methods.
+            WrappedOptimizers(self.precision, self.clip_grad_norm, self.clip_norm_type),
+        )
+        return tuple(method for method in methods if method)
+
     @property
-    def methods(self) -> list[str]:
-        """What is used, in the words and the order of the table of pairs."""
+    def method_names(self) -> list[str]:
+        """The names of the methods, in the words and the order of the table of pairs."""
         layout = self.layout or Layout()
         used = {
             "data parallelism": layout.data not in (None, 1),

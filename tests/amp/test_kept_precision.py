@@ -17,7 +17,7 @@ from colossalai.booster.plugin import (
     TorchDDPPlugin,
 )
 from colossalai.context import global_context as gpc
-from colossalai.runtime._compile import CompiledForward
+from colossalai.runtime.methods._compile import CompiledForward
 from tests.ranks import run_ranks
 
 TIME = torch.tensor([999.0, 3.0])

@@ -28,12 +28,12 @@ def test_a_plugin_needs_no_job_and_its_plan_says_all_of_it() -> None:
     plugin = HybridParallelPlugin(tp_size=4, tp_mode="2d", pp_size=2, num_microbatches=4, zero_stage=1)
     plan = plugin.plan(FullPrecision())
     assert plan.layout == Layout(pipeline=2, tensor=4, mode="2d")
-    assert plan.methods == ["tensor 2d", "pipeline", "ZeRO 1"]
+    assert plan.method_names == ["tensor 2d", "pipeline", "ZeRO 1"]
     ulysses = HybridParallelPlugin(sp_size=2, sequence_attention="ulysses", recompute=True).plan(
         BF16Autocast()
     )
     assert ulysses.layout == Layout(sequence=2, attention="ulysses")
-    assert ulysses.methods == ["sequence ulysses", "mixed precision", "recompute"]
+    assert ulysses.method_names == ["sequence ulysses", "mixed precision", "recompute"]
     assert str(plan).startswith("tp 4 (2d) x pp 2, ZeRO 1, ")
     assert str(ulysses).startswith("sp 2 (ulysses), DDP, bf16 autocast, recompute=True")
     assert TorchDDPPlugin().plan(FullPrecision()).layout is None  # as the job was launched
@@ -52,14 +52,14 @@ def test_a_config_says_the_layout() -> None:
     parallel = {"data": 2, "tensor": {"size": 8, "mode": "2.5d", "depth": 2}}
     plan = Plan.from_config(Config(parallel=parallel, fp16={"mode": "bf16"}, recompute=True))
     assert plan.layout == Layout(data=2, tensor=8, mode="2.5d", depth=2)
-    assert plan.methods == ["data parallelism", "tensor 2.5d", "mixed precision", "recompute"]
+    assert plan.method_names == ["data parallelism", "tensor 2.5d", "mixed precision", "recompute"]
     experts = HybridParallelPlugin(ep_size=2, tp_size=2).plan(FullPrecision())
     assert experts.layout == Layout(tensor=2, mode="1d", expert=2)
-    assert experts.methods == ["tensor 1d", "experts"]
+    assert experts.method_names == ["tensor 1d", "experts"]
     sequence = Plan.from_config(Config(parallel={"tensor": {"size": 2, "mode": "sequence"}}))
     assert sequence.layout == Layout(sequence=2, attention="ring")
-    assert sequence.methods == ["sequence ring"]
-    assert {*plan.methods, *sequence.methods} <= {*METHODS}
+    assert sequence.method_names == ["sequence ring"]
+    assert {*plan.method_names, *sequence.method_names} <= {*METHODS}
     assert plan.layout.over(16) is plan.layout
     assert sequence.layout is not None
     assert sequence.layout.over(6).data == 3

@@ -20,14 +20,6 @@ pytestmark = pytest.mark.dist
 PIPELINE = PipelineOptions(num_microbatches=2)
 
 
-@pytest.fixture
-def mesh(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield Mesh({"dp": 1}, rank=0)
-    torch.distributed.destroy_process_group()
-
-
 def run(plan, mesh, model, optimizer=None):
     return assemble(plan, model, optimizer, mesh=mesh, device=torch.device("cpu"))
 

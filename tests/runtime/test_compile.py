@@ -11,10 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from colossalai.context import Config, ConfigException, Mesh
-from colossalai.nn.parallel import Bucketed, Replicated
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble
-from colossalai.runtime._compile import apply_compile
+from colossalai.runtime.methods import CompiledBlocks
 from colossalai.zero.gemini import InChunks
 
 EAGER = {"backend": "eager"}
@@ -156,10 +155,11 @@ def apply_to_ranks(axes, model, *, pipeline=None, tensor_axis=None):
     """Compile on one of several ranks, of which nothing but their numbers is asked."""
     sizes = {"dp": 1, **axes}
     ranks = SimpleNamespace(world_size=math.prod(sizes.values()), axes=sizes, axis_size=sizes.get)
-    data = Replicated() if pipeline is None else Bucketed()
-    plan = Plan(compile=EAGER, data=data, pipeline=pipeline)
-    where = {"mesh": ranks, "tensor_axis": tensor_axis, "device": torch.device("cpu")}
-    apply_compile(model, plan, blocks=list(model.blocks), **where)
+    blocks, device = list(model.blocks), torch.device("cpu")
+    job = SimpleNamespace(model=model, blocks=blocks, mesh=ranks, tensor_axis=tensor_axis, device=device)
+    method = CompiledBlocks(EAGER, pipeline)
+    method.validate(job)
+    method.apply(job)
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])

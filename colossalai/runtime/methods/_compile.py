@@ -11,7 +11,8 @@ and runs as it does without; the next graph begins behind it.
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from inspect import signature
 from os import environ
@@ -20,10 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossalai.context import Axis, Mesh
 from colossalai.logging import get_dist_logger
 from colossalai.pipeline import Op, PipelineOptions
-from colossalai.runtime._plan import Plan
+from colossalai.runtime.methods._assembly import Assembly, PlanMethod
 
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch")  # where the errors of compilers are
 
@@ -71,57 +71,65 @@ class CompiledForward:
         return CompiledForward, (self._forward, self._options, self._name)
 
 
-def apply_compile(
-    module: nn.Module,
-    plan: Plan,
-    *,
-    blocks: Sequence[nn.Module],
-    mesh: Mesh,
-    tensor_axis: Axis | None,
-    device: torch.device,
-) -> None:
-    """Compile the forward of the blocks of a module, or, where it has none, its own; in place.
+@dataclass(frozen=True)
+class CompiledBlocks(PlanMethod):
+    """Compiled forwards of the blocks of a model; where it has none, its own.
 
-    Called before methods are put around the forward of blocks. In tensor modes that cut activations, and
-    where sequences are cut, nothing is compiled, which is said once.
+    Applied before methods are put around the forward of blocks. In tensor modes that cut activations, and
+    where sequences are cut, nothing is compiled, which is logged once.
 
     Args:
-        module: The module.
-        plan: It says whether and with which options, and how the stages of a pipeline are run.
-        blocks: The repeated parts of it.
-        mesh: The ranks.
-        tensor_axis: Those that share layers and have the same activations between them.
-        device: Where it runs.
-
-    Raises:
-        ValueError: `torch.compile` does not take the options, what it needs is not installed, or the pipeline
-            runs a backward in two parts.
+        options: Options of `torch.compile`; True for its defaults.
+        pipeline: How the stages of a pipeline are run, if the model becomes stages.
     """
-    # See [Note: what is compiled].
-    if plan.compile is False:
-        return
-    options = {} if plan.compile is True else dict(plan.compile)
-    if plan.pipeline is not None:
-        _refuse_split_backward(plan.pipeline, mesh.axis_size("pp"))
-    num_sharing = mesh.world_size // (mesh.axis_size("dp") * mesh.axes.get("pp", 1))
-    if num_sharing > 1 and (tensor_axis is None or mesh.axes.get("sp", 1) > 1):
-        get_dist_logger().log_once(
-            "compile has no effect in this tensor mode: its layers communicate in the middle of every "
-            "product, and between two messages there is next to nothing to compile (mode '1d' is compiled)",
-            ranks=[0],
-        )
-        return
-    if options.get("backend") in (None, "inductor"):
-        _need_compiler(device)
-    alone = list(module) if isinstance(module, nn.ModuleList) else [module]
-    names = {part: name for name, part in module.named_modules()}
-    parts = blocks or alone
-    if "recompile_limit" in signature(torch.compile).parameters:
-        # A graph for each block (if it writes to a cache under its number), and another for other shapes.
-        options.setdefault("recompile_limit", 8 + 2 * len(parts))
-    for part in parts:
-        name = f"{names[part]!r}, a {type(part).__name__}" if names[part] else type(part).__name__
-        part.forward = CompiledForward(part.forward, options, name)
+
+    options: bool | Mapping[str, Any]
+    pipeline: PipelineOptions | None = None
+
+    def validate(self, job: Assembly) -> None:
+        """Check the schedule, the options and the compiler.
+
+        Raises:
+            ValueError: `torch.compile` refuses the options or lacks a compiler, or the schedule of the
+                pipeline splits a backward.
+        """
+        if self.pipeline is not None:
+            _refuse_split_backward(self.pipeline, job.mesh.axis_size("pp"))
+        if not self._has_effect(job):
+            return
+        options = self._torch_options()
+        CompiledForward(job.model.forward, options, "")  # nothing is compiled before a call
+        if options.get("backend") in (None, "inductor"):
+            _need_compiler(job.device)
+
+    def apply(self, job: Assembly) -> None:
+        """Compile the forwards, in place."""
+        # See [Note: what is compiled].
+        if not self._has_effect(job):
+            get_dist_logger().log_once(
+                "compile has no effect in this tensor mode: its layers communicate in the middle of every "
+                "product, and between two messages there is next to nothing to compile (mode '1d' is "
+                "compiled)",
+                ranks=[0],
+            )
+            return
+        module, options = job.model, self._torch_options()
+        names = {part: name for name, part in module.named_modules()}
+        parts = job.blocks or (list(module) if isinstance(module, nn.ModuleList) else [module])
+        if "recompile_limit" in signature(torch.compile).parameters:
+            # A graph for each block (if it writes to a cache under its number), and another for other shapes.
+            options.setdefault("recompile_limit", 8 + 2 * len(parts))
+        for part in parts:
+            name = f"{names[part]!r}, a {type(part).__name__}" if names[part] else type(part).__name__
+            part.forward = CompiledForward(part.forward, options, name)
+
+    def _torch_options(self) -> dict[str, Any]:
+        return dict(self.options) if isinstance(self.options, Mapping) else {}
+
+    def _has_effect(self, job: Assembly) -> bool:
+        mesh = job.mesh
+        num_sharing = mesh.world_size // (mesh.axis_size("dp") * mesh.axes.get("pp", 1))
+        return num_sharing == 1 or (job.tensor_axis is not None and mesh.axes.get("sp", 1) == 1)
 
 
 def refuse_compiled(module: nn.Module) -> None:
