@@ -14,8 +14,10 @@ JOB_PARTS: Mapping[str, str] = {
     "make_group": "colossalai.communication.shared_memory",
     "matmul_of_job": "colossalai.kernel",
     "given_plan": "colossalai.auto_parallel",
+    "precision_of_config": "colossalai.amp",
+    "gemini_of_config": "colossalai.zero.gemini",
 }
-"""What `launch` lets go with a job though it stands on a floor above, with its home: imported by `launch`."""
+"""Functions of floors above that `launch` calls for a job, with their modules, which it imports if needed."""
 
 
 def find_name(package: str, homes: Mapping[str, str], name: str) -> Any:

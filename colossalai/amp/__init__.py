@@ -6,6 +6,7 @@ from colossalai.amp._amp_type import convert_to_apex_amp as convert_to_apex_amp
 from colossalai.amp._amp_type import convert_to_naive_amp as convert_to_naive_amp
 from colossalai.amp._amp_type import convert_to_torch_amp as convert_to_torch_amp
 from colossalai.amp._amp_type import precision_of as precision_of
+from colossalai.amp._amp_type import precision_of_config as precision_of_config
 from colossalai.amp._apex import ApexPrecision as ApexPrecision
 from colossalai.amp._gradients import OptimizerGroup as OptimizerGroup
 from colossalai.amp._loss_scaling import CheckedLossScaler as CheckedLossScaler

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from enum import Enum
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from colossalai.amp._apex import ApexPrecision
 from colossalai.amp._gradients import OptimizerGroup
 from colossalai.amp._low_weights import NaiveFP16, PureBF16
 from colossalai.amp._optimizer import OptimizerWrapper
-from colossalai.amp._precision import BF16Autocast, FP16Autocast, Precision, PrecisionModule
+from colossalai.amp._precision import BF16Autocast, FP16Autocast, FullPrecision, Precision, PrecisionModule
+from colossalai.context import ConfigException, check_bool, check_keys, check_mapping, check_number
+from colossalai.logging import get_dist_logger
 
 
 class AMP_TYPE(Enum):
@@ -35,8 +38,7 @@ def bf16(*, master_weights: bool = False) -> Precision:
     Raises:
         ValueError: `master_weights` is not a bool.
     """
-    if not isinstance(master_weights, bool):
-        raise ValueError(f"master_weights is {master_weights!r}; it must be True or False")
+    check_bool(master_weights, "master_weights")
     return PureBF16() if master_weights else BF16Autocast()
 
 
@@ -46,6 +48,7 @@ _PRECISIONS: Mapping[AMP_TYPE, Callable[..., Precision]] = {
     AMP_TYPE.NAIVE: NaiveFP16,
     AMP_TYPE.APEX: ApexPrecision,
 }
+_CLIPPED = {AMP_TYPE.NAIVE}  # modes with `clip_grad_norm` among their options in a config
 
 
 def precision_of(mode: AMP_TYPE | str, options: Mapping[str, Any] | None = None) -> Precision:
@@ -54,7 +57,7 @@ def precision_of(mode: AMP_TYPE | str, options: Mapping[str, Any] | None = None)
     Raises:
         ValueError: `mode` is unknown, or `options` has an option or a value that the mode does not take.
     """
-    amp_type = _amp_type(mode)
+    amp_type = _amp_type(mode, "the mode")
     try:
         return _PRECISIONS[amp_type](**(options or {}))
     except TypeError as error:
@@ -63,15 +66,47 @@ def precision_of(mode: AMP_TYPE | str, options: Mapping[str, Any] | None = None)
         ) from error
 
 
-def _amp_type(mode: Any) -> AMP_TYPE:
-    if isinstance(mode, str) and mode.lower().startswith("fp8"):
-        raise ValueError(f"the mode is {mode!r}. {FP8}")
-    if mode not in (*AMP_TYPE, *(each.value for each in AMP_TYPE)):
+def precision_of_config(fp16: Mapping[str, Any]) -> Precision:
+    """Return the precision of `fp16=dict(mode=..., ...)` of a config.
+
+    Raises:
+        ConfigException: `fp16` is not a dict, its mode is missing or unknown, or it has a key or a value that
+            the mode does not take.
+    """
+    check_mapping(fp16, "fp16", example="fp16=dict(mode=AMP_TYPE.TORCH)")
+    if "mode" not in fp16:
+        raise ConfigException("fp16 has no mode: write fp16=dict(mode=AMP_TYPE.TORCH)")
+    options = {key: value for key, value in fp16.items() if key != "mode"}
+    if fp16["mode"] is None:
+        if options:
+            get_dist_logger().log_once(
+                f"fp16.mode is None, which means no mixed precision: {[*options]} of fp16 have no effect",
+                ranks=[0],
+            )
+        return FullPrecision()
+    try:
+        amp_type = _amp_type(fp16["mode"], "mode")
+        known = [*signature(_PRECISIONS[amp_type]).parameters]
+        if amp_type in _CLIPPED:
+            known.append("clip_grad_norm")
+            check_number(options.pop("clip_grad_norm", 0.0), "clip_grad_norm", least=0)
+        check_keys(options, ["mode", *known], f"(mode {amp_type.value!r})")
+        return _PRECISIONS[amp_type](**options)
+    except ValueError as error:
+        text = str(error)
+        raise ConfigException(f"fp16 {text}" if text.startswith("(") else f"fp16.{text}") from error
+
+
+def _amp_type(mode: Any, name: str) -> AMP_TYPE:
+    value = mode.value if isinstance(mode, Enum) else mode
+    if isinstance(value, str) and value.lower().startswith("fp8"):
+        raise ValueError(f"{name} is {mode!r}. {FP8}")
+    if value not in tuple(each.value for each in AMP_TYPE):
         raise ValueError(
-            f"the mode is {mode!r}; it must be one of {', '.join(map(str, AMP_TYPE))} (or "
+            f"{name} is {mode!r}; it must be one of {', '.join(map(str, AMP_TYPE))} (or "
             f"{', '.join(repr(each.value) for each in AMP_TYPE)})"
         )
-    return AMP_TYPE(mode)
+    return AMP_TYPE(value)
 
 
 def convert_to_amp(
@@ -191,4 +226,4 @@ def _check_components(model: Any, optimizer: Any) -> None:
 
 
 def _no_criterion(*_: torch.Tensor) -> torch.Tensor:
-    raise AssertionError("nobody calls this criterion")
+    raise AssertionError("this criterion is not called")

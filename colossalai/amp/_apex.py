@@ -30,6 +30,7 @@ from colossalai.amp._loss_scaling import (
 from colossalai.amp._low_weights import cast_floats, tensors_of_batch_norms
 from colossalai.amp._masters import Casts
 from colossalai.amp._precision import Precision, to_float32
+from colossalai.context import check_bool, check_number, check_positive
 from colossalai.logging import get_dist_logger
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -184,20 +185,34 @@ def _check(options: ApexPrecision) -> None:
         dtype = getattr(options, name)
         if dtype not in (None, torch.float32, *_HALVES):
             raise ValueError(f"{name} is {dtype!r}; it must be torch.float16, bfloat16 or float32")
-    scale = options.loss_scale
-    is_number = isinstance(scale, int | float) and not isinstance(scale, bool) and scale > 0
-    if scale is not None and scale != "dynamic" and not is_number:
-        raise ValueError(f'loss_scale is {scale!r}; it must be "dynamic" or a number above 0')
-    if options.num_losses < 1 or options.verbosity < 0:
-        raise ValueError(
-            f"num_losses is {options.num_losses}, which must be at least 1; verbosity {options.verbosity}, "
-            "which must be at least 0"
-        )
+    _check_values(options)
     if options.opt_level == "O1":
         _check_first_level(options)
     elif options.patch_torch_functions:
         raise ValueError(
             f"patch_torch_functions=True goes with O1, which is autocast; {options.opt_level} casts the model"
+        )
+
+
+def _check_values(options: ApexPrecision) -> None:
+    """Check each option by itself."""
+    check_bool(options.enabled, "enabled")
+    for name in ("patch_torch_functions", "keep_batchnorm_fp32", "master_weights"):
+        if getattr(options, name) is not None:
+            check_bool(getattr(options, name), name)
+    check_positive(options.num_losses, "num_losses")
+    check_number(options.verbosity, "verbosity", least=0)
+    scale = options.loss_scale
+    is_number = isinstance(scale, int | float) and not isinstance(scale, bool) and scale > 0
+    if scale is not None and scale != "dynamic" and not is_number:
+        raise ValueError(f'loss_scale is {scale!r}; it must be "dynamic" or a number above 0')
+    for name in ("min_loss_scale", "max_loss_scale"):
+        if getattr(options, name) is not None:
+            check_number(getattr(options, name), name, least=0, positive=True)
+    if options.min_loss_scale is not None and options.min_loss_scale > options.max_loss_scale:
+        raise ValueError(
+            f"min_loss_scale is {options.min_loss_scale:g}; it must be at most max_loss_scale "
+            f"({options.max_loss_scale:g})"
         )
 
 

@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from colossalai.context import check_number, check_positive
 from colossalai.logging import get_dist_logger
 from colossalai.tensor import local_grads
 
@@ -90,6 +91,25 @@ class LossScaler:
         """Go back to what `state_dict` returned."""
 
 
+def check_scale(scale: float, name: str, *, least: float, most: float) -> None:
+    """Check the first value of a dynamic loss scale.
+
+    Args:
+        scale: The value.
+        name: Name of the option that it is, for the error.
+        least: The `min_scale` of the same options.
+        most: Their `max_scale`.
+
+    Raises:
+        ValueError: `scale` is not a number above 0, or not between `least` and `most`.
+    """
+    check_number(scale, name, least=0, positive=True)
+    if not least <= scale <= most:
+        raise ValueError(
+            f"{name} is {scale:g}; it must be between min_scale ({least:g}) and max_scale ({most:g})"
+        )
+
+
 class CheckedLossScaler(LossScaler, ABC):
     """A scaler that skips steps with an overflow, and keeps account of them; abstract.
 
@@ -112,9 +132,9 @@ class CheckedLossScaler(LossScaler, ABC):
         verbose: bool = False,
         quiet: bool = False,
     ) -> None:
-        if max_consecutive_skips < 0:
+        if type(max_consecutive_skips) is not int or max_consecutive_skips < 0:
             raise ValueError(
-                f"max_consecutive_skips is {max_consecutive_skips}; it must be at least 1, or 0 for no bound"
+                f"max_consecutive_skips is {max_consecutive_skips!r}; it must be an integer, 0 for no bound"
             )
         self.scale = float(init_scale)
         self.max_consecutive_skips = max_consecutive_skips
@@ -256,8 +276,8 @@ class DynamicLossScaler(CheckedLossScaler):
         quiet: Do not warn of skipped steps.
 
     Raises:
-        ValueError: A factor, the interval or `hysteresis` is out of range, or `init_scale` is not between
-            `min_scale` and `max_scale`.
+        ValueError: An option is of another type or out of range, or `init_scale` is not between `min_scale`
+            and `max_scale`.
     """
 
     def __init__(
@@ -274,17 +294,12 @@ class DynamicLossScaler(CheckedLossScaler):
         verbose: bool = False,
         quiet: bool = False,
     ) -> None:
-        if init_scale <= 0 or growth_factor <= 1 or not 0 < backoff_factor < 1 or growth_interval < 1:
-            raise ValueError(
-                f"first scale {init_scale}, growth_factor {growth_factor}, backoff_factor {backoff_factor}, "
-                f"growth_interval {growth_interval}: the scale must be above 0, the growth factor above 1, "
-                "the backoff factor between 0 and 1, the interval at least 1"
-            )
-        if hysteresis < 1 or not min_scale <= init_scale <= max_scale:
-            raise ValueError(
-                f"hysteresis {hysteresis}, min_scale {min_scale}, max_scale {max_scale}, first scale "
-                f"{init_scale}: hysteresis must be at least 1, the first scale between the other two"
-            )
+        check_scale(init_scale, "init_scale", least=min_scale, most=max_scale)
+        check_number(growth_factor, "growth_factor", least=1, positive=True)
+        if check_number(backoff_factor, "backoff_factor", least=0, positive=True) >= 1:
+            raise ValueError(f"backoff_factor is {backoff_factor}; it must be below 1")
+        check_positive(growth_interval, "growth_interval")
+        check_positive(hysteresis, "hysteresis")
         super().__init__(
             init_scale=init_scale, max_consecutive_skips=max_consecutive_skips, verbose=verbose, quiet=quiet
         )

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from colossalai.amp._loss_scaling import MAX_CONSECUTIVE_SKIPS, DynamicLossScaler, LossScaler
+from colossalai.amp._loss_scaling import MAX_CONSECUTIVE_SKIPS, DynamicLossScaler, LossScaler, check_scale
 from colossalai.amp._masters import Casts
 from colossalai.amp._optimizer import OptimizerWrapper
 from colossalai.amp._precision import Precision, to_float32
+from colossalai.context import check_bool, check_number
 from colossalai.logging import get_dist_logger
 from colossalai.tensor import with_full_precision, without_full_precision
 
@@ -138,7 +139,12 @@ class NaiveFP16(_LowWeights):
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS
 
     def __post_init__(self) -> None:
-        self.make_scaler()  # it checks the options
+        check_bool(self.log_num_zeros_in_grad, "log_num_zeros_in_grad")
+        check_bool(self.verbose, "verbose")
+        least = check_number(self.min_scale, "min_scale", least=0)
+        most = check_number(self.max_scale, "max_scale", least=0, positive=True)
+        check_scale(self.initial_scale, "initial_scale", least=least, most=most)
+        self.make_scaler()  # it checks the other options
 
     def make_scaler(self) -> LossScaler:
         return DynamicLossScaler(

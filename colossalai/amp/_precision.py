@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from colossalai.amp._loss_scaling import MAX_CONSECUTIVE_SKIPS, DynamicLossScaler, LossScaler
 from colossalai.amp._masters import Casts, Masters
 from colossalai.amp._optimizer import OptimizerWrapper
+from colossalai.context import check_bool
 from colossalai.logging import get_dist_logger
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -164,7 +165,8 @@ class FP16Autocast(_Autocast):
     max_consecutive_skips: int = MAX_CONSECUTIVE_SKIPS
 
     def __post_init__(self) -> None:
-        self.make_scaler()  # it checks the options
+        check_bool(self.enabled, "enabled")
+        self.make_scaler()  # it checks the other options
 
     def make_scaler(self) -> LossScaler:
         if not self.enabled:

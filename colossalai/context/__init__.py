@@ -5,6 +5,11 @@ from typing import TYPE_CHECKING
 
 from colossalai._not_landed import refuse_name
 from colossalai.context._check import UnknownArgumentError as UnknownArgumentError
+from colossalai.context._check import check_bool as check_bool
+from colossalai.context._check import check_keys as check_keys
+from colossalai.context._check import check_mapping as check_mapping
+from colossalai.context._check import check_number as check_number
+from colossalai.context._check import check_positive as check_positive
 from colossalai.context._check import names_arguments as names_arguments
 from colossalai.context._config import OVERRIDES_VARIABLE as OVERRIDES_VARIABLE
 from colossalai.context._config import Config as Config
@@ -12,7 +17,7 @@ from colossalai.context._config import ConfigException as ConfigException
 from colossalai.context._config import join_overrides as join_overrides
 from colossalai.context._config import nearest as nearest
 from colossalai.context._features import check_compile as check_compile
-from colossalai.context._features import precision_mode as precision_mode
+from colossalai.context._features import plan_fields as plan_fields
 from colossalai.context._group_initializer import INITIALIZER_MAPPING as INITIALIZER_MAPPING
 from colossalai.context._group_initializer import ProcessGroupInitializer as ProcessGroupInitializer
 from colossalai.context._launch import get_default_parser as get_default_parser

@@ -28,7 +28,7 @@ from colossalai.runtime._model_checks import refuse_other_model as refuse_other_
 from colossalai.runtime._pipeline import Criterion as Criterion
 from colossalai.runtime._pipeline import Pipeline as Pipeline
 from colossalai.runtime._plan import Plan as Plan
-from colossalai.runtime._plan import data_method as data_method
+from colossalai.runtime._plan_fields import data_method as data_method
 from colossalai.runtime._saving import Resumed as Resumed
 from colossalai.runtime._saving import Run as Run
 from colossalai.runtime._saving import load_moe_model as load_moe_model

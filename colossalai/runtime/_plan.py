@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossalai.amp import FullPrecision, Precision, precision_of
+from colossalai.amp import FullPrecision, Precision
 from colossalai.communication import broadcast
 from colossalai.context import (
     Config,
@@ -15,13 +15,12 @@ from colossalai.context import (
     Layout,
     Mesh,
     check_compile,
-    precision_mode,
-    read_layout,
+    plan_fields,
 )
-from colossalai.logging import get_dist_logger
-from colossalai.nn.parallel import Bucketed, DataMethod, FullySharded, Replicated, Unsynchronized
+from colossalai.nn.parallel import DataMethod, Replicated
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime._compatibility import refuse_pairs
+from colossalai.runtime._plan_fields import fields_of_config
 from colossalai.runtime.methods import (
     BatchNorms,
     CompiledBlocks,
@@ -40,12 +39,9 @@ from colossalai.runtime.methods import (
 )
 from colossalai.runtime.recomputation import Segments
 from colossalai.shardformer import NamedRules, Rule
-from colossalai.zero import ZeroReplicas
-from colossalai.zero.gemini import GeminiOptions
 
 _NOT_CHOICES = {"layout", "data", "precision", "cuts", "made_for"}  # `describe` writes these otherwise
 _OMITTED = {"stage", "bucket_cap_mb"}  # the label has the one, and each plugin its own default of the other
-_PIPELINE_KEYS = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,57 +213,28 @@ class Plan:
     def from_config(
         config: Config, *, pipeline: PipelineOptions | None = None, auto: "Plan | None" = None
     ) -> "Plan":
-        """Return the plan that the feature keys of a config say.
+        """Return the plan of a config.
 
         Args:
-            config: The config.
-            pipeline: How the pipeline is run, if something else than the config says so.
-            auto: What `auto` in the config gives: other features are added to it.
+            config: The config, checked or not.
+            pipeline: How the pipeline is run, for a caller that does not leave it to the config.
+            auto: The plan of Colossal-Auto that `auto` in the config contains; the config adds features that
+                the plan leaves open.
 
         Raises:
-            ConfigException: A feature has not landed yet, or two that are asked for do not go together.
+            ConfigException: A feature has a wrong value, or two features exclude each other.
         """
         try:
-            if auto is not None:
-                return auto._with_features(config, pipeline)
+            if auto is None:
+                return Plan(**fields_of_config(config, pipeline))
             if pipeline is not None:
-                _refuse_said_twice(config)
-            return Plan._from_config(config, pipeline or _pipeline_options(config))
+                raise ConfigException(
+                    "the schedule that initialize is given, and `auto` of the config, both say how a "
+                    "pipeline is run: leave one of them out"
+                )
+            return replace(auto, **plan_fields(config))
         except ValueError as error:
             raise error if isinstance(error, ConfigException) else ConfigException(str(error)) from error
-
-    def _with_features(self, config: Config, pipeline: PipelineOptions | None) -> "Plan":
-        """Return a plan of Colossal-Auto with the features of a config that it leaves open."""
-        if pipeline is not None:
-            raise ConfigException(
-                "the schedule that initialize is given, and `auto` of the config, both say how a pipeline is "
-                "run: leave one of them out"
-            )
-        return replace(
-            self,
-            compile=False if config.get("compile") is None else config["compile"],
-            fused_loss=config.get("fused_loss") or False,
-            accumulation_steps=config.get("gradient_accumulation") or 1,
-            clip_grad_norm=config.get("clip_grad_norm") or 0.0,
-        )
-
-    @staticmethod
-    def _from_config(config: Config, pipeline: PipelineOptions | None) -> "Plan":
-        if pipeline is None:
-            _warn_of_what_has_no_effect(config)
-        handlers = config.get("gradient_handler") or config.get("gradient_handlers") or ()
-        return Plan(
-            layout=None if config.get("parallel") is None else read_layout(config["parallel"]),
-            data=_data_method_of(config, handlers, in_pipeline=pipeline is not None),
-            precision=_precision_of(config),
-            recompute=config.get("recompute") or False,
-            compile=False if config.get("compile") is None else config["compile"],
-            fused_loss=config.get("fused_loss") or False,
-            accumulation_steps=config.get("gradient_accumulation") or 1,
-            clip_grad_norm=config.get("clip_grad_norm") or _clipping_of(config),
-            gradient_handlers=tuple(handlers),
-            pipeline=pipeline,
-        )
 
 
 def _extents(layout: Layout) -> str:
@@ -308,112 +275,3 @@ def _choices(options: Any, names: Collection[str]) -> list[str]:
 
 def _default(option: Field[Any]) -> Any:
     return option.default if option.default_factory is MISSING else option.default_factory()
-
-
-def _precision_of(config: Config) -> Precision:
-    fp16 = config.get("fp16")
-    has_mode = fp16 is not None and fp16["mode"] is not None
-    if config.get("gemini") is not None:
-        if has_mode and "precision" in config["gemini"]:
-            raise ConfigException(
-                "fp16 and gemini both say a precision: leave one of fp16 and gemini.precision out"
-            )
-        if not has_mode:
-            return GeminiOptions(**config["gemini"]).make_precision()
-    if fp16 is None or fp16["mode"] is None:
-        return FullPrecision()
-    options = {key: value for key, value in fp16.items() if key not in ("mode", "clip_grad_norm")}
-    return precision_of(precision_mode(fp16["mode"]), options)
-
-
-def _clipping_of(config: Config) -> float:
-    """Return the bound of the gradient norm that naive AMP and Gemini are documented to take along."""
-    fp16 = config.get("fp16")
-    if config.get("gemini") is not None:
-        return GeminiOptions(**config["gemini"]).max_norm
-    if fp16 is None or fp16["mode"] is None:
-        return 0.0
-    bound: float = fp16.get("clip_grad_norm") or 0.0
-    return bound
-
-
-def _pipeline_options(config: Config) -> PipelineOptions | None:
-    parallel = config.get("parallel") or {}
-    pipeline = parallel.get("pipeline") or 1
-    written: Mapping[str, Any] = pipeline if isinstance(pipeline, Mapping) else {"size": pipeline}
-    if (written.get("size") or 1) == 1:
-        return None
-    if config.get("NUM_MICRO_BATCHES") is None:
-        raise ConfigException(
-            "a pipeline cuts every batch into microbatches: add NUM_MICRO_BATCHES to the config (four times "
-            f"the number of stages, {4 * written['size']}, keeps most of the ranks busy)"
-        )
-    shape = config.get("TENSOR_SHAPE")
-    return PipelineOptions(
-        num_microbatches=config["NUM_MICRO_BATCHES"],
-        num_chunks=config.get("NUM_CHUNKS"),
-        schedule=written.get("schedule"),
-        partition=written.get("partition"),
-        tensor_shape=None if shape is None else tuple(shape),
-        batch_dim=written.get("batch_dim"),
-        loss_reduction=written.get("loss_reduction"),
-    )
-
-
-def _refuse_said_twice(config: Config) -> None:
-    pipeline = (config.get("parallel") or {}).get("pipeline")
-    written: Mapping[str, Any] = pipeline if isinstance(pipeline, Mapping) else {}
-    for key in ("batch_dim", "loss_reduction"):
-        if written.get(key) is not None:
-            raise ConfigException(
-                f"parallel.pipeline.{key} is {written[key]!r}, and the schedule that initialize is given "
-                f"says how batches are run: take {key} out of the config, and pass it there"
-            )
-
-
-def _data_method_of(config: Config, handlers: Sequence[Any], *, in_pipeline: bool) -> DataMethod:
-    zero, gemini = config.get("zero"), config.get("gemini")
-    if gemini is not None:
-        if zero is not None:
-            raise ConfigException(
-                "zero and gemini both cut the model over the ranks: leave zero out (gemini is stage 3)"
-            )
-        if any(handler.get("type") != "ZeROGradientHandler" for handler in handlers):
-            raise ConfigException("gemini makes the gradients equal itself: remove the gradient handlers")
-        return GeminiOptions(**gemini).method(in_pipeline=in_pipeline)
-    if zero is None:
-        return Unsynchronized() if any(map(_averages, handlers)) else data_method(0, in_pipeline=in_pipeline)
-    stage = zero.get("stage", 1)
-    refuse_pairs([f"ZeRO {stage}", *(["pipeline"] if in_pipeline else [])])
-    if any(handler.get("type") != "ZeROGradientHandler" for handler in handlers):
-        raise ConfigException(
-            "zero makes the gradients equal itself: remove the gradient handlers (ZeROGradientHandler, which "
-            "only waits for it, may stay)"
-        )
-    return data_method(stage, in_pipeline=in_pipeline, cpu_offload=zero.get("cpu_offload", False))
-
-
-def data_method(zero_stage: int, *, in_pipeline: bool, cpu_offload: bool = False) -> DataMethod:
-    """Return the data method of a stage of ZeRO.
-
-    Args:
-        zero_stage: 0 for replicas, 1 to 3.
-        in_pipeline: Whether the model is cut into stages.
-        cpu_offload: Whether what is sharded lies in host memory.
-    """
-    if zero_stage == 3:
-        return FullySharded(cpu_offload=cpu_offload)
-    if zero_stage > 0:
-        return ZeroReplicas(stage=zero_stage, cpu_offload=cpu_offload)
-    return Bucketed() if in_pipeline else Replicated()
-
-
-def _averages(handler: Mapping[str, Any]) -> bool:
-    """Whether a handler makes gradients equal over the replicas, which then nobody else must do."""
-    return handler.get("type") not in ("PipelineSharedModuleGradientHandler", "ZeROGradientHandler")
-
-
-def _warn_of_what_has_no_effect(config: Config) -> None:
-    for key in _PIPELINE_KEYS:
-        if config.get(key) is not None:
-            get_dist_logger().log_once(f"config key {key} has no effect: there is no pipeline", ranks=[0])

@@ -149,8 +149,11 @@ def test_a_fixed_scale_is_divided_out_and_skips_overflows():
         ({"cast_model_outputs": "half"}, "cast_model_outputs is 'half'; it must be"),
         ({"loss_scale": "static"}, "loss_scale is 'static'; it must be \"dynamic\" or a number above 0"),
         ({"loss_scale": -1}, "loss_scale is -1"),
-        ({"num_losses": 0}, "num_losses is 0, which must be at least 1"),
-        ({"min_loss_scale": 8.0, "max_loss_scale": 4.0}, "the first scale between the other two"),
+        ({"num_losses": 0}, "num_losses is 0; it must be an integer of at least 1"),
+        (
+            {"min_loss_scale": 8.0, "max_loss_scale": 4.0},
+            "min_loss_scale is 8; it must be at most max_loss_scale",
+        ),
         ({"levels": 1}, "do not fit AMP_TYPE.APEX"),
     ],
 )

@@ -23,9 +23,10 @@ from colossalai.amp import (
     precision_of,
 )
 from colossalai.amp._precision import cpu_features, is_fast_at_bfloat16
-from colossalai.booster.mixed_precision import mixed_precision_factory
+from colossalai.booster.mixed_precision import FP16TorchMixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin
 from colossalai.context import Config
+from colossalai.context._features import check_config
 from colossalai.runtime import Plan
 from colossalai.zero import zero_model_wrapper
 
@@ -162,8 +163,28 @@ def test_a_mistake_is_said():
         precision_of(AMP_TYPE.BF16, {"master_weights": 1})
     with pytest.raises(ValueError, match="do not fit"):
         precision_of(AMP_TYPE.TORCH, {"initial_scale": 1})
-    with pytest.raises(ValueError, match="the scale must be above 0"):
+    with pytest.raises(ValueError, match=r"backoff_factor is 1.5; it must be below 1"):
         make_scaler(backoff_factor=1.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init_scale": "big"}, "init_scale is 'big'; it must be a number above 0"),
+        ({"growth_factor": 1}, "growth_factor is 1; it must be a number above 1"),
+        ({"growth_interval": 0.5}, "growth_interval is 0.5; it must be an integer of at least 1"),
+        ({"enabled": 1}, "enabled is 1; it must be True or False"),
+        (
+            {"max_consecutive_skips": True},
+            "max_consecutive_skips is True; it must be an integer, 0 for no bound",
+        ),
+    ],
+)
+def test_each_option_is_checked_in_a_config_and_outside_of_one(options, message):
+    with pytest.raises(ValueError, match=message):
+        FP16TorchMixedPrecision(**options)
+    with pytest.raises(ValueError, match=f"fp16.{message}"):
+        check_config(Config(fp16={"mode": "torch", **options}), 1)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Every feature key is checked, and every error says what would be right."""
 
+import dataclasses
 import enum
 from functools import partial
 
@@ -14,7 +15,7 @@ from colossalai.context import (
     ParallelMode,
     ProcessGroupInitializer,
 )
-from colossalai.context._features import FEATURE_KEYS, OTHERS_KEYS, check_config
+from colossalai.context._features import FEATURE_KEYS, FEATURES, OTHER_NAMES, check_config, plan_fields
 from colossalai.logging import get_dist_logger
 from colossalai.registry import DIST_GROUP_INITIALIZER
 from colossalai.runtime import Plan
@@ -309,8 +310,41 @@ def test_the_users_own_keys_are_left_alone(capfd):
 
 
 def test_the_rows_of_others_are_features_of_ours():
-    assert not set(OTHERS_KEYS) & set(FEATURE_KEYS)
-    assert {text.partition("=")[0] for text in OTHERS_KEYS.values()} <= set(FEATURE_KEYS)
+    assert not set(OTHER_NAMES) & set(FEATURE_KEYS)
+    assert {text.partition("=")[0] for text in OTHER_NAMES.values()} <= set(FEATURE_KEYS)
+
+
+def test_each_key_of_a_plan_is_a_field_of_it():
+    fields = {field.name for field in dataclasses.fields(Plan)}
+    assert {feature.plan_field for feature in FEATURES.values()} <= {"", *fields}
+    config = Config(gradient_handlers=[{"type": "A"}], compile=True, recompute=["a"], NUM_CHUNKS=2, lr=0.1)
+    assert plan_fields(config) == {
+        "gradient_handlers": ({"type": "A"},),
+        "compile": True,
+        "recompute": ["a"],
+    }
+
+
+def test_gemini_takes_the_norm_along():
+    plan = Plan.from_config(Config(gemini={"max_norm": 2.0, "norm_type": 1.0}))
+    assert (plan.clip_grad_norm, plan.clip_norm_type) == (2.0, 1.0)
+    with pytest.raises(ConfigException, match=r"clip_grad_norm is 1.0, and gemini.max_norm 2.0: the grad"):
+        check_config(Config(clip_grad_norm=1.0, gemini={"max_norm": 2.0}), 1)
+    check_config(Config(clip_grad_norm=2.0, gemini={"max_norm": 2.0}), 1)
+
+
+@pytest.mark.parametrize(
+    ("gemini", "message"),
+    [
+        (True, "gemini is True; it must be a dict, such as"),
+        ({"placement": "cpu"}, "gemini has no key 'placement': did you mean 'placement_policy'"),
+        ({"precision": "fp8"}, "gemini.precision is 'fp8'; it must be one of fp16"),
+        ({"hidden_dim": 0}, "gemini.hidden_dim is 0"),
+    ],
+)
+def test_what_is_wrong_in_gemini_is_found_at_launch(gemini, message):
+    with pytest.raises(ConfigException, match=message):
+        check_config(Config(gemini=gemini), 1)
 
 
 def test_no_mode_of_precision_is_full_precision(capfd, monkeypatch):

@@ -10,7 +10,7 @@ from colossalai.core import global_context as gpc
 from colossalai.engine.gradient_handler import (
     DataParallelGradientHandler,
     SequenceParallelGradientHandler,
-    _average,
+    _handlers,
 )
 from tests.ranks import run_ranks
 
@@ -39,7 +39,7 @@ def fill(model, rank):
 
 def averaged(handler, config, bucket_bytes):
     colossalai.launch_from_torch(config, verbose=False)
-    _average.BUCKET_BYTES = bucket_bytes
+    _handlers.BUCKET_BYTES = bucket_bytes
     model = Mixed()
     fill(model, gpc.get_global_rank())
     with ledger() as book:

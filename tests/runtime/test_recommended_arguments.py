@@ -21,15 +21,16 @@ from colossalai import checkpoint_io
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin, HybridParallelPlugin, LowLevelZeroPlugin, TorchFSDPPlugin
 from colossalai.context import Config, LayoutNames
-from colossalai.context._features import _FEATURES, GEMINI_KEYS, check_config
+from colossalai.context._features import FEATURE_KEYS, check_config
 from colossalai.context._layout import _PARALLEL_KEYS
 from colossalai.nn.layer.moe import Experts
 from colossalai.pipeline import cut_model
 from colossalai.pipeline.stages import _placeholders, _split_model
 from colossalai.runtime import Plan
+from colossalai.zero.gemini import GeminiOptions
 from tests.ranks import run_ranks
 
-CONFIG_SETTINGS = {*_FEATURES, *GEMINI_KEYS, *vars(LayoutNames()).values()}
+CONFIG_SETTINGS = {*FEATURE_KEYS, *vars(GeminiOptions()), *vars(LayoutNames()).values()}
 CONFIG_SETTINGS |= {f"parallel.{key}" for key in _PARALLEL_KEYS}
 NAMED: Mapping[str, Callable[..., Any]] = {  # that anyone can call
     "colossalai.pipeline.cut_model": cut_model,

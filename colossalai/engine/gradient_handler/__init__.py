@@ -4,19 +4,19 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from colossalai._not_landed import refuse_name
-from colossalai.engine.gradient_handler._base import BaseGradientHandler as BaseGradientHandler
-from colossalai.engine.gradient_handler._build import build_gradient_handler as build_gradient_handler
-from colossalai.engine.gradient_handler._data_parallel import (
+from colossalai.engine.gradient_handler._handlers import BaseGradientHandler as BaseGradientHandler
+from colossalai.engine.gradient_handler._handlers import (
     DataParallelGradientHandler as DataParallelGradientHandler,
 )
-from colossalai.engine.gradient_handler._moe import MoeGradientHandler as MoeGradientHandler
-from colossalai.engine.gradient_handler._pipeline_shared import (
+from colossalai.engine.gradient_handler._handlers import MoeGradientHandler as MoeGradientHandler
+from colossalai.engine.gradient_handler._handlers import (
     PipelineSharedModuleGradientHandler as PipelineSharedModuleGradientHandler,
 )
-from colossalai.engine.gradient_handler._sequence_parallel import (
+from colossalai.engine.gradient_handler._handlers import (
     SequenceParallelGradientHandler as SequenceParallelGradientHandler,
 )
-from colossalai.engine.gradient_handler._zero import ZeROGradientHandler as ZeROGradientHandler
+from colossalai.engine.gradient_handler._handlers import ZeROGradientHandler as ZeROGradientHandler
+from colossalai.engine.gradient_handler._handlers import build_gradient_handler as build_gradient_handler
 
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

@@ -1,4 +1,4 @@
-"""Tensor and expert parallelism of a model that was not built for it: its layers and experts are sharded."""
+"""Tensor and expert parallelism: parameters sharded by a user, or layers and experts sharded by rules."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,8 +25,48 @@ from colossalai.shardformer import (
     shard_experts,
     shard_model,
 )
-from colossalai.tensor import ShardingSpec, spec_of
+from colossalai.tensor import ShardingSpec, as_plain_parameter, process_group_of, spec_of
 from colossalai.zero import refuse_cut_parameters
+
+
+@dataclass(frozen=True)
+class UserShards(PlanMethod):
+    """Parameters sharded by `set_tensor_spec`, if the model has any; its other ones become ordinary ones.
+
+    Args:
+        refused: The methods of the plan that replace parameters, which such a model calls as they are.
+    """
+
+    refused: tuple[str, ...] = ()
+
+    def validate(self, job: Assembly) -> None:
+        """Check that the model is sharded over the ranks of the job, and that parameters can stay.
+
+        Raises:
+            ValueError: The parameters are sharded over another mesh, or the plan has a method that replaces
+                parameters.
+        """
+        group = process_group_of(job.model)
+        job.has_user_shards = group is not None
+        if group is None:
+            return
+        name = type(job.model).__name__
+        if group.mesh.axes != job.mesh.axes:
+            raise ValueError(
+                f"{name} is cut over {group}, and the ranks are laid out as {job.mesh}: lay the job "
+                f"out by parallel=dict(tensor=dict(size={group.tp_world_size()}, mode='1d')) in its config"
+            )
+        for method in self.refused:
+            raise ValueError(
+                f"{name} has parameters that were cut by set_tensor_spec, and {method} puts "
+                "others in their place, which functions use as they are: leave it out; layers of "
+                "colossalai.nn and HybridParallelPlugin(tp_size=...) cut models that it takes"
+            )
+
+    def apply(self, job: Assembly) -> None:
+        """Turn ColoTensors that are not sharded into ordinary parameters."""
+        for param in job.model.parameters():
+            as_plain_parameter(param)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from colossalai._lazy import find_name
 from colossalai.zero._init_context import ColoInitContext as ColoInitContext
 from colossalai.zero.gemini._options import GeminiOptions as GeminiOptions
+from colossalai.zero.gemini._options import gemini_of_config as gemini_of_config
 from colossalai.zero.gemini._packing import ChunkLayout as ChunkLayout
 from colossalai.zero.gemini._packing import Packing as Packing
 from colossalai.zero.gemini._packing import pack as pack

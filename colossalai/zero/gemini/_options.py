@@ -1,13 +1,14 @@
 """The options of Gemini as the documents name them, for every door: what they mean, and which are refused."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from colossalai.amp import FullPrecision, NaiveFP16, Precision, PureBF16, check_clipping
+from colossalai.context import ConfigException, check_keys, check_mapping
 from colossalai.logging import get_dist_logger
 from colossalai.zero.gemini._search import DEFAULT_INTERVAL, ChunkSizes
 
@@ -113,3 +114,17 @@ class GeminiOptions:
                 "sizes of chunks, in elements, such as the hidden size of the model"
             )
         return ChunkSizes.in_mb(self.search_range_mb, interval, self.min_chunk_size_mb)
+
+
+def gemini_of_config(gemini: Mapping[str, Any]) -> GeminiOptions:
+    """Return the options of `gemini=dict(...)` in a config.
+
+    Raises:
+        ConfigException: `gemini` is not a dict, or has an unknown key or a wrong value.
+    """
+    check_mapping(gemini, "gemini", example="gemini=dict(placement_policy='auto')")
+    check_keys(gemini, [option.name for option in fields(GeminiOptions)], "gemini")
+    try:
+        return GeminiOptions(**gemini)
+    except ValueError as error:
+        raise ConfigException(f"gemini.{error}") from error

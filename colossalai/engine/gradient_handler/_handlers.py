@@ -1,0 +1,211 @@
+"""Gradient handlers: they make gradients equal over ranks after the backward, as a config names them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from colossalai.amp import OptimizerWrapper
+from colossalai.communication import all_reduce
+from colossalai.context import Axis, ParallelMode, global_context
+from colossalai.nn.parallel import EarlierMeans
+from colossalai.pipeline.stages import sync_shared_grads
+from colossalai.registry import GRADIENT_HANDLER
+from colossalai.tensor import GradientSync, gradient_sync
+from colossalai.zero import Shards
+
+BUCKET_BYTES = 25 * 2**20
+
+
+@final
+class GradientAverage:
+    """Replaces the gradients of trainable parameters by that of the mean loss over all replicas, in place.
+
+    Args:
+        replicas: The ranks that see different parts of the batch; nothing happens if there is one only.
+    """
+
+    def __init__(self, replicas: Axis) -> None:
+        self._replicas = replicas
+        self._means = EarlierMeans((), replicas)
+
+    def __call__(self, params: Iterable[nn.Parameter]) -> None:
+        """Average the gradients.
+
+        One all-reduce for each bucket: as many bytes as that of the trainable parameters. A parameter that
+        has no gradient on this rank (it was not used here) counts as zero, so that all ranks send the same.
+
+        Args:
+            params: The parameters, the same on all ranks.
+        """
+        if self._replicas.size == 1:
+            return
+        trainable = [param for param in params if param.requires_grad]
+        self._means.track(trainable)
+        for param in trainable:
+            param.grad = torch.zeros_like(param) if param.grad is None else param.grad
+            self._means.scale(param, param.grad)
+        for sync, grads in _buckets(trainable, self._replicas):
+            flat = torch.cat([grad.reshape(-1) for grad in grads])
+            means = all_reduce(flat, sync.axis).div_(sync.divisor).split([grad.numel() for grad in grads])
+            for grad, mean in zip(grads, means, strict=True):
+                grad.copy_(mean.view_as(grad))
+        for param in trainable:
+            self._means.note(param)
+
+
+def _buckets(
+    params: Iterable[nn.Parameter], replicas: Axis
+) -> Iterator[tuple[GradientSync, list[torch.Tensor]]]:
+    """Yield gradients of one kind, in the order of the parameters, as many as fit in a bucket."""
+    open_buckets: dict[tuple[torch.dtype, torch.device, GradientSync], list[torch.Tensor]] = {}
+    for param in params:
+        assert param.grad is not None
+        sync = gradient_sync(param, replicas)
+        kind = (param.grad.dtype, param.grad.device, sync)
+        bucket = open_buckets.setdefault(kind, [])
+        if bucket and sum(grad.nbytes for grad in bucket) + param.grad.nbytes > BUCKET_BYTES:
+            yield sync, bucket
+            bucket = open_buckets[kind] = []
+        bucket.append(param.grad)
+    yield from ((sync, bucket) for (_, _, sync), bucket in open_buckets.items())
+
+
+class BaseGradientHandler(ABC):
+    """Makes the gradients equal over ranks: after the last backward of a window, before clipping.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+
+    @abstractmethod
+    def handle_gradient(self) -> None:
+        """Change the gradients of the model in place."""
+
+
+@GRADIENT_HANDLER.register_module
+class DataParallelGradientHandler(BaseGradientHandler):
+    """Averages all gradients over DATA; see `GradientAverage`."""
+
+    _average: GradientAverage | None = None  # from the first call on
+
+    def handle_gradient(self) -> None:
+        """Average the gradients in place; nothing with one rank along `dp`."""
+        self._average = self._average or GradientAverage(global_context.axis(ParallelMode.DATA))
+        self._average(self._model.parameters())
+
+
+@GRADIENT_HANDLER.register_module
+class SequenceParallelGradientHandler(BaseGradientHandler):
+    """Averages all gradients over SEQUENCE_DP: every parameter is replicated there; see `GradientAverage`.
+
+    So is the slice of one that tensor parallelism beside it cuts.
+
+    A rank's loss is the mean over the tokens that it holds, and its backward gives the gradient of the sum of
+    all ranks' losses, with respect to its own copy. So where all ranks hold equally many tokens that count,
+    the mean over the ranks is the gradient of the mean over all tokens. Where they do not (padding, a masked
+    language model), give the loss its weight: `engine.backward(loss, weight=number_of_own_tokens)`.
+    """
+
+    _average: GradientAverage | None = None  # from the first call on
+
+    def handle_gradient(self) -> None:
+        """Average the gradients in place.
+
+        Raises:
+            ValueError: No ranks of the launched job share sequences.
+        """
+        self._average = self._average or GradientAverage(global_context.axis(ParallelMode.SEQUENCE_DP))
+        self._average(self._model.parameters())
+
+
+@GRADIENT_HANDLER.register_module
+class MoeGradientHandler(BaseGradientHandler):
+    """Averages all gradients: those of experts over the ranks that hold them, others over DATA.
+
+    See [Note: which ranks share a gradient]. Named in the config, `gradient_handler=[dict(type=
+    "MoeGradientHandler")]`, it does so, and the data-parallel method leaves it to this. Where the config
+    names no handler, `initialize` adds one to the engine of a model with experts; gradients are averaged by
+    the data-parallel method then, beside the backward, which is quicker, and this one does nothing: the
+    gradients of experts would be divided twice.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        averaged: Whether gradients are averaged before this is called.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer, *, averaged: bool = False) -> None:
+        super().__init__(model, optimizer)
+        self.averaged = averaged
+        self._average: GradientAverage | None = None
+
+    def handle_gradient(self) -> None:
+        """Average the gradients in place, unless they are."""
+        if not self.averaged:
+            self._average = self._average or GradientAverage(global_context.axis(ParallelMode.DATA))
+            self._average(self._model.parameters())
+
+
+@GRADIENT_HANDLER.register_module
+class PipelineSharedModuleGradientHandler(BaseGradientHandler):
+    """Sums the gradients of shared parameters; see `PipelineSharedModuleWrapper`.
+
+    A pipeline does so in every step by itself. Where it has, this finds them summed and does nothing.
+    """
+
+    def handle_gradient(self) -> None:
+        """Sum the gradients in place."""
+        sync_shared_grads(self._model.parameters())
+
+
+@GRADIENT_HANDLER.register_module
+class ZeROGradientHandler(BaseGradientHandler):
+    """Waits until each rank has its slices of the mean gradients, and averages what has not been yet.
+
+    A step under ZeRO does so by itself. Where this has been before, the step finds it done.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer, from a door, under ZeRO stage 1 or 2.
+
+    Raises:
+        ValueError: The optimizer is not under ZeRO.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        super().__init__(model, optimizer)
+        shards = optimizer.masters if isinstance(optimizer, OptimizerWrapper) else None
+        if not isinstance(shards, Shards):
+            raise ValueError(
+                "ZeROGradientHandler needs an optimizer under ZeRO: put zero=dict(stage=1) into the config, "
+                "or take DataParallelGradientHandler"
+            )
+        self._shards = shards
+
+    def handle_gradient(self) -> None:
+        """Finish the means; collective over the replicas."""
+        self._shards.finish_means()
+
+
+def build_gradient_handler(
+    config: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
+) -> BaseGradientHandler:
+    """Build the handler that `dict(type=..., ...)` names; further entries are its arguments.
+
+    Raises:
+        ValueError: No handler is registered under that name, or what is registered is not one.
+    """
+    arguments = {key: value for key, value in config.items() if key != "type"}
+    handler = GRADIENT_HANDLER.get_module(config["type"])(model, optimizer, **arguments)
+    if not isinstance(handler, BaseGradientHandler):
+        raise ValueError(f"gradient handler {config['type']!r} is not a subclass of BaseGradientHandler")
+    return handler
