@@ -1,30 +1,26 @@
 """What a door returns for a model: it computes through the methods and looks like the model given."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from colossalai import checkpoint_io
 from colossalai.amp import OptimizerWrapper as OptimizerWrapper  # documented beside ModelWrapper
-from colossalai.context import MOE_CONTEXT, Mesh, get_current_device
-from colossalai.nn.parallel import AppliedDataMethod, params_called
+from colossalai.context import Mesh, get_current_device
+from colossalai.nn.parallel import AppliedDataMethod, AppliedModel
 from colossalai.runtime._pipeline import Pipeline
-from colossalai.tensor import TransparentModule, nested_tensors
 
 
-class ModelWrapper(TransparentModule):
+class ModelWrapper(AppliedModel):
     """A model with the methods of a plan applied.
 
-    Forward goes through the methods. Names are those of the model that was given: `state_dict`,
-    `named_parameters`, `named_modules` and attributes (`model.config`, `model.fc1`) have no prefix.
-    Attributes, buffers and modules without parameters are set on the model, too (see `TransparentModule`),
-    except `module`, `data`, `pipeline`, `takes_labels`, `trained_by`, `parts`, `syncs`, `is_in_no_sync` and
+    Forward goes through the methods; names and attributes are those of the model (see `AppliedModel`), except
+    `module`, `data`, `pipeline`, `takes_labels`, `trained_by`, `parts`, `syncs`, `is_in_no_sync` and
     `optimizers`, which are those of the wrapper.
 
     Args:
@@ -48,11 +44,8 @@ class ModelWrapper(TransparentModule):
         trained_by: Sequence[OptimizerWrapper] = (),
         parts: Mesh | None = None,
     ) -> None:
-        super().__init__()
-        self.module = data.module
-        self.data = data
+        super().__init__(data)
         self.pipeline = pipeline
-        self._has_experts = MOE_CONTEXT.has_layers(raw)
         self.takes_labels = fused_loss
         self.syncs = True
         self.is_in_no_sync = False
@@ -61,28 +54,18 @@ class ModelWrapper(TransparentModule):
         self.optimizers: tuple[Any, ...] = ()  # those whose steps wait for the end of a window
         self._stand_for(raw)
 
-    def unwrap(self) -> nn.Module:
-        """Return the model that was given."""
-        raw: nn.Module = self._raw
-        return raw
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; its outputs lead to the auxiliary losses of its layers with experts.
+        """Run the model; see the base class.
 
         Raises:
-            ValueError: The module is a stage of a pipeline, and no whole model.
+            ValueError: The module is a stage of a pipeline, and not a whole model.
         """
         if self.pipeline is not None:
             raise ValueError(
                 "this is a stage of a pipeline, which cannot be called: use engine.execute_schedule(...) or "
                 "booster.execute_pipeline(...), which run a batch through all stages"
             )
-        if not MOE_CONTEXT.expects_losses or (torch.compiler.is_compiling() and not self._has_experts):
-            return self.module(*args, **kwargs)  # which torch.compile can trace
-        with MOE_CONTEXT.forward_of(self, nested_tensors((args, kwargs))) as losses:
-            output = self.module(*args, **kwargs)
-        MOE_CONTEXT.assign(losses, nested_tensors(output))
-        return output
+        return super().forward(*args, **kwargs)
 
     def register_forward_method(self, name: str) -> None:
         """Let a method of the model run as its forward does, when it is called on this wrapper.
@@ -136,35 +119,20 @@ class ModelWrapper(TransparentModule):
             restore()
 
     def set_sync(self, enabled: bool) -> None:
-        """Say whether the next forward and its backward synchronize gradients."""
+        """Set whether the next forward and its backward synchronize gradients."""
         self.syncs = enabled
         if self.pipeline is None:
-            self.data.set_sync(enabled)
+            super().set_sync(enabled)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within the block, forward and backward add to the gradients of this rank without communication."""
-        self.set_sync(False)
         self.is_in_no_sync = True
         try:
-            yield
+            with super().no_sync():
+                yield
         finally:
             self.is_in_no_sync = False
-            self.set_sync(True)
-
-    def gathered(self, *parts: str | nn.Module | nn.Parameter) -> AbstractContextManager[None]:
-        """Return a block within which parameters can be read and written, where a rank holds parts of them.
-
-        All ranks enter and leave it. What one has written, all have then; where several have written into
-        one chunk, what the first of them has. Where every rank has whole parameters it does nothing.
-
-        Args:
-            parts: Modules or parameters of the model, or their names; default: all.
-
-        Raises:
-            ValueError: `parts` holds what the model has not, or its parameters are DTensors (FSDP).
-        """
-        return self.data.gathered(params_called(self.unwrap(), parts) if parts else None)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the state of the model that was given, under its own names.
@@ -181,7 +149,7 @@ class ModelWrapper(TransparentModule):
                 return whole
             options["destination"].update(whole)
             return options["destination"]
-        return self.data.state_dict(self.unwrap(), *args, **kwargs)
+        return super().state_dict(*args, **kwargs)
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -199,23 +167,4 @@ class ModelWrapper(TransparentModule):
                 )
             report = checkpoint_io.load_whole_state_dict(self.unwrap(), state_dict, strict=strict)
             return _IncompatibleKeys([*report.missing], [*report.unexpected])
-        return self.data.load_state_dict(self.unwrap(), state_dict, strict=strict, assign=assign)
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters under the names of the model that was given."""
-        return self.unwrap().named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Return the modules under the names of the model that was given."""
-        modules: Iterator[tuple[str, nn.Module]] = self.unwrap().named_modules(memo, prefix, remove_duplicate)
-        return modules
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Return the buffers under the names of the model that was given."""
-        return self.unwrap().named_buffers(prefix, recurse, remove_duplicate)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)

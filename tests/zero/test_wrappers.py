@@ -218,6 +218,27 @@ def test_batch_normalization_is_that_of_ddp(stage: int) -> None:
     run_ranks(batch_norm, 2, stage)
 
 
+def names_of(model: nn.Module) -> list[list[str]]:
+    found = (
+        model.named_modules(),
+        model.named_buffers(),
+        model.named_parameters(),
+        model.state_dict().items(),
+    )
+    return [[name for name, _ in each] for each in found]
+
+
+def names() -> None:
+    launch()
+    model, twin = models(Normalized)
+    assert names_of(zero_model_wrapper(model, precision="fp32")) == names_of(twin)
+    gpc.destroy()
+
+
+def test_the_names_are_those_of_the_model() -> None:
+    run_ranks(names, 1)
+
+
 def lr_scheduler() -> None:
     """A scheduler that was built on the optimizer before the door goes on working, and so does a new one."""
     size, rank = launch()

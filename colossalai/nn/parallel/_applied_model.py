@@ -1,0 +1,121 @@
+"""Base of the wrappers: a model with a data-parallel method applied, under the names of the model itself."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.context import MOE_CONTEXT
+from colossalai.nn.parallel._data_method import AppliedDataMethod, params_called
+from colossalai.tensor import TransparentModule, nested_tensors
+
+
+class AppliedModel(TransparentModule):
+    """A model whose forward goes through a data-parallel method.
+
+    Names are those of the model that was given: `state_dict`, `named_parameters`, `named_modules` and
+    attributes (`model.config`, `model.fc1`) have no prefix. Attributes, buffers and modules without
+    parameters are set on the model, too (see `TransparentModule`), except those of the wrapper.
+
+    A subclass calls `_stand_for(raw)` at the end of its constructor.
+
+    Args:
+        data: The data-parallel method, applied to the model.
+
+    Attributes:
+        module: The model, as the method runs it.
+        data: As given.
+    """
+
+    def __init__(self, data: AppliedDataMethod) -> None:
+        super().__init__()
+        self.module = data.module
+        self.data = data
+
+    def _stand_for(self, raw: nn.Module) -> None:
+        self._has_experts = MOE_CONTEXT.has_layers(raw)
+        super()._stand_for(raw)
+
+    def unwrap(self) -> nn.Module:
+        """Return the model that was given."""
+        raw: nn.Module = self.__dict__["_raw"]
+        return raw
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; its outputs lead to the auxiliary losses of its layers with experts."""
+        if not MOE_CONTEXT.expects_losses or (torch.compiler.is_compiling() and not self._has_experts):
+            return self.module(*args, **kwargs)  # which torch.compile can trace
+        with MOE_CONTEXT.forward_of(self, nested_tensors((args, kwargs))) as losses:
+            output = self.module(*args, **kwargs)
+        MOE_CONTEXT.assign(losses, nested_tensors(output))
+        return output
+
+    def set_sync(self, enabled: bool) -> None:
+        """Set whether the next forward and its backward synchronize gradients."""
+        self.data.set_sync(enabled)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within the block, forward and backward add to the gradients of this rank.
+
+        They send nothing; under ZeRO that holds for stage 1.
+        """
+        self.set_sync(False)
+        try:
+            yield
+        finally:
+            self.set_sync(True)
+
+    def gathered(self, *parts: str | nn.Module | nn.Parameter) -> AbstractContextManager[None]:
+        """Return a block within which parameters can be read and written, where a rank holds parts of them.
+
+        All ranks enter and leave it. Afterwards every rank has what one rank has written; where several have
+        written into one chunk, the values of the first of them. Where every rank has whole parameters (DDP,
+        ZeRO stages 1 and 2) it does nothing.
+
+        Args:
+            parts: Modules or parameters of the model, or their names; default: all.
+
+        Raises:
+            ValueError: `parts` holds what the model lacks, or its parameters are DTensors (FSDP).
+        """
+        return self.data.gathered(params_called(self.unwrap(), parts) if parts else None)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the state of the model that was given, under its own names.
+
+        Under Gemini (ZeRO stage 3) the values are whole, in host memory, on every rank: all ranks call it,
+        and the chunks are gathered one after the other. `colossalai.checkpoint_io` saves without that.
+        """
+        return self.data.state_dict(self.unwrap(), *args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load a state into the model that was given; all ranks load the same whole values.
+
+        Raises:
+            ValueError: `assign` is set, and this rank holds parts of the model.
+        """
+        return self.data.load_state_dict(self.unwrap(), state_dict, strict=strict, assign=assign)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters under the names of the model that was given."""
+        return self.unwrap().named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Return the modules under the names of the model that was given."""
+        modules: Iterator[tuple[str, nn.Module]] = self.unwrap().named_modules(memo, prefix, remove_duplicate)
+        return modules
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Return the buffers under the names of the model that was given."""
+        return self.unwrap().named_buffers(prefix, recurse, remove_duplicate)
