@@ -6,7 +6,7 @@ from.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -132,21 +132,32 @@ class MoeEnvironment:
             elif not output.requires_grad and not has_graph and output.is_floating_point():
                 process.experts.outputs[output] = losses
 
-    @property
-    def expects_losses(self) -> bool:
-        """Whether there can be auxiliary losses: a layer with experts has been built, or has added one."""
-        return process.experts.has_layers
-
     def expect_losses(self, layer: type[nn.Module] | None = None) -> None:
-        """Announce a layer that adds losses; forwards of wrapped models are told apart from then on.
+        """Announce a layer that adds losses: from then on wrapped models collect losses by forward.
 
         Args:
-            layer: Its class. A compiled forward of a model without such layers is not told apart: losses are
-                looked up in ways that `torch.compile` cannot trace.
+            layer: Its class. A compiled forward of a model without such layers does not collect losses, which
+                `torch.compile` cannot trace.
         """
-        process.experts.has_layers = True
+        experts = process.experts
+        experts.has_layers = True
         if layer is not None:
-            process.experts.layer_classes.add(layer)
+            experts.layer_classes.add(layer)
+        while experts.waiting:
+            model, install = experts.waiting.popitem()
+            install(model)
+
+    def when_expected(self, model: Any, install: Callable[[Any], None]) -> None:
+        """Call `install(model)` once a layer that adds losses is announced, or has added one: now or later.
+
+        Args:
+            model: A wrapped model, which is not kept alive.
+            install: A function without a reference to `model`.
+        """
+        if process.experts.has_layers:
+            install(model)
+        else:
+            process.experts.waiting[model] = install
 
     def has_layers(self, model: nn.Module) -> bool:
         """Return whether a model has a layer of a class that was announced."""
@@ -178,7 +189,8 @@ class MoeEnvironment:
         if is_in_backward():
             return
         experts = process.experts
-        experts.has_layers = True
+        if not experts.has_layers:
+            self.expect_losses()
         losses = experts.current.get()
         if losses is None:
             last = experts.last

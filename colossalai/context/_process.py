@@ -10,7 +10,8 @@ from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from weakref import WeakSet
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -93,6 +94,7 @@ class ExpertForwards:
         num_wrapped: The number of forwards of wrapped models so far.
         has_layers: Whether layers with experts have been built, or have added a loss.
         layer_classes: The classes of those that have been built.
+        waiting: The wrapped models without a collector, each with the function that installs one.
         sources: The wrapped models whose forwards had losses, and for others the first layer of each forward.
         num_sources_compared: The number of `sources` when they were last compared for a warning.
         outputs: The losses by output, for outputs of forwards without a graph.
@@ -105,6 +107,7 @@ class ExpertForwards:
     num_wrapped: int = 0
     has_layers: bool = False
     layer_classes: set[type[nn.Module]] = field(default_factory=set)
+    waiting: WeakKeyDictionary[nn.Module, Callable[[Any], None]] = field(default_factory=WeakKeyDictionary)
     sources: WeakSet[nn.Module] = field(default_factory=WeakSet)
     num_sources_compared: int = 0
     outputs: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)

@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from colossalai.amp import GivenLoss, LossTerm, OptimizerWrapper, Precision, read_loss
-from colossalai.cluster import gather_values
-from colossalai.context import MOE_CONTEXT, Axis
+from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
-from colossalai.nn.layer.moe import MoeLayer
 from colossalai.nn.loss import logits_of
 from colossalai.nn.parallel import AppliedDataMethod
 from colossalai.pipeline import (
+    LossCollection,
     Microbatches,
     ModelStage,
     PipelineExecutor,
@@ -36,7 +35,6 @@ from colossalai.pipeline import (
     sync_shared_grads,
 )
 from colossalai.runtime._fused_loss import criterion_of, with_labels
-from colossalai.tensor import nested_tensors
 
 Criterion = Callable[..., GivenLoss]
 _NO_WEIGHT = -1.0
@@ -87,6 +85,7 @@ class Pipeline:
         device: The device of this rank.
         precision: The precision of forward and backward.
         data: The data-parallel method at work on `model`.
+        collection: Collects the auxiliary losses of stages; None without such losses, on all stages.
         fused_loss: Whether the model takes the labels, and returns its loss.
     """
 
@@ -100,6 +99,7 @@ class Pipeline:
         device: torch.device,
         precision: Precision,
         data: AppliedDataMethod,
+        collection: LossCollection | None = None,
         fused_loss: bool = False,
     ) -> None:
         self.model = model
@@ -113,8 +113,7 @@ class Pipeline:
         self._data = data
         self._chunks = list(model) if isinstance(model, nn.ModuleList) else [model]
         self._shared = [param for param in model.parameters() if share_of(param) is not None]
-        has_losses = any(isinstance(part, MoeLayer) for part in model.modules())
-        self._collection = LossesOfExperts(model) if any(gather_values(has_losses, axis.group)) else None
+        self._collection = collection
         self._is_closing = False  # whether the gradients are complete after the present batch
         self._executors: dict[PipelineOptions, PipelineExecutor] = {}
         self._last_ranks: dict[PipelineOptions, int] = {}
@@ -299,26 +298,6 @@ class Pipeline:
                 on_last_backward=self._before_last_backward,
             )
         return self._executors[options]
-
-
-class LossesOfExperts:
-    """The auxiliary losses of layers with experts, for `MoeLoss` behind the last stage.
-
-    Args:
-        model: The stages of this rank.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def run(self, forward: Callable[[], Any], carried: Tensor | None) -> tuple[Any, Tensor]:
-        """See `LossCollection`; the output leads to the losses."""
-        with MOE_CONTEXT.forward_of(self._model) as losses:
-            if carried is not None:
-                MOE_CONTEXT.add_loss(carried)
-            output = forward()
-        MOE_CONTEXT.assign(losses, nested_tensors(output))
-        return output, torch.as_tensor(losses.total())
 
 
 class _Tally:

@@ -1,5 +1,8 @@
 """`MoeLoss` and what layers with experts leave for it: once, for each forward, of the tokens of all ranks."""
 
+import copy
+import gc
+import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -283,6 +286,69 @@ def losses_of_two_models(wrap: Callable[[Sequence[nn.Module]], list[nn.Module]])
 @pytest.mark.parametrize("wrap", [boosted, wrapped_by_zero])
 def test_losses_belong_to_the_forward_that_made_them(wrap: Any) -> None:
     run_ranks(losses_of_two_models, 1, wrap)
+
+
+def dense_models_and_late_experts(wrap: Callable[[Sequence[nn.Module]], list[nn.Module]]) -> None:
+    """Dense models have no collector until the process has a layer of experts."""
+    colossalai.launch_from_torch({}, verbose=False)
+    (dense,) = wrap([nn.Linear(WIDTH, 3)])
+    twins = [dense, copy.deepcopy(dense), pickle.loads(pickle.dumps(dense))]
+    assert all(twin._collector is None for twin in twins)
+    assert not process.experts.num_wrapped
+    (experts,) = wrap([Classifier()])
+    twins.append(copy.deepcopy(dense))
+    x, y = torch.randn(9, WIDTH), torch.randint(3, (9,))
+    for twin in twins:
+        logits, plain = experts(x), twin(x)
+        assert MoeCrossEntropyLoss(1.0)(plain, y) == nn.functional.cross_entropy(plain, y)
+        assert MoeCrossEntropyLoss(1.0)(logits, y) > nn.functional.cross_entropy(logits, y)
+    waiting = weakref.ref(wrap([nn.Linear(WIDTH, 3)])[0])
+    gc.collect()
+    assert waiting() is None
+    gpc.destroy()
+
+
+class Unannounced(nn.Module):
+    """A layer of a user that adds a loss by itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        MOE_CONTEXT.add_loss(x.square().mean())
+        return 1 * x
+
+
+def a_layer_of_a_user(wrap: Callable[[Sequence[nn.Module]], list[nn.Module]]) -> None:
+    """A layer that was not announced works: wrapped models have collectors from its first loss on."""
+    colossalai.launch_from_torch({}, verbose=False)
+    model, dense = wrap([nn.Sequential(nn.Linear(WIDTH, 3), Unannounced()), nn.Linear(WIDTH, 3)])
+    x, y = torch.randn(9, WIDTH), torch.randint(3, (9,))
+    criterion = MoeCrossEntropyLoss(1.0)
+    for _ in range(2):
+        logits = model(x)
+        wanted = nn.functional.cross_entropy(logits, y) + logits.square().mean()
+        torch.testing.assert_close(criterion(logits, y), wanted)
+    plain = dense(x)
+    assert criterion(plain, y) == nn.functional.cross_entropy(plain, y)
+    torch.testing.assert_close(criterion(logits, y), wanted)
+    gpc.destroy()
+
+
+def unpickled_experts(wrap: Callable[[Sequence[nn.Module]], list[nn.Module]], saved: bytes) -> None:
+    """Layers whose constructors ran in another process are found by the wrapper."""
+    colossalai.launch_from_torch({}, verbose=False)
+    first, second = wrap(pickle.loads(saved))
+    x, y = torch.randn(9, WIDTH), torch.randint(3, (9,))
+    logits, _ = first(x), second(2 * x)
+    loss = MoeCrossEntropyLoss(1.0)(logits, y)
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(logits, y) + MOE_CONTEXT.get_loss(first(x)))
+    gpc.destroy()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("wrap", [boosted, wrapped_by_zero])
+def test_what_gets_a_collector(wrap: Any) -> None:
+    run_ranks(dense_models_and_late_experts, 1, wrap)
+    run_ranks(a_layer_of_a_user, 1, wrap)
+    run_ranks(unpickled_experts, 1, wrap, pickle.dumps([Classifier(), Classifier()]))
 
 
 def through_an_engine() -> None:

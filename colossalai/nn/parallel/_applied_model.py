@@ -4,12 +4,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from colossalai.context import MOE_CONTEXT
+from colossalai.nn.layer.moe import LossCollector, collect_losses
 from colossalai.nn.parallel._data_method import AppliedDataMethod, params_called
-from colossalai.tensor import TransparentModule, nested_tensors
+from colossalai.tensor import TransparentModule
 
 
 class AppliedModel(TransparentModule):
@@ -33,10 +32,17 @@ class AppliedModel(TransparentModule):
         super().__init__()
         self.module = data.module
         self.data = data
+        self._collector: LossCollector | None = None
 
     def _stand_for(self, raw: nn.Module) -> None:
-        self._has_experts = MOE_CONTEXT.has_layers(raw)
         super()._stand_for(raw)
+        collect_losses(self, raw, _set_collector)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copied or unpickled wrapper, which gets a collector as a new one does."""
+        super().__setstate__(state)
+        if self._collector is None:
+            collect_losses(self, self.unwrap(), _set_collector)
 
     def unwrap(self) -> nn.Module:
         """Return the model that was given."""
@@ -45,12 +51,9 @@ class AppliedModel(TransparentModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; its outputs lead to the auxiliary losses of its layers with experts."""
-        if not MOE_CONTEXT.expects_losses or (torch.compiler.is_compiling() and not self._has_experts):
-            return self.module(*args, **kwargs)  # which torch.compile can trace
-        with MOE_CONTEXT.forward_of(self, nested_tensors((args, kwargs))) as losses:
-            output = self.module(*args, **kwargs)
-        MOE_CONTEXT.assign(losses, nested_tensors(output))
-        return output
+        if self._collector is None:
+            return self.module(*args, **kwargs)
+        return self._collector.run_forward(self.module, args, kwargs)
 
     def set_sync(self, enabled: bool) -> None:
         """Set whether the next forward and its backward synchronize gradients."""
@@ -119,3 +122,7 @@ class AppliedModel(TransparentModule):
     ) -> Iterator[tuple[str, Tensor]]:
         """Return the buffers under the names of the model that was given."""
         return self.unwrap().named_buffers(prefix, recurse, remove_duplicate)
+
+
+def _set_collector(wrapper: AppliedModel, collector: LossCollector) -> None:
+    wrapper._collector = collector

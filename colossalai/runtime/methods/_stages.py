@@ -13,6 +13,7 @@ from colossalai.checkpoint_io import parameter_names, set_prefix, set_tied_names
 from colossalai.cluster import gather_values
 from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
+from colossalai.nn.layer.moe import collector_of_stages
 from colossalai.pipeline import (
     ModelStage,
     PipelineOptions,
@@ -91,6 +92,7 @@ class PipelineStages(PlanMethod):
             device=job.device,
             precision=self.precision,
             data=job.data,
+            collection=collector_of_stages(job.model, job.mesh.axis("pp")),
             fused_loss=self.fused_loss,
         )
 

@@ -34,10 +34,6 @@ STEP = {
     "tensor": "shards of parameters, of whose gradients the norm is taken",
     "monitor/_sections.py": "the watchdog reports where a rank is",
 }
-# Of features that this job does not use (issue 35, part 2): none may be added.
-NOT_OF_A_DENSE_STEP = {
-    "context/_moe_env.py": "a forward asks whether layers of experts are to leave losses",
-}
 
 
 def record_in_rank(action: str, folder: Path) -> list[Entry]:
@@ -94,7 +90,7 @@ def test_an_action_is_as_long_as_committed(action: str, folder: Path) -> None:
 def test_a_dense_step_enters_nothing_else(folder: Path) -> None:
     action = "Engine step"
     entered = {entry.file for entry in entries_of(action, folder / action)}
-    found = list(differences(entered, {*STEP, *NOT_OF_A_DENSE_STEP}))
+    found = list(differences(entered, {*STEP}))
     assert not found, "\n".join(found)
 
 

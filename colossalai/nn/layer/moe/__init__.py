@@ -19,6 +19,9 @@ from colossalai.nn.layer.moe._feed_forward import build_ffn_experts as build_ffn
 from colossalai.nn.layer.moe._grouped import grouped_linear as grouped_linear
 from colossalai.nn.layer.moe._layer import MoeLayer as MoeLayer
 from colossalai.nn.layer.moe._layer import MoeModule as MoeModule
+from colossalai.nn.layer.moe._losses import LossCollector as LossCollector
+from colossalai.nn.layer.moe._losses import collect_losses as collect_losses
+from colossalai.nn.layer.moe._losses import collector_of_stages as collector_of_stages
 from colossalai.nn.layer.moe._noise import NormalNoiseGenerator as NormalNoiseGenerator
 from colossalai.nn.layer.moe._noise import UniformNoiseGenerator as UniformNoiseGenerator
 from colossalai.nn.layer.moe._router import MoeRouter as MoeRouter
