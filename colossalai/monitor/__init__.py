@@ -7,6 +7,7 @@ the package: the rest; `context` switches the watchdog and the debug mode on and
 | --- | --- |
 | section | a part of a step that says what it is: "the forward", "data loading" |
 | meeting | a section in which a thread waits for other ranks by other means than one collective |
+| call record | an operation that a rank has issued, whatever noted it |
 | channel | a process group's collectives, or the messages from one rank to another; each is counted |
 | alarm, notice | set in the store by a rank that has waited too long: for a report, or for one line |
 | rank report | what a rank says at an alarm: where it waits, what it has issued, its stacks |
@@ -14,12 +15,13 @@ the package: the rest; `context` switches the watchdog and the debug mode on and
 | signature | operation, shapes and dtypes of a collective, noted where neighbors can read it |
 """
 
+from colossalai.monitor._calls import AxisOf as AxisOf
+from colossalai.monitor._calls import DisagreementError as DisagreementError
+from colossalai.monitor._calls import difference as difference
 from colossalai.monitor._collective_check import CollectiveCheck as CollectiveCheck
 from colossalai.monitor._flight_recorder import STAMPED_TAGS as STAMPED_TAGS
-from colossalai.monitor._flight_recorder import CallRecord as CallRecord
+from colossalai.monitor._flight_recorder import CallLog as CallLog
 from colossalai.monitor._flight_recorder import records as records
-from colossalai.monitor._mismatch import DisagreementError as DisagreementError
-from colossalai.monitor._mismatch import difference as difference
 from colossalai.monitor._options import ACTIONS as ACTIONS
 from colossalai.monitor._options import watchdog_options as watchdog_options
 from colossalai.monitor._peer_processes import PeerProcess as PeerProcess
@@ -30,5 +32,4 @@ from colossalai.monitor._sections import name_modules as name_modules
 from colossalai.monitor._sections import section as section
 from colossalai.monitor._sections import still_moving as still_moving
 from colossalai.monitor._store import agent_serves as agent_serves
-from colossalai.monitor._watchdog import AxisOf as AxisOf
 from colossalai.monitor._watchdog import Watchdog as Watchdog

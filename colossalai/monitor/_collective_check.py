@@ -23,9 +23,16 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from colossalai.monitor._calls import (
+    AxisOf,
+    DisagreementError,
+    Properties,
+    difference,
+    group_in_words,
+    properties_of,
+)
 from colossalai.monitor._flight_recorder import replaced
-from colossalai.monitor._message_check import AxisOf, MessageCheck, last_of
-from colossalai.monitor._mismatch import DisagreementError, Said, difference, say, shown
+from colossalai.monitor._message_check import MessageCheck, late_error
 from colossalai.monitor._store import DeadlineStore
 
 _STORE_S = 10.0  # an answer of the store that takes longer does not come
@@ -105,7 +112,7 @@ class CollectiveCheck:
 
         return check_and_issue
 
-    def _compare(self, group: dist.ProcessGroup, own: Said) -> None:
+    def _compare(self, group: dist.ProcessGroup, own: Properties) -> None:
         """Raise on all ranks of a group if they are not about to do the same.
 
         Raises:
@@ -115,8 +122,7 @@ class CollectiveCheck:
         name = group.group_name
         self._numbers[name] += 1
         number = self._numbers[name]
-        axis = self._axis_of(tuple(ranks))
-        where = f"#{number} of {f'axis {axis}' if axis is not None else f'group {name!r}'}"
+        where = f"#{number} {group_in_words(self._axis_of(tuple(ranks)), name)}"
         own["where"] = where
         keys = [f"{name}/{number}/{rank}" for rank in ranks]
         text = json.dumps(own)
@@ -125,30 +131,23 @@ class CollectiveCheck:
         try:
             self._store.wait(keys, self._timeout)
         except dist.DistError:
-            raise DisagreementError(self._missing(own, dict(zip(ranks, keys, strict=True)))) from None
-        told = {rank: json.loads(text) for rank, text in zip(ranks, self._store.texts(keys), strict=True)}
+            late = [rank for rank, key in zip(ranks, keys, strict=True) if not self._store.check(key)]
+            fault, wait = f"ranks {late} have not come to it", f"rank {self._rank} waits at"
+            raise late_error(self._store, own, late, fault=fault, seconds=self._timeout, wait=wait) from None
+        calls = {rank: json.loads(text) for rank, text in zip(ranks, self._store.texts(keys), strict=True)}
         if number > 1:  # everybody is here, so everybody has read what stood under the number before
             self._store.delete(f"{name}/{number - 1}/{self._rank}")
-        message = difference(where, told)
+        message = difference(where, calls)
         if message:
             raise DisagreementError(message)
 
-    def _missing(self, own: Said, keys: dict[int, str]) -> str:
-        absent = [rank for rank, key in keys.items() if not self._store.check(key)]
-        lines = [
-            f"{shown(own)} {own['where']}: after {self._timeout:g} s ranks {absent} have not come to it",
-            *(last_of(rank, self._store) for rank in absent),
-            f"  rank {self._rank} waits at {own['place']}",
-        ]
-        return "\n".join(lines)
 
-
-def _description(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Said:
+def _description(method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Properties:
     values = [*args, *kwargs.values()]
     tensors = [] if method.argument is None else values[method.argument]
-    said = say(method.op, tensors, has_shapes=method.same_shapes)
+    properties = properties_of(method.op, tensors, has_shapes=method.same_shapes)
     for option, name in _OPTIONS:
         value = next((getattr(v, option) for v in values if hasattr(v, option)), None)
         if value is not None:
-            said[name] = str(getattr(value, "op", value)).rpartition(".")[2]
-    return said
+            properties[name] = str(getattr(value, "op", value)).rpartition(".")[2]
+    return properties

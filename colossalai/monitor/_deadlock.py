@@ -22,8 +22,9 @@ complete. So there, and only there, such a collective holds it.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from colossalai.monitor._diagnosis import Diagnosis, ranks_in_words
-from colossalai.monitor._rank_report import RankReport, Waiting
+from colossalai.monitor._calls import CallRecord, ranks_in_words
+from colossalai.monitor._diagnosis import Diagnosis
+from colossalai.monitor._rank_report import RankReport
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _stuck(reports: Mapping[int, RankReport], left: Mapping[int, Left]) -> list[
     # See [Note: who may still come].
     stuck = {rank for rank, answer in reports.items() if answer.held}
 
-    def may_end(wait: Waiting, waiter: int) -> bool:
+    def may_end(wait: CallRecord, waiter: int) -> bool:
         others = [partner for partner in wait.partners if partner != waiter]
         if wait.patience is not None and any(
             left[partner].reached.get(wait.channel, 0) < wait.number for partner in others if partner in left
@@ -97,14 +98,14 @@ def _stuck(reports: Mapping[int, RankReport], left: Mapping[int, Left]) -> list[
     return sorted(stuck)
 
 
-def _is_impatient(wait: Waiting) -> bool:
+def _is_impatient(wait: CallRecord) -> bool:
     return wait.patience is not None and wait.seconds > wait.patience
 
 
-def _has_come(answer: RankReport, wait: Waiting) -> bool:
+def _has_come(answer: RankReport, wait: CallRecord) -> bool:
     """Whether a rank has come to a wait, and not under the same number to something else."""
     is_elsewhere = any(
-        (other.channel, other.number) == (wait.channel, wait.number) and other.where != wait.where
+        other.end == wait.end and other.where != wait.where
         for other in answer.held
         if wait.patience is not None
     )

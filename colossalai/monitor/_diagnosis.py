@@ -8,12 +8,12 @@ all of them wait (each for another one), they have issued their collectives in d
 named. And where everybody has come and nothing happens, it is what lies between them.
 """
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from colossalai.monitor._last_calls import AxisOf, disagreements
-from colossalai.monitor._rank_report import RankReport, Waiting
+from colossalai.monitor._calls import AxisOf, CallRecord, minority, ranks_by_value, ranks_in_words
+from colossalai.monitor._last_calls import disagreements
+from colossalai.monitor._rank_report import RankReport
 
 _NUM_NAMED = 8
 
@@ -67,7 +67,7 @@ def diagnose(
     return Diagnosis(lines=tuple(lines or ["no rank waits for another one any more"]), blamed=tuple(blamed))
 
 
-_Waits = list[tuple[int, Waiting]]
+_Waits = list[tuple[int, CallRecord]]
 _Finding = tuple[tuple[int, ...], str]
 
 
@@ -83,28 +83,21 @@ def _absent(waits: _Waits, absent: dict[int, str]) -> Iterator[_Finding]:
 def _gone_another_way(reports: dict[int, RankReport], waits: _Waits) -> Iterator[_Finding]:
     for _rank, wait in waits:
         entered = {
-            rank: (op, shapes)
+            rank: call
             for rank in wait.partners
             if rank in reports
-            for number, op, shapes in reports[rank].recent.get(wait.channel, [])
-            if number == wait.number
+            for call in reports[rank].recent.get(wait.channel, [])
+            if call.number == wait.number
         }
-        counts = Counter(op for op, _ in entered.values())
-        if len(counts) > 1:
-            yield _other_op(reports, wait, {rank: op for rank, (op, _) in entered.items()}, counts)
-            continue
-        sizes = Counter(shapes for _, shapes in entered.values())
-        if len(sizes) > 1 and wait.op in _OF_EQUAL_SHAPES:
-            of_size = {
-                shapes: [rank for rank, (_, mine) in entered.items() if mine == shapes] for shapes in sizes
-            }
-            told = "; ".join(
-                f"{ranks_in_words(ranks)} with {list(shapes)}" for shapes, ranks in of_size.items()
+        ops = {rank: call.op for rank, call in entered.items()}
+        shapes = {rank: call.shapes for rank, call in entered.items()}
+        if len(set(ops.values())) > 1:
+            yield _other_op(reports, wait, ops)
+        elif len(set(shapes.values())) > 1 and wait.op in _OF_EQUAL_SHAPES:
+            groups = "; ".join(
+                f"{ranks_in_words(ranks)} with {list(each)}" for each, ranks in ranks_by_value(shapes).items()
             )
-            usual = max(of_size.values(), key=len)
-            odd = tuple(rank for rank in entered if rank not in usual)
-            blamed = odd if len(odd) < len(usual) else tuple(entered)
-            yield blamed, f"{wait.describe()} was entered with different shapes: {told}"
+            yield minority(shapes), f"{wait.describe()} was entered with different shapes: {groups}"
 
 
 _OF_EQUAL_SHAPES = (
@@ -113,20 +106,18 @@ _OF_EQUAL_SHAPES = (
 )
 
 
-def _other_op(
-    reports: dict[int, RankReport], wait: Waiting, ops: dict[int, str], counts: Counter[str]
-) -> _Finding:
-    usual, most = counts.most_common(1)[0]
-    odd = [rank for rank, op in ops.items() if op != usual]
-    others = [rank for rank, op in ops.items() if op == usual]
+def _other_op(reports: dict[int, RankReport], wait: CallRecord, ops: dict[int, str]) -> _Finding:
+    usual, others = max(ranks_by_value(ops).items(), key=lambda item: len(item[1]))
+    odd = [rank for rank in ops if rank not in others]
     where = f"{wait.where}{f' in {wait.module}' if wait.module else ''}"
-    told = "; ".join(
+    entered = "; ".join(
         f"{_name(reports[rank])} entered {ops[rank]} as #{wait.number} {where}; {reports[rank].activity}"
         for rank in odd
     )
-    blamed = odd if most > len(odd) else [*odd, *others]
-    also = "" if most > len(odd) else f"; {reports[others[0]].activity}"
-    return tuple(blamed), f"{told}; {ranks_in_words(others)} entered {usual}{also}"
+    is_minority = len(odd) < len(others)
+    also = "" if is_minority else f"; {reports[others[0]].activity}"
+    blamed = odd if is_minority else [*odd, *others]
+    return tuple(blamed), f"{entered}; {ranks_in_words(others)} entered {usual}{also}"
 
 
 def _not_come(reports: dict[int, RankReport], waits: _Waits) -> Iterator[_Finding]:
@@ -137,7 +128,7 @@ def _not_come(reports: dict[int, RankReport], waits: _Waits) -> Iterator[_Findin
                 yield (rank,), f"{_name(reports[rank])} {verb} {what}; {reports[rank].activity}"
 
 
-def _duty(wait: Waiting, waiter: int) -> tuple[str, str]:
+def _duty(wait: CallRecord, waiter: int) -> tuple[str, str]:
     """Return what a partner has not done for a wait to end."""
     if wait.op == "recv":
         return "did not send", f"message #{wait.number} to rank {waiter} {wait.where}"
@@ -146,12 +137,12 @@ def _duty(wait: Waiting, waiter: int) -> tuple[str, str]:
     return "did not enter", wait.describe()
 
 
-def _is_held_up(reports: dict[int, RankReport], wait: Waiting) -> bool:
+def _is_held_up(reports: dict[int, RankReport], wait: CallRecord) -> bool:
     """Whether somebody else is to blame for a wait."""
     return bool(_missing_in(reports, wait)) or any(rank not in reports for rank in wait.partners)
 
 
-def _missing_in(reports: dict[int, RankReport], wait: Waiting) -> list[int]:
+def _missing_in(reports: dict[int, RankReport], wait: CallRecord) -> list[int]:
     """Return the ranks that have not reached what a wait needs, of those that answer."""
     return [
         rank
@@ -186,20 +177,9 @@ def _all_there(waits: _Waits) -> Iterator[_Finding]:
         )
 
 
-def _waiting_in(waits: _Waits, wait: Waiting) -> list[int]:
-    return [rank for rank, other in waits if is_same_wait(other, wait)]
-
-
-def is_same_wait(first: Waiting, second: Waiting) -> bool:
-    """Whether two ranks wait for the same."""
-    return (first.channel, first.number) == (second.channel, second.number)
+def _waiting_in(waits: _Waits, wait: CallRecord) -> list[int]:
+    return [rank for rank, other in waits if other.end == wait.end]
 
 
 def _name(answer: RankReport) -> str:
     return f"rank {answer.rank} ({answer.host})"
-
-
-def ranks_in_words(ranks: list[int] | tuple[int, ...]) -> str:
-    """Return "rank 3", or "ranks 0, 1"; of many the first few."""
-    shown = ", ".join(map(str, sorted(ranks)[:_NUM_NAMED])) + (", ..." if len(ranks) > _NUM_NAMED else "")
-    return f"rank{'s' if len(ranks) != 1 else ''} {shown}"

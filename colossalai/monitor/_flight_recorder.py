@@ -3,11 +3,6 @@
 torch's flight recorder notes each collective where it is issued, in compiled code, whoever issues it: our
 layers, DDP, FSDP, a user's script. A group in Python it does not see, so that one keeps a record of its own.
 Gloo notes collectives and not sends and receives: see `MessageRecord` in `_last_calls.py`.
-
-[Note: channels]
-A wait ends when the others get somewhere. Where, is a channel and a number: for a collective the group and
-its sequence number; for a receive what its sender has sent to this rank, for a send what its receiver has
-received from this one. All counts start at 1. The others wait for a rank that has not reached the number.
 """
 
 import os
@@ -18,12 +13,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed import distributed_c10d
 
+from colossalai.monitor._calls import AxisOf, CallRecord, group_in_words, shapes_and_dtypes
 from colossalai.monitor._sections import meetings
 
 _NUM_COLLECTIVES = 500  # torch keeps 2000 of them: to write those down takes seconds
@@ -32,43 +27,6 @@ _SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 STAMPED_TAGS = 1 << 30
 """A message with a tag from here on is known by it, whatever came before; it is a part of a meeting."""
 _native: Any = torch._C._distributed_c10d
-
-
-@dataclass(frozen=True, kw_only=True)
-class Issued:
-    """One operation that this rank has issued.
-
-    Attributes:
-        op: What it is, as `torch.distributed` calls it.
-        group: The name of its process group.
-        channel: What its partners have to reach; see [Note: channels].
-        number: How far.
-        partners: The global ranks that have to reach it.
-        shapes: The shapes of its inputs.
-        dtypes: Their types.
-        is_pending: Whether it is not complete.
-        seconds: How long ago it was issued.
-        thread: The thread that issued it.
-        where: Of what it is a part, if not of what its group is.
-        patience: See `meeting`.
-        advice: See `meeting`.
-        after_backwards: See `meeting`.
-    """
-
-    op: str
-    group: str
-    channel: str
-    number: int
-    partners: tuple[int, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    is_pending: bool
-    seconds: float
-    thread: int
-    where: str = ""
-    patience: float | None = None
-    advice: str = ""
-    after_backwards: bool = False
 
 
 class RecordedCall:
@@ -99,7 +57,7 @@ class RecordedCall:
         self.is_over = False
 
 
-class CallRecord:
+class CallLog:
     """The collectives of one process group in Python, which the group itself writes down.
 
     Args:
@@ -108,15 +66,15 @@ class CallRecord:
 
     def __init__(self, group: str) -> None:
         self.group = group
-        self._records = records
+        self._logs = records
         self._num_begun = self._num_ended = 0
         self._last: deque[RecordedCall] = deque(maxlen=_NUM_OF_A_GROUP)
         records.open.add(self)
 
     def where(self, ranks: Sequence[int]) -> str:
         """Name the group, by the mesh axis along its ranks where there is one: "of axis dp"."""
-        axis = self._records.axis_of(tuple(ranks)) if self._records.axis_of is not None else None
-        return f"of axis {axis}" if axis is not None else f"of group {self.group!r}"
+        axis = self._logs.axis_of(tuple(ranks)) if self._logs.axis_of is not None else None
+        return group_in_words(axis, self.group)
 
     def begin(self, op: str, tensors: Sequence[torch.Tensor]) -> RecordedCall:
         """Note a collective that is issued."""
@@ -134,17 +92,16 @@ class CallRecord:
         """Return the number of the last one issued, and of the last one that has ended."""
         return self._num_begun, self._num_ended
 
-    def issued(self, members: tuple[int, ...], since: float) -> list[Issued]:
+    def calls(self, members: tuple[int, ...], since: float) -> list[CallRecord]:
         """Return those on record, oldest first."""
         return [
-            Issued(
+            CallRecord(
                 op=call.op,
                 group=self.group,
                 channel=self.group,
                 number=call.number,
                 partners=members,
-                shapes=tuple(tuple(shape) for shape, _ in call.tensors),
-                dtypes=tuple(str(dtype).removeprefix("torch.") for _, dtype in call.tensors),
+                **shapes_and_dtypes(call.tensors),
                 is_pending=not call.is_over,
                 seconds=max(0.0, time.time() - call.since),
                 thread=call.thread,
@@ -154,20 +111,20 @@ class CallRecord:
         ]
 
 
-class CallRecords:
-    """The records of all groups in Python of this process.
+class CallLogs:
+    """The logs of all groups in Python of this process.
 
     Attributes:
         open: Those of the groups that exist.
-        axis_of: What is the mesh axis along some ranks? None outside of a job.
+        axis_of: The names of the mesh axes; None outside of a job.
     """
 
     def __init__(self) -> None:
-        self.open: weakref.WeakSet[CallRecord] = weakref.WeakSet()
-        self.axis_of: Callable[[tuple[int, ...]], str | None] | None = None
+        self.open: weakref.WeakSet[CallLog] = weakref.WeakSet()
+        self.axis_of: AxisOf | None = None
 
     @contextmanager
-    def naming(self, axis_of: Callable[[tuple[int, ...]], str | None]) -> Iterator[None]:
+    def naming(self, axis_of: AxisOf) -> Iterator[None]:
         """Within the block, groups are named by the axes of a job."""
         self.axis_of = axis_of
         try:
@@ -176,7 +133,7 @@ class CallRecords:
             self.axis_of = None
 
 
-records = CallRecords()
+records = CallLogs()
 
 
 def prepare_recorder() -> None:
@@ -200,10 +157,10 @@ def progress() -> dict[str, tuple[int, int]]:
                 int(status["last_completed_collective"]),
             )
             found[f"{index}/{group}"] = (enqueued, completed)
-    return {**found, **{record.group: record.progress() for record in list(records.open)}}
+    return {**found, **{log.group: log.progress() for log in list(records.open)}}
 
 
-def collectives(*, since: float) -> list[Issued]:
+def collectives(*, since: float) -> list[CallRecord]:
     """Return the collectives on record, oldest first.
 
     Args:
@@ -217,9 +174,9 @@ def collectives(*, since: float) -> list[Issued]:
             if entry["is_p2p"] or group not in members or entry["time_created_ns"] < since * 1e9:
                 continue
             found.append(_collective(entry, members[group]))
-    for record in list(records.open):
-        if record.group in members:
-            found += record.issued(members[record.group], since)
+    for log in list(records.open):
+        if log.group in members:
+            found += log.calls(members[log.group], since)
     return sorted(found, key=lambda item: -item.seconds)
 
 
@@ -233,18 +190,15 @@ def group_members() -> dict[str, tuple[int, ...]]:
     }
 
 
-def awaited_meetings() -> list[Issued]:
+def awaited_meetings() -> list[CallRecord]:
     """Return the meetings that this rank waits in."""
     return [
-        Issued(
+        CallRecord(
             op=item.op,
             group=item.channel,
             channel=item.channel,
             number=item.number,
             partners=item.partners,
-            shapes=(),
-            dtypes=(),
-            is_pending=True,
             seconds=time.monotonic() - item.start,
             thread=thread,
             where=f"of {item.name}",
@@ -261,9 +215,9 @@ def _dumps() -> list[Callable[[bool, bool, bool], bytes]]:
     return [getattr(_native, name) for name in names if hasattr(_native, name)]
 
 
-def _collective(entry: dict[str, Any], members: tuple[int, ...]) -> Issued:
+def _collective(entry: dict[str, Any], members: tuple[int, ...]) -> CallRecord:
     group = entry["process_group"][0]
-    return Issued(
+    return CallRecord(
         op=entry["profiling_name"].rpartition(":")[2],
         group=group,
         channel=group,

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from colossalai.monitor._diagnosis import Diagnosis, is_same_wait, ranks_in_words
+from colossalai.monitor._calls import ranks_in_words
+from colossalai.monitor._diagnosis import Diagnosis
 from colossalai.monitor._rank_report import RankReport
 
 _NUM_RANKS_SHOWN = 16
@@ -75,11 +76,11 @@ def write_notice(
         ends: Whether the job ends then.
     """
     waits = [(rank, wait) for rank, answer in sorted(reports.items()) for wait in answer.waiting]
-    new = [(rank, wait) for rank, wait in waits if (wait.channel, wait.number) not in told]
-    told.update((wait.channel, wait.number) for _, wait in new)
+    new = [(rank, wait) for rank, wait in waits if wait.end not in told]
+    told.update(wait.end for _, wait in new)
     if new:
         _, longest = max(new, key=lambda item: (item[1].patience is not None, item[1].seconds))
-        ranks = [rank for rank, wait in new if is_same_wait(wait, longest)]
+        ranks = [rank for rank, wait in new if wait.end == longest.end]
         verb, seconds = "wait" if len(ranks) > 1 else "waits", longest.seconds
         where = f"{longest.describe()} ({reports[ranks[0]].activity})"
         who = f"{ranks_in_words(ranks)} {verb} for {seconds:.0f} s in {where}: "

@@ -25,7 +25,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -34,11 +34,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from colossalai.monitor._calls import (
+    AxisOf,
+    CallRecord,
+    Properties,
+    difference,
+    dtype_name,
+    group_in_words,
+    minority,
+    shapes_and_dtypes,
+)
 from colossalai.monitor._collective_check import METHODS, Method
-from colossalai.monitor._flight_recorder import STAMPED_TAGS, Issued, replaced
-from colossalai.monitor._mismatch import Said, difference
-
-AxisOf = Callable[[tuple[int, ...]], str | None]
+from colossalai.monitor._flight_recorder import STAMPED_TAGS, replaced
 
 _NOTE = struct.Struct("<QII")  # number of the call in its group, text of the group, text of the signature
 _NUM_NOTES = 16
@@ -47,23 +54,6 @@ _SIZE = 1 << 16  # when it is full, it begins anew
 _LONGEST_TEXT = 1 << 13
 _NUM_MESSAGES = 64
 _shape_and_dtype = attrgetter("shape", "dtype")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Signature:
-    """What a rank has said of one collective by calling it.
-
-    Attributes:
-        group: The name of the process group.
-        ranks: Its global ranks.
-        number: Which of its collectives.
-        said: Operation, shapes, types.
-    """
-
-    group: str
-    ranks: tuple[int, ...]
-    number: int
-    said: Said
 
 
 class SignatureRecord:
@@ -93,7 +83,7 @@ class SignatureRecord:
             os.close(self.descriptor)
             self.descriptor = -1
 
-    def read(self) -> list[Signature]:
+    def read(self) -> list[CallRecord]:
         """Return what this rank has issued last."""
         return _signatures(self._memory[:])
 
@@ -137,9 +127,9 @@ class SignatureRecord:
             self._begin_anew()
         if name not in texts:
             ranks = sorted(distributed_c10d._world.pg_group_ranks[group])
-            self._write(name, {"group": name, "ranks": ranks})
+            self._write(name, {"channel": name, "partners": ranks})
         if signature not in texts:
-            self._write(signature, _said(*signature))
+            self._write(signature, _fields(*signature))
         return texts[name], texts[signature]
 
     def _begin_anew(self) -> None:
@@ -163,18 +153,12 @@ class _Route:
     """The messages of one direction between this rank and another one of a group.
 
     Attributes:
-        op: "send" or "recv".
-        group: The name of the process group.
-        other: The global rank of the other end.
-        counted: The channel in which this rank counts them.
-        awaited: The channel in which the other end does; see [Note: channels] in `_flight_recorder.py`.
+        message: Any of them; its channel is the one in which the other rank counts them.
+        counted: The channel in which this rank counts them; see [Note: channels] in `_calls.py`.
     """
 
-    op: str
-    group: str
-    other: int
+    message: CallRecord
     counted: str
-    awaited: str
 
 
 @dataclass(frozen=True)
@@ -208,14 +192,18 @@ class MessageRecord:
         """Return the threads that wait for the work of a message or of a collective."""
         return {thread for thread, _ in list(self._awaited.values())}
 
-    def messages(self) -> list[Issued]:
+    def messages(self) -> list[CallRecord]:
         """Return those that a thread waits for, oldest first."""
         now = time.monotonic()
         found = []
-        for message in list(self._last):
-            thread, start = self._awaited.get(id(message.work()), (0, now))
+        for noted in list(self._last):
+            thread, start = self._awaited.get(id(noted.work()), (0, now))
             if thread:
-                found.append(_issued(message, thread=thread, seconds=now - start))
+                tensors = shapes_and_dtypes(noted.tensors)
+                message = replace(
+                    noted.route.message, number=noted.number, **tensors, seconds=now - start, thread=thread
+                )
+                found.append(message)
         return found
 
     def _noting_wait(self, original: Callable[..., bool]) -> Callable[..., bool]:
@@ -251,22 +239,8 @@ class MessageRecord:
 def _route(op: str, group: dist.ProcessGroup, peer: int) -> _Route:
     name, own, other = group.group_name, *(dist.get_global_rank(group, r) for r in (group.rank(), peer))
     opposite, ends = ("recv", f"{own}>{other}") if op == "send" else ("send", f"{other}>{own}")
-    return _Route(op, name, other, f"{name}/{op}/{ends}", f"{name}/{opposite}/{ends}")
-
-
-def _issued(message: _NotedMessage, *, thread: int, seconds: float) -> Issued:
-    return Issued(
-        op=message.route.op,
-        group=message.route.group,
-        channel=message.route.awaited,
-        number=message.number,
-        partners=(message.route.other,),
-        shapes=tuple(tuple(shape) for shape, _ in message.tensors),
-        dtypes=tuple(str(dtype).removeprefix("torch.") for _, dtype in message.tensors),
-        is_pending=True,
-        seconds=seconds,
-        thread=thread,
-    )
+    message = CallRecord(op=op, group=name, channel=f"{name}/{opposite}/{ends}", number=0, partners=(other,))
+    return _Route(message, f"{name}/{op}/{ends}")
 
 
 class NeighborSignatures:
@@ -282,7 +256,7 @@ class NeighborSignatures:
             with suppress(OSError):
                 self._files[rank] = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
 
-    def read(self) -> dict[int, list[Signature]]:
+    def read(self) -> dict[int, list[CallRecord]]:
         """Return what the ranks have issued last."""
         return {rank: _signatures(os.pread(file, _SIZE, 0)) for rank, file in self._files.items()}
 
@@ -294,73 +268,50 @@ class NeighborSignatures:
 
 
 def disagreements(
-    signatures: dict[int, list[Signature]], axis_of: AxisOf
+    signatures: dict[int, list[CallRecord]], axis_of: AxisOf
 ) -> Iterator[tuple[tuple[int, ...], str]]:
-    """Find in every group the first collective to which ranks have come with what does not fit.
+    """Find in every group the first collective in whose properties the ranks differ.
 
     Args:
-        signatures: By rank, what it has issued last.
-        axis_of: What is the mesh axis along some ranks?
+        signatures: By rank, its last collectives.
+        axis_of: Returns the name of the mesh axis along some ranks.
 
     Yields:
-        The ranks that are fewer, or all of them where that cannot be said, and what differs.
+        The ranks in the minority, or all of them where none is, and the properties that differ.
     """
-    calls: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, Said]]] = {}
+    calls: dict[tuple[str, tuple[int, ...]], dict[int, dict[int, Properties]]] = {}
     for rank, items in sorted(signatures.items()):
         for item in items:
-            numbers = calls.setdefault((item.group, item.ranks), {})
-            numbers.setdefault(item.number, {})[rank] = item.said
+            numbers = calls.setdefault((item.channel, item.partners), {})
+            numbers.setdefault(item.number, {})[rank] = item.properties()
     for (group, ranks), numbers in calls.items():
-        axis = axis_of(ranks)
-        where = f"of axis {axis}" if axis is not None else f"of group {group!r}"
-        for number, said in sorted(numbers.items()):
-            told = {rank: {**what, "place": ""} for rank, what in said.items()}
-            if line := difference(f"#{number} {where}", told).partition("\n")[0]:
-                yield _fewer(said), line
+        where = group_in_words(axis_of(ranks), group)
+        for number, properties in sorted(numbers.items()):
+            if line := difference(f"#{number} {where}", properties).partition("\n")[0]:
+                yield minority({rank: json.dumps(each) for rank, each in properties.items()}), line
                 break
 
 
-def _fewer(said: dict[int, Said]) -> tuple[int, ...]:
-    by_text: dict[str, list[int]] = {}
-    for rank, what in said.items():
-        by_text.setdefault(json.dumps(what, sort_keys=True), []).append(rank)
-    most = max(by_text.values(), key=len)
-    odd = [rank for rank in said if rank not in most]
-    return tuple(odd if len(odd) < len(most) else said)
+def _fields(
+    op: str, count: int = 1, dtype: torch.dtype | None = None, shape: torch.Size | None = None
+) -> dict[str, Any]:
+    """Return the fields of a `CallRecord` that describe a call by the first of its tensors."""
+    return {
+        "op": op,
+        "num_tensors": count,
+        "dtypes": [] if dtype is None else [dtype_name(dtype)],
+        "shapes": [] if shape is None else [list(shape)],
+    }
 
 
-def to_plain(signatures: list[Signature]) -> list[list[Any]]:
-    """Return signatures as JSON can carry them."""
-    return [[item.group, list(item.ranks), item.number, item.said] for item in signatures]
-
-
-def from_plain(items: list[list[Any]]) -> list[Signature]:
-    """Return what `to_plain` has written."""
-    return [Signature(group=g, ranks=tuple(ranks), number=n, said=said) for g, ranks, n, said in items]
-
-
-def _said(op: str, count: int = 0, dtype: torch.dtype | None = None, shape: torch.Size | None = None) -> Said:
-    """Say what a call is, by the first of its tensors."""
-    said: Said = {"op": op}
-    if count > 1:
-        said["number of tensors"] = count
-    if dtype is not None:
-        said["dtype"] = str(dtype).removeprefix("torch.")
-    return said if shape is None else {**said, "shape": [list(shape)]}
-
-
-def _signatures(data: bytes) -> list[Signature]:
-    """Read a file; what a rank was just writing when it died is left out."""
+def _signatures(data: bytes) -> list[CallRecord]:
+    """Read a file; a note that its rank was writing when it died is left out."""
     found = []
     for index in range(min(_NUM_NOTES, len(data) // _NOTE.size)):
         number, *places = _NOTE.unpack_from(data, index * _NOTE.size)
         if not number or not all(places):
             continue
-        try:
-            group, said = (json.loads(data[place : data.index(b"\n", place)]) for place in places)
-            found.append(
-                Signature(group=group["group"], ranks=tuple(group["ranks"]), number=number, said=said)
-            )
-        except (ValueError, KeyError, TypeError):
-            continue
+        with suppress(ValueError, KeyError, TypeError):
+            group, fields = (json.loads(data[place : data.index(b"\n", place)]) for place in places)
+            found.append(CallRecord.from_plain({**group, **fields, "number": number}))
     return found

@@ -14,7 +14,7 @@ A receive from any rank knows its source only when it has the data, and tells an
 import json
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +23,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from colossalai.monitor._calls import (
+    AxisOf,
+    DisagreementError,
+    Properties,
+    difference,
+    group_in_words,
+    op_and_place,
+    op_and_shapes,
+    properties_of,
+)
 from colossalai.monitor._flight_recorder import replaced
-from colossalai.monitor._mismatch import DisagreementError, Said, difference, say, shown, told
 from colossalai.monitor._store import DeadlineStore
 
-AxisOf = Callable[[tuple[int, ...]], str | None]
 _Tensors = list[torch.Tensor]
 
 
@@ -36,13 +44,13 @@ class _Half:
     """A send or a receive of this rank.
 
     Attributes:
-        said: What it is.
+        properties: What both ends compare.
         key: What both halves have in common in the store.
         where: The same for people: "#2 from rank 0 to rank 1 of axis tp".
         partner: The global rank of the other half.
     """
 
-    said: Said
+    properties: Properties
     key: str
     where: str
     partner: int
@@ -50,7 +58,7 @@ class _Half:
     @property
     def other_key(self) -> str:
         """Where the partner leaves what its half is."""
-        return f"{self.key}/{_OTHER[self.said['op']]}"
+        return f"{self.key}/{_OTHER[self.properties['op']]}"
 
 
 _OTHER = {"send": "recv", "recv": "send"}
@@ -90,7 +98,7 @@ class MessageCheck:
 
     def _checked(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def check_and_issue(group: dist.ProcessGroup, tensors: _Tensors, peer: int, tag: int) -> Any:
-            half = self._tell(say(op, tensors), group, peer, tag)
+            half = self._tell(properties_of(op, tensors), group, peer, tag)
             is_first = not self._store.check(half.other_key)
             if not is_first:
                 self._compare(half)
@@ -103,10 +111,10 @@ class MessageCheck:
 
     def _checked_from_any(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def issue(group: dist.ProcessGroup, tensors: _Tensors, tag: int) -> Any:
-            said = say("recv", tensors)
+            properties = properties_of("recv", tensors)
             work = original(group, tensors, tag)
             if work is not None:
-                self._of_any_source[work] = lambda peer: self._tell(said, group, peer, tag)
+                self._of_any_source[work] = lambda peer: self._tell(properties, group, peer, tag)
             return work
 
         return issue
@@ -124,26 +132,25 @@ class MessageCheck:
 
         return wait
 
-    def _tell(self, said: Said, group: dist.ProcessGroup, peer: int, tag: int) -> _Half:
+    def _tell(self, properties: Properties, group: dist.ProcessGroup, peer: int, tag: int) -> _Half:
         """Leave in the store what this rank is about to do."""
-        op, name = said["op"], group.group_name
+        op, name = properties["op"], group.group_name
         own, partner = self._rank, dist.get_global_rank(group, peer)
         source, target = (own, partner) if op == "send" else (partner, own)
         channel = f"{name}/{source}>{target}/{tag}"
         self._numbers[f"{channel}/{op}"] += 1
         number = self._numbers[f"{channel}/{op}"]
-        axis = self._axis_of(tuple(sorted(dist.get_process_group_ranks(group))))
-        of_group = f"of axis {axis}" if axis is not None else f"of group {name!r}"
+        of_group = group_in_words(self._axis_of(tuple(sorted(dist.get_process_group_ranks(group)))), name)
         with_tag = f" with tag {tag}" if tag else ""
         way = f"to rank {target}" if op == "send" else f"from rank {source}"
-        said["where"] = f"#{number}{with_tag} {way} {of_group}"
+        properties["where"] = f"#{number}{with_tag} {way} {of_group}"
         half = _Half(
-            said=said,
+            properties=properties,
             key=f"message/{channel}/{number}",
             where=f"#{number}{with_tag} from rank {source} to rank {target} {of_group}",
             partner=partner,
         )
-        text = json.dumps(said)
+        text = json.dumps(properties)
         self._store.set(f"{half.key}/{op}", text)
         self._store.set(f"now/{own}", text)
         return half
@@ -157,14 +164,12 @@ class MessageCheck:
         try:
             self._store.wait([half.other_key], self._timeout)
         except dist.DistError:
-            verb = "sent" if half.said["op"] == "recv" else "received"
-            lines = [
-                f"{shown(half.said)} {half.said['where']}: after {self._timeout:g} s rank {half.partner} "
-                f"has not {verb} it",
-                last_of(half.partner, self._store),
-                f"  rank {self._rank} waits for it, issued at {half.said['place']}",
-            ]
-            raise DisagreementError("\n".join(lines)) from None
+            verb = "sent" if half.properties["op"] == "recv" else "received"
+            fault = f"rank {half.partner} has not {verb} it"
+            wait = f"rank {self._rank} waits for it, issued at"
+            raise late_error(
+                self._store, half.properties, [half.partner], fault=fault, seconds=self._timeout, wait=wait
+            ) from None
         self._compare(half)
 
     def _compare(self, half: _Half) -> None:
@@ -174,7 +179,7 @@ class MessageCheck:
             DisagreementError: The two halves of the message differ.
         """
         other = json.loads(self._store.text(half.other_key))
-        both = {self._rank: half.said, half.partner: other}
+        both = {self._rank: half.properties, half.partner: other}
         message = difference(half.where, {rank: {**both[rank], "op": "message"} for rank in sorted(both)})
         if message:
             raise DisagreementError(message)
@@ -182,8 +187,22 @@ class MessageCheck:
             self._store.delete(*(f"{half.key}/{end}" for end in ("send", "recv", "read")))
 
 
-def last_of(rank: int, store: DeadlineStore) -> str:
-    """Return the line that says what a rank has communicated last."""
-    last = store.text(f"now/{rank}")
-    said = f"was last in {told(json.loads(last))}" if last else "has entered no collective yet"
-    return f"  rank {rank} {said}"
+def late_error(
+    store: DeadlineStore, own: Properties, late: Iterable[int], *, fault: str, seconds: float, wait: str
+) -> DisagreementError:
+    """Return the error of a rank that has waited too long for other ranks.
+
+    Args:
+        store: Where the ranks rendezvous.
+        own: The call of this rank.
+        late: The ranks that are missing, each of which is named with its last call.
+        fault: "rank 1 has not sent it".
+        seconds: The time limit.
+        wait: "rank 0 waits at", for the line of the script.
+    """
+    lines = [f"{op_and_shapes(own)} {own['where']}: after {seconds:g} s {fault}"]
+    for rank in late:
+        text = store.text(f"now/{rank}")
+        last = f"was last in {op_and_place(json.loads(text))}" if text else "has entered no collective yet"
+        lines.append(f"  rank {rank} {last}")
+    return DisagreementError("\n".join([*lines, f"  {wait} {own['place']}"]))

@@ -23,7 +23,7 @@ import time
 import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -32,13 +32,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossalai.monitor._flight_recorder import (
-    Issued,
-    awaited_meetings,
-    collectives,
-    group_members,
-)
-from colossalai.monitor._last_calls import MessageRecord, Signature, from_plain, to_plain
+from colossalai.monitor._calls import AxisOf, CallRecord, group_in_words
+from colossalai.monitor._flight_recorder import awaited_meetings, collectives, group_members
+from colossalai.monitor._last_calls import MessageRecord
 from colossalai.monitor._sections import (
     PACKAGE_FOLDER,
     TORCH_FOLDER,
@@ -68,51 +64,6 @@ _SUBJECTS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Waiting:
-    """An operation that a rank has issued and that is not complete.
-
-    Attributes:
-        op: What it is.
-        channel: What its partners have to reach; see [Note: channels] in `_flight_recorder.py`.
-        number: How far.
-        partners: The global ranks that have to.
-        where: "of axis tp", or of which group.
-        shapes: Shapes of its inputs.
-        dtypes: Their types.
-        seconds: How long ago it was issued.
-        module: The name of the innermost module at work, where there is one.
-        patience: See `meeting`.
-        advice: See `meeting`.
-        after_backwards: See `meeting`.
-    """
-
-    op: str
-    channel: str
-    number: int
-    partners: tuple[int, ...]
-    where: str
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    seconds: float
-    module: str | None
-    patience: float | None = None
-    advice: str = ""
-    after_backwards: bool = False
-
-    def describe(self) -> str:
-        """Name it: "all_reduce #118 of axis tp in blocks.2.attn"."""
-        peer = {"send": f"to rank {self.partners[0]} ", "recv": f"from rank {self.partners[0]} "}.get(
-            self.op, ""
-        )
-        return f"{self.op} #{self.number} {peer}{self.where}{f' in {self.module}' if self.module else ''}"
-
-    def tensors(self) -> str:
-        """Name its tensors: "(8, 128) float"."""
-        pairs = zip(self.shapes, self.dtypes, strict=False)
-        return ", ".join(f"{shape} {dtype}" for shape, dtype in pairs)
-
-
-@dataclass(frozen=True, kw_only=True)
 class RankReport:
     """What a rank is doing.
 
@@ -126,7 +77,7 @@ class RankReport:
         in_backward: While its script is in a backward: collectives that it issued and that are not complete.
         reached: How far it has come in every channel.
         met: By channel, the last meeting that it has come to.
-        recent: For every group its last collectives: number, name, shapes.
+        recent: For every group its last collectives.
         stacks: The Python stacks of its threads.
         overdue: What it has been in for longer than allowed.
         gone: Ranks of the same machine whose processes have ended or are stopped, and how.
@@ -137,37 +88,33 @@ class RankReport:
     host: str
     pid: int
     activity: str
-    waiting: tuple[Waiting, ...] = ()
-    held: tuple[Waiting, ...] = ()
-    in_backward: tuple[Waiting, ...] = ()
+    waiting: tuple[CallRecord, ...] = ()
+    held: tuple[CallRecord, ...] = ()
+    in_backward: tuple[CallRecord, ...] = ()
     reached: dict[str, int] = dataclasses.field(default_factory=dict)
     met: dict[str, str] = dataclasses.field(default_factory=dict)
-    recent: dict[str, list[tuple[int, str, tuple[tuple[int, ...], ...]]]] = dataclasses.field(
-        default_factory=dict
-    )
+    recent: dict[str, list[CallRecord]] = dataclasses.field(default_factory=dict)
     stacks: str = ""
     overdue: str = ""
     gone: dict[int, str] = dataclasses.field(default_factory=dict)
-    signatures: dict[int, list[Signature]] = dataclasses.field(default_factory=dict)
+    signatures: dict[int, list[CallRecord]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return it as text for the store."""
-        plain = {rank: to_plain(items) for rank, items in self.signatures.items()}
-        return json.dumps({**dataclasses.asdict(self), "signatures": plain})
+        return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def from_json(text: str | bytes) -> "RankReport":
         """Return what `to_json` has written."""
         fields = json.loads(text)
-        waits = {name: tuple(map(_waiting_from, fields[name])) for name in ("waiting", "held", "in_backward")}
-        recent = {
-            group: [(number, op, _tuples(shapes)) for number, op, shapes in entries]
-            for group, entries in fields["recent"].items()
-        }
-        gone = {int(rank): how for rank, how in fields["gone"].items()}
-        signatures = {int(rank): from_plain(items) for rank, items in fields["signatures"].items()}
-        read = {**waits, "recent": recent, "gone": gone, "signatures": signatures}
-        return RankReport(**{**fields, **read})
+        for name in ("waiting", "held", "in_backward"):
+            fields[name] = tuple(map(CallRecord.from_plain, fields[name]))
+        for name, key in (("recent", str), ("signatures", int)):
+            fields[name] = {
+                key(owner): list(map(CallRecord.from_plain, calls)) for owner, calls in fields[name].items()
+            }
+        fields["gone"] = {int(rank): how for rank, how in fields["gone"].items()}
+        return RankReport(**fields)
 
 
 def report_of_this_rank(
@@ -176,11 +123,11 @@ def report_of_this_rank(
     host: str,
     pid: int,
     record: MessageRecord,
-    axis_of: Callable[[tuple[int, ...]], str | None],
+    axis_of: AxisOf,
     since: float,
     overdue: str,
     gone: dict[int, str],
-    signatures: dict[int, list[Signature]],
+    signatures: dict[int, list[CallRecord]],
 ) -> RankReport:
     """Look at this process from a thread of its own.
 
@@ -201,18 +148,18 @@ def report_of_this_rank(
     messages, awaited = record.messages(), awaited_meetings()
     members = group_members()
 
-    def describe(items: list[Issued]) -> tuple[Waiting, ...]:
-        return tuple(_waiting(item, frames.get(item.thread), axis_of, members) for item in items)
+    def describe(items: list[CallRecord]) -> tuple[CallRecord, ...]:
+        return tuple(_located(item, frames.get(item.thread), axis_of, members) for item in items)
 
     held = describe(_held(frames, record, awaited=awaited, messages=messages, pending=pending))
     in_backward = describe(_pending_in_backward(frames, pending))
     waiting = describe([*awaited, *pending, *messages])
     met = meetings_reached()
     reached = {**record.counts, **{channel: item.number for channel, item in met.items()}}
-    recent: dict[str, list[tuple[int, str, tuple[tuple[int, ...], ...]]]] = {}
+    recent: dict[str, list[CallRecord]] = {}
     for item in issued:
         reached[item.channel] = max(reached.get(item.channel, 0), item.number)
-        recent.setdefault(item.channel, []).append((item.number, item.op, item.shapes))
+        recent.setdefault(item.channel, []).append(item)
     main = threading.main_thread().ident or 0
     return RankReport(
         rank=rank,
@@ -224,7 +171,7 @@ def report_of_this_rank(
         in_backward=in_backward,
         reached=reached,
         met={channel: f"{item.op} #{item.number} of {item.name}" for channel, item in met.items()},
-        recent={group: entries[-_NUM_RECENT:] for group, entries in recent.items()},
+        recent={group: calls[-_NUM_RECENT:] for group, calls in recent.items()},
         stacks="\n".join(_stacks(frames)),
         overdue=overdue,
         gone=gone,
@@ -242,10 +189,10 @@ def _held(
     frames: dict[int, FrameType],
     record: MessageRecord,
     *,
-    awaited: list[Issued],
-    messages: list[Issued],
-    pending: list[Issued],
-) -> list[Issued]:
+    awaited: list[CallRecord],
+    messages: list[CallRecord],
+    pending: list[CallRecord],
+) -> list[CallRecord]:
     """Return what the script waits for, one of these; nothing if it gets on by itself.
 
     See [Note: what a script is held by].
@@ -277,7 +224,7 @@ def _held(
     )
 
 
-def _pending_in_backward(frames: dict[int, FrameType], pending: list[Issued]) -> list[Issued]:
+def _pending_in_backward(frames: dict[int, FrameType], pending: list[CallRecord]) -> list[CallRecord]:
     """Return the collectives of a backward that is in progress; it may be computing or wait for them."""
     main = threading.main_thread().ident or 0
     innermost = frames.get(main)
@@ -289,35 +236,18 @@ def _pending_in_backward(frames: dict[int, FrameType], pending: list[Issued]) ->
     return [item for item in pending if item.thread == main or item.thread not in frames]
 
 
-def _waiting(
-    item: Issued,
-    frame: FrameType | None,
-    axis_of: Callable[[tuple[int, ...]], str | None],
-    members: dict[str, tuple[int, ...]],
-) -> Waiting:
+def _located(
+    item: CallRecord, frame: FrameType | None, axis_of: AxisOf, members: dict[str, tuple[int, ...]]
+) -> CallRecord:
+    """Return a call with the name of its group or meeting, and its module, from the frame of its thread."""
     inside = _is_communicating(frame)
     axis = axis_of(members.get(item.group, item.partners))
-    where = item.where or (f"of axis {axis}" if axis is not None else f"of group {item.group!r}")
-    op = (_op_on(frame) or item.op) if inside and item.op not in ("send", "recv") else item.op
-    return Waiting(
-        op=op,
-        channel=item.channel,
-        number=item.number,
-        partners=item.partners,
-        where=where,
-        shapes=item.shapes,
-        dtypes=item.dtypes,
-        seconds=item.seconds,
+    return dataclasses.replace(
+        item,
+        op=(_op_on(frame) or item.op) if inside and item.op not in ("send", "recv") else item.op,
+        where=item.where or group_in_words(axis, item.group),
         module=_current_module(frame) if inside else None,
-        patience=item.patience,
-        advice=item.advice,
-        after_backwards=item.after_backwards,
     )
-
-
-def _waiting_from(fields: dict[str, Any]) -> Waiting:
-    partners, shapes, dtypes = (fields.pop(name) for name in ("partners", "shapes", "dtypes"))
-    return Waiting(partners=tuple(partners), shapes=_tuples(shapes), dtypes=tuple(dtypes), **fields)
 
 
 def _activity(thread: int, frame: FrameType | None) -> str:
@@ -443,7 +373,3 @@ def _stacks(frames: dict[int, FrameType]) -> Iterator[str]:
     for thread, frame in sorted(frames.items(), key=lambda item: item[0] != main):
         yield f"thread {names.get(thread, thread)}, the innermost call last:"
         yield "".join(traceback.format_stack(frame)).rstrip()
-
-
-def _tuples(shapes: list[list[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(shape) for shape in shapes)

@@ -30,12 +30,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
 
+from colossalai.monitor._calls import AxisOf, CallRecord
 from colossalai.monitor._deadlock import Left, deadlock
 from colossalai.monitor._diagnosis import Diagnosis, diagnose
 from colossalai.monitor._flight_recorder import prepare_recorder
@@ -45,8 +47,6 @@ from colossalai.monitor._last_calls import (
     NeighborSignatures,
     SignatureRecord,
     disagreements,
-    from_plain,
-    to_plain,
 )
 from colossalai.monitor._options import WatchdogOptions
 from colossalai.monitor._peer_processes import (
@@ -66,7 +66,6 @@ _NO_DIAGNOSIS = {
     "blamed": [],
     "speakers": [],
 }
-AxisOf = Callable[[tuple[int, ...]], str | None]
 
 _LEAST_STORE_S, _MOST_STORE_S = 3.0, 10.0  # an answer of the store that takes longer does not come
 _STACKS_S = 0.8  # for neighbors to get the stacks of a rank that does not answer
@@ -170,14 +169,17 @@ class Watchdog:
         """
         found = {**self._of_neighbors.read(), self._rank: self._signatures.read()}
         with suppress(dist.DistError):
-            own = {rank: to_plain(items) for rank, items in found.items()}
+            own = {rank: list(map(asdict, calls)) for rank, calls in found.items()}
             self._store.set(f"signatures/{self._rank}", json.dumps(own))
             others = [rank for rank in range(self._world_size) if rank not in found]
             patience = time.monotonic() + _TROUBLE_S
             while others and time.monotonic() < patience:
                 for text in filter(None, [self._store.text(f"signatures/{rank}") for rank in others]):
-                    told = {int(rank): from_plain(items) for rank, items in json.loads(text).items()}
-                    found = {**told, **found}
+                    noted = {
+                        int(rank): list(map(CallRecord.from_plain, calls))
+                        for rank, calls in json.loads(text).items()
+                    }
+                    found = {**noted, **found}
                 others = [rank for rank in others if rank not in found]
                 time.sleep(_LOOK_S if others else 0.0)
         return next((line for _, line in disagreements(found, self._axis_of)), "")

@@ -4,8 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from colossalai.monitor._calls import CallRecord
 from colossalai.monitor._deadlock import Left, deadlock
-from colossalai.monitor._rank_report import RankReport, Waiting
+from colossalai.monitor._rank_report import RankReport
 from tests.tiers import further
 
 pytestmark = pytest.mark.unit
@@ -25,7 +26,7 @@ def wait(
     seconds=11.0,
     after_backwards=False,
 ):
-    return Waiting(
+    return CallRecord(
         op="gather" if patience else "all_reduce",
         channel=channel,
         number=number,

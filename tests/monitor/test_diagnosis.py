@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from colossalai.monitor._calls import CallRecord
 from colossalai.monitor._diagnosis import diagnose
 from colossalai.monitor._hang_report import write_notice, write_report
-from colossalai.monitor._last_calls import Signature
-from colossalai.monitor._rank_report import RankReport, Waiting
+from colossalai.monitor._rank_report import RankReport
 
 pytestmark = pytest.mark.unit
 
@@ -17,7 +17,7 @@ PARTNERS = (0, 1, 2, 3)
 
 
 def wait(number=118, *, op="all_reduce", group="tp", partners=PARTNERS, channel=None, shapes=((8, 128),)):
-    return Waiting(
+    return CallRecord(
         op=op,
         channel=channel or group,
         number=number,
@@ -33,7 +33,7 @@ def wait(number=118, *, op="all_reduce", group="tp", partners=PARTNERS, channel=
 def answer(rank, *waits, reached=None, does="it is in data loading", overdue=""):
     """Return what a rank says that has issued what it waits for, and `reached`."""
     own = {item.channel: item.number for item in waits if item.op not in ("send", "recv")}
-    recent = {item.channel: [(item.number, item.op, item.shapes)] for item in waits}
+    recent = {item.channel: [item] for item in waits}
     return RankReport(
         rank=rank,
         host=f"host{rank // 2 + 1}",
@@ -89,7 +89,7 @@ def test_the_rank_in_another_collective_is_to_blame():
 
 def test_a_rank_whose_other_collective_has_ended_is_found_in_what_it_has_issued():
     odd = answer(1, wait(119, partners=(0, 1)))
-    odd.recent["tp"].insert(0, (118, "broadcast", ((4,),)))
+    odd.recent["tp"].insert(0, wait(118, op="broadcast", shapes=((4,),)))
     found = diagnosis(answer(0, wait(partners=(0, 1))), odd)
     assert "entered broadcast as #118" in found.lines[0]
 
@@ -105,8 +105,9 @@ def test_of_different_shapes_the_fewer_are_to_blame():
 
 
 def signature(number, shape, *, op="all_reduce"):
-    said = {"op": op, "dtype": "float32", "shape": [list(shape)]}
-    return Signature(group="tp", ranks=PARTNERS, number=number, said=said)
+    return CallRecord(
+        op=op, channel="tp", partners=PARTNERS, number=number, dtypes=("float32",), shapes=(shape,)
+    )
 
 
 def test_a_rank_that_died_of_another_ones_shape_is_not_to_blame():

@@ -1,6 +1,7 @@
 """What a rank notes of its collectives, and what its neighbors read of it when it has died."""
 
 import dataclasses
+import json
 import os
 import signal
 
@@ -10,14 +11,13 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from colossalai.monitor import _last_calls
+from colossalai.monitor._calls import CallRecord
 from colossalai.monitor._collective_check import CollectiveCheck
 from colossalai.monitor._last_calls import (
     MessageRecord,
     NeighborSignatures,
     SignatureRecord,
     disagreements,
-    from_plain,
-    to_plain,
 )
 
 pytestmark = pytest.mark.mesh
@@ -35,7 +35,7 @@ def record():
 
 def last(record, count=1):
     found = sorted(record.read(), key=lambda item: item.number)[-count:]
-    return [(item.number, item.said["op"], item.said.get("shape"), item.said.get("dtype")) for item in found]
+    return [(item.number, *map(item.properties().get, ("op", "shape", "dtype"))) for item in found]
 
 
 def test_the_last_calls_are_noted_with_their_numbers(record):
@@ -51,8 +51,9 @@ def test_the_last_calls_are_noted_with_their_numbers(record):
         (4, "all_to_all_single", None, "float32"),
         (5, "barrier", None, None),
     ]
-    assert {item.ranks for item in record.read()} == {(0, 1)}
-    assert from_plain(to_plain(record.read())) == record.read()
+    assert {item.partners for item in record.read()} == {(0, 1)}
+    plain = json.dumps(list(map(dataclasses.asdict, record.read())))
+    assert list(map(CallRecord.from_plain, json.loads(plain))) == record.read()
 
 
 def test_a_call_that_is_refused_has_no_number(record, monkeypatch):
@@ -120,8 +121,8 @@ def test_what_a_dead_process_has_issued_can_be_read():
     for descriptor in (*ready, *go):
         os.close(descriptor)
     (found,) = neighbors.read()[1]
-    assert (found.number, found.ranks, found.said["shape"]) == (1, (0, 1), [[7]])
-    mine = dataclasses.replace(found, said={**found.said, "shape": [[8]]})
+    assert (found.number, found.partners, found.shapes) == (1, (0, 1), ((7,),))
+    mine = dataclasses.replace(found, shapes=((8,),))
     ((blamed, line),) = disagreements({0: [mine], 1: [found]}, lambda ranks: "tp")
     assert blamed == (0, 1)
     assert (

@@ -29,7 +29,7 @@ from colossalai.communication.shared_memory._tensors import (
     split_rows,
 )
 from colossalai.communication.shared_memory._work import EndedWork
-from colossalai.monitor import CallRecord
+from colossalai.monitor import CallLog
 
 _MOST_TAG = 2**31 - 1  # as of torch's own groups
 _REDUCTION_NAMES = {getattr(dist.ReduceOp.RedOpType, name): name for name in REDUCTIONS if name}
@@ -63,7 +63,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         messages: Any,
         store: dist.Store,
         timeout: timedelta,
-        record: CallRecord,
+        record: CallLog,
     ) -> None:
         super().__init__(rank, len(ranks))  # type: ignore[call-arg]
         self.collectives = collectives

@@ -40,7 +40,7 @@ from colossalai.communication.shared_memory._slots import Slots
 from colossalai.communication.shared_memory._tensors import Bytes, bytes_of
 from colossalai.communication.shared_memory._work import SharedWork
 from colossalai.logging import get_dist_logger
-from colossalai.monitor import CallRecord, DisagreementError
+from colossalai.monitor import CallLog, DisagreementError
 
 _SMALL = 16 << 10  # bytes that leaders rather send whole to one another than wait twice for
 _PART = 4 << 20  # bytes of a sum that leaders exchange at once: what they receive takes no more memory
@@ -121,7 +121,7 @@ def make_group(options: Any) -> Any:
             )
         return everybody
     ranks = list(options.global_ranks_in_group) or list(range(num_ranks))
-    record = CallRecord(str(options.group_id))
+    record = CallLog(str(options.group_id))
 
     def where() -> str:
         return record.where(ranks)
