@@ -197,7 +197,7 @@ def start_sum_of_sections(flat: torch.Tensor, parallel_mode: AxisLike) -> Callab
 
 
 def start_gather_of_sections(
-    flat: torch.Tensor, parallel_mode: AxisLike, *, stamp: int = 0, words: bytes = b""
+    flat: torch.Tensor, parallel_mode: AxisLike, *, stamp: int = 0
 ) -> Callable[[], object]:
     """Begin to fill a flat tensor with the sections of all ranks, each of which has its own in place.
 
@@ -205,7 +205,6 @@ def start_gather_of_sections(
         flat: One section for each rank, equally long.
         parallel_mode: The axis.
         stamp: A number that ranks which share memory compare; 0: none.
-        words: What it means; see `stamp_next`.
 
     Returns:
         What waits for the end.
@@ -213,7 +212,7 @@ def start_gather_of_sections(
     axis = as_axis(parallel_mode)
     own = flat.view(axis.size, -1)[axis.rank]
     if stamp:
-        stamp_next(axis.group, stamp, words)
+        stamp_next(axis.group, stamp)
     work = _issue("all_gather", axis, own, _all_gather, flat, own, async_op=True)
     return work.wait
 

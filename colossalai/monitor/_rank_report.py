@@ -170,7 +170,7 @@ def report_of_this_rank(
         held=held,
         in_backward=in_backward,
         reached=reached,
-        met={channel: f"{item.op} #{item.number} of {item.name}" for channel, item in met.items()},
+        met={channel: item.describe() for channel, item in met.items()},
         recent={group: calls[-_NUM_RECENT:] for group, calls in recent.items()},
         stacks="\n".join(_stacks(frames)),
         overdue=overdue,

@@ -107,8 +107,12 @@ class meeting(section):
         self.after_backwards = after_backwards
         self.start = time.monotonic()
 
+    def describe(self) -> str:
+        """Name it: "gather #3 of chunk 1"."""
+        return f"{self.op} #{self.number} of {self.name}"
+
     def come(self) -> None:
-        """Say that this rank has come: the others do not wait for it, though it may not wait for them yet."""
+        """Note that this rank has come: the others do not wait for it any more, even if it goes on."""
         _known.reached[self.channel] = self
 
     def __enter__(self) -> None:
@@ -145,6 +149,11 @@ def still_moving() -> None:
     sections = _known.sections.get(threading.get_ident())
     if sections and sections[-1][2]:
         sections[-1] = (sections[-1][0], time.monotonic(), True)
+
+
+def current_meeting() -> meeting | None:
+    """Return the meeting that the calling thread waits in."""
+    return _known.meetings.get(threading.get_ident())
 
 
 def meetings() -> dict[int, meeting]:

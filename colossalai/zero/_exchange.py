@@ -11,7 +11,6 @@ sections in float32 or better, which need no rounding on the way.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -26,21 +25,6 @@ from colossalai.zero._layout import FlatBucket
 
 Finish = Callable[[torch.Tensor | None], torch.Tensor]
 _EXACT = (torch.float32, torch.float64)
-
-
-class Stamp(NamedTuple):
-    """By what a collective is known: those of different stamps never meet.
-
-    Attributes:
-        number: From `STAMPED_TAGS` on; 0 is none.
-        words: What it means, in bytes; after the first line comes what to do if ranks differ.
-    """
-
-    number: int
-    words: bytes
-
-
-NO_STAMP = Stamp(0, b"")
 
 
 def start_mean(flat: torch.Tensor, bucket: FlatBucket, dtype: torch.dtype | None) -> Finish:
@@ -87,13 +71,14 @@ def start_mean(flat: torch.Tensor, bucket: FlatBucket, dtype: torch.dtype | None
     return finish
 
 
-def start_gather(flat: torch.Tensor, bucket: FlatBucket, *, stamp: Stamp = NO_STAMP) -> Callable[[], object]:
+def start_gather(flat: torch.Tensor, bucket: FlatBucket, *, stamp: int = 0) -> Callable[[], object]:
     """Begin to fill a bucket with the sections of its ranks, each of which has its own in place.
 
     Args:
         flat: The memory of the bucket.
         bucket: Its layout, and the ranks.
-        stamp: By what it is known, if another gather might be taken for it.
+        stamp: The tag of its messages, from `STAMPED_TAGS` on: gathers of different stamps never meet.
+            0: none, where no other gather can be taken for it.
 
     Returns:
         What waits for the end.
@@ -102,8 +87,8 @@ def start_gather(flat: torch.Tensor, bucket: FlatBucket, *, stamp: Stamp = NO_ST
     if axis.size == 1:
         return lambda: None
     if flat.dtype in _EXACT and bucket.goes_through_memory:
-        return start_gather_of_sections(flat, axis, stamp=stamp.number, words=stamp.words)
-    if stamp.number and flat.device.type != "cpu":
+        return start_gather_of_sections(flat, axis, stamp=stamp)
+    if stamp and flat.device.type != "cpu":
         return _both(start_meeting(axis, stamp), start_gather(flat, bucket))
     sections = flat.split(bucket.section_sizes)
     own = sections[axis.rank]
@@ -114,11 +99,11 @@ def start_gather(flat: torch.Tensor, bucket: FlatBucket, *, stamp: Stamp = NO_ST
             axis,
             sends=dict.fromkeys(others, own),
             receives={rank: sections[rank] for rank in others},
-            tag=stamp.number,
+            tag=stamp,
         )
 
 
-def start_meeting(axis: Axis, stamp: Stamp) -> Callable[[], object]:
+def start_meeting(axis: Axis, stamp: int) -> Callable[[], object]:
     """Begin to meet those ranks of an axis that have the same stamp; return the wait, which ends with all.
 
     Beside a collective of a library without tags: a byte in host memory goes to each rank.
@@ -128,7 +113,7 @@ def start_meeting(axis: Axis, stamp: Stamp) -> Callable[[], object]:
         axis,
         sends={rank: torch.zeros(1, dtype=torch.uint8, device="cpu") for rank in others},
         receives={rank: torch.zeros(1, dtype=torch.uint8, device="cpu") for rank in others},
-        tag=stamp.number,
+        tag=stamp,
     )
 
 

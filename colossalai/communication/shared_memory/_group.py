@@ -29,7 +29,7 @@ from colossalai.communication.shared_memory._tensors import (
     split_rows,
 )
 from colossalai.communication.shared_memory._work import EndedWork
-from colossalai.monitor import CallLog
+from colossalai.monitor import CallLog, current_meeting
 
 _MOST_TAG = 2**31 - 1  # as of torch's own groups
 _REDUCTION_NAMES = {getattr(dist.ReduceOp.RedOpType, name): name for name in REDUCTIONS if name}
@@ -50,7 +50,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     Attributes:
         collectives: See above.
-        stamps: By thread, the stamp of its next collective, and what it means; see `stamp_next`.
+        stamps: By thread, the stamp of its next collective; see `stamp_next`.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._timeout = timeout
         self._name = self._description = ""
         self._record = record
-        self.stamps: dict[int, tuple[int, bytes]] = {}
+        self.stamps: dict[int, int] = {}
         self._closing = weakref.finalize(self, membership.close)
         self._closing.atexit = False  # `Members` does, in time
 
@@ -549,7 +549,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._check_process()
         self._membership.watch.check()
         recorded = self._record.begin(operation, tensors)
-        stamp, words = self.stamps.pop(recorded.thread, (0, b""))
+        stamp = self.stamps.pop(recorded.thread, 0)
+        item = current_meeting() if stamp else None
+        words = b"" if item is None else f"{item.describe()}\n{item.advice}".encode()
         call = Call(recorded.number, operation, stamp=stamp, words=words)
         # Within a machine such a call copies bytes, and no operation of torch's needs to know in which mode.
         only_bytes = places is not None and not places.has_copies and self._slots.num_ranks == self._num_ranks

@@ -74,17 +74,17 @@ def empty_to_lend(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> t
     return group.empty(numel, dtype) if isinstance(group, SharedMemoryGroup) else None
 
 
-def stamp_next(group: dist.ProcessGroup, stamp: int, words: bytes) -> None:
+def stamp_next(group: dist.ProcessGroup, stamp: int) -> None:
     """Have the ranks compare a number in the next collective of a group that this thread issues.
+
+    The error of ranks that differ names the `meeting` in which each of them issues it.
 
     Args:
         group: One of this backend.
         stamp: The number, not 0.
-        words: What it means on this rank, for the error of ranks that do not agree; after the first line
-            comes what is to be done about it.
     """
     assert isinstance(group, SharedMemoryGroup), "others compare nothing"
-    group.stamps[threading.get_ident()] = stamp, words
+    group.stamps[threading.get_ident()] = stamp
 
 
 def make_group(options: Any) -> Any:

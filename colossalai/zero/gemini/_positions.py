@@ -29,7 +29,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from colossalai.context import Axis
 from colossalai.monitor import STAMPED_TAGS, meeting
-from colossalai.zero._exchange import Stamp, start_gather
+from colossalai.zero._exchange import start_gather
 from colossalai.zero.gemini._chunk import Chunk
 
 PATIENCE_S = 10.0
@@ -107,9 +107,8 @@ class GatherPositions:
         )
         # See [Note: two gathers are never taken for each other].
         number = (line.number % _GATHERS * _WRITES + writes % _WRITES) * _CHUNKS + place % _CHUNKS
-        words = f"gather #{line.number} of {name}\n{ADVICE}".encode()
         with _at(item):
-            wait = start_gather(whole, chunk.layout, stamp=Stamp(STAMPED_TAGS + number, words))
+            wait = start_gather(whole, chunk.layout, stamp=STAMPED_TAGS + number)
 
         def end() -> None:
             with _at(item):
@@ -126,7 +125,7 @@ def _at(item: meeting) -> Iterator[None]:
             yield
     except RuntimeError as error:
         if ADVICE not in str(error):
-            error.add_note(f"This rank was in {item.op} #{item.number} of {item.name}. {ADVICE}")
+            error.add_note(f"This rank was in {item.describe()}. {ADVICE}")
         raise
 
 

@@ -17,7 +17,7 @@ import colossalai
 from colossalai.amp import Casts
 from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import ArrivingParams
-from colossalai.zero._exchange import Stamp, start_meeting
+from colossalai.zero._exchange import start_meeting
 from colossalai.zero.gemini import ChunkSizes, InChunks
 from tests.monitor.hanging import notices, wait_for
 from tests.ranks import RanksError, run_ranks
@@ -254,7 +254,7 @@ def meets_beside_another_library(folder: Path) -> list[bool]:
     """Meet by stamps, as beside a gather on a device; rank 1 does so in another order."""
     colossalai.launch_from_torch({}, backend="gloo", verbose=False)
     axis = gpc.mesh.axis(gpc.mesh.batch_axes)
-    first, second = Stamp(1 << 30, b""), Stamp(1 << 30 | 1, b"")
+    first, second = 1 << 30, 1 << 30 | 1
     start_meeting(axis, first)()
     order = [first, second][:: -1 if dist.get_rank() == 1 else 1]
     waits = {stamp: start_meeting(axis, stamp) for stamp in order}
