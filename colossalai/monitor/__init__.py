@@ -18,6 +18,8 @@ the package: the rest; `context` switches the watchdog and the debug mode on and
 from colossalai.monitor._calls import AxisOf as AxisOf
 from colossalai.monitor._calls import DisagreementError as DisagreementError
 from colossalai.monitor._calls import difference as difference
+from colossalai.monitor._calls import late_ranks as late_ranks
+from colossalai.monitor._calls import lost_ranks as lost_ranks
 from colossalai.monitor._collective_check import CollectiveCheck as CollectiveCheck
 from colossalai.monitor._flight_recorder import STAMPED_TAGS as STAMPED_TAGS
 from colossalai.monitor._flight_recorder import CallLog as CallLog

@@ -29,7 +29,8 @@ Properties = dict[str, Any]
 T = TypeVar("T", bound=Hashable)
 
 _NOT_COMPARED = ("place", "where")
-_NUM_NAMED = 8
+MOST_NAMED = 8
+"""Ranks that a line of a report names."""
 
 
 class DisagreementError(RuntimeError):
@@ -87,6 +88,10 @@ class CallRecord:
         """The channel and the number that end a wait for it; the same on all ranks that wait in one call."""
         return self.channel, self.number
 
+    def is_reached(self, numbers: Mapping[str, int]) -> bool:
+        """Return whether a rank that has reached these numbers, by channel, has come to it."""
+        return numbers.get(self.channel, 0) >= self.number
+
     def properties(self) -> Properties:
         """Return what `difference` compares of it."""
         found: Properties = {"op": self.op, "place": ""}
@@ -127,10 +132,31 @@ def group_in_words(axis: str | None, group: str) -> str:
     return f"of axis {axis}" if axis is not None else f"of group {group!r}"
 
 
-def ranks_in_words(ranks: Collection[int]) -> str:
-    """Return "rank 3", or "ranks 0, 1"; of many the first few."""
-    shown = ", ".join(map(str, sorted(ranks)[:_NUM_NAMED])) + (", ..." if len(ranks) > _NUM_NAMED else "")
+def ranks_in_words(ranks: Collection[int], *, most: int = MOST_NAMED) -> str:
+    """Return "rank 3", or "ranks 0, 1"; of many the first `most`."""
+    shown = ", ".join(map(str, sorted(ranks)[:most])) + (", ..." if len(ranks) > most else "")
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}"
+
+
+def late_ranks(ranks: Collection[int], call: str, seconds: float) -> str:
+    """Return the error of a call that has waited for ranks until its time limit; all of them are named."""
+    return f"{_ranks_have(ranks)} not come to {call} within {seconds:g} s"
+
+
+def lost_ranks(ranks: Collection[int], call: str, *, have_ended: bool) -> str:
+    """Return the error of a call that waits for ranks in vain; all of them are named.
+
+    Args:
+        ranks: Their global ranks.
+        call: "all_reduce #118 of axis tp".
+        have_ended: Whether their processes have ended without leaving the group first.
+    """
+    how = "ended" if have_ended else "left the group"
+    return f"{_ranks_have(ranks)} {how} before the others were through with {call}"
+
+
+def _ranks_have(ranks: Collection[int]) -> str:
+    return f"{ranks_in_words(ranks, most=len(ranks))} {'has' if len(ranks) == 1 else 'have'}"
 
 
 def properties_of(op: str, tensors: Any, *, has_shapes: bool = True) -> Properties:

@@ -1,31 +1,56 @@
-"""Diagnosis of a hang: from the reports of all ranks to those that are to blame.
+"""Diagnosis of a hang: the ranks to blame, from the reports of all ranks.
+
+`diagnose` names the late ranks of a wait that has lasted too long. `deadlock` finds, long before any
+timeout, the ranks that wait for one another for ever. A meeting with a `patience` asks for it, where ranks
+at different places are an error by itself: all ranks of a model go through the same gathers of parameters.
+It must not find a deadlock where there is none, as the job ends.
 
 [Note: who is to blame]
-A rank that waits names its partners. One of them may have died, or does not answer. One may have gone another
-way: it has issued another collective under the same number of the same group. One may not have come: then it
-is to blame if it is not itself waiting; if it is, it waits for others, and the search goes on with those. If
-all of them wait (each for another one), they have issued their collectives in different orders, and all are
-named. And where everybody has come and nothing happens, it is what lies between them.
+A rank that waits names its partners. One of them may have died, or not answer. One may have issued another
+collective under the same number of the same group. One may not have come: then it is to blame if it is not
+itself waiting; if it is, it waits for others, and the search goes on with those. If all of them wait (each
+for another one), they have issued their collectives in different orders, and all are named. And where all
+have come and nothing happens, the cause is what connects them.
+
+[Note: who may still come]
+A rank can still come to a wait of others as long as nothing holds its script: it computes, loads, saves, or
+does not answer because compiled code holds Python's lock. A rank whose script is held can come if every
+partner that is missing there can. The ranks that are left when no more follow wait for one another, or for a
+rank that has left the job, which has stored how far it had come in meetings. A rank that waits for one that
+has died has an error of its own: the connection is lost.
+
+The reports need not be of one moment. A rank notes what holds it before it notes how far it has come, and it
+gets no further while it is held. So if of several ranks each lacks another one of them that has not reached
+its wait, none of them can have been the first to go on after its own report.
+
+A rank in a backward can compute while its collectives are pending, or wait for them where Python does not
+see it (torch's `DistributedDataParallel` waits in compiled code). It comes to a meeting `after_backwards`
+only when they are complete. So there, and only there, such a collective holds it.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
-from colossalai.monitor._calls import AxisOf, CallRecord, minority, ranks_by_value, ranks_in_words
+from colossalai.monitor._calls import (
+    MOST_NAMED,
+    AxisOf,
+    CallRecord,
+    minority,
+    ranks_by_value,
+    ranks_in_words,
+)
 from colossalai.monitor._last_calls import disagreements
 from colossalai.monitor._rank_report import RankReport
-
-_NUM_NAMED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What a hang comes from.
+    """The cause of a hang.
 
     Attributes:
         lines: One for every rank to blame, the most certain first.
         blamed: Those ranks.
-        seconds: How long somebody has waited for it, if not for the watchdog's timeout.
+        seconds: How long a rank has waited, if not for the watchdog's timeout.
     """
 
     lines: tuple[str, ...]
@@ -61,9 +86,9 @@ def diagnose(
         if line not in lines and not set(ranks) & set(blamed):
             lines.append(line)
             blamed.extend(ranks)
-    more = len(lines) - _NUM_NAMED
+    more = len(lines) - MOST_NAMED
     if more > 0:
-        lines[_NUM_NAMED:] = [f"and {more} more ranks"]
+        lines[MOST_NAMED:] = [f"and {more} more ranks"]
     return Diagnosis(lines=tuple(lines or ["no rank waits for another one any more"]), blamed=tuple(blamed))
 
 
@@ -144,20 +169,15 @@ def _is_held_up(reports: dict[int, RankReport], wait: CallRecord) -> bool:
 
 def _missing_in(reports: dict[int, RankReport], wait: CallRecord) -> list[int]:
     """Return the ranks that have not reached what a wait needs, of those that answer."""
-    return [
-        rank
-        for rank in wait.partners
-        if rank in reports and reports[rank].reached.get(wait.channel, 0) < wait.number
-    ]
+    return [rank for rank in wait.partners if rank in reports and not wait.is_reached(reports[rank].reached)]
 
 
 def _waiting_in_a_ring(reports: dict[int, RankReport], waits: _Waits) -> Iterator[_Finding]:
-    if any(_missing_in(reports, wait) for _, wait in waits):
-        told = [
-            f"rank {rank} waits in {wait.describe()}" for rank, wait in waits if _missing_in(reports, wait)
-        ]
-        ranks = tuple(dict.fromkeys(rank for rank, wait in waits if _missing_in(reports, wait)))
-        yield ranks, f"ranks wait for one another: {'; '.join(told[:_NUM_NAMED])}"
+    late = [(rank, wait) for rank, wait in waits if _missing_in(reports, wait)]
+    if late:
+        places = [f"rank {rank} waits in {wait.describe()}" for rank, wait in late]
+        ranks = tuple(dict.fromkeys(rank for rank, _ in late))
+        yield ranks, f"ranks wait for one another: {'; '.join(places[:MOST_NAMED])}"
 
 
 def _too_long(reports: dict[int, RankReport]) -> Iterator[_Finding]:
@@ -183,3 +203,86 @@ def _waiting_in(waits: _Waits, wait: CallRecord) -> list[int]:
 
 def _name(answer: RankReport) -> str:
     return f"rank {answer.rank} ({answer.host})"
+
+
+@dataclass(frozen=True)
+class Left:
+    """A rank that has left the job.
+
+    Attributes:
+        how: For people: "(host2, pid 77) has left the job".
+        reached: How far it had come, by the channel of meetings.
+    """
+
+    how: str
+    reached: Mapping[str, int]
+
+
+def deadlock(reports: Mapping[int, RankReport], left: Mapping[int, Left]) -> Diagnosis | None:
+    """Say which ranks wait in vain, if one of them does so in a meeting that asks for it.
+
+    Args:
+        reports: What the ranks say.
+        left: Those that will never come. Any other rank that says nothing may still come.
+    """
+    if any(
+        wait.after_backwards and _is_impatient(wait) for answer in reports.values() for wait in answer.held
+    ):
+        # See [Note: who may still come].
+        reports = {
+            rank: replace(answer, held=answer.held or answer.in_backward) for rank, answer in reports.items()
+        }
+    stuck = {rank: reports[rank].held for rank in _stuck(reports, left)}
+    impatient = [(rank, wait) for rank, held in stuck.items() for wait in held if _is_impatient(wait)]
+    if not impatient:
+        return None
+    first = impatient[0][1]
+    awaited = {partner for _, wait in impatient for partner in wait.partners}
+    gone = {rank: left[rank].how for rank in sorted(left) if rank in awaited}
+    places = ranks_by_value({rank: _place(reports[rank], first.channel) for rank in stuck})
+    held = [
+        *(f"{ranks_in_words(r)} wait{'s' * (len(r) == 1)} in {place}" for place, r in places.items()),
+        *(f"rank {rank} {how}" for rank, how in gone.items()),
+    ]
+    head = f"{first.op} #{first.number} is not the same on all ranks, and cannot end: {'. And '.join(held)}"
+    advice = tuple(dict.fromkeys(wait.advice for _, wait in impatient if wait.advice))
+    return Diagnosis(lines=(head, *advice), blamed=(*stuck, *gone), seconds=first.patience)
+
+
+def _place(answer: RankReport, channel: str) -> str:
+    """Say where a rank waits, and if that is not in a channel, where in that it was last."""
+    wait = answer.held[0]
+    last = answer.met.get(channel, "")
+    was = f"; it was last in {last}" if last and wait.channel != channel else ""
+    return f"{wait.describe()}{was}; {answer.activity}"
+
+
+def _stuck(reports: Mapping[int, RankReport], left: Mapping[int, Left]) -> list[int]:
+    # See [Note: who may still come].
+    stuck = {rank for rank, answer in reports.items() if answer.held}
+
+    def may_end(wait: CallRecord, waiter: int) -> bool:
+        others = [partner for partner in wait.partners if partner != waiter]
+        if wait.patience is not None and any(
+            not wait.is_reached(left[partner].reached) for partner in others if partner in left
+        ):
+            return False
+        return all(partner not in stuck or _has_come(reports[partner], wait) for partner in others)
+
+    while freed := {rank for rank in stuck if any(may_end(wait, rank) for wait in reports[rank].held)}:
+        stuck -= freed
+    return sorted(stuck)
+
+
+def _is_impatient(wait: CallRecord) -> bool:
+    return wait.patience is not None and wait.seconds > wait.patience
+
+
+def _has_come(answer: RankReport, wait: CallRecord) -> bool:
+    """Whether a rank has come to a wait, and not under the same number to something else."""
+    is_elsewhere = any(
+        other.end == wait.end and other.where != wait.where
+        for other in answer.held
+        if wait.patience is not None
+    )
+    return wait.is_reached(answer.reached) and not is_elsewhere

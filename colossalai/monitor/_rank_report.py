@@ -12,7 +12,7 @@ That a collective is not complete says little: it may run beside the script. A s
 thread is inside of the wait for a work, of a call through shared memory, or of a meeting. Of a meeting and of
 a message one sees which; else it is one of the collectives that are not complete. The thread counts only if
 it is in the same frame before all of that is looked up, and after it. How far the rank has come is asked
-later still: so it has not come further than it says before it was held. `_deadlock.py` relies on that.
+later still: so it has not come further than it says before it was held. `deadlock` relies on that.
 """
 
 import dataclasses

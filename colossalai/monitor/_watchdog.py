@@ -38,8 +38,7 @@ from typing import Any
 import torch.distributed as dist
 
 from colossalai.monitor._calls import AxisOf, CallRecord
-from colossalai.monitor._deadlock import Left, deadlock
-from colossalai.monitor._diagnosis import Diagnosis, diagnose
+from colossalai.monitor._diagnosis import Diagnosis, Left, deadlock, diagnose
 from colossalai.monitor._flight_recorder import prepare_recorder
 from colossalai.monitor._hang_report import flush_output, write_notice, write_report
 from colossalai.monitor._last_calls import (

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossalai.monitor._calls import CallRecord
-from colossalai.monitor._deadlock import Left, deadlock
+from colossalai.monitor._diagnosis import Left, deadlock
 from colossalai.monitor._rank_report import RankReport
 from tests.tiers import further
 

@@ -33,8 +33,9 @@ from colossalai.communication.shared_memory._counters import LINE, SLICE_S, Coun
 from colossalai.communication.shared_memory._layout import SegmentLayout
 from colossalai.communication.shared_memory._matching import IncomingMessage, Matching, PostedReceive
 from colossalai.communication.shared_memory._segment import NoMemoryError, Segment, copy_bytes
-from colossalai.communication.shared_memory._watch import Patience, Watch, lost_ranks
+from colossalai.communication.shared_memory._watch import Patience, Watch
 from colossalai.communication.shared_memory._work import SharedWork, check_process
+from colossalai.monitor import lost_ranks
 
 _HEADER = struct.Struct("<qQ")  # tag, length
 _PIECE = 256 << 10  # bytes that are copied before the other side hears of them
@@ -250,7 +251,8 @@ class Messages:
         self._next_look = now + SLICE_S
         left = self._watch.left()
         if target in left | self._watch.gone():
-            error = lost_ranks([self._watch.ranks[target]], target not in left, doing())
+            ranks = [self._watch.ranks[target]]
+            error = dist.DistBackendError(lost_ranks(ranks, doing(), have_ended=target not in left))
             self._watch.give_up(str(error), self._bells)
             raise error
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from colossalai.communication.shared_memory._counters import LINE, SLICE_S, Counters
 from colossalai.communication.shared_memory._layout import WORDS, SegmentLayout
 from colossalai.communication.shared_memory._segment import Segment
+from colossalai.monitor import late_ranks, lost_ranks
 
 # Of a wait, until it is ended by a death outside of its group: those within it may tell first.
 _ELSEWHERE_S = 1.0
@@ -253,8 +254,9 @@ class Patience:
         self._look_for_losses(now - self._deadline + self.timeout)
         if now > self._deadline and (late := self._missing()):
             self.is_over = True
-            who = _have(self._watch.global_ranks(late))
-            raise dist.DistBackendError(f"{who} not come to {self._doing()} within {self.timeout:g} s")
+            raise dist.DistBackendError(
+                late_ranks(self._watch.global_ranks(late), self._doing(), self.timeout)
+            )
 
     def _look_for_losses(self, waited: float) -> None:
         """Raise if a rank will not come any more; who is missing is looked up after who has gone."""
@@ -268,26 +270,9 @@ class Patience:
         lost = (gone | left) & missing
         if self._is_for_any and lost != missing:
             lost &= gone - left
-        if lost:
-            self._watch.check()
-            raise lost_ranks(self._watch.global_ranks(lost), bool(lost & (gone - left)), self._doing())
-        if died and waited > _ELSEWHERE_S:
-            self._watch.check()
-            raise lost_ranks(sorted(died), True, self._doing())
-
-
-def lost_ranks(ranks: Sequence[int], have_ended: bool, doing: str) -> dist.DistBackendError:
-    """Return the error of a call that waits for ranks in vain.
-
-    Args:
-        ranks: The global ranks.
-        have_ended: Whether their processes have, without destroying the group first.
-        doing: Names the call.
-    """
-    how = "ended" if have_ended else "left the group"
-    return dist.DistBackendError(f"{_have(ranks)} {how} before the others were through with {doing}")
-
-
-def _have(ranks: Sequence[int]) -> str:
-    """Name ranks: "ranks 1, 3 have"."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'have' if len(ranks) > 1 else 'has'}"
+        ranks, have_ended = set(self._watch.global_ranks(lost)), bool(lost & (gone - left))
+        if not ranks and waited > _ELSEWHERE_S:
+            ranks, have_ended = died, True
+        if ranks:
+            self._watch.check()  # the error of a rank that has given up says more
+            raise dist.DistBackendError(lost_ranks(ranks, self._doing(), have_ended=have_ended))
