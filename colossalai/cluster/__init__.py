@@ -19,6 +19,7 @@ from colossalai.cluster._hosts import parse_hosts as parse_hosts
 from colossalai.cluster._hosts import read_hostfile as read_hostfile
 from colossalai.cluster._hosts import select_hosts as select_hosts
 from colossalai.cluster._ports import GLOO as GLOO
+from colossalai.cluster._ports import LOOPBACK as LOOPBACK
 from colossalai.cluster._ports import NCCL as NCCL
 from colossalai.cluster._ports import PortHolder as PortHolder
 from colossalai.cluster._ports import chosen_interfaces as chosen_interfaces

@@ -15,6 +15,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+LOOPBACK = "127.0.0.1"
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # how a user chooses interfaces
 
 

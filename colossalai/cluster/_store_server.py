@@ -29,9 +29,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from colossalai.cluster._ports import GLOO
+from colossalai.cluster._ports import GLOO, LOOPBACK
 
-LOOPBACK = "127.0.0.1"
 _TIMEOUT = timedelta(seconds=300)
 _BACKLOG = 2048
 _IS_UP, _IS_LOOPBACK = 0x1, 0x8  # of an interface's flags

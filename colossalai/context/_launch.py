@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from colossalai._lazy import JOB_PARTS, find_name
 from colossalai.cluster import (
+    LOOPBACK,
     StoreDeparture,
     free_port,
     holder_of,
@@ -30,7 +31,6 @@ from colossalai.cluster import (
 from colossalai.context._check import names_arguments
 from colossalai.context._config import ConfigException
 from colossalai.context._launch_arguments import (
-    LOOPBACK,
     LaunchPlace,
     check_arguments,
     chosen_backend,

@@ -10,7 +10,7 @@ from numbers import Integral, Real
 import torch
 import torch.distributed as dist
 
-from colossalai.cluster import expand_nodelist
+from colossalai.cluster import LOOPBACK, expand_nodelist
 
 
 def check_arguments(
@@ -104,7 +104,6 @@ def chosen_backend(requested: str, device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:nccl" if dist.is_nccl_available() else "gloo"
 
 
-LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _NUM_PORTS = 16384, 16384  # below those that Linux gives away by itself
 _ANSWER_S = 2.0
 _TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # MASTER_ADDR alone may stand in a user's .bashrc

@@ -26,17 +26,21 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpec
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from colossalai.cluster import Binding, bind_ranks, serve_store
+from colossalai.cluster import LOOPBACK, Binding, bind_ranks, serve_store
 from colossalai.launcher import _worker
 from colossalai.launcher._cleanup import JobFolder, remove_abandoned_folders
 from colossalai.launcher._failure import JobFailure, RankState, find_failure, read_error
 from colossalai.launcher._job import MOST_ASKED, Job, port_taken
-from colossalai.launcher._processes import adopt_orphans, end_descendants, exit_code_of, signals_to_heed
+from colossalai.launcher._processes import (
+    GRACE_S,
+    adopt_orphans,
+    end_descendants,
+    exit_code_of,
+    signals_to_heed,
+)
 from colossalai.launcher._protocol import ControllerLink
 from colossalai.launcher._worker_pipes import WorkerPipes
 
-GRACE_S = 3.0  # from asking a process to end to killing it
-LOOPBACK = "127.0.0.1"
 _LAST_WORDS_S = 2.0  # in which the peers of a killed rank say what they miss of it
 _POLL_S = 0.1
 

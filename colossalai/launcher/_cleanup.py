@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-from colossalai.launcher._processes import end_processes
+from colossalai.launcher._processes import GRACE_S, end_processes
 
 _PREFIX = "colossalai_"
 _LOCK = ".colossalai-lock"
@@ -57,7 +57,6 @@ def remove_abandoned_folders() -> None:
                 os.close(descriptor)
 
 
-GRACE_S = 3.0
 MARK_VARIABLE = "COLOSSALAI_NODE"
 
 

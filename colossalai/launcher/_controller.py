@@ -26,15 +26,13 @@ from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
-from colossalai.cluster import Host
-from colossalai.launcher._cleanup import GRACE_S
-from colossalai.launcher._failure import JobFailure, NodeLoss, RankError, RankState, blame
+from colossalai.cluster import LOOPBACK, Host
+from colossalai.launcher._failure import JobFailure, NodeLoss, RankError, RankState, blame, signal_name
 from colossalai.launcher._job import MOST_ASKED, ClusterJob
 from colossalai.launcher._output import Screen
-from colossalai.launcher._processes import signals_to_heed
+from colossalai.launcher._processes import GRACE_S, signals_to_heed
 from colossalai.launcher._protocol import SILENCE_S, RemoteProcess, as_bytes, kill
 
-LOOPBACK = "127.0.0.1"
 _KILL_S = 6.0  # beyond the grace, until an agent that does not end is killed
 _SWEEP_S = 10.0  # to reach a host again and end what is left there
 _RETRY_S = 1.0  # between two tries to reach a host that may come back
@@ -139,11 +137,11 @@ class AgentHandle(RemoteProcess):
         if self.stage == Stage.STARTING:
             return told or f"its agent could not be started (exit code {code})"
         if code < 0:
-            return f"{self._command[0]}, which leads to it, was killed by {signal.Signals(-code).name}"
+            return f"{self._command[0]}, which leads to it, was killed by {signal_name(-code)}"
         if code == 255:
             return told or "its connection has ended"
         if code > 128:
-            return f"its agent was killed by {signal.Signals(code - 128).name}"
+            return f"its agent was killed by {signal_name(code - 128)}"
         return f"its agent has ended with exit code {code}{': ' if told else ''}{told}"
 
 

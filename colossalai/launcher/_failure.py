@@ -16,10 +16,11 @@ import math
 import os
 import signal
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, cast
+
+from colossalai.launcher._worker import write_error
 
 REFUSED = 2
 """Exit code of a rank that refuses what it was asked for, as of a wrong option."""
@@ -76,7 +77,7 @@ class RankState:
         place = f" on {self.host}" if self.host else ""
         name = f"rank {self.global_rank}{place} (pid {self.pid})"
         if self.was_killed:
-            return f"{name} was killed by {_signal_name(self._signal)}"
+            return f"{name} was killed by {signal_name(self._signal)}"
         if self.error is None:
             return f"{name} ended with exit code {self.exit_code} and left no Python error"
         return f"{name} failed with exit code {self.shell_code}: {self.error.message}"
@@ -179,13 +180,9 @@ def refuse(error: ValueError) -> NoReturn:
         error: The refusal.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
-    now = time.time()
-    extra = {"py_callstack": "", "timestamp": str(int(now)), "time": now, "exit_code": REFUSED}
-    told = {"message": {"message": str(error), "extraInfo": {**extra, "is_refusal": True}}}
     if not file:
         raise error
-    Path(f"{file}.part").write_text(json.dumps(told), encoding="utf-8")
-    os.replace(f"{file}.part", file)  # the launcher never sees half a file
+    write_error(file, str(error), "", exit_code=REFUSED, is_refusal=True)
     sys.exit(REFUSED)
 
 
@@ -209,8 +206,9 @@ def _error_time(rank: RankState) -> float:
     return math.inf if rank.error is None else rank.error.time
 
 
-def _signal_name(number: int) -> str:
+def signal_name(number: int) -> str:
+    """Return "SIGTERM", or "signal 41" for a real-time signal, which has no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
-        return f"signal {number}"  # a real-time signal has no name
+        return f"signal {number}"

@@ -32,14 +32,13 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from colossalai.launcher._cleanup import (
-    GRACE_S,
     MARK_VARIABLE,
     JobFolder,
     remove_abandoned_folders,
     sweep,
 )
 from colossalai.launcher._job import Job
-from colossalai.launcher._processes import end_descendants, signals_to_heed
+from colossalai.launcher._processes import GRACE_S, end_descendants, signals_to_heed
 from colossalai.launcher._protocol import ControllerLink, as_text
 
 if TYPE_CHECKING:

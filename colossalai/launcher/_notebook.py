@@ -22,12 +22,11 @@ from typing import Any
 
 import psutil
 
-from colossalai.cluster import free_port
-from colossalai.launcher._processes import end_processes
+from colossalai.cluster import LOOPBACK, free_port
+from colossalai.launcher._failure import signal_name
+from colossalai.launcher._processes import GRACE_S, end_processes
 from colossalai.launcher._worker import die_with
 
-GRACE_S = 3.0  # from asking a rank to end to killing it
-_LOOPBACK = "127.0.0.1"
 _REPORTS_S = 0.2  # in which ranks that fail with the first one have said why
 _REPORT_CHARS = 30_000  # of a traceback; a pipe takes more without a reader
 
@@ -65,7 +64,7 @@ def notebook_launcher(
     environment = {
         "WORLD_SIZE": str(num_processes),
         "LOCAL_WORLD_SIZE": str(num_processes),
-        "MASTER_ADDR": _LOOPBACK,
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(free_port()),
     }
     if num_processes == 1:
@@ -162,15 +161,14 @@ def _failure(ranks: Sequence[BaseProcess], reports: Sequence[connection.Connecti
             moment, _, trace = text.partition(" ")
             told.append((float(moment), number, trace))
         elif not rank.is_alive() and rank.exitcode:
-            how = f"exit code {rank.exitcode}"
-            if rank.exitcode < 0:
-                how = f"signal {signal.Signals(-rank.exitcode).name}"
+            name = signal_name(-rank.exitcode) if rank.exitcode < 0 else None
+            how = f"exit code {rank.exitcode}" if name is None else f"signal {name.removeprefix('signal ')}"
             return ProcessExitedException(
                 f"rank {number} ended with {how}",
                 error_index=number,
                 error_pid=rank.pid or 0,
                 exit_code=rank.exitcode,
-                signal_name=signal.Signals(-rank.exitcode).name if rank.exitcode < 0 else None,
+                signal_name=name,
             )
     _, number, trace = min(told)
     return ProcessRaisedException(f"\n\n-- rank {number} raised:\n{trace}", number, ranks[number].pid or 0)

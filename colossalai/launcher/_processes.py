@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import psutil
 
+GRACE_S = 3.0  # from asking a process to end to killing it
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
 _KILL_S = 5.0  # a killed process that lives longer is stuck in the kernel, where nothing reaches it

@@ -105,16 +105,29 @@ class WorkerErrorHook:
             self._write(f"sys.exit({error.code!r})", "", exit_code=exit_code)
 
     def _write(self, message: str, text: str, *, exit_code: int) -> bool:
-        """Say whether it could be written."""
-        now = time.time()
-        extra = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "exit_code": exit_code}
+        """Return whether it could be written."""
         try:
-            with open(f"{self.error_file}.part", "w", encoding="utf-8") as file:
-                json.dump({"message": {"message": message, "extraInfo": extra}}, file)
-            os.replace(file.name, self.error_file)  # the launcher never sees half a file
+            write_error(self.error_file, message, text, exit_code=exit_code)
         except OSError:
             return False  # the caller prints it instead
         return True
+
+
+def write_error(path: str, message: str, text: str, *, exit_code: int, is_refusal: bool = False) -> None:
+    """Write an error to a file, in the format of torch's elastic launcher; `_failure.read_error` reads it.
+
+    Args:
+        path: The file; no reader ever finds a part of it.
+        message: One line.
+        text: The traceback.
+        exit_code: The exit code of this process.
+        is_refusal: Whether the message alone is for the user.
+    """
+    now = time.time()
+    extra = {"py_callstack": text, "timestamp": str(int(now)), "time": now, "exit_code": exit_code}
+    with open(f"{path}.part", "w", encoding="utf-8") as file:
+        json.dump({"message": {"message": message, "extraInfo": {**extra, "is_refusal": is_refusal}}}, file)
+    os.replace(file.name, path)
 
 
 def die_with(launcher_pid: int) -> None:

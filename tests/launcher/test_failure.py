@@ -4,9 +4,13 @@ import json
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from colossalai.cluster import Host
+from colossalai.launcher import _notebook
+from colossalai.launcher._controller import AgentHandle, Stage
 from colossalai.launcher._failure import (
     JobFailure,
     NodeLoss,
@@ -173,3 +177,15 @@ def test_a_lost_node_and_the_ranks_of_others(ranks: list[RankState], is_the_node
 def test_a_rank_on_a_host_is_named_with_it():
     rank = RankState(global_rank=3, pid=7, exit_code=3, error=None, host="host2")
     assert rank.describe().startswith("rank 3 on host2 (pid 7) ended with exit code 3")
+
+
+def test_a_signal_without_a_name_is_given_by_its_number():
+    """A real-time signal other than the first and the last has no name."""
+    number = signal.SIGRTMIN + 7
+    agent = AgentHandle(Host("host2"), ["ssh"], b"", None, lambda: None)
+    agent.stage = Stage.READY
+    assert agent._describe_end(-number) == f"ssh, which leads to it, was killed by signal {number}"
+    assert agent._describe_end(128 + number) == f"its agent was killed by signal {number}"
+    rank = SimpleNamespace(exitcode=-number, pid=7, is_alive=lambda: False)
+    error = _notebook._failure([rank], [SimpleNamespace(poll=lambda: False)])
+    assert str(error) == f"rank 0 ended with signal {number}"

@@ -22,7 +22,6 @@ from colossalai.launcher.preflight._findings import (
 )
 from colossalai.launcher.preflight._probe_network import mapped
 
-LOOPBACK = "127.0.0.1"
 _SLOW_LOOKUP_S = 0.5  # of a name server that answers, even from afar, it is far less
 _OPEN = "let the hosts reach one another on all TCP ports"
 # What a connection has come to, in plain words; by stage and error.

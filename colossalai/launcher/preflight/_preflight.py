@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from colossalai.cluster import Host
+from colossalai.cluster import LOOPBACK, Host
 from colossalai.launcher._ssh import explain_ssh
 from colossalai.launcher.preflight import _host_findings as host_checks
 from colossalai.launcher.preflight import _network_findings as network_checks
@@ -197,7 +197,7 @@ class _PreflightRun:
             "memory": self._ask(hosts, "memory"),
             "disk": self._ask(hosts, "disk", path=request.workdir),
             "devices": self._ask(hosts, "devices"),
-            "lookups": self._ask(hosts, "lookups", addresses=[network_checks.LOOPBACK]),
+            "lookups": self._ask(hosts, "lookups", addresses=[LOOPBACK]),
             "port": self._ask([self.first] if self.first in hosts else [], "port", number=self.master_port),
         }
         if request.script is not None and request.is_module:
@@ -224,7 +224,7 @@ class _PreflightRun:
 
     async def _judge_network(self, said: Mapping[str, Answers]) -> dict[str, HostInterface]:
         add = self.findings.extend
-        add(network_checks.check_lookups(said["lookups"], {network_checks.LOOPBACK: "localhost"}))
+        add(network_checks.check_lookups(said["lookups"], {LOOPBACK: "localhost"}))
         address = list(network_checks.check_master_address(said["resolve"], self.master_addr))
         if self.first in said["resolve"]:
             resolved, interfaces = said["resolve"][self.first], said["interfaces"][self.first]

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from colossalai.launcher._cleanup import GRACE_S
+from colossalai.launcher._processes import GRACE_S
 from tests.launcher.command import is_gone, wait_until
 from tests.launcher.hosts.launch import Launch, timed, wait_until_empty
 from tests.launcher.hosts.side_by_side import Site, side_by_side
