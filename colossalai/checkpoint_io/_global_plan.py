@@ -5,14 +5,15 @@ shapes, dtypes and boxes, no values. Then every rank knows the content of the ch
 part of it.
 
 [Note: one short exchange]
-Where all ranks hold the same (plain data parallelism), a digest of 64 letters says so, and nothing else is
-sent. Only where the digests differ do the ranks send the descriptions themselves.
+Where all ranks hold the same (plain data parallelism), digests of 64 letters are equal, and nothing else is
+sent. Only where digests differ do the ranks send the descriptions themselves. All states of a save share the
+exchange, and the small values of each rank travel with it.
 """
 
 import hashlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -29,50 +30,71 @@ Content: TypeAlias = dict[str, Any]
 """Nested dicts and lists with what stands for tensors."""
 
 
-def with_other_ranks(
-    own_content: Callable[[], Content],
-    *,
-    merge: Callable[[Sequence[Content]], Content],
-    flatten: Callable[[Content], ShardedStateDict],
-) -> ShardedStateDict:
-    """Return the content of all ranks together as a flat state dict; collective.
+@dataclass(frozen=True)
+class LocalState:
+    """State of a model or an optimizer on this rank.
+
+    Attributes:
+        content: Returns nested dicts and lists with tensors, or their local shards.
+        merge: Makes one content out of those of all ranks, in their order. Of entries that several ranks
+            have, the first rank's are taken.
+        flatten: Takes a content apart; a tensor has the same name on all ranks.
+    """
+
+    content: Callable[[], Content]
+    merge: Callable[[Sequence[Content]], Content]
+    flatten: Callable[[Content], ShardedStateDict]
+
+
+def gather_states(
+    *states: LocalState, values: Callable[[], Any] = lambda: None
+) -> tuple[list[ShardedStateDict], list[Any]]:
+    """Return each state over all ranks as a flat state dict, and the values of all ranks; collective.
 
     See [Note: one short exchange].
 
     Args:
-        own_content: Gives what this rank holds: nested dicts and lists with tensors, or their local shards.
-        merge: Makes one content out of those of all ranks, in their order. Where two have the same, the
-            first one's is to be taken.
-        flatten: Takes a content apart; what stands for a tensor has the same name on all ranks.
+        *states: The states, as many on all ranks.
+        values: Returns a plain value, which is sent along with the digests. It is called first.
 
     Raises:
-        ValueError: `own_content` raises it on some rank, or tensors of one name have other shapes or dtypes
-            on other ranks; on all ranks.
+        ValueError: `values` or the content of a state raises it on some rank, or tensors of one name have
+            other shapes or dtypes on other ranks; on all ranks.
     """
-    told, own = "", FlatStateDict[ShardedTensor]({}, None)
+    texts: list[str] = []
+    own: list[ShardedStateDict] = []
 
-    def digest() -> str:
-        nonlocal told, own
-        content = with_local_shards(own_content())
-        told, own = _described(content), flatten(content)
-        return hashlib.sha256(told.encode()).hexdigest()
+    def describe() -> tuple[list[str], Any]:
+        value = values()
+        for state in states:
+            content = with_local_shards(state.content())
+            texts.append(_described(content))
+            own.append(state.flatten(content))
+        return [hashlib.sha256(text.encode()).hexdigest() for text in texts], value
 
-    digests = results(digest)
-    if len(set(digests)) == 1:
-        return _held_by_all(own, len(digests))
-    contents = [_content_of(text, rank) for rank, text in enumerate(gather(told))]
-    tables = [flatten(content).tensors for content in contents]
+    digests, found = zip(*results(describe), strict=True)  # the one exchange, of plain values
+    differing = [number for number, same in enumerate(zip(*digests, strict=True)) if len(set(same)) > 1]
+    # All ranks have compared the same digests, so all of them send descriptions or none does.
+    described = gather([texts[number] for number in differing]) if differing else []
+    whole = [_held_by_all(state, len(found)) for state in own]
+    for place, number in enumerate(differing):
+        contents = [_content_of(of_rank[place], rank) for rank, of_rank in enumerate(described)]
+        whole[number] = _merged(states[number], own[number], contents)
+    return whole, list(found)
+
+
+def _merged(state: LocalState, own: ShardedStateDict, contents: Sequence[Content]) -> ShardedStateDict:
+    """Return the state dict of ranks that hold different tensors, or different shards."""
+    tables = [state.flatten(content).tensors for content in contents]
     _refuse_disagreement(tables)  # every rank compares the same, so all of them raise or none
-    merged = flatten(merge(contents))
+    merged = state.flatten(state.merge(contents))
     found: dict[int, ShardedTensor] = {}
-    tensors: dict[str, ShardedTensor] = {}
     for name, tensor in merged.tensors.items():
         if id(tensor) not in found:
             shards = own.tensors[name].shards if name in own.tensors else {}
             held_by = _ranks_of([table[name] for table in tables if name in table])
             found[id(tensor)] = replace(tensor, shards=shards, ranks_of=held_by)
-        tensors[name] = found[id(tensor)]
-    return FlatStateDict(tensors, merged.tree)
+    return FlatStateDict({name: found[id(tensor)] for name, tensor in merged.tensors.items()}, merged.tree)
 
 
 def names_elsewhere(own_names: Callable[[], Sequence[Collection[str]]]) -> list[frozenset[str]]:

@@ -23,11 +23,12 @@ from torch import nn
 
 from colossalai.checkpoint_io._collective import called_by_all_ranks, on_every_rank
 from colossalai.checkpoint_io._global_plan import (
+    LocalState,
+    gather_states,
     merge_by_name,
     names_elsewhere,
     prefix_of,
     tied_names,
-    with_other_ranks,
 )
 from colossalai.checkpoint_io._hugging_face_index import Stems
 from colossalai.checkpoint_io._single_experts import with_fused_experts
@@ -66,15 +67,17 @@ from colossalai.tensor import FullPrecisionTensor, as_memory
 _OTHERS = "extra state"  # under it are the values that are not tensors
 
 
-def model_state(module: nn.Module, *, prefix: str = "") -> ShardedStateDict:
-    """Return what is to be saved of a model: its own tensors, and whatever else its state dict holds.
-
-    Collective: under a pipeline it is what all stages hold.
-    """
+def local_model_state(module: nn.Module, *, prefix: str = "") -> LocalState:
+    """Return the state of a model on this rank: its own tensors, and all else in its state dict."""
     full_prefix = prefix + prefix_of(module)
     # keep_vars: the parameters themselves, by whose identity tied ones are known.
     values = {full_prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
-    return with_other_ranks(lambda: values, merge=merge_by_name, flatten=flat_state)
+    return LocalState(lambda: values, merge=merge_by_name, flatten=flat_state)
+
+
+def model_state(module: nn.Module, *, prefix: str = "") -> ShardedStateDict:
+    """Return the state of a model over all ranks, also the stages of a pipeline; collective."""
+    return gather_states(local_model_state(module, prefix=prefix))[0][0]
 
 
 def gathered_weights(

@@ -14,14 +14,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._collective import called_by_all_ranks, on_every_rank
-from colossalai.checkpoint_io._global_plan import names_elsewhere
+from colossalai.checkpoint_io._global_plan import gather_states, names_elsewhere
 from colossalai.checkpoint_io._optimizer_state import (
     OPTIMIZER,
     ParamNames,
     hyper_parameters,
+    local_optimizer_state,
     named_parameters,
     opened,
-    optimizer_state,
     stored_content,
 )
 from colossalai.checkpoint_io._state import FileLayout, StoredStateDict, common_prefix
@@ -269,7 +269,7 @@ def save_optimizer(
     )
     with opened(optimizer, loads=False) as raw:
         assert raw is not None
-        state = optimizer_state(raw, param_names, prefix=prefix or "")
+        (state,), _ = gather_states(local_optimizer_state(raw, param_names, prefix=prefix or ""))
         if gather_dtensor:
             save_whole(checkpoint, state, OPTIMIZER, layout)
         else:

@@ -18,9 +18,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp import OptimizerWrapper
-from colossalai.checkpoint_io._global_plan import merge_by_name, prefix_of, tied_names, with_other_ranks
+from colossalai.checkpoint_io._global_plan import LocalState, merge_by_name, prefix_of, tied_names
 from colossalai.checkpoint_io._hugging_face_index import Stems
-from colossalai.checkpoint_io._state import FlatStateDict, Kind, ShardedStateDict
+from colossalai.checkpoint_io._state import FlatStateDict, Kind
 from colossalai.checkpoint_io.resharding import (
     TensorMetadata,
     pack,
@@ -109,16 +109,13 @@ def hyper_parameters(group: Mapping[str, object]) -> dict[str, object]:
     return {key: value for key, value in group.items() if key not in _NAMES_IN_GROUP}
 
 
-def optimizer_state(optimizer: Optimizer, param_names: ParamNames, *, prefix: str = "") -> ShardedStateDict:
-    """Return what is to be saved of an optimizer; collective, under a pipeline it is that of all stages.
+def local_optimizer_state(optimizer: Optimizer, param_names: ParamNames, *, prefix: str = "") -> LocalState:
+    """Return the state of an optimizer on this rank.
 
-    Raises:
-        ValueError: A parameter has no name, or the state holds a value that is not plain, or a tensor whose
-            cut is not known; on all ranks.
+    To gather it raises a ValueError where a parameter has no name, or the state holds a value that is not
+    plain, or a tensor whose cut is not known.
     """
-    return with_other_ranks(
-        lambda: _own_content(optimizer, param_names, prefix), merge=_merge, flatten=_flatten
-    )
+    return LocalState(lambda: _own_content(optimizer, param_names, prefix), merge=_merge, flatten=_flatten)
 
 
 def _own_content(optimizer: Optimizer, param_names: ParamNames, prefix: str) -> dict[str, Any]:

@@ -110,17 +110,38 @@ def next_serial(folder: Path) -> int:
     return 1 + max((manifest.serial for _, manifest in look_at(folder).states), default=0)
 
 
-def newest_complete(
-    folder: Path, agreement: Agreement, *, num_ranks: int, buffer_size: float = DEFAULT_BUFFER_MB
-) -> CheckedState | None:
-    """Return the newest training state in a folder whose files are all as its manifest says, or None.
-
-    Every rank takes part, and reads its part of the files.
+def candidates(folder: Path) -> list[str]:
+    """Return the names of training states that can be complete, the newest first; warn of damaged ones.
 
     Raises:
         OSError: The folder cannot be read.
     """
-    for name in agreement.from_writer(partial(_candidates, folder)):
+    found = look_at(folder)
+    for path, problem in found.damaged.items():
+        _warn_of(path, problem)
+    return [path.name for path, _ in found.states]
+
+
+def newest_complete(
+    folder: Path,
+    names: list[str],
+    agreement: Agreement,
+    *,
+    num_ranks: int,
+    buffer_size: float = DEFAULT_BUFFER_MB,
+) -> CheckedState | None:
+    """Return the first training state whose files all match its manifest, or None; collective.
+
+    Every rank reads its part of the files.
+
+    Args:
+        folder: The folder of training states.
+        names: The names in it that `candidates` returned on the writer.
+        agreement: How the ranks agree; one exchange for each candidate.
+        num_ranks: How many they are.
+        buffer_size: The memory, in MB, that reading can take.
+    """
+    for name in names:
         path, state, misfit = folder / name, None, None
         try:
             state = check_state(path, part=agreement.rank, num_parts=num_ranks, buffer_size=buffer_size)
@@ -227,34 +248,42 @@ def make_way(path: Path) -> None:
         get_dist_logger().warning(f"{path} is damaged and now called {aside.name}: {problem}")
 
 
-def prune(folder: Path, agreement: Agreement, *, keep_last: int, good: Path | None = None) -> int:
-    """Remove all but the newest training states, and what killed writers left; see [Note: what is removed].
+def retire(folder: Path, *, keep_last: int, good: Path | None = None) -> list[str]:
+    """Hide all but the newest training states; on the writer, before any rank removes a file.
 
-    Every rank takes part: to remove large files takes time.
+    See [Note: what is removed].
 
     Args:
         folder: The folder of training states.
-        agreement: How the ranks agree.
         keep_last: How many of the newest stay.
         good: A state that stays, with all that are newer.
 
     Returns:
-        The number of folders that were removed, on every rank.
+        The hidden names, and those of the folders that killed writers left.
     """
-    # The writer decides, and gives what goes a hidden name, before anybody removes a file.
-    told = agreement.results(
-        lambda: _retire(_surplus(folder, keep_last=keep_last, good=good)) if agreement.rank == 0 else []
-    )
-    retired = [folder / name for name in told[0]]
-    agreement.on_every_rank(lambda: _remove_files(retired, part=agreement.rank, num_parts=len(told)))
+    retired = []
+    for path in _surplus(folder, keep_last=keep_last, good=good):
+        is_hidden = path.name.startswith(".")
+        aside = path if is_hidden else path.rename(path.with_name(f".{path.name}.old-{secrets.token_hex(4)}"))
+        (aside / MANIFEST).unlink(missing_ok=True)
+        retired.append(aside.name)
+    return retired
+
+
+def remove_retired(folder: Path, names: list[str], agreement: Agreement, *, num_ranks: int) -> None:
+    """Remove folders of hidden names; every rank takes part, as removing large files takes time."""
+    if not names:  # on all ranks: they have the names from the writer
+        return
+    retired = [folder / name for name in names]
+    # The outcome of all ranks: the writer removes the folders when they are empty.
+    agreement.on_every_rank(partial(_remove_files, retired, part=agreement.rank, num_parts=num_ranks))
     agreement.on_writer(partial(_remove_folders, retired))
-    return len(retired)
 
 
 def make_room(
     folder: Path, agreement: Agreement, *, keep_last: int, num_ranks: int, buffer_size: float
 ) -> bool:
-    """Remove what `prune` would remove after a save, before one that the disk has no room for.
+    """Remove before a save that the disk has no room for what would be removed after it.
 
     Every rank takes part. The newest complete state, its checksums compared, and all newer ones stay.
 
@@ -263,23 +292,18 @@ def make_room(
     """
     if not agreement.from_writer(lambda: bool(_surplus(folder, keep_last=keep_last))):
         return False
-    newest = newest_complete(folder, agreement, num_ranks=num_ranks, buffer_size=buffer_size)
+    found = agreement.from_writer(partial(candidates, folder))
+    newest = newest_complete(folder, found, agreement, num_ranks=num_ranks, buffer_size=buffer_size)
     if newest is None:
         return False
-    count = prune(folder, agreement, keep_last=keep_last, good=newest.path)
-    if count and agreement.rank == 0:
+    names = agreement.from_writer(partial(retire, folder, keep_last=keep_last, good=newest.path))
+    remove_retired(folder, names, agreement, num_ranks=num_ranks)
+    if names and agreement.rank == 0:
         get_dist_logger().info(
-            f"the disk of {folder} is full: removed {count} folders that keep_last={keep_last} does not keep"
+            f"the disk of {folder} is full: removed {len(names)} folders that keep_last={keep_last} does not "
+            f"keep"
         )
-    return count > 0
-
-
-def _candidates(folder: Path) -> list[str]:
-    """Return the names of what may be complete, the newest first, and warn of what is not."""
-    found = look_at(folder)
-    for path, problem in found.damaged.items():
-        _warn_of(path, problem)
-    return [path.name for path, _ in found.states]
+    return bool(names)
 
 
 def _warn_of(path: Path, problem: str) -> None:
@@ -330,17 +354,6 @@ def _surplus(folder: Path, *, keep_last: int, good: Path | None = None) -> list[
     if good is not None:
         keep_last = max(keep_last, complete.index(good) + 1 if good in complete else len(complete))
     return [*(path for path in _leftovers(folder) if path != good), *complete[keep_last:]]
-
-
-def _retire(surplus: list[Path]) -> list[str]:
-    """Give folders names, which are returned, by which nobody takes them for training states."""
-    retired = []
-    for path in surplus:
-        is_hidden = path.name.startswith(".")
-        aside = path if is_hidden else path.rename(path.with_name(f".{path.name}.old-{secrets.token_hex(4)}"))
-        (aside / MANIFEST).unlink(missing_ok=True)
-        retired.append(aside.name)
-    return retired
 
 
 def _leftovers(folder: Path) -> Iterator[Path]:

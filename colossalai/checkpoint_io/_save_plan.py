@@ -15,7 +15,7 @@ import torch
 
 from colossalai._version import __version__
 from colossalai.checkpoint_io._collective import COLLECTIVE, Agreement, FullDiskError, global_rank
-from colossalai.checkpoint_io._retention import make_room, make_way, next_serial, prune
+from colossalai.checkpoint_io._retention import make_room, make_way, next_serial, remove_retired, retire
 from colossalai.checkpoint_io._state import FlatStateDict
 from colossalai.checkpoint_io.formats import (
     WriteItem,
@@ -105,18 +105,20 @@ def write_training_state(plan: SavePlan, agreement: Agreement) -> None:
         OSError: The training state cannot be written; on all ranks.
     """
 
-    def write() -> None:
-        write_shared_folder(
+    def write() -> list[str]:
+        names: list[str] = write_shared_folder(
             plan.path,
             num_bytes=plan.num_bytes,
             agreement=agreement,
             write=lambda target: _write_own(target, plan, rank=agreement.rank),
             finish=partial(_finish, plan=plan),
+            after=partial(retire, folder, keep_last=plan.keep_last),
         )
+        return names
 
     folder = plan.path.parent
     try:
-        write()
+        retired = write()
     except FullDiskError:  # on all ranks, or on none
         if not make_room(
             folder,
@@ -126,8 +128,8 @@ def write_training_state(plan: SavePlan, agreement: Agreement) -> None:
             buffer_size=plan.buffer_size,
         ):
             raise
-        write()
-    prune(folder, agreement, keep_last=plan.keep_last)
+        retired = write()
+    remove_retired(folder, retired, agreement, num_ranks=plan.num_ranks)
 
 
 def write_training_state_alone(plan: SavePlan) -> None:

@@ -12,20 +12,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._collective import called_by_all_ranks, on_every_rank
-from colossalai.checkpoint_io._global_plan import names_elsewhere
+from colossalai.checkpoint_io._global_plan import gather_states, names_elsewhere
 from colossalai.checkpoint_io._model import (
     MODEL,
     ModelLoadPlan,
-    model_state,
+    local_model_state,
     module_names,
     plan_model_loading,
 )
 from colossalai.checkpoint_io._optimizer import OptimizerLoadPlan, plan_optimizer_loading
 from colossalai.checkpoint_io._optimizer_state import (
     OPTIMIZER,
+    local_optimizer_state,
     named_parameters,
     opened,
-    optimizer_state,
     parameter_names,
 )
 from colossalai.checkpoint_io.formats import Stateful, read_plain, state_of, write_torch_states
@@ -85,9 +85,10 @@ def _save(
     *,
     buffer_size: float,
 ) -> None:
-    states = {MODEL: model_state(model)}
+    local = {MODEL: local_model_state(model)}
     if optimizer is not None:
-        states[OPTIMIZER] = optimizer_state(optimizer, parameter_names(model))
+        local[OPTIMIZER] = local_optimizer_state(optimizer, parameter_names(model))
+    states = dict(zip(local, gather_states(*local.values())[0], strict=True))
     content: dict[str, Any] = {"epoch": epoch}
     if lr_scheduler is not None:
         content["lr_scheduler"] = plain(lr_scheduler.state_dict(), at="lr_scheduler")

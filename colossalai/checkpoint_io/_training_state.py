@@ -11,7 +11,7 @@ the previous training state or the new one. Which one is the newest complete one
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -30,11 +30,11 @@ from colossalai.checkpoint_io._collective import (
     on_writer,
     results,
 )
-from colossalai.checkpoint_io._global_plan import names_elsewhere
+from colossalai.checkpoint_io._global_plan import gather_states, names_elsewhere
 from colossalai.checkpoint_io._model import (
     MODEL,
     ModelLoadPlan,
-    model_state,
+    local_model_state,
     module_names,
     plan_model_loading,
 )
@@ -42,13 +42,14 @@ from colossalai.checkpoint_io._optimizer import OptimizerLoadPlan, plan_optimize
 from colossalai.checkpoint_io._optimizer_state import (
     OPTIMIZER,
     ParamNames,
+    local_optimizer_state,
     named_parameters,
     opened,
-    optimizer_state,
     parameter_names,
 )
 from colossalai.checkpoint_io._retention import (
     CheckedState,
+    candidates,
     check_state,
     make_way,
     newest_complete,
@@ -66,9 +67,9 @@ from colossalai.checkpoint_io.storage import (
     Manifest,
     block_size,
     damage_named,
+    folder_lock,
     host_copies,
     listed,
-    locked,
     random_file,
     start_save,
     wait_for_saves,
@@ -157,11 +158,18 @@ def save_training_state(
     block_size(buffer_size)  # refuses one that is too small
     wait_for_saves()
     path = Path(folder) / step_folder(step)
-    with locked(path.parent, then=partial(make_way, path)):
+    with folder_lock() as take_lock:
+
+        def prepare() -> None:
+            if global_rank() == 0:
+                take_lock(path.parent)
+                make_way(path)
+
         with opened(state.optimizer, loads=False) as raw:
             plan = _save_plan(
                 path,
                 replace(state, optimizer=raw),
+                prepare,
                 step=step,
                 keep_last=keep_last,
                 buffer_size=buffer_size,
@@ -185,7 +193,9 @@ def latest_training_state(folder: str | Path) -> Path | None:
         OSError: The folder cannot be read.
     """
     wait_for_saves()
-    newest = newest_complete(Path(folder), COLLECTIVE, num_ranks=num_ranks())
+    folder = Path(folder)
+    names = from_writer(partial(candidates, folder))
+    newest = newest_complete(folder, names, COLLECTIVE, num_ranks=num_ranks())
     return None if newest is None else newest.path
 
 
@@ -243,9 +253,10 @@ def resume_training_state(
     wait_for_saves()
     block_size(buffer_size)  # refuses one that is too small, which no folder is damaged by
     path = Path(folder)
-    if from_writer((path / MANIFEST).is_file):
+    names = from_writer(lambda: None if (path / MANIFEST).is_file() else candidates(path))
+    if names is None:  # on all ranks: the path is a training state itself
         return load_training_state(path, state, buffer_size=buffer_size)
-    newest = newest_complete(path, COLLECTIVE, num_ranks=num_ranks(), buffer_size=buffer_size)
+    newest = newest_complete(path, names, COLLECTIVE, num_ranks=num_ranks(), buffer_size=buffer_size)
     if newest is None:
         on_writer(partial(refuse_lost, path))
         return None
@@ -260,22 +271,38 @@ def random_files() -> dict[str, dict[str, object]]:
 
 
 def _save_plan(
-    path: Path, state: TrainingState, *, step: int, keep_last: int, buffer_size: float
+    path: Path,
+    state: TrainingState,
+    prepare: Callable[[], None],
+    *,
+    step: int,
+    keep_last: int,
+    buffer_size: float,
 ) -> SavePlan:
-    """Return what is to be written, and by which rank; collective."""
-    states = {MODEL.part: model_state(state.model)}
+    """Return the plan of a save: which rank writes which shards; collective.
+
+    Args:
+        path: The training state.
+        state: Its parts; the optimizer is the raw one.
+        prepare: Is called on every rank, before any rank writes.
+        step: See `SavePlan`.
+        keep_last: See `SavePlan`.
+        buffer_size: See `SavePlan`.
+    """
+    local = {MODEL.part: local_model_state(state.model)}
     if state.optimizer is not None:
-        states[OPTIMIZER.part] = optimizer_state(state.optimizer, _names(state))
+        local[OPTIMIZER.part] = local_optimizer_state(state.optimizer, _names(state))
     small: dict[str, Any] = {}
 
     def small_parts() -> object:
+        prepare()
         parts = {name: part.state_dict() for name, part in state.small_parts.items()}
         small.update(plain({**parts, "extra": state.extra}, at="training state"))
         return plain(random_state(), at="random state")
 
-    # Of the small parts rank 0 writes its own; of the random states those that all ranks tell it.
-    random_states = results(small_parts)
-    count = len(random_states)
+    # The one exchange of the plan. Rank 0 writes its own small parts, and the random states of all ranks.
+    found, random_states = gather_states(*local.values(), values=small_parts)
+    states, count = dict(zip(local, found, strict=True)), len(random_states)
     return SavePlan(
         path=path,
         step=step,

@@ -6,8 +6,8 @@ The rest is of this package.
 
 from colossalai.checkpoint_io.storage._async_save import HostCopies as HostCopies
 from colossalai.checkpoint_io.storage._async_save import check_saves as check_saves
+from colossalai.checkpoint_io.storage._async_save import folder_lock as folder_lock
 from colossalai.checkpoint_io.storage._async_save import host_copies as host_copies
-from colossalai.checkpoint_io.storage._async_save import locked as locked
 from colossalai.checkpoint_io.storage._async_save import start_save as start_save
 from colossalai.checkpoint_io.storage._async_save import wait_for_saves as wait_for_saves
 from colossalai.checkpoint_io.storage._atomic import Write as Write

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from colossalai.amp import OptimizerWrapper
-from colossalai.checkpoint_io._collective import Agreement, global_rank, num_ranks, on_writer
+from colossalai.checkpoint_io._collective import Agreement, global_rank, num_ranks
 from colossalai.checkpoint_io.storage._folder_lock import FolderLocks
 from colossalai.cluster import PlainCodec
 from colossalai.context import before_end, fail_at_end, is_in_job
@@ -309,27 +309,15 @@ def host_copies() -> HostCopies:
 
 
 @contextmanager
-def locked(folder: Path, *, then: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Have the writer hold the lock of a folder that the block saves into, or starts to; collective.
+def folder_lock() -> Iterator[Callable[[Path], None]]:
+    """Yield the function by which the writer takes the lock of a folder that the block saves into.
 
-    It is held to the end of the job that was launched; where none was, to the end of the save.
-
-    Args:
-        folder: The folder of training states.
-        then: What the writer does when it has the lock, before any rank goes on.
-
-    Raises:
-        ValueError: Another job holds the lock; on all ranks.
+    It raises a ValueError where another job holds the lock. The lock is held to the end of the job that was
+    launched; where none was, to the end of the save.
     """
-
-    def take() -> None:
-        _pending.locks.take(folder)
-        then()
-
     try:
-        on_writer(take)
         before_end(_finish_saves)
-        yield
+        yield _pending.locks.take
     finally:
         _pending.unlock_unless_in_job()
 

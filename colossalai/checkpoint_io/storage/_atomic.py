@@ -16,7 +16,7 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from colossalai.checkpoint_io._collective import Agreement, FullDiskError, on_every_rank, on_writer
 from colossalai.checkpoint_io.storage._untrusted import resolved
@@ -284,16 +284,22 @@ def write_shared_folder(
     write: Callable[[Path], T],
     finish: Callable[[Path, list[T]], object],
     keep: Callable[[str], bool] = lambda name: False,
-) -> None:
+    after: Callable[[], Any] = lambda: None,
+) -> Any:
     """Have all ranks write to an empty folder, which takes the place of `path` when all have; collective.
 
     Args:
         path: The folder, on a file system that all ranks see.
         num_bytes: About how much all ranks will write.
         agreement: How the ranks agree; three exchanges.
-        write: Writes this rank's files into the folder; what it returns is told to all ranks.
-        finish: Writes what there is once, on the writer, when all ranks have written; gets what they told.
+        write: Writes this rank's files into the folder; returns a plain value.
+        finish: Writes on the writer, when all ranks have written, the files that no single rank has; takes
+            the values of all ranks.
         keep: Whether an entry of the existing folder, by name, is carried over to the new one.
+        after: Is called on the writer when the folder is in place; returns a plain value.
+
+    Returns:
+        The result of `after`, on every rank.
 
     Raises:
         FullDiskError: The disk is full; on all ranks.
@@ -301,7 +307,7 @@ def write_shared_folder(
     """
     path = resolved(Path(path))
     with ExitStack() as stack:
-        # The writer makes the folder, under a hidden name, which it tells the others.
+        # The writer makes the folder, and sends its hidden name to the other ranks.
         target = Path(
             agreement.from_writer(
                 lambda: str(stack.enter_context(atomic_folder(path, num_bytes=num_bytes, keep=keep)))
@@ -319,12 +325,13 @@ def write_shared_folder(
                     )
                 return write(target)
 
-        # Nobody goes on before all have written: the last rank's answer is the wait.
+        # No rank goes on before all have written: the wait is for the last rank's result.
         told = agreement.results(write_here)
 
-        def finish_here() -> None:
+        def finish_here() -> Any:
             with clear_os_errors(path, num_bytes):
                 finish(target, told)
             stack.close()  # synced to disk, and renamed into place
+            return after()
 
-        agreement.on_writer(finish_here)
+        return agreement.from_writer(finish_here)
