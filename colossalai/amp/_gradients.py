@@ -26,6 +26,8 @@ class OptimizerGroup:
         ranks: The ranks that decide together; None for this process alone.
         replicas: The ranks over which gradients are averaged, so that losses can have weights; None for this
             process alone.
+        after_step: The updates of the model that follow its optimizer step, such as the moves of routing
+            biases, in order: called after each update by the first member. Default: none.
     """
 
     def __init__(
@@ -34,10 +36,12 @@ class OptimizerGroup:
         *,
         ranks: dist.ProcessGroup | None = None,
         replicas: Axis | None = None,
+        after_step: Sequence[Callable[[], None]] = (),
     ) -> None:
         self.scaler: LossScaler = scaler or LossScaler()
         self.ranks = ranks
         self.replicas = replicas
+        self.after_step = tuple(after_step)
         self.members: list[Gradients] = []
 
     def start_backward(self, by: "Gradients") -> float:

@@ -118,7 +118,6 @@ class OptimizerWrapper(Optimizer):
         masters: What stands in the optimizer for the model's parameters: float32 masters, slices.
         before_step: Called with this wrapper, one after the other, before every update, when the gradients
             are true.
-        after_step: Called, one after the other, after every update.
         max_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
         norm_type: The p of that norm.
         stages: The ranks of a pipeline, each of which holds other parameters; None without one.
@@ -145,7 +144,6 @@ class OptimizerWrapper(Optimizer):
         param_names: Mapping[nn.Parameter, str] | None = None,
         masters: StandIns | None = None,
         before_step: Sequence[Callable[["OptimizerWrapper"], None]] = (),
-        after_step: Sequence[Callable[[], None]] = (),
         max_norm: float = 0.0,
         norm_type: float = 2.0,
         stages: dist.ProcessGroup | None = None,
@@ -160,7 +158,6 @@ class OptimizerWrapper(Optimizer):
         self.norm_type = norm_type
         self.stepped = False
         self._before_step = tuple(before_step)
-        self._after_step = tuple(after_step)
         self._stages = stages
         # In the order of the names, and before it in that of the stages.
         first = 0 if stages is None else dist.get_rank(stages) * _STAGE_PLACES
@@ -168,6 +165,8 @@ class OptimizerWrapper(Optimizer):
         self.gradients = Gradients(
             optim, self.masters, self.group, places=self._places, stages=stages, counts=counts
         )
+        is_first = self.group.members[0] is self.gradients
+        self._after_step = self.group.after_step if is_first else ()  # once in a step of the model
         self._is_updating = False
         self.optim = optim  # last: see [Note: where an attribute is set]
         _watch_steps(optim, self)

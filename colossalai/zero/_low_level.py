@@ -18,6 +18,7 @@ from colossalai.amp import (
     PureBF16,
 )
 from colossalai.logging import get_dist_logger
+from colossalai.nn.parallel import updates_after_step
 from colossalai.zero._model import ZeroModel
 from colossalai.zero._replicas import ZeroReplicas
 
@@ -130,7 +131,8 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         model.masters = model.masters.without(held)
         if model.first_optimizer is None:
             ranks = model.replicas.mesh.group(tuple(model.replicas.mesh.axes))
-            group = OptimizerGroup(scaler, ranks=ranks, replicas=model.replicas)
+            updates = updates_after_step(model, model.replicas)
+            group = OptimizerGroup(scaler, ranks=ranks, replicas=model.replicas, after_step=updates)
         else:
             group = model.first_optimizer.group
         super().__init__(

@@ -24,7 +24,7 @@ from colossalai.logging import get_dist_logger
 from colossalai.nn import CrossEntropyLoss, MoeCrossEntropyLoss, MoeLoss, checkpoint
 from colossalai.nn.layer.moe import FFNExperts, MoeLayer, TopKRouter, auxiliary_loss
 from colossalai.tensor import nested_tensors
-from colossalai.zero import zero_model_wrapper
+from colossalai.zero import zero_model_wrapper, zero_optim_wrapper
 from tests.parity.subjects.moe import auxiliary, collecting
 from tests.ranks import run_ranks
 from tests.tiers import further
@@ -420,8 +420,8 @@ def test_the_auxiliary_loss_is_that_of_the_whole_batch() -> None:
     run_ranks(of_uneven_tokens, 4)
 
 
-def biases(config: dict[str, Any]) -> list[float]:
-    """Return the bias after three steps; each rank has its part of the batch."""
+def biases(config: dict[str, Any], num_batches: int = 6) -> list[float]:
+    """Return the bias after some batches; each rank has its part of a batch."""
     colossalai.launch_from_torch({"recompute": ["ffn"], **config}, verbose=False)
     torch.manual_seed(0)
     model = Classifier(bias_update_rate=0.001, num_experts=NUM_EXPERTS)
@@ -429,7 +429,7 @@ def biases(config: dict[str, Any]) -> list[float]:
         model, torch.optim.SGD(model.parameters(), lr=0.0), MoeCrossEntropyLoss(), verbose=False
     )
     generator = torch.Generator().manual_seed(0)
-    for _ in range(6):  # two microbatches for each step
+    for _ in range(num_batches):
         x, y = torch.randn(16, WIDTH, generator=generator), torch.randint(3, (16,), generator=generator)
         replicas = gpc.mesh.axis("dp")
         x, y = (tensor.chunk(replicas.size)[replicas.rank] for tensor in (x, y))
@@ -441,6 +441,35 @@ def biases(config: dict[str, Any]) -> list[float]:
     assert "ffn.router.e_score_correction_bias" in engine.model.state_dict()
     gpc.destroy()
     return found.tolist()
+
+
+def biases_under_zero(stage: int) -> list[float]:
+    """Return the bias after three steps of one microbatch, by the wrappers of ZeRO."""
+    colossalai.launch_from_torch({"parallel": {"moe": {"size": 2}}}, verbose=False)
+    torch.manual_seed(0)
+    model = Classifier(bias_update_rate=0.001, num_experts=NUM_EXPERTS)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in (model.head, model.ffn)]
+    model = zero_model_wrapper(model, stage, precision="fp32")
+    optimizers = [zero_optim_wrapper(model, optimizer) for optimizer in optimizers]
+    generator, replicas = torch.Generator().manual_seed(0), gpc.mesh.axis("dp")
+    for _ in range(3):
+        x, y = torch.randn(16, WIDTH, generator=generator), torch.randint(3, (16,), generator=generator)
+        x, y = (tensor.chunk(replicas.size)[replicas.rank] for tensor in (x, y))
+        optimizers[0].backward(MoeCrossEntropyLoss()(model(x), y))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = model.ffn.router.e_score_correction_bias
+    gpc.destroy()
+    return found.tolist()
+
+
+@pytest.mark.dist
+def test_the_bias_moves_under_the_wrappers_of_zero() -> None:
+    (alone,) = run_ranks(biases, 1, {}, 3)
+    assert alone != [0.0] * NUM_EXPERTS
+    for stage in (1, 3):
+        assert run_ranks(biases_under_zero, 2, stage) == [alone] * 2
 
 
 MOE = {"moe": {"size": 2}}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from colossalai._lazy import find_name
 from colossalai.nn.parallel._applied_model import AppliedModel as AppliedModel
+from colossalai.nn.parallel._applied_model import updates_after_step as updates_after_step
 from colossalai.nn.parallel._arriving import ArrivingParams as ArrivingParams
 from colossalai.nn.parallel._bucketed import Bucketed as Bucketed
 from colossalai.nn.parallel._buckets import EarlierMeans as EarlierMeans

@@ -1,12 +1,13 @@
 """Base of the wrappers: a model with a data-parallel method applied, under the names of the model itself."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
-from colossalai.nn.layer.moe import LossCollector, collect_losses
+from colossalai.context import Axis
+from colossalai.nn.layer.moe import LossCollector, bias_updates, collect_losses
 from colossalai.nn.parallel._data_method import AppliedDataMethod, params_called
 from colossalai.tensor import TransparentModule
 
@@ -122,6 +123,16 @@ class AppliedModel(TransparentModule):
     ) -> Iterator[tuple[str, Tensor]]:
         """Return the buffers under the names of the model that was given."""
         return self.unwrap().named_buffers(prefix, recurse, remove_duplicate)
+
+
+def updates_after_step(model: AppliedModel, replicas: Axis) -> tuple[Callable[[], None], ...]:
+    """Return the updates of a model that follow each optimizer step, none for a dense model.
+
+    Args:
+        model: The model.
+        replicas: The ranks with different parts of the batch.
+    """
+    return bias_updates(model.unwrap(), replicas)
 
 
 def _set_collector(wrapper: AppliedModel, collector: LossCollector) -> None:

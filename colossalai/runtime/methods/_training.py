@@ -142,6 +142,7 @@ class WrappedOptimizers(PlanMethod):
             self.precision.make_scaler(),
             ranks=job.mesh.group(tuple(job.mesh.axes)),
             replicas=job.replicas,
+            after_step=job.after_step,
         )
         kind = AccumulatingOptimizer if job.accumulates else OptimizerWrapper
         for optimizer in job.optimizers:
@@ -157,8 +158,6 @@ class WrappedOptimizers(PlanMethod):
                     param_names=job.names_of(job.model),
                     masters=stand_ins,
                     before_step=self.precision.step_hooks(),
-                    # Once in a step, with the first of several optimizers.
-                    after_step=() if job.wrapped else job.after_step,
                     max_norm=self.max_norm,
                     norm_type=self.norm_type,
                     **job.optimizer_options,
